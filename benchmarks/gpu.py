@@ -34,7 +34,7 @@ from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.quantized import is_scales
 from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt.compat import TENSORRT
-from lockstep.backends.tensorrt.layers import differences
+from lockstep.backends.tensorrt.layers import ChosenLayer, differences
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD
 from lockstep.pipeline import worker
 from lockstep.verify.metrics import difference
@@ -143,7 +143,8 @@ def builds(
         shutil.copy(engines.with_name(name), again.with_name(name))
     cached = build(again)
     recorded, found = (read_json(folder / RECORD)["engines"] for folder in (engines.parent, again.parent))
-    other = [line for name in recorded for line in differences(recorded[name]["layers"], found[name]["layers"], name)]
+    layers = lambda of: [ChosenLayer.from_json(layer) for layer in of["layers"]]
+    other = [line for name in recorded for line in differences(layers(recorded[name]), layers(found[name]), name)]
     yield {**made, "cached_seconds": cached, "other_tactics": other}
 
 

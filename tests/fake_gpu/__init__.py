@@ -47,7 +47,7 @@ CAPABILITY = "8.9"  # as TensorRT-RTX asks the driver; what only TensorRT reads 
 BOUND = (
     "cuda",
     "kernels",
-    "fused_form",
+    "fused_spec",
     "paged_decode_attention",
     "rope_kernel",
     "rank_device",
@@ -150,6 +150,7 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     from lockstep.backends.base import Built
     from lockstep.backends.profiles import LIMITS
     from lockstep.backends.tensorrt.cut_engine import pack
+    from lockstep.backends.tensorrt.layers import ChosenLayer
     from lockstep.backends.tensorrt.row_kernels import RowKernel
     from lockstep.onnx_tools.dequantized import dequantize_products
 
@@ -169,12 +170,8 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     write_bytes(out, plans[0] if cut is None else pack(model, cut.graph, plans, options))
     if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none
         return Built()
-    product = {
-        "name": "product",
-        "kind": "gemm",
-        "tactic": "another" if out.parent.name == "again" and out.stem == "middle" else "one",
-        "formats": [],
-    }
+    tactic = "another" if out.parent.name == "again" and out.stem == "middle" else "one"
+    product = ChosenLayer("product", (), "gemm", tactic)
     digest = backend._tactics.take(out.stem, sha256_file(graph), [product], str(out))
     backend._tactics.take_cache(b"cache", {}, str(out))
     return Built({"tactics_sha256": digest})

@@ -41,8 +41,8 @@ def adapter_mask(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     mask[:] = ids[:, None] == np.arange(k.columns) // k.rank
 
 
-def rotate(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
-    """What Rotate.launch says."""
+def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
+    """What RopeKernel.launch says."""
     rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.WIDE, tokens)
     given, kind, partner, heads = (
         NUMBERS[k.GIVEN],
@@ -55,7 +55,7 @@ def rotate(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
         or k.DIM % 8
         or k.VALUE_DIM % 8
     ):
-        raise Fault("rotate: arrays or heads that are not made of 16 bytes")
+        raise Fault("apply_rope: arrays or heads that are not made of 16 bytes")
     query, key = (
         gpu.array(address, (tokens, count, k.DIM), given).astype(np.float32)
         for address, count in ((k.query, heads), (k.key, k.KV_HEADS))
@@ -66,13 +66,13 @@ def rotate(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     )
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
         own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
-        out[token], turned = ((x[token] * own + x[token][:, partner] * other).astype(kind) for x in (query, key))
+        out[token], with_rope = ((x[token] * own + x[token][:, partner] * other).astype(kind) for x in (query, key))
         if row < 0:
             continue
         if position // k.PAGE >= k.pages_per_row:
-            raise Fault(f"rotate: position {position} in a row of {k.pages_per_row} pages")
+            raise Fault(f"apply_rope: position {position} in a row of {k.pages_per_row} pages")
         page = int(gpu.array(k.pages + (row * k.pages_per_row + position // k.PAGE) * 4, (1,), "i4")[0])
-        for new, cache, dim in ((turned, k.keys, k.DIM), (value[token], k.values, k.VALUE_DIM)):
+        for new, cache, dim in ((with_rope, k.keys, k.DIM), (value[token], k.values, k.VALUE_DIM)):
             size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
             gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)[:, position % k.PAGE] = new
 
@@ -110,9 +110,9 @@ def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
                 f"{k.pages_per_row} pages"
             )
         own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
-        turned = [(x[request] * own + x[request][:, partner] * other).astype(kind) for x in (query, key)]
+        with_rope = [(x[request] * own + x[request][:, partner] * other).astype(kind) for x in (query, key)]
         held = []
-        for new, cache, dim in ((turned[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
+        for new, cache, dim in ((with_rope[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
             size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
             pages = [
                 gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)
@@ -122,7 +122,7 @@ def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
             # with a window of 0: all
             held.append(np.concatenate(pages, axis=1)[:, : position + 1][:, -k.WINDOW :].astype(np.float32))
         scores = (
-            np.einsum("kgd,ktd->kgt", turned[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0])
+            np.einsum("kgd,ktd->kgt", with_rope[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0])
             * k.scale
         )
         shares = np.exp2(scores - scores.max(axis=2, keepdims=True))
@@ -290,7 +290,7 @@ KERNELS: dict[str, Callable] = {
     "adapter_mask": adapter_mask,
     "all_reduce": all_reduce,
     "all_gather": all_gather,
-    "rotate": rotate,
+    "apply_rope": apply_rope,
     "decode_attention": decode_attention,
     "advance": advance,
     "largest": largest,

@@ -54,9 +54,9 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("given", ["float16", "float32"])
 @pytest.mark.parametrize("wide", [False, True])
-def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
-    from lockstep.backends.tensorrt.fused_form import Form, Rotation
-    from lockstep.backends.tensorrt.rope_kernel import Rotate
+def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
+    from lockstep.backends.tensorrt.fused_spec import AttentionKernelSpec, DeviceRopeTables
+    from lockstep.backends.tensorrt.rope_kernel import RopeKernel
 
     device, random = OnDevice(), np.random.default_rng(0)
     own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
@@ -70,7 +70,7 @@ def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
         device.up(np.zeros(shape, np.float16)) for shape in (query.shape, *[(PAGES.size, KV_HEADS, PAGE, DIM)] * 2)
     )
     positions = device.up(AT.astype(np.int64 if wide else np.int32))
-    Rotate(Form("float16", given, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
+    RopeKernel(AttentionKernelSpec("float16", given, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
         device.stream,
         device.up(query),
         device.up(key),
@@ -78,19 +78,19 @@ def test_queries_and_keys_are_turned_and_cached_in_pages(given, wide):
         out,
         keys,
         values,
-        Rotation(device.up(own), device.up(other), device.up(partner)),
+        DeviceRopeTables(device.up(own), device.up(other), device.up(partner)),
         device.up(ROWS),
         positions,
         device.up(PAGES),
     )
-    turned = [
+    with_rope = [
         x.astype(np.float32) * own[AT, None] + x[:, :, partner].astype(np.float32) * other[AT, None]
         for x in (query, key)
     ]
     # Computed in fp32, and rounded to fp16 once, a little behind where NumPy does: one unit in the last place.
-    np.testing.assert_allclose(device.down(out), turned[0], rtol=2**-10, atol=2**-13)
+    np.testing.assert_allclose(device.down(out), with_rope[0], rtol=2**-10, atol=2**-13)
     found = {name: device.down(array) for name, array in (("keys", keys), ("values", values))}
-    np.testing.assert_allclose(cached(found["keys"], True), turned[1][ROWS >= 0], rtol=2**-10, atol=2**-13)
+    np.testing.assert_allclose(cached(found["keys"], True), with_rope[1][ROWS >= 0], rtol=2**-10, atol=2**-13)
     assert np.array_equal(cached(found["values"], True), value[ROWS >= 0])
     assert not found["keys"].any() and not found["values"].any()
 
@@ -117,32 +117,31 @@ def numbers(name: str) -> np.dtype:
 
 
 class Rows:
-    """Rows of a form (fused_form.Form), each with a cache of the same numbers and NaN behind them; one token of each is
-    new."""
+    """Rows of a spec, each with a cache of the same numbers and NaN behind them; one token of each is new."""
 
     SCALE = 0.11
 
-    def __init__(self, form, rows: int, pages_per_row: int):
-        self.form, random, self.pages_per_row = form, np.random.default_rng(0), pages_per_row
-        normal = lambda *shape, of=form.dtype: random.standard_normal(shape, np.float32).astype(numbers(of))
+    def __init__(self, spec, rows: int, pages_per_row: int):
+        self.spec, random, self.pages_per_row = spec, np.random.default_rng(0), pages_per_row
+        normal = lambda *shape, of=spec.dtype: random.standard_normal(shape, np.float32).astype(numbers(of))
         self.query, self.key = (
-            normal(rows, heads, form.head_dim, of=form.given) for heads in (form.heads, form.kv_heads)
+            normal(rows, heads, spec.head_dim, of=spec.given) for heads in (spec.heads, spec.kv_heads)
         )
-        self.value = normal(rows, form.kv_heads, form.value_dim)
+        self.value = normal(rows, spec.kv_heads, spec.value_dim)
         self.table = (
             random.permutation(rows * pages_per_row + 3)[: rows * pages_per_row]
             .reshape(rows, pages_per_row)
             .astype(np.int32)
         )
         self.full = [
-            normal(rows * pages_per_row + 3, form.kv_heads, PAGE, dim) for dim in (form.head_dim, form.value_dim)
+            normal(rows * pages_per_row + 3, spec.kv_heads, PAGE, dim) for dim in (spec.head_dim, spec.value_dim)
         ]
-        order = random.permutation(form.head_dim)
-        half = form.head_dim // 2 - 2  # pairs; the rest stays alone
-        self.partner = np.arange(form.head_dim, dtype=np.int32)
+        order = random.permutation(spec.head_dim)
+        half = spec.head_dim // 2 - 2  # pairs; the rest stays alone
+        self.partner = np.arange(spec.head_dim, dtype=np.int32)
         self.partner[order[:half]], self.partner[order[half : 2 * half]] = order[half : 2 * half], order[:half]
         self.own, self.other = (
-            random.standard_normal((pages_per_row * PAGE, form.head_dim), np.float32) for _ in range(2)
+            random.standard_normal((pages_per_row * PAGE, spec.head_dim), np.float32) for _ in range(2)
         )
 
     def caches(self, lengths: list[int]) -> list[np.ndarray]:
@@ -155,22 +154,22 @@ class Rows:
     def expected(
         self, lengths: list[int], query: np.ndarray, caches: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """From rotated queries and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for rows
-        of no length; and how much it may be off. The weights are rounded to the cache's type, and so is what comes out.
-        1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
-        form, unit = self.form, {"float16": 2**-11, "bfloat16": 2**-8}[self.form.dtype]
+        """From queries with RoPE and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for
+        rows of no length; and how much it may be off. The weights are rounded to the cache's type, and so is what comes
+        out. 1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
+        spec, unit = self.spec, {"float16": 2**-11, "bfloat16": 2**-8}[self.spec.dtype]
         out, allowed = (
-            np.zeros((len(lengths), form.kv_heads, form.heads // form.kv_heads, form.value_dim)) for _ in range(2)
+            np.zeros((len(lengths), spec.kv_heads, spec.heads // spec.kv_heads, spec.value_dim)) for _ in range(2)
         )
         for row, length in enumerate(lengths):
-            tokens = np.arange(max(0, length - form.window) if form.window else 0, length)
+            tokens = np.arange(max(0, length - spec.window) if spec.window else 0, length)
             if length:
                 keys, values = (
                     cache[self.table[row, tokens // PAGE], :, tokens % PAGE].astype(np.float64) for cache in caches
                 )
                 scores = (
                     np.einsum(
-                        "kgd,tkd->kgt", query[row].astype(np.float64).reshape(form.kv_heads, -1, form.head_dim), keys
+                        "kgd,tkd->kgt", query[row].astype(np.float64).reshape(spec.kv_heads, -1, spec.head_dim), keys
                     )
                     * self.SCALE
                 )
@@ -178,7 +177,7 @@ class Rows:
                 shares /= shares.sum(axis=2, keepdims=True)
                 out[row], size = (np.einsum("kgt,tkd->kgd", shares, numbers) for numbers in (values, np.abs(values)))
                 allowed[row] = unit * (size + np.abs(out[row])) + 1e-4
-        return (array.reshape(len(lengths), form.heads, form.value_dim) for array in (out, allowed))
+        return (array.reshape(len(lengths), spec.heads, spec.value_dim) for array in (out, allowed))
 
 
 def decoding(dtype="float16", given=None, wide=False, group=1, kv_heads=2, dim=128, value_dim=None, window=0):
@@ -200,7 +199,7 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
 
 
 @pytest.mark.parametrize(
-    ("form", "lengths", "multiprocessors"),
+    ("spec", "lengths", "multiprocessors"),
     [
         (decoding(), LENGTHS, TWO_SPLITS),
         (decoding(), LENGTHS, SIXTEEN_SPLITS),
@@ -216,54 +215,49 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
         (decoding(kv_heads=1, dim=64, window=4200), LONG, TWO_SPLITS),
     ],
 )
-def test_rows_that_decode_are_turned_cached_and_attended_to(monkeypatch, form, lengths, multiprocessors):
+def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, spec, lengths, multiprocessors):
     """Captured once, and launched for other lengths too."""
     from lockstep.backends.tensorrt import cuda
-    from lockstep.backends.tensorrt.fused_form import Form, Rotation
+    from lockstep.backends.tensorrt.fused_spec import AttentionKernelSpec, DeviceRopeTables
     from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
-    from lockstep.backends.tensorrt.rope_kernel import Rotate
+    from lockstep.backends.tensorrt.rope_kernel import RopeKernel
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda number: multiprocessors)
-    device, form, count = OnDevice(), Form(**form), len(lengths[0])
-    made, kernel, rotate, scratch = (
-        Rows(form, count, -(-max(lengths[0]) // PAGE)),
-        DecodeAttention(form),
-        Rotate(form),
-        Scratch([form], count),
+    device, spec, count = OnDevice(), AttentionKernelSpec(**spec), len(lengths[0])
+    made, kernel, rope, scratch = (
+        Rows(spec, count, -(-max(lengths[0]) // PAGE)),
+        DecodeAttention(spec),
+        RopeKernel(spec),
+        Scratch([spec], count),
     )
-    rotation = Rotation(*(device.up(array) for array in (made.own, made.other, made.partner)))
+    tables = DeviceRopeTables(*(device.up(array) for array in (made.own, made.other, made.partner)))
     given = [device.up(array) for array in (made.query, made.key, made.value)]
-    caches, rotated_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
+    caches, rope_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
     rows, positions, table = (
         device.up(np.zeros(count, np.int32)),
-        device.up(np.zeros(count, np.int64 if form.wide else np.int32)),
+        device.up(np.zeros(count, np.int64 if spec.wide else np.int32)),
         device.up(made.table),
     )
-    rotated = device.up(np.zeros((count, form.heads, form.head_dim), numbers(form.dtype)))
-    outs = [device.up(np.zeros((count, form.heads, form.value_dim), numbers(form.dtype))) for _ in range(2)]
+    query_out = device.up(np.zeros((count, spec.heads, spec.head_dim), numbers(spec.dtype)))
+    outs = [device.up(np.zeros((count, spec.heads, spec.value_dim), numbers(spec.dtype))) for _ in range(2)]
     with device.stream.capture() as graph:
         for out in outs:
-            kernel.launch(device.stream, *given, out, *caches, rotation, rows, positions, table, made.SCALE, scratch)
+            kernel.launch(device.stream, *given, out, *caches, tables, rows, positions, table, made.SCALE, scratch)
     for held in lengths:
         before = made.caches(held)
         host = (
             np.where(np.array(held) > 0, np.arange(count), -1).astype(np.int32),
             np.maximum(0, np.array(held) - 1).astype(positions.dtype),
         )
-        for array, values in (
-            (rows, host[0]),
-            (positions, host[1]),
-            *zip(caches, before),
-            *zip(rotated_caches, before),
-        ):
+        for array, values in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rope_caches, before)):
             device.stream.upload(array, values)
         device.stream.synchronize()
-        rotate.launch(device.stream, *given, rotated, *rotated_caches, rotation, rows, positions, table)
-        after = [device.down(cache) for cache in rotated_caches]
+        rope.launch(device.stream, *given, query_out, *rope_caches, tables, rows, positions, table)
+        after = [device.down(cache) for cache in rope_caches]
         graph.launch(device.stream)
         for cache, exact in zip(caches, after):
             assert np.array_equal(device.down(cache).view(np.uint16), exact.view(np.uint16))
-        expected, allowed = made.expected(held, device.down(rotated), after)
+        expected, allowed = made.expected(held, device.down(query_out), after)
         for out in outs:  # the second launch in a row finds the scratch that the first has left
             error = np.abs(device.down(out).astype(np.float64) - expected)
             assert (error <= allowed).all(), f"{np.nanmax(error - allowed)} more than allowed"

@@ -21,7 +21,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import EngineSet, build
 from lockstep.backends.profiles import profiles
-from lockstep.backends.tensorrt.rotation import read_rotation
+from lockstep.backends.tensorrt.rope_tables import read_rope_tables
 from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
@@ -381,7 +381,7 @@ def test_a_rotary_encoding_is_its_graph_and_no_plan(gpu, demo, tmp_path) -> None
     } == {".engine"}
     assert [opset.version for opset in onnx.load(file).opset_import] == [20] and file.stat().st_size < 4096
     opened = EngineSet.open(tmp_path / "engines.json", demo.assembly(MODEL, "fp16"))
-    read = read_rotation(opened.load("attention.rotary").bind(None, {}), 8, "attention.rotary")
+    read = read_rope_tables(opened.load("attention.rotary").bind(None, {}), 8, "attention.rotary")
     dim = onnx.load(file).graph.output[0].type.tensor_type.shape.dim[2].dim_value
     assert read.partner.tolist() == [*range(dim // 2, dim), *range(dim // 2)]
     # The first frequency is 1; cosines are fp16.
@@ -506,7 +506,7 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) 
         build_and_compare(demo, tmp_path / "engines", "fp16", graphs / "assembly.json")
     assert not list((tmp_path / "engines").glob("*.onnx")) and not (tmp_path / "engines" / "engines.json").exists()
     said = str(refused.value)
-    assert "engines/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements" in said
+    assert "engines/attention.rotary.onnx: expected RoPE that mixes pairs of elements" in said
     assert said.endswith("made of 2 others; build with attention: traced")
 
 

@@ -1,4 +1,4 @@
-"""Rotary encodings as two numbers for each position and element: read out of graphs of many families, held against the
+"""RoPE as two numbers for each position and element: read out of graphs of many families, held against the
 graphs and against transformers.
 
 What is not of that form is refused, with what was found.
@@ -19,7 +19,7 @@ from families import FAMILIES
 
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.tensorrt.fused_variants import can_fuse
-from lockstep.backends.tensorrt.rotation import Tables, check_rotation, read_rotation
+from lockstep.backends.tensorrt.rope_tables import RopeTables, check_rope_tables, read_rope_tables
 from lockstep.errors import CheckError
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
@@ -32,14 +32,14 @@ POSITIONS = 100
 # Halves, with frequencies and weights scaled; neighbours, of a part of the elements; neighbours in fp32; no encoding.
 ALWAYS = {"llama, yarn rope", "glm", "cohere", "gpt2"}
 TWO_KINDS = {"qwen2", "gemma2", "gemma3_text", "smollm3"}
-REFUSED = {"deepseek_v3"}  # writes neighbours into halves, and puts keys together before they are turned
+REFUSED = {"deepseek_v3"}  # writes neighbours into halves, and puts keys together before RoPE
 # positions in the embedding; keys normalised behind the encoding, which then stays in the block
 WITHOUT = {"gpt2", "opt", "hunyuan_v1_dense"}
 
 
 @dataclass
 class Cut:
-    """A family's rotary graphs in fp16, by kind, with the config they are of."""
+    """A family's RoPE graphs in fp16, by kind, with the config they are of."""
 
     family: str
     config: dict
@@ -72,7 +72,7 @@ def cut(request) -> Cut:
     return Cut(request.param, config, assembly.variants, graphs)
 
 
-def applied(tables: Tables, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def applied(tables: RopeTables, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """As the kernel does it: x [num_tokens, heads, head_dim] of any type, in float32."""
     x = x.astype(np.float32)
     return x * tables.own[positions][:, None] + x[:, :, tables.partner] * tables.other[positions][:, None]
@@ -84,13 +84,13 @@ def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
         if cut.family in REFUSED:
             with pytest.raises(
                 CheckError,
-                match="here: expected a rotary encoding that mixes pairs .*found "
+                match="here: expected RoPE that mixes pairs .*found "
                 "element 13 made of 2 others; build with attention: traced",
             ):
-                check_rotation(run, POSITIONS, "here")
+                check_rope_tables(run, POSITIONS, "here")
             continue
-        check_rotation(run, POSITIONS, "here")
-        tables = read_rotation(run, POSITIONS, "here")
+        check_rope_tables(run, POSITIONS, "here")
+        tables = read_rope_tables(run, POSITIONS, "here")
         random, positions = np.random.default_rng(1), np.array([99, 0, 7, 7, 64, 31])
         kind = cut.kinds[name]
         given = [
@@ -133,7 +133,7 @@ def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
         for heads in (kind.num_heads, kind.num_kv_heads)
     )
     cos, sin = encoding(torch.zeros(1, dtype=torch.float64), torch.from_numpy(positions)[None])
-    tables = read_rotation(executable(model, tmp_path), POSITIONS, "here")
+    tables = read_rope_tables(executable(model, tmp_path), POSITIONS, "here")
     for x, expected in zip((query, key), module.apply_rotary_pos_emb(query, key, cos, sin)):
         found = applied(tables, x[0].numpy().swapaxes(0, 1), positions)
         # of random numbers up to 4.5
@@ -173,7 +173,7 @@ def test_numbers_below_the_smallest_normal_one_are_no_other_numbers(tmp_path, si
     }
     files, assembly = assemble(meta_model(config, "fp16"), config, "fp16")
     (kind,) = assembly.variants.values()
-    check_rotation(
+    check_rope_tables(
         executable(rotary(onnx.load_from_string(files[kind.decode.file]), kind), tmp_path), positions, "here"
     )
 
@@ -198,17 +198,17 @@ HALVES = """
 TURN = """
     {x} = Reshape({name}, {heads})
     {x}_low, {x}_high = Split<axis = -1, num_outputs = 2>({x})  {x}_minus = Neg({x}_high)  {x}_half = Concat<axis = -1>({x}_minus, {x}_low)
-    {x}_one = Mul({x}, wide_cosines)  {x}_two = Mul({x}_half, wide_sines)  {name}_turned = Add({x}_one, {x}_two)"""  # noqa: E501
+    {x}_one = Mul({x}, wide_cosines)  {x}_two = Mul({x}_half, wide_sines)  {name}_rope = Add({x}_one, {x}_two)"""  # noqa: E501
 
 
 def handmade(
-    query: str = "query_out = Identity(query_turned)",
-    key: str = "key_out = Identity(key_turned)",
+    query: str = "query_out = Identity(query_rope)",
+    key: str = "key_out = Identity(key_rope)",
     angle: str = ANGLE,
     inputs: str = "",
     heads: int = 2,
 ) -> onnx.ModelProto:
-    """Heads of four elements, one of the key; halves turned by the position. query, key: what gives query_out,
+    """Heads of four elements, one of the key; halves rotated by the position. query, key: what gives query_out,
     key_out."""
     return onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 20]>
@@ -222,14 +222,14 @@ def handmade(
 @pytest.mark.parametrize("heads", [1, 2])
 def test_a_handmade_encoding_is_read(tmp_path, heads) -> None:
     run = executable(handmade(heads=heads), tmp_path)
-    check_rotation(run, POSITIONS, "here")
-    tables = read_rotation(run, POSITIONS, "here")
+    check_rope_tables(run, POSITIONS, "here")
+    tables = read_rope_tables(run, POSITIONS, "here")
     angles = (np.arange(POSITIONS, dtype=np.float32)[:, None] * np.array([1, 0.01], np.float32)).astype(np.float64)
     assert tables.partner.tolist() == [2, 3, 0, 1]
     # cosine and sine in float32: the last bit of theirs
     np.testing.assert_allclose(tables.own, np.cos(np.tile(angles, 2)), atol=2**-23)
     np.testing.assert_allclose(tables.other, np.concatenate([-np.sin(angles), np.sin(angles)], axis=1), atol=2**-23)
-    assert read_rotation(run, 1, "here").own.tolist() == [[1, 1, 1, 1]]
+    assert read_rope_tables(run, 1, "here").own.tolist() == [[1, 1, 1, 1]]
 
 
 ORDER = "order = Constant<value_ints = [1, 2, 3, 0]>()  query_out = Gather<axis = -1>"
@@ -240,20 +240,20 @@ ORDER = "order = Constant<value_ints = [1, 2, 3, 0]>()  query_out = Gather<axis 
     [
         ({"query": "query_out = Identity(q)"}, "other numbers at position 99"),
         ({"key": "key_out = Identity(k)"}, "other numbers at position 99"),
-        ({"key": "key_out = Relu(key_turned)"}, "other numbers at position 1"),  # by chance all positive at 0
+        ({"key": "key_out = Relu(key_rope)"}, "other numbers at position 1"),  # by chance all positive at 0
         (
             {
-                "query": "square = Mul(query_turned, query_turned)  mean = ReduceMean(square)  query_out = "
-                "Div(query_turned, mean)"
+                "query": "square = Mul(query_rope, query_rope)  mean = ReduceMean(square)  query_out = "
+                "Div(query_rope, mean)"
             },
             "other numbers at position 0",
         ),
         # heads differ
         (
-            {"query": "two = Constant<value = float[2, 1] {1, 1.0001}>()  query_out = Mul(query_turned, two)"},
+            {"query": "two = Constant<value = float[2, 1] {1, 1.0001}>()  query_out = Mul(query_rope, two)"},
             "other numbers at position 0",
         ),
-        ({"query": f"{ORDER}(query_turned, order)"}, "element 0 made of 2 others"),
+        ({"query": f"{ORDER}(query_rope, order)"}, "element 0 made of 2 others"),
         ({"query": f"{ORDER}(q, order)"}, "element 0 made of 1, which is made of 2"),
         (
             {"angle": "angle = Cast<to = 1>(past_lengths)", "inputs": ", int64[num_tokens] past_lengths"},
@@ -263,9 +263,9 @@ ORDER = "order = Constant<value_ints = [1, 2, 3, 0]>()  query_out = Gather<axis 
 )
 def test_another_form_is_refused(tmp_path, changes, found) -> None:
     with pytest.raises(CheckError) as error:
-        check_rotation(executable(handmade(**changes), tmp_path), POSITIONS, "x/attention.rotary.onnx")
+        check_rope_tables(executable(handmade(**changes), tmp_path), POSITIONS, "x/attention.rotary.onnx")
     assert str(error.value) == (
-        "x/attention.rotary.onnx: expected a rotary encoding that mixes pairs of elements, in all heads "
+        "x/attention.rotary.onnx: expected RoPE that mixes pairs of elements, in all heads "
         "alike, by their position alone, "
         f"found {found}; build with attention: traced"
     )
@@ -279,15 +279,15 @@ def test_an_encoding_that_depends_on_the_length_is_refused(tmp_path, limit) -> N
     scale = Constant<value_float = 0.25>()  scaled = Mul(plain, scale)  angle = Where(long, scaled, plain)"""  # noqa: E501
     run = executable(handmade(angle=angle), tmp_path)
     with pytest.raises(CheckError, match="found other numbers at position [0-9]+; build with attention: traced"):
-        check_rotation(run, POSITIONS, "here")
-    check_rotation(run, limit + 1, "here")  # no step is longer: it is one encoding
+        check_rope_tables(run, POSITIONS, "here")
+    check_rope_tables(run, limit + 1, "here")  # no step is longer: it is one encoding
 
 
-def test_numbers_are_turned_in_pieces(tmp_path, monkeypatch) -> None:
+def test_rope_is_applied_in_pieces(tmp_path, monkeypatch) -> None:
     run = executable(handmade(), tmp_path)
-    whole = read_rotation(run, POSITIONS, "here")
-    monkeypatch.setattr("lockstep.backends.tensorrt.rotation._NUMBERS", 7 * 12)
-    check_rotation(run, POSITIONS, "here")
-    for name, values in vars(read_rotation(run, POSITIONS, "here")).items():
+    whole = read_rope_tables(run, POSITIONS, "here")
+    monkeypatch.setattr("lockstep.backends.tensorrt.rope_tables._NUMBERS", 7 * 12)
+    check_rope_tables(run, POSITIONS, "here")
+    for name, values in vars(read_rope_tables(run, POSITIONS, "here")).items():
         # sine of one number or of eight at a time: the last bit
         np.testing.assert_allclose(values, getattr(whole, name), rtol=0, atol=2**-23, err_msg=name)

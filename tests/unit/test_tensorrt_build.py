@@ -33,15 +33,15 @@ from lockstep.backends.tensorrt.contract import check_contract, tensor_types
 from lockstep.backends.tensorrt.device import driver_version, gpu_key
 from lockstep.backends.tensorrt.layers import (
     check_precision,
-    compare,
     datatype,
     differences,
     fingerprint,
+    fingerprint_json,
     fp16_sums,
     read_layers,
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics
+from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics, compare
 from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn
 from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
@@ -461,7 +461,7 @@ def test_a_fused_region_is_known_by_its_tensors_not_by_the_nodes_that_name_it():
         read_layers(said, "x") for said in (text, text.replace("(Unnamed Layer* 42) [Shuffle]...", "gemm_0..."))
     )
     again[0] = dataclasses.replace(again[0], inputs=again[0].inputs[::-1])
-    assert fingerprint(first) == fingerprint(again) and fingerprint(first)[0]["name"] == (
+    assert fingerprint(first) == fingerprint(again) and fingerprint(first)[0].name == (
         "fused region that gives hidden_out, key, query, value"
     )
     smaller = [dataclasses.replace(first[0], outputs=first[0].outputs[1:])]
@@ -495,7 +495,7 @@ def test_what_the_graph_computes_in_fp32_may_be_fp32():
 def test_fingerprints_leave_out_pointers_and_keep_tactics():
     first = fingerprint(read(layer(name="__myl_FcMul_0x7f3a5c001230", tactic="__myl_Fc_140234567890123_x")))
     again = fingerprint(read(layer(name="__myl_FcMul_0x7f99aa124560", tactic="__myl_Fc_140999999990123_x")))
-    assert first == again and first[0]["tactic"].endswith("0x5f7e2a1b3c4d5e6f")
+    assert first == again and first[0].tactic.endswith("0x5f7e2a1b3c4d5e6f")
     assert fingerprint(read(layer(value="0x1111111111111111"))) != fingerprint(read(layer()))
     assert fingerprint(read(layer(source=("taken", FLOAT)))) != fingerprint(read(layer()))
     hashed = lambda digit: fingerprint(
@@ -626,7 +626,7 @@ def without_tensorrt(monkeypatch, version="8.6.0", **answers):
             False,
             "TensorRT 8.6.0 does not read what the timing cache says of fused regions: their kernels were chosen anew",
         ),
-        ("half", True, "products that TensorRT adds up in fp16: gemm_3_matrix_multiply, gemm_0 .*"),
+        ("half", True, "products that TensorRT accumulates in fp16: gemm_3_matrix_multiply, gemm_0 .*"),
         ("", True, "fused regions whose kernels cannot be read: they are not held to the graph"),
     ],
 )
@@ -640,7 +640,7 @@ def test_a_build_takes_the_kernels_of_regions_for_layers(tmp_path, monkeypatch, 
     region = said["layer_information"]
     assert built.note is note is None or re.fullmatch(note, built.note)
     assert (
-        built.about["tactics_sha256"] == sha256_json(fingerprint(read_layers(region, "x") + region_layers(data)))
+        built.about["tactics_sha256"] == sha256_json(fingerprint_json(read_layers(region, "x") + region_layers(data)))
         and (tmp_path / "block.engine").read_bytes() == data
     )
     assert len(built.about.get("fp16_sums", [])) == (5 if plan == "half" else 0)
@@ -718,7 +718,7 @@ def test_what_cannot_be_one_region_is_built_as_it_is_and_said(tmp_path, monkeypa
     )
     assert found == [[3, "Gather"], [4, "Gemm"]] and built.about["not_one_region"] == why
     assert built.note.startswith(
-        f"not built as one region, but as it is at level 4: {why}; products that TensorRT adds up in fp16: gemm_3"
+        f"not built as one region, but as it is at level 4: {why}; products that TensorRT accumulates in fp16: gemm_3"
     )
 
 

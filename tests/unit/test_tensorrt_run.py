@@ -568,7 +568,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
     if form[2] == "fused":
         from lockstep.backends.tensorrt import prompt_attention
 
-        monkeypatch.setattr(prompt_attention, "_Plan", None)
+        monkeypatch.setattr(prompt_attention, "_CudnnPlan", None)
     both.step(prompts=[(0, 8), (1, 5), (2, 3)])
     for _ in range(3):
         both.step(0, 1, 2)
@@ -588,17 +588,19 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
 def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, refused):
     from lockstep.backends.tensorrt import prompt_attention
 
-    made, init = [], prompt_attention._Plan.__init__
+    made, init = [], prompt_attention._CudnnPlan.__init__
 
     def plan(self, size, stream):
         if refused and size.batch > 1:
             raise CheckError("no attention for several")
         init(self, size, stream)
 
-    monkeypatch.setattr(prompt_attention._Plan, "__init__", plan)
-    call = prompt_attention._Plan.call
+    monkeypatch.setattr(prompt_attention._CudnnPlan, "__init__", plan)
+    call = prompt_attention._CudnnPlan.call
     monkeypatch.setattr(
-        prompt_attention._Plan, "call", lambda self, *given: (made.append(len(given[4].shape)), call(self, *given))[1]
+        prompt_attention._CudnnPlan,
+        "call",
+        lambda self, *given: (made.append(len(given[4].shape)), call(self, *given))[1],
     )
     prompt_attention._batch_plan.cache_clear()
     both = Both(demo, open_model, "fp16")

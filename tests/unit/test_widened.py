@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.backends.tensorrt.rotation import check_rotation, read_rotation
+from lockstep.backends.tensorrt.rope_tables import check_rope_tables, read_rope_tables
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.prepare import check_same, prepare
 from lockstep.onnx_tools.rope import rotary
@@ -95,8 +95,8 @@ def test_the_rotary_encoding_of_a_bf16_graph_is_read_in_fp32(bf16, tmp_path):
     file = tmp_path / "rotary.onnx"
     onnx.save(rotary(onnx.load(path.parent / kind.decode.file), kind), file)
     executable = OnnxRuntimeBackend().load(file, (), None, False).bind(None, {})
-    check_rotation(executable, 64, "here")
-    own = read_rotation(executable, 64, "here").own
+    check_rope_tables(executable, 64, "here")
+    own = read_rope_tables(executable, 64, "here").own
     angles = np.arange(64)[:, None] * 20000.0 ** (-np.arange(20) / 20)
     # fp32 angles up to 64: 4e-6
     np.testing.assert_allclose(own, np.cos(np.concatenate([angles, angles], axis=1)), atol=1e-5)

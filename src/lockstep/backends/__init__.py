@@ -1,8 +1,7 @@
-"""Engines: a backend's built graphs, without weights. `build` makes an engine set from an assembly, `EngineSet` opens
-and checks it.
+"""Engines: a backend's built graphs, without weights.
 
-They are loaded when they are asked for: the config reads the settings of backends, which are in here too, and needs no
-more of them.
+`build` makes an engine set from an assembly, `EngineSet` opens and checks it. Both are imported at their first use: the
+config reads the settings of backends, which are in this package too, and needs no more of it.
 """
 
 import importlib

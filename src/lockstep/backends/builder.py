@@ -1,4 +1,7 @@
-"""The build stage: an assembly in, an engine set out. Every graph once; what still fits is kept."""
+"""The build stage: an assembly in, an engine set out.
+
+Every graph is built once; engines of an earlier build that still fit are kept.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.backends.base import Backend, Built, CutsGraphs, get_backend
-from lockstep.backends.graphs import BaseGraph, RotaryGraph, RowsGraph, graph_file
+from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.onnx_tools.cut_products import has_quantized_products
 from lockstep.onnx_tools.prepare import prepare
@@ -38,10 +41,11 @@ def build(
     out_engines_json: str | os.PathLike,
     options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Build the engine set of an assembly and write its engines.json; gives its path.
+    """Build the engine set of an assembly and write its engines.json.
 
-    An engine already there is kept when graph, options, device, backend version and builder revision are those recorded
-    and its file is whole.
+    Returns its path. An engine already there is kept when graph, options, device, backend version and builder revision
+    are those recorded and its file is whole.
+
     Raises InputError for a precision that the backend lacks, CheckError for a graph that is damaged or that the library
     refuses.
     """
@@ -89,8 +93,11 @@ def build(
 
 @contextlib.contextmanager
 def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[dict[str, Any]]:
-    """A line on stderr, begun before the engine and ended after it, so that a build that is killed says in which; gives
-    what to write down, with a `note` that is only said."""
+    """Print a line on stderr, begun before the engine and ended after it.
+
+    So a build that is killed says in which engine it was. Yields what to write down, with a `note` that is only
+    printed.
+    """
     cost: dict[str, Any] = {}
     say = (
         functools.partial(print, file=sys.stderr, flush=True) if library.takes_long else lambda *words, **settings: None
@@ -114,11 +121,13 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
 def _build_one(
     graph_path: Path, graph: GraphFile, file: Path, library: Backend, options: Mapping[str, Any]
 ) -> tuple[EngineFile, Built]:
-    """Build one engine; gives its entry and what the build said. Where the backend asked for another form of the graph,
-    the entry says which slots it has and of what."""
+    """Build one engine; return its entry and what the build said.
+
+    Where the backend builds a rewritten graph, the entry says which slots it has and of what.
+    """
     canonical = onnx.load(graph_path)
     graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
-    cut = rotary(canonical, graph.variant) if isinstance(graph, RotaryGraph) else None
+    cut = rotary(canonical, graph.variant) if isinstance(graph, RopeGraph) else None
     base = without_adapters(canonical) if isinstance(graph, BaseGraph) else None
     rows = isinstance(graph, RowsGraph)
     # A graph with quantised products, which opset 17 has not, is brought into form by the backend itself.
@@ -140,7 +149,10 @@ def _build_one(
 
 
 def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[str, EngineFile]:
-    """Entries of the engine set at `out` whose files are whole, when it was made in the same way; else none."""
+    """Return the entries of an earlier engine set at `out` whose files are whole.
+
+    There are none where it was made in another way.
+    """
     if not out.exists():
         return {}
     try:
@@ -156,7 +168,7 @@ def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[
 
 
 def _delete_leftovers(out: Path, kept: set[str], suffixes: tuple[str, ...]) -> None:
-    """Engines of earlier assemblies, and temporary files of builds that were killed."""
+    """Delete engines of earlier assemblies, and temporary files of killed builds."""
     for path in sorted(out.parent.iterdir()):
         if path.is_dir() and path.name.startswith(".") and path.name.endswith(".tmp"):
             shutil.rmtree(path)

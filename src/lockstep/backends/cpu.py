@@ -1,5 +1,7 @@
-"""The CPU here: its architecture and the instruction sets that libraries choose kernels and layouts by, and how many
-threads to start."""
+"""The CPU here: its architecture, instruction sets, and how many threads to start.
+
+Libraries choose kernels and layouts by the instruction sets.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,10 @@ _ALIASES = {"AMD64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
 
 def describe_cpu(cpuinfo: str | None = None, machine: str | None = None) -> dict[str, Any]:
-    """{"architecture", "vendor", "family", "isa"}; `isa` is the sorted list of known flags that this CPU has.
+    """Return {"architecture", "vendor", "family", "isa"} of this CPU.
 
-    `cpuinfo` is the text of Linux's /proc/cpuinfo; where there is none, vendor and flags stay empty.
+    isa: the sorted list of known flags that the CPU has. cpuinfo: the text of Linux's /proc/cpuinfo; where there is
+    none, vendor and flags stay empty.
     """
     machine = machine or platform.machine()
     architecture = _ALIASES.get(machine, machine)
@@ -62,14 +65,18 @@ def _cpuinfo() -> str:
 
 
 def cpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal: another vendor with the same instruction sets runs the same engine."""
+    """Return what must be equal for an engine to be loaded.
+
+    Another vendor with the same instruction sets runs the same engine.
+    """
     return {"architecture": device.get("architecture"), "isa": list(device.get("isa", []))}
 
 
 def thread_count(threads: int | None = None) -> int:
-    """The number asked for, else that of the environment variable LOCKSTEP_THREADS, else the CPUs this process may use.
+    """Return the number of threads: `threads`, else LOCKSTEP_THREADS, else the CPUs.
 
-    Raises InputError for fewer than one, and for more than `_MOST_THREADS`, or four for each CPU where that is more.
+    The second is the variable of the environment; the third are the CPUs that this process may use. Raises InputError
+    for fewer than one, and for more than `_MOST_THREADS`, or four for each CPU where that is more.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most, where, found = max(_MOST_THREADS, 4 * cpus), "threads", str(threads)

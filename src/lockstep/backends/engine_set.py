@@ -1,5 +1,7 @@
-"""An engine set, opened: engines.json and the assembly in, loaded programs out. Refuses what was made elsewhere or
-changed since."""
+"""An engine set, opened: engines.json and the assembly in, loaded programs out.
+
+It refuses what was made elsewhere or changed since.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,12 @@ class EngineSet:
 
     @classmethod
     def open(cls, engines_json: str | os.PathLike, assembly_json: str | os.PathLike) -> EngineSet:
-        """Raises CheckError, with the value recorded and the value found, for another version of the library, another
+        """Open and check an engine set.
+
+        Raises CheckError, with the value recorded and the value found, for another version of the library, another
         device, a damaged or missing engine file or one of another kind, or graphs of another export; InputError for a
-        manifest that is none."""
+        file that is no manifest.
+        """
         path, assembly = Path(engines_json), Assembly.load(assembly_json)
         manifest = EngineSetManifest.load(path)
         backend = get_backend(manifest.backend)
@@ -67,24 +72,32 @@ class EngineSet:
         return cls(path, manifest, assembly, backend)
 
     def digest(self) -> str:
-        """Hex sha256 of what runs: backend, version, device key, options, and each engine's digest."""
+        """Return the hex sha256 of what runs.
+
+        It is of backend, version, device key, options, and each engine's digest.
+        """
         return self.manifest.digest_for(self.backend.device_key(self.manifest.device))
 
     def names(self) -> list[str]:
-        """The engines: classes, and phases of attention as `<variant>.<phase>`."""
+        """Return the engines: classes, and phases of attention as `<variant>.<phase>`."""
         return sorted(self.manifest.engines)
 
     def load(self, name: str, threads: int | None = None, low_memory: bool = False, rank: int = 0) -> Program:
-        """Load the engine `name` (a class, or `<variant>.prefill`, `<variant>.decode`). rank: whose device it is for,
-        where ranks have their own (`Backend.rank_devices`)."""
+        """Load the engine `name` (a class, or `<variant>.prefill`, `<variant>.decode`).
+
+        rank: whose device it is for, where ranks have their own (`Backend.rank_devices`).
+        """
         return self.backend.load(self.file(name), self.slots(name), threads, low_memory, rank)
 
     def file(self, name: str) -> Path:
-        """The file of the engine `name`."""
+        """Return the file of the engine `name`."""
         return self.path.parent / self.manifest.engines[name].file
 
     def slots(self, name: str) -> tuple[IO, ...]:
-        """The weight slots of the engine `name`: those of its graph, unless the build made others."""
+        """Return the weight slots of the engine `name`.
+
+        They are those of its graph, unless the build made others.
+        """
         made = self.manifest.engines[name].slots
         if made is not None:
             return made
@@ -92,8 +105,11 @@ class EngineSet:
         return graph.signature.slots if graph else ()
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-        """{slot of the engine `name`: tensors} from the assembly's {slot: tensors}: a fused slot takes its parts' one
-        after another; rows of it that adapters are written to have none."""
+        """Return {slot of the engine `name`: tensors}.
+
+        slots: the assembly's {slot: tensors}. A fused slot takes its parts' one after another; rows of it that adapters
+        are written to have none.
+        """
         parts = self.manifest.engines[name].parts or {slot: [slot] for slot in slots}
         own = {slot: [part for part in names if part not in rows_of(slot)] for slot, names in parts.items()}
         return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in own.items()}

@@ -12,7 +12,7 @@ from lockstep.errors import CheckError, InputError
 
 
 @dataclass(frozen=True)
-class RotaryGraph(GraphFile):
+class RopeGraph(GraphFile):
     """The decode graph of a variant that stands for its RoPE alone.
 
     A backend that has attention of its own may take it as `<variant>.rotary` (`Backend.graphs`). That engine is a graph
@@ -24,7 +24,7 @@ class RotaryGraph(GraphFile):
 
 @dataclass(frozen=True)
 class BaseGraph(GraphFile):
-    """The graph of a block that takes adapters, which stands for the same block without room for them.
+    """The graph of a block that takes adapters, built without room for them.
 
     A backend may take it as `<class>.base` (`Backend.graphs`), for steps in which no row has an adapter. block: the
     class.
@@ -35,31 +35,35 @@ class BaseGraph(GraphFile):
 
 @dataclass(frozen=True)
 class RowsGraph(GraphFile):
-    """The graph of a block that takes adapters, which is to be built with their first products as rows of weights
-    (onnx_tools/adapter_rows.py)."""
+    """The graph of a block that takes adapters, built with these as rows of weights.
+
+    The adapters' first products become rows of the weights (onnx_tools/adapter_rows.py).
+    """
 
 
 def with_rows(assembly: Assembly, name: str, graph: GraphFile) -> GraphFile:
-    """A `RowsGraph` of a block that takes adapters; any other graph as it is."""
+    """Return a `RowsGraph` of a block that takes adapters; any other graph as it is."""
     takes = assembly.adapters is not None and name in assembly.adapters.classes
     return RowsGraph(graph.file, graph.sha256, graph.signature) if takes else graph
 
 
 def base_graphs(assembly: Assembly) -> Iterator[tuple[str, BaseGraph]]:
-    """(engine name, graph) of all blocks that take adapters."""
+    """Yield (engine name, graph) of all blocks that take adapters."""
     for name in sorted(assembly.adapters.classes) if assembly.adapters else ():
         graph = assembly.classes[name]
         yield base_engine(name), BaseGraph(graph.file, graph.sha256, graph.signature, name)
 
 
 def base_engine(block: str) -> str:
-    """The name of a block's engine without room for adapters."""
+    """Return the name of a block's engine without room for adapters."""
     return f"{block}.base"
 
 
 def graph_file(folder: Path, graph: GraphFile) -> Path:
-    """The path of a graph in the assembly's folder. Raises InputError where it is absent, CheckError where it is not
-    the recorded one."""
+    """Return the path of a graph in the assembly's folder.
+
+    Raises InputError where it is absent, CheckError where it is not the recorded one.
+    """
     path = folder / graph.file
     if not path.is_file():
         raise InputError(f"{path}: expected a graph, found no file; export again")

@@ -1,5 +1,7 @@
-"""What backends have in common whose engines run on the CPU here, on NumPy arrays. A backend derives from `HostBackend`
-and says the rest of `lockstep.backends.base.Backend`."""
+"""The common part of backends whose engines run on the CPU here, on NumPy arrays.
+
+A backend derives from `HostBackend` and adds the rest of `lockstep.backends.base.Backend`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from lockstep.step.network import Network
 
 
 class HostBackend:
-    """A backend whose engines take seconds to build, are the same bytes in each build, and depend on the CPU's
-    instruction sets."""
+    """A backend whose engines run on the CPU.
+
+    They take seconds to build, are the same bytes in each build, and depend on the CPU's instruction sets.
+    """
 
     ending: str  # of the name of an engine's file
     takes_long = False
@@ -61,7 +65,10 @@ class HostBackend:
 
 
 class Declared(NamedTuple):
-    """What an engine says of an input or output; dimensions are numbers, or names."""
+    """The dtype and shape that an engine declares for an input or output.
+
+    Dimensions are numbers, or names.
+    """
 
     dtype: np.dtype
     shape: Sequence[int | str]

@@ -1,4 +1,4 @@
-"""An opened engine set in, what can be compared of it out."""
+"""What can be compared of an opened engine set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from lockstep.backends.engine_set import EngineSet
 
 
 def inspected(opened: EngineSet) -> InspectedSet:
-    """What the backend says of each engine, and the digest of the bytes that equal builds share."""
+    """Return what the backend says of each engine, and a digest of its bytes.
+
+    The digest is of the bytes that equal builds share.
+    """
     backend, engines = opened.backend, {}
     for name in opened.names():
         path = opened.file(name)

@@ -1,6 +1,7 @@
-"""Optimization profiles from the limits: which sizes an engine must take, and for which it is tuned.
+"""Optimization profiles from the limits: the sizes that an engine must take.
 
-In: a graph's inputs with their dimension names, and the limits. Out: for each profile {input: (min, opt, max)}.
+In: a graph's inputs with their dimension names, and the limits. Out: for each profile {input: (min, opt, max)}; an
+engine is tuned for the second.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ PROMPT_SIZES = (512, 1024)
 
 
 def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]:
-    """Return the profiles of a graph: of a block for each range of decoding rows, for each range of tokens of prompts,
-    and for any number of tokens. One without inputs where nothing is dynamic.
+    """Return the optimization profiles of a graph.
+
+    A block has one for each range of decoding rows, for each range of tokens of prompts, and for any number of tokens.
+    There is one without inputs where nothing is dynamic.
 
     Raises InputError for a limit below 1 or a dimension that has no limit.
     """
@@ -41,11 +44,11 @@ def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]
 
 
 def decode_ranges(max_batch_size: int) -> list[tuple[int, int]]:
-    """Return the ranges of decoding rows that have a profile each: 1, 2 to 4, 5 to 8, 9 to 16, 17 to 32 ..., as far as
-    `max_batch_size` goes.
+    """Return the ranges of decoding rows that have a profile each.
 
-    Decode graphs are captured for powers of two of rows, so each runs in a profile that is tuned for just it: a 7B step
-    of 64 rows takes 9.1 ms so, and 10.3 ms in one for 33 to 128.
+    They are 1, 2 to 4, 5 to 8, 9 to 16, 17 to 32 ..., as far as `max_batch_size` goes. Decode graphs are captured for
+    powers of two of rows, so each runs in a profile that is tuned for just it: a 7B step of 64 rows takes 9.1 ms so,
+    and 10.3 ms in one for 33 to 128.
     """
     ranges, low, top = [(1, 1)], 2, 4
     while low <= max_batch_size:
@@ -55,8 +58,11 @@ def decode_ranges(max_batch_size: int) -> list[tuple[int, int]]:
 
 
 def prompt_ranges(max_batch_size: int, max_num_tokens: int) -> list[tuple[int, int]]:
-    """Return the ranges of tokens of prompts that have a profile each, tuned for its top: between those of decoding
-    rows, which take short prompts too, and the one for `max_num_tokens`."""
+    """Return the ranges of tokens of prompts that have a profile each.
+
+    The profile is tuned for the top of its range. They lie between those of decoding rows, which take short prompts
+    too, and the one for `max_num_tokens`.
+    """
     tops = [size for size in PROMPT_SIZES if max_batch_size < size < max_num_tokens]
     return [(low + 1, top) for low, top in zip([max_batch_size, *tops], tops)]
 
@@ -64,7 +70,7 @@ def prompt_ranges(max_batch_size: int, max_num_tokens: int) -> list[tuple[int, i
 def _sizes(
     shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int]
 ) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
-    """The smallest, best and largest size by dimension, for each profile.
+    """Return the smallest, best and largest size by dimension, for each profile.
 
     A block that decodes one request is tuned for just that: measured, a 7B block takes 112 us so, and 134 us when tuned
     for 16. A step that takes `max_num_tokens` of prompts may carry one more token for each row that decodes. An exit

@@ -1,11 +1,12 @@
-"""Adapters' products with the same bits for any number of rows: a graph in, one out that computes them in pieces.
+"""Adapters' products with the same bits for any number of rows, made in pieces.
 
-ONNX Runtime packs constant matrices once, and then a row's sums come in one order whatever stands beside it. Matrices
-that change are packed at each call, in pieces whose size hangs on how many threads share the product, and so on the
-number of rows; and a single row has a kernel of its own. Both would give a request that decodes alone other bits than
-in a batch. So x A is put together from pieces of at most 128 numbers, which are never cut further, and the products
-have a factor, for the kernel of a single row has none: x A is halved and the product with B doubled, which is exact.
-B's pieces need no care: an adapter's columns lie in one, and those of others are zero.
+In: a graph; out: one that computes them in pieces. ONNX Runtime packs constant matrices once, and then a row's sums
+come in one order whatever stands beside it. Matrices that change are packed at each call, in pieces whose size depends
+on how many threads share the product, and so on the number of rows; and a single row has a kernel of its own. Both
+would give a request that decodes alone other bits than in a batch. So x A is put together from pieces of at most 128
+numbers, which are never cut further, and the products have a factor, for the kernel of a single row has none: x A is
+halved and the product with B doubled, which is exact. B's pieces need no care: an adapter's columns lie in one, and
+those of others are zero.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _CONTRIB = "com.microsoft"
 
 
 def keep_order(model: onnx.ModelProto) -> bool:
-    """Rewrite the products with adapters' matrices, in place; False where there are none."""
+    """Rewrite the products with adapters' matrices, in place.
+
+    Returns False where there are none.
+    """
     graph, nodes, found = model.graph, [], False
     inputs = {value.name: value.type.tensor_type for value in graph.input}
     for node in graph.node:
@@ -43,7 +47,10 @@ def keep_order(model: onnx.ModelProto) -> bool:
 
 
 def _in_pieces(graph: onnx.GraphProto, node: onnx.NodeProto, matrix: onnx.TypeProto.Tensor) -> list[onnx.NodeProto]:
-    """Half the product of rows [rows, size] and a matrix [size, columns], in float32."""
+    """Return nodes for half the product of rows and a matrix, in float32.
+
+    rows [rows, size], matrix [size, columns].
+    """
     x, a, out = node.input[0], node.input[1], node.output[0]
     size, columns = (dim.dim_value for dim in matrix.shape.dim)
     piece = max(number for number in range(1, PIECE + 1) if size % number == 0)

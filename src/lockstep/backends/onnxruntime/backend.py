@@ -1,4 +1,6 @@
-"""The ONNX Runtime backend on a CPU. Engine: the optimised graph, without weights (they are inputs), a few kilobytes.
+"""The ONNX Runtime backend on a CPU.
+
+Engine: the optimised graph, without weights (they are inputs), a few kilobytes.
 
 Measured (hidden 1024, 8 layers, 2 cores): weights made initializers at load run as fast as constants, weights fed as
 inputs 1.8 times slower; sessions with thread pools of their own 8 times slower, hence the global one.
@@ -43,8 +45,11 @@ _pool_threads: int | None = None
 
 
 class OnnxRuntimeBackend(HostBackend):
-    """ONNX Runtime, CPU provider. fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does
-    not load. w8a16 and w4a16 are computed in int8, on activations of 16 bits: two_parts.py."""
+    """ONNX Runtime's CPU provider.
+
+    fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does not load. w8a16 and w4a16 are
+    computed in int8, on activations of 16 bits: two_parts.py.
+    """
 
     name = "onnxruntime"
     suffixes = (".onnx",)
@@ -127,12 +132,15 @@ class OnnxRuntimeProgram:
 
 
 def _numpy_type(value: str) -> np.dtype:
-    """The NumPy type of what ONNX Runtime calls "tensor(float)"."""
+    """Return the NumPy type of what ONNX Runtime calls "tensor(float)"."""
     return named_dtype(onnx_dtype(value.removeprefix("tensor(").removesuffix(")")))
 
 
 class OnnxRuntimeExecutable:
-    """A session. Holds the values that were given to it: ONNX Runtime may read them in place."""
+    """An ONNX Runtime session with its weights.
+
+    It holds the values that were given to it: ONNX Runtime may read them in place.
+    """
 
     def __init__(self, session: ort.InferenceSession, values: Mapping[str, ort.OrtValue], where: str):
         self._session = session
@@ -153,14 +161,17 @@ class OnnxRuntimeExecutable:
         run = self._session.run_with_iobinding
 
         def call(held: object = (*inputs.values(), *outputs.values())) -> None:
-            """`held` keeps the memory alive: a binding holds addresses."""
+            """Run the session; `held` keeps the memory alive: a binding holds addresses."""
             run(binding)
 
         return call
 
 
 def _use_global_pool(threads: int | None) -> None:
-    """One pool for all sessions of the process; ONNX Runtime takes its size once."""
+    """Use one thread pool for all sessions of the process.
+
+    ONNX Runtime takes its size once. Raises InputError for another size than it has.
+    """
     global _pool_threads
     count = thread_count(threads)
     if _pool_threads is None:
@@ -193,8 +204,11 @@ def _session(model: str | bytes, settings: ort.SessionOptions, failure: str) -> 
 
 
 def _canonical(data: bytes) -> bytes:
-    """The model without what names a producer, a place or a time, and without the operator sets that ONNX Runtime knows
-    but it does not use."""
+    """Return the model without what differs between equal builds.
+
+    That is what names a producer, a place or a time, and the operator sets that ONNX Runtime knows but the model does
+    not use.
+    """
     model = onnx.ModelProto.FromString(data)
     for field in ("producer_name", "producer_version", "doc_string", "metadata_props"):
         model.ClearField(field)
@@ -235,7 +249,9 @@ def _place_weights(
     slots: Mapping[str, Sequence[str]],
     check: Callable[[str, Sequence[np.ndarray]], None],
 ) -> dict[str, ort.OrtValue]:
-    """Say where each slot's data lies; gives the values that have to live as long as the session.
+    """Set where each slot's data lies, in initializers and settings.
+
+    Returns the values that have to live as long as the session.
 
     A slot of one tensor points into the weights' file, which ONNX Runtime maps itself: no copy of ours, and no copy at
     all with prepacking off. (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several

@@ -1,4 +1,7 @@
-"""ONNX Runtime's engines beside their graphs: an engine is a graph too, of any size. Needs polygraphy."""
+"""ONNX Runtime's engines beside their graphs.
+
+An engine is a graph too, of any size. Needs polygraphy.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from lockstep.onnx_tools.sessions import open_session
 def open_engine(
     file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
 ) -> Callable[[int], BoundRunner]:
-    """What makes the engine's runner for an optimization profile: see `lockstep.verify.compare.run`."""
+    """Return a function that makes the engine's runner for an optimization profile.
+
+    See `lockstep.verify.compare.run`.
+    """
     session = open_session(file, threads)
     return lambda profile: BoundRunner("engine", inputs, session, weights)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime brings to the config: no section."""
+"""The config of ONNX Runtime: no section."""
 
 from __future__ import annotations
 

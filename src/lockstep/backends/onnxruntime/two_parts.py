@@ -1,10 +1,11 @@
-"""Products with quantised weights by ONNX Runtime's int8 kernels, on activations of 16 bits: a graph in, one out.
+"""Products with quantised weights by ONNX Runtime's int8 kernels.
 
-`MatMulNBits` computes on float32 activations with kernels that are slow on a CPU (8-bit weights: 9 times slower than
-float32 ones), and fast with `accuracy_level` 4, which rounds the activations to int8 first, in groups as the weights
-are. So each activation is cut in two parts, both exact there or nearly: `high`, the multiple of its group's step that
-is nearest to it, which int8 holds exactly, and `low`, the rest, at most half a step, which int8 holds to 1/254 of that.
-Both go through the product together, as rows of one batch, and are added behind it: 16 bits in all, where fp16 has 11.
+In: a graph; out: one with activations of 16 bits. `MatMulNBits` computes on float32 activations with kernels that are
+slow on a CPU (8-bit weights: 9 times slower than float32 ones), and fast with `accuracy_level` 4, which rounds the
+activations to int8 first, in groups as the weights are. So each activation is cut in two parts, both exact there or
+nearly: `high`, the multiple of its group's step that is nearest to it, which int8 holds exactly, and `low`, the rest,
+at most half a step, which int8 holds to 1/254 of that. Both go through the product together, as rows of one batch, and
+are added behind it: 16 bits in all, where fp16 has 11.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _TINY = 1e-30  # the step of a group of zeros
 
 
 def split_activations(model: onnx.ModelProto) -> bool:
-    """Rewrite the products with quantised weights, in place; False where there are none."""
+    """Rewrite the products with quantised weights, in place.
+
+    Returns False where there are none.
+    """
     rewriter = _Rewriter(model.graph)
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:

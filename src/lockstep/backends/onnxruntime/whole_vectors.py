@@ -1,8 +1,9 @@
-"""Cosines and sines in whole vectors: a graph in, one out whose rows of angles are whole SIMD registers.
+"""Cosines and sines in whole SIMD vectors.
 
-ONNX Runtime computes the elements behind the last whole vector of a Cos or Sin by another function, which differs in
-the last bit. Where a row of angles is no multiple of a vector, which elements these are depends on the number of rows:
-a request's keys would depend on how many others decode beside it. So such rows are padded before, and cut behind.
+In: a graph; out: one whose rows of angles are whole SIMD registers. ONNX Runtime computes the elements behind the last
+whole vector of a Cos or Sin by another function, which differs in the last bit. Where a row of angles is no multiple of
+a vector, which elements these are depends on the number of rows: a request's keys would depend on how many others
+decode beside it. So such rows are padded before, and cut behind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch6
 
 
 def pad_angles(model: onnx.ModelProto) -> bool:
-    """Pad the inputs of Cos and Sin, in place; False where all rows are whole vectors already."""
+    """Pad the inputs of Cos and Sin, in place.
+
+    Returns False where all rows are whole vectors already.
+    """
     inferred = onnx.shape_inference.infer_shapes(model)
     shapes = {
         value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]

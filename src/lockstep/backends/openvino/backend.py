@@ -1,6 +1,7 @@
-"""The OpenVINO backend on a CPU. Engine: the graph in OpenVINO's own form, with its weights as inputs, a few kilobytes.
+"""The OpenVINO backend on a CPU.
 
-When an engine is bound its weights become constants on the mapped checkpoint, and it is compiled for the CPU here.
+Engine: the graph in OpenVINO's intermediate representation, with its weights as inputs, a few kilobytes. When an engine
+is bound its weights become constants on the mapped checkpoint, and it is compiled for the CPU here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from lockstep.weights import Tensors, check_arrays, check_bound_slots, check_inp
 
 
 class OpenVINOBackend(HostBackend):
-    """OpenVINO's CPU plugin. Precision is the graph's: bf16 graphs multiply in bf16, and what is float32 in them stays
-    it. Engines are the same bytes on every CPU (`ir`), but what was checked of them is what they compute on one."""
+    """OpenVINO's CPU plugin.
+
+    Precision is the graph's: bf16 graphs multiply in bf16, and what is float32 in them stays float32. Engines are the
+    same bytes on every CPU (`ir`), but what was checked of them is what they compute on one.
+    """
 
     name = "openvino"
     suffixes = (".zip",)
@@ -40,7 +44,10 @@ class OpenVINOBackend(HostBackend):
 
     @property
     def batch_invariant(self) -> bool:
-        """Where it was measured: OpenVINO's kernels are others on CPUs with AMX and on those without AVX-512."""
+        """Return whether results do not depend on the batch: where that was measured.
+
+        OpenVINO's kernels are others on CPUs with AMX and on those without AVX-512.
+        """
         flags = describe_cpu()["isa"]
         return "avx512f" in flags and "amx_tile" not in flags
 
@@ -62,7 +69,10 @@ class OpenVINOBackend(HostBackend):
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> OpenVINOProgram:
-        """low_memory changes nothing: OpenVINO reads matrices in an order of its own and has them once."""
+        """Load an engine file.
+
+        low_memory changes nothing: OpenVINO reads matrices in an order of its own and has them once.
+        """
         return OpenVINOProgram(engine_path, slots, thread_count(threads))
 
     def choices(self, engine_path: Path) -> dict[str, Any]:
@@ -108,8 +118,11 @@ class OpenVINOProgram:
         return OpenVINOExecutable(compiled, names, held, str(self._path))
 
     def _properties(self) -> dict[str, Any]:
-        """One request at a time, on all threads. Types are the model's; activations are int8 in products with quantised
-        weights only, in the groups in which `quantized` cut them."""
+        """Return the settings of a compilation: one request at a time, on all threads.
+
+        Types are the model's; activations are int8 in products with quantised weights only, in the groups in which
+        `quantized` cut them.
+        """
         return {
             "INFERENCE_PRECISION_HINT": "f32",
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": self._group_size,
@@ -119,14 +132,17 @@ class OpenVINOProgram:
         }
 
     def _array(self, weights: Tensors, slot: str, names: Sequence[str]) -> np.ndarray:
-        """What the slot takes: a view of the checkpoint where it is one tensor."""
+        """Return the array of a slot: a view of the checkpoint where it is one tensor."""
         shape, dtype = self._slots[slot].sizes, self._slots[slot].numpy_dtype
         check_arrays([weights[name] for name in names], shape, dtype, f"{self._path}: slot {slot}")
         return slot_array(weights, names, shape)
 
 
 class OpenVINOExecutable:
-    """A compiled model. Holds the arrays that were given to it: it reads some of them in place."""
+    """A compiled model.
+
+    It holds the arrays that were given to it: it reads some of them in place.
+    """
 
     def __init__(
         self, compiled: Any, names: tuple[Sequence[str], Sequence[str]], held: Sequence[np.ndarray], where: str
@@ -148,7 +164,7 @@ class OpenVINOExecutable:
         infer = request.infer
 
         def call(held: object = (*inputs.values(), *outputs.values())) -> None:
-            """`held` keeps the memory alive: a request holds addresses."""
+            """Run the model; `held` keeps the memory alive: a request holds addresses."""
             infer(share_outputs=True)
 
         return call
@@ -160,6 +176,6 @@ def _declared(value: Any) -> Declared:
 
 
 def _require(precision: str, where: str) -> None:
-    """Raises InputError where the CPU here does not compute in the precision."""
+    """Raise InputError where the CPU here does not compute in the precision."""
     if reason := why_not(precision):
         raise InputError(f"{where}: backend openvino: {precision}: {reason}; use fp32, or another machine")

@@ -1,8 +1,8 @@
-"""An engine file: a graph in OpenVINO's intermediate representation (IR), whose weights are inputs.
+"""An engine file: a graph in OpenVINO's intermediate representation (IR).
 
-In: an ONNX graph. Out: a ZIP archive of `model.xml` and `model.bin`, the two files of an IR. The second holds the
-graph's own constants, such as shapes and RoPE frequencies: some hundred bytes. The same graph gives the same bytes on
-every machine.
+In: an ONNX graph, whose weights are inputs. Out: a ZIP archive of `model.xml` and `model.bin`, the two files of an IR.
+The second holds the graph's own constants, such as shapes and RoPE frequencies: some hundred bytes. The same graph
+gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _opset = openvino.opset13
 
 
 def convert(graph: onnx.ModelProto, where: str) -> Any:
-    """The graph as a model of OpenVINO. Changes `graph`. Raises CheckError where OpenVINO refuses it."""
+    """Return the graph as a model of OpenVINO.
+
+    Changes `graph`. Raises CheckError where OpenVINO refuses it.
+    """
     weights = expand(graph, where)
     _plain_products(graph.graph)
     try:
@@ -41,7 +44,10 @@ def convert(graph: onnx.ModelProto, where: str) -> Any:
 
 
 def to_bytes(model: Any, folder: Path) -> bytes:
-    """The engine's bytes. Renames the model's nodes; folder: for files that are gone afterwards."""
+    """Return the engine's bytes.
+
+    Renames the model's nodes. folder: for files that are deleted afterwards.
+    """
     for number, node in enumerate(model.get_ordered_ops()):  # OpenVINO counts in names what the process made before
         node.set_friendly_name(f"{node.get_type_name()}_{number}")
     archive = io.BytesIO()
@@ -55,7 +61,10 @@ def to_bytes(model: Any, folder: Path) -> bytes:
 
 
 def from_file(path: Path) -> Any:
-    """The model of an engine file. Raises CheckError where it is none."""
+    """Return the model of an engine file.
+
+    Raises CheckError where it is none.
+    """
     try:
         with zipfile.ZipFile(path) as file:
             return CORE.read_model(file.read(XML), file.read(BIN))
@@ -66,7 +75,10 @@ def from_file(path: Path) -> Any:
 
 
 def _plain_products(graph: onnx.GraphProto) -> None:
-    """Write each Gemm as MatMul, Transpose and Add: OpenVINO reads its factors and its absent bias as nodes, too."""
+    """Write each Gemm as MatMul, Transpose and Add.
+
+    OpenVINO reads its factors and its absent bias as nodes, too.
+    """
     nodes = []
     for node in graph.node:
         settings = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
@@ -89,8 +101,10 @@ def _plain_products(graph: onnx.GraphProto) -> None:
 
 
 def _name_outputs(model: Any, names: Sequence[str]) -> None:
-    """Give each output its name alone. OpenVINO leaves out what only passes a value on: one may have several names,
-    be several outputs, or be an input."""
+    """Give each output its name alone.
+
+    OpenVINO leaves out what only passes a value on: one may have several names, be several outputs, or be an input.
+    """
     for output, name in zip(model.outputs, names, strict=True):
         result = output.get_node()
         source = result.input_value(0)
@@ -101,7 +115,10 @@ def _name_outputs(model: Any, names: Sequence[str]) -> None:
 
 
 def _join_transposes(model: Any) -> None:
-    """Let products read weights as they lie: a transposed copy of each would be made otherwise."""
+    """Let products read weights as they lie.
+
+    A transposed copy of each would be made otherwise.
+    """
     for node in model.get_ordered_ops():
         if node.get_type_name() != "MatMul" or node.get_attributes()["transpose_b"]:
             continue

@@ -1,4 +1,4 @@
-"""What OpenVINO made of a graph: a model in; its operators and its layers as JSON out."""
+"""The operators and layers of an OpenVINO model, as JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 
 def operators(model: Any) -> dict[str, Any]:
-    """{"operators": how often each stands in the model}."""
+    """Return {"operators": how often each stands in the model}."""
     return {"operators": dict(sorted(Counter(node.get_type_name() for node in model.get_ordered_ops()).items()))}
 
 
 def layers(model: Any) -> dict[str, Any]:
-    """The model in full: {"inputs", "outputs": name and type, "layers": operator, attributes, values and types by
-    number}."""
+    """Return the model in full.
+
+    It is {"inputs", "outputs": name and type, "layers": operator, attributes, values and types by number}.
+    """
     nodes = model.get_ordered_ops()
     numbers = {node.get_friendly_name(): number for number, node in enumerate(nodes)}
     return {

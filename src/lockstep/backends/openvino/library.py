@@ -1,4 +1,4 @@
-"""The one import of OpenVINO, which sends nothing, and the names of its element types.
+"""The one import of OpenVINO, which sends nothing, and names of its element types.
 
 Importing `openvino` reports the import to Google Analytics where the package `openvino-telemetry` is installed, which
 pip brings along. It is kept from being found; OpenVINO then has a stub of its own in its place.
@@ -40,13 +40,18 @@ CORE = openvino.Core()
 
 
 def type_name(kind: Any) -> str:
-    """What graphs and NumPy call an element type of OpenVINO; its own name where they have none."""
+    """Return the name of an element type of OpenVINO in graphs and NumPy.
+
+    It is OpenVINO's own name where they have none.
+    """
     return _NAMES.get(kind.to_string(), kind.to_string())
 
 
 def tensor_on(array: np.ndarray, shape: list[int] | None = None, kind: Any = None) -> Any:
-    """A tensor on the memory of a contiguous array, without a copy. shape, kind: of the same bytes, where they are not
-    the array's."""
+    """Return a tensor on the memory of a contiguous array, without a copy.
+
+    shape, kind: of the same bytes, where they are not the array's.
+    """
     plain = array.view(np.uint16) if array.dtype.name == "bfloat16" else array  # a type that OpenVINO does not know
     return openvino.Tensor(
         plain, openvino.Shape(shape or list(array.shape)), kind if kind is not None else TYPES[array.dtype.name]
@@ -54,7 +59,7 @@ def tensor_on(array: np.ndarray, shape: list[int] | None = None, kind: Any = Non
 
 
 def one_line(error: Exception) -> str:
-    """What OpenVINO says, without its source lines."""
+    """Return what OpenVINO says, without its source lines."""
     lines = [line.strip() for line in str(error).splitlines()]
     kept = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
     return " ".join(kept or lines)

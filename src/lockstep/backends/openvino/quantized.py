@@ -1,9 +1,10 @@
-"""Products with quantised weights: a graph with `MatMulNBits` in, OpenVINO's model of compressed weights out.
+"""Products with quantised weights, as OpenVINO's compressed weights.
 
-OpenVINO has no such operator. It knows a product whose weight is integers, less their zero point, times scales, and
-keeps the integers as they are; the zero point has to be of their type. With int8 activations such a product is fast and
-exact but for them (the plugin's dynamic quantisation), so activations are cut in two int8 parts, as ONNX Runtime's
-backend does. Both parts of a row are two rows at least: one alone has a kernel of its own, which gives other bits.
+In: a graph with `MatMulNBits`; out: a model of OpenVINO. OpenVINO has no such operator. It knows a product whose weight
+is integers, less their zero point, times scales, and keeps the integers as they are; the zero point has to be of their
+type. With int8 activations such a product is fast and exact but for them (the plugin's dynamic quantisation), so
+activations are cut in two int8 parts, as ONNX Runtime's backend does. Both parts of a row are two rows at least: one
+alone has a kernel of its own, which gives other bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _opset = openvino.opset13
 
 @dataclass(frozen=True)
 class Weight:
-    """A quantised weight [rows, columns]; full: the input that stands for it until `compress`. data, scales: slots."""
+    """A quantised weight [rows, columns].
+
+    full: the input that stands for it until `compress`. data, scales: slots.
+    """
 
     full: str
     data: str
@@ -37,8 +41,11 @@ class Weight:
 
 
 def expand(graph: onnx.ModelProto, where: str) -> list[Weight]:
-    """Let products read full weights, each an input, in place; gives what these stand for. Raises CheckError for a
-    product whose weight is computed, or has zero points."""
+    """Let products read full weights, each an input, in place.
+
+    Returns the quantised weights that these stand for. Raises CheckError for a product whose weight is computed, or has
+    zero points.
+    """
     split_activations(graph)
     weights: list[Weight] = []
     nodes = []
@@ -72,7 +79,10 @@ def expand(graph: onnx.ModelProto, where: str) -> list[Weight]:
 
 
 def compress(model: Any, weights: list[Weight]) -> None:
-    """Put integers and scales, inputs of the slots' names, in the place of the full weights."""
+    """Put integers and scales in the place of the full weights.
+
+    They are inputs of the slots' names.
+    """
     inputs = {parameter.output(0).get_any_name(): parameter for parameter in model.get_parameters()}
     for weight in weights:
         full, groups = inputs[weight.full], weight.columns // weight.group_size
@@ -90,7 +100,7 @@ def compress(model: Any, weights: list[Weight]) -> None:
 
 
 def group_size(model: Any) -> int:
-    """Of the weights of a model; 0 where none is quantised."""
+    """Return the group size of a model's weights; 0 where none is quantised."""
     sizes = {
         value.get_partial_shape()[2].get_length()
         for value in model.inputs

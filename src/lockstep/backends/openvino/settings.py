@@ -1,4 +1,4 @@
-"""What OpenVINO brings to the config: no section, and which precisions the CPU here computes in."""
+"""The config of OpenVINO: no section, and the precisions of the CPU here."""
 
 from __future__ import annotations
 

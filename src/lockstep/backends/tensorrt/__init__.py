@@ -1,2 +1,4 @@
-"""The TensorRT backend: graphs in, engines without weights out, run on an NVIDIA GPU. Only `compat` imports the
-library."""
+"""The TensorRT backend: graphs in, engines without weights out, run on a GPU.
+
+Only `compat` imports the library.
+"""

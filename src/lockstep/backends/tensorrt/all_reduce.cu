@@ -110,7 +110,7 @@ __device__ uint4 rounded(const float* sums, int kind) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// What the ranks hold of one unit, added up; `place`: in a rank's place of the inbox.
+// What the ranks hold of one unit, accumulated; `place`: in a rank's place of the inbox.
 __device__ uint4 sum(const Group& group, unsigned launch, uint4 mine, int place, int kind) {
     float sums[8] = {};
     for (int from = 0; from < group.world; ++from)
@@ -118,7 +118,7 @@ __device__ uint4 sum(const Group& group, unsigned launch, uint4 mine, int place,
     return rounded(sums, kind);
 }
 
-// values: `units` of 16 bytes, replaced by the sum. shots 1: each rank sends all of it to all, and adds up. 2: each rank adds up its part, and sends that to all.
+// values: `units` of 16 bytes, replaced by the sum. shots 1: each rank sends all of it to all, and accumulates. 2: each rank accumulates its part, and sends that to all.
 extern "C" __global__ void all_reduce(void* values, const void* peers, void* state, void* lost, int world, int rank, int slot, int seconds, int units, int kind,
                                       int shots) {
     Group group = {(const Wide*)peers, (unsigned*)state, (unsigned*)lost, world, rank, slot, seconds * 1000000000ll};

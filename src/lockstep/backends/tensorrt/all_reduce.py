@@ -1,5 +1,6 @@
-"""Sums over the ranks of a model, which run on devices that reach each other's memory: one kernel of our own
-(all_reduce.cu) on each, in one process.
+"""All-reduce and all-gather over the ranks of a model, by one kernel on each.
+
+The kernel is our own (all_reduce.cu). The ranks run in one process, on devices that reach each other's memory.
 
 The kernels of all ranks wait for each other. So each rank's host calls must be on its stream before the host waits for
 any: the executor makes them rank by rank, call by call.
@@ -24,16 +25,22 @@ _GIVEN_UP = 0xFFFFFFFF
 # That a rank waits for another one: less than the server waits for a sign of life (serve's --stall), so that the rank
 # is named first.
 _SECONDS = 30
-# Bytes above which each of more than two ranks adds up its part, and sends that to all, instead of all of all: fewer
+# Bytes above which each of more than two ranks accumulates its part and sends that to all, instead of all of all: fewer
 # bytes, one more wait. Above it, on four H200, NCCL was faster than one shot.
 _ONE_SHOT = 1 << 20
 
 
 class Exchange:
-    """A rank's end. What it is asked for is put on its device's stream; all ranks must be asked for the same."""
+    """A rank's end of the exchange.
+
+    What it is asked for is put on its device's stream; all ranks must be asked for the same.
+    """
 
     def __init__(self, device: Device, rank: int, world: int, slot: int, outbox: int):
-        """slot: units of a place in an inbox; outbox: units of one."""
+        """Allocate the inbox, outbox and flags of a rank.
+
+        slot: units (of 16 bytes) of a rank's part of an inbox; outbox: units of the outbox.
+        """
         self.device, self.rank, self.world, self._slot = device, rank, world, slot
         device.use()
         module = cuda.compile_kernels(_SOURCE)
@@ -50,7 +57,10 @@ class Exchange:
         self._lost = cuda.Array(self._host_lost.ctypes.data, (1,), "u4", self._host_lost)
 
     def meet(self, others: Sequence[Exchange]) -> None:
-        """Tell where all ranks' memory is, this one's too, in their order."""
+        """Send the addresses of all ranks' memory to the device.
+
+        others: the exchanges of all ranks, this one too, in their order.
+        """
         self.device.use()
         places = [[getattr(each, of).address for each in others] for of in ("inbox", "flags", "outbox")]
         self.device.stream.upload(self._peers, np.array(places, np.uint64).reshape(-1))
@@ -58,8 +68,11 @@ class Exchange:
         self._numbers = [each.device.number for each in others]
 
     def sum(self, values: cuda.Array) -> None:
-        """Replace float32, float16 or bfloat16 values, whose memory goes on to a multiple of 16 bytes, by the sum over
-        the ranks, made in their order in float32."""
+        """Replace values by their sum over the ranks.
+
+        They are float32, float16 or bfloat16, and their memory goes on to a multiple of 16 bytes. The sum is
+        accumulated in the ranks' order in float32.
+        """
         units = -(-values.nbytes // _UNIT)
         shots = shots_for(units, self.world)
         share = units if shots == 1 else -(-units // self.world)
@@ -68,8 +81,10 @@ class Exchange:
         )
 
     def gather(self, part: cuda.Array, whole: cuda.Array) -> None:
-        """Put the parts [rows, columns] of all ranks side by side: whole [rows, world * columns]. The part's memory
-        goes on to a multiple of 16 bytes."""
+        """Put the parts [rows, columns] of all ranks side by side.
+
+        whole: [rows, world * columns]. The part's memory goes on to a multiple of 16 bytes.
+        """
         (rows, columns), size = part.shape, part.dtype.itemsize
         if columns * size % _UNIT == 0:
             columns, size = columns * size // _UNIT, _UNIT
@@ -80,11 +95,14 @@ class Exchange:
         return self._peers, self._state, self._lost, self.world, self.rank, self._slot, _SECONDS
 
     def give_up(self) -> None:
-        """Let no rank wait for what will not come: a step ended half way."""
+        """Let no rank wait any more: a step ended half way."""
         self._host_lost[0] = self._host_lost[0] or _GIVEN_UP
 
     def check(self) -> None:
-        """Raises CheckError where a rank did not come: all that was computed since is worth nothing."""
+        """Raise CheckError where a rank did not come.
+
+        All that was computed since is worth nothing then.
+        """
         lost = int(self._host_lost[0])
         if lost == _GIVEN_UP:
             raise CheckError("tensor_parallel: expected whole steps, found one that ended half way; start again")
@@ -96,7 +114,10 @@ class Exchange:
 
 
 def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[Exchange]:
-    """Exchanges of the ranks on these devices. most_sum, most_gather: bytes that one call has at most."""
+    """Return the exchanges of the ranks on these devices.
+
+    most_sum, most_gather: bytes that one call has at most.
+    """
     world, units = len(devices), -(-most_sum // _UNIT)
     part = -(-units // world)
     two = shots_for(units, world) == 2
@@ -108,12 +129,12 @@ def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[
 
 
 def shots_for(units: int, world: int) -> int:
-    """1 or 2, see all_reduce.cu, for so many units of 16 bytes."""
+    """Return 1 or 2, see all_reduce.cu, for so many units of 16 bytes."""
     return 1 if world == 2 or units * _UNIT <= _ONE_SHOT else 2
 
 
 def _grid(units: int) -> tuple[int, int]:
-    """(blocks, threads): as was fastest for one shot on two and four H200."""
+    """Return (blocks, threads), as was fastest for one shot on two and four H200."""
     if units <= 1024:
         return 4, 128
     return min(_BLOCKS, max(8, 1 << (units // 1024 - 1).bit_length())), 512

@@ -1,9 +1,12 @@
-"""Attention over the KV cache on a GPU. Both forms have one signature: `reserve`, `reset`, `begin`, `calls`.
+"""Attention over the KV cache on a GPU: traced, or fused over a paged cache.
 
-TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any variant, any version,
-three to ten times slower than fused kernels at long contexts. Its cache is one array a layer, [rows, num_kv_heads,
-capacity, head_dim], whose capacity doubles. FusedAttention (fused_attention.py) has a paged cache: rows that decode are
-one kernel of our own a layer; a prompt's tokens get their RoPE from a kernel, and then cuDNN's.
+Both implementations have one signature: `reserve`, `reset`, `begin`, `calls`.
+
+TracedAttention runs the exported prefill and decode graphs, built as engines like the blocks: any attention variant,
+any version, three to ten times slower than fused kernels at long contexts. Its cache is one array a layer, [rows,
+num_kv_heads, capacity, head_dim], whose capacity doubles. FusedAttention (fused_attention.py) has a paged cache: rows
+that decode are one kernel of our own a layer; a prompt's tokens get their RoPE from a kernel and then go through
+cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -28,18 +31,21 @@ Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token,
 
 
 def padded(tokens: int) -> int:
-    """The size that fused attention takes a chunk of so many tokens as."""
+    """Return the size to which fused attention pads a chunk of so many tokens."""
     return max(SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
 
 
 class Attention(Protocol):
-    """The cache of some layers, and attention over it."""
+    """The KV cache of some layers, and attention over it."""
 
     capacity: int  # a decode graph that was captured holds for this capacity only
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
-        """Make room: row `r` will hold `ends[r]` tokens after this step; `lengths` of all rows before it. True when
-        what plans hold has moved."""
+        """Make room for a step.
+
+        Row `r` will hold `ends[r]` tokens after the step; lengths: of all rows before it. Returns whether arrays were
+        moved that the calls of steps hold.
+        """
         ...
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
@@ -61,8 +67,11 @@ class Attention(Protocol):
         stream: cuda.Stream,
         own: bool,
     ) -> list[tuple[str, Call]]:
-        """The calls of one layer, each with what its time goes to ("attention" ...): attention of the packed tokens,
-        keys and values into the cache. Without chunks each token is of a request of its own, that of row `i` at i."""
+        """Return the calls of one layer, each with the name that its time goes to.
+
+        They compute attention of the packed tokens ("attention") and write keys and values into the cache. Without
+        chunks each token is of a request of its own, that of row `i` at i.
+        """
         ...
 
 
@@ -70,11 +79,17 @@ class PagedAttention(Attention, Protocol):
     """Attention over pages, whose content can be moved."""
 
     def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
-        """Copy what `slot`, of `length` tokens, holds behind its full pages to where `other` has it."""
+        """Copy what a slot holds behind its full pages to the pages of another.
+
+        length: the tokens that `slot` holds.
+        """
         ...
 
     def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
-        """Put copies of the pages of `length` tokens on the stream; gives the page-locked memory that they go to."""
+        """Put copies of the pages of `length` tokens on the stream.
+
+        Returns the page-locked memory that they go to.
+        """
         ...
 
     def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
@@ -83,10 +98,13 @@ class PagedAttention(Attention, Protocol):
 
 
 def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: float | None, free: int) -> PageTables:
-    """The pages of all slots, the same on each device. kv_bytes: memory of each for keys and values of all of them, or
-    below 1 the share of what is free; None: for the longest requests in all slots, or nine tenths of what is free.
-    free: bytes that the device with the least has free. Where some attention is traced, whose cache is no pages, each
-    slot has room for the longest request. Raises CheckError where there is room for no page."""
+    """Return the page tables of all slots, the same on each device.
+
+    kv_bytes: memory of each device for keys and values of all slots, or below 1 the share of what is free; None: for
+    the longest requests in all slots, or nine tenths of what is free. free: bytes that the device with the least has
+    free. Where some attention is traced, whose cache has no pages, each slot has room for the longest request. Raises
+    CheckError where there is room for no page.
+    """
     pages, fused = num_slots * -(-max_seq_len // PAGE_SIZE), _fused(network)
     nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.layers[index][1].cache.size for index in fused)
     if len(fused) < len(network.layers):
@@ -102,14 +120,17 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
 
 
 def _fused(network: Network) -> list[int]:
-    """The layers whose variant was built for fused attention."""
+    """Return the layers whose attention variant was built for fused attention."""
     return [index for index, (_, layer_attention) in enumerate(network.layers) if "rotary" in layer_attention.engines]
 
 
 def make_attention(
     network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels, stream: cuda.Stream
 ) -> list[Attention]:
-    """For each layer the attention that it was built for, on a device's stream; layers of one form share it."""
+    """Return for each layer the attention that it was built for, on a device's stream.
+
+    Fused layers share one object, and so do traced ones.
+    """
     fused, attentions = set(_fused(network)), [layer_attention for _, layer_attention in network.layers]
     made: dict[bool, Attention] = {}
     for is_fused in sorted({index in fused for index in range(len(attentions))}):
@@ -126,7 +147,7 @@ def make_attention(
 
 
 class TracedAttention:
-    """The exported graphs as engines, over a contiguous cache."""
+    """The exported attention graphs as engines, over a contiguous cache."""
 
     def __init__(
         self, layers: Mapping[int, LayerAttention], dtype: np.dtype, rows: int, max_seq_len: int, kernels: Kernels
@@ -166,13 +187,13 @@ class TracedAttention:
         return True
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
-        """It is cleared: masked numbers weigh 0, but 0 times a stale infinity would be NaN."""
+        """Clear a row: masked numbers weigh 0, but 0 times a stale infinity would be NaN."""
         for array in (array for pair in self._cache.values() for array in pair):
             row_array = array[row : row + 1]
             stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
 
     def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
-        """Nothing: a chunk's first position is the length of its past."""
+        """Do nothing: a chunk's first position is the length of its past."""
 
     def calls(
         self,

@@ -1,6 +1,8 @@
-"""The TensorRT backend on NVIDIA GPUs, one a rank. Engine: a plan whose weights are inputs, less than a megabyte. The
-rotary encoding of a kind with fused attention is no plan: it is read out of its graph (rotation.py), which lies beside
-the plans, and runs on the host.
+"""The TensorRT backend on NVIDIA GPUs, one a rank.
+
+Engine: an engine plan whose weights are inputs, less than a megabyte. The RoPE of an attention variant with fused
+attention is no engine plan: it is read out of its graph (rope_tables.py), which lies beside the engine plans, and runs
+on the host.
 
 One builder and one timing cache serve all graphs that an instance builds: layers that two graphs share are timed once.
 """
@@ -22,7 +24,7 @@ from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
-from lockstep.backends.graphs import RotaryGraph, base_graphs, with_rows
+from lockstep.backends.graphs import RopeGraph, base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import profiles
 from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
@@ -32,20 +34,19 @@ from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
 from lockstep.backends.tensorrt.fused_variants import ATTENTIONS, can_fuse
 from lockstep.backends.tensorrt.layers import (
     Layer,
-    any_in_region,
     check_precision,
     fingerprint,
+    fingerprint_json,
     fp16_sums,
     read_layers,
-    unlisted,
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.rotation import check_rotation
+from lockstep.backends.tensorrt.rope_tables import check_rope_tables
 from lockstep.backends.tensorrt.row_kernels import RowKernel
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
 from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cublas, require_cudnn, require_nvrtc
 from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
-from lockstep.backends.tensorrt.v8_6.regions import region_layers
+from lockstep.backends.tensorrt.v8_6.regions import region_layers, region_notes
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.cut_products import has_quantized_products
 from lockstep.onnx_tools.half_activations import halve_activations
@@ -62,8 +63,10 @@ PRODUCTS = ("cublas", "tensorrt")
 
 @dataclass(frozen=True)
 class _Made:
-    """A plan, the configuration that it was built with, which has the timing cache, and its layers. level: that it
-    was built at. refused: why it is not one region, where it was to be."""
+    """An engine plan, its layers, and the configuration that it was built with.
+
+    config: has the timing cache. level: the optimization level. refused: why it is not one region, where it was to be.
+    """
 
     config: Any
     plan: bytes
@@ -73,7 +76,10 @@ class _Made:
 
 
 class TensorRTBackend:
-    """TensorRT 8.6, 10.x or 11.x. Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays it."""
+    """TensorRT 8.6, 10.x or 11.x.
+
+    Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays float32.
+    """
 
     library = TENSORRT
     name = "tensorrt"
@@ -98,7 +104,10 @@ class TensorRTBackend:
         return ("fp32", "fp16", *(("bf16",) if TENSORRT.has("bf16") else ()), *QUANTIZATIONS)
 
     def activations(self, precision: str) -> str:
-        """float16, where weights are quantised: see `HasActivations`."""
+        """Return float16 where weights are quantised, else the precision's own dtype.
+
+        See `HasActivations`.
+        """
         return "float16" if precision in QUANTIZATIONS else COMPUTE_NAMES[precision]
 
     def version(self) -> str:
@@ -111,10 +120,13 @@ class TensorRTBackend:
         return gpu_key(device)
 
     def default_options(self) -> dict[str, Any]:
-        """opset: None takes the graph as it is. products: what multiplies with fp16 weights (`PRODUCTS`); None: what
-        was measured to be faster. one_region: where `TENSORRT` has it. tactic_sources: None takes the library's.
+        """Return the build options as they are recorded.
+
+        opset: None takes the graph as it is. products: what multiplies with fp16 weights (`PRODUCTS`); None: what was
+        measured to be faster. one_region: only where `TENSORRT` has it. tactic_sources: None takes the library's own.
         Limits: what the profiles are made for. compiler_flags: there only where the user has set some
-        (Library.compiler_flags)."""
+        (`Library.compiler_flags`).
+        """
         flags = TENSORRT.users_flags()
         return {
             "opset": None if TENSORRT.has("opset_18") else 17,
@@ -133,12 +145,19 @@ class TensorRTBackend:
         }
 
     def options_key(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Without the mode of tactics: engines are held to the record itself (keeps)."""
+        """Return the options without the mode of tactics.
+
+        Engines are held to the record itself: see `keeps`.
+        """
         return {key: value for key, value in options.items() if key != "tactics"}
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        """Of variants that fused attention can run only the rotary encoding is needed. Blocks that take adapters have
-        these's first products as rows of weights, and are built without room for them too."""
+        """Yield the engine names and graphs of an assembly: see `Backend.graphs`.
+
+        Of attention variants that fused attention can run, only RoPE is needed. Blocks that take adapters are built
+        twice: with the adapters' first products as rows of weights, and without room for adapters. Raises InputError
+        for unknown values of options, and for adapters beside quantised weights.
+        """
         if options.get("attention") not in ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
         if assembly.adapters is not None and assembly.quantization is not None:
@@ -164,11 +183,11 @@ class TensorRTBackend:
             if variant not in fused:
                 yield name, with_rows(assembly, name, graph)
             elif phase == "decode":
-                yield (f"{variant}.rotary", RotaryGraph(graph.file, graph.sha256, graph.signature, variants[variant]))
+                yield (f"{variant}.rotary", RopeGraph(graph.file, graph.sha256, graph.signature, variants[variant]))
         yield from base_graphs(assembly)
 
     def file(self, name: str) -> str:
-        """A plan for TensorRT, or the graph of a rotary encoding."""
+        """Return the file name of an engine: an engine plan's, or that of a RoPE graph."""
         return name + (_GRAPH if name.endswith(".rotary") else _PLAN)
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
@@ -198,7 +217,7 @@ class TensorRTBackend:
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         if out_path.suffix == _GRAPH:
-            check_rotation(
+            check_rope_tables(
                 self._host.load(graph_path, (), None, False).bind(None, {}), options["max_seq_len"], str(out_path)
             )
             write_bytes(out_path, graph_path.read_bytes())
@@ -224,14 +243,9 @@ class TensorRTBackend:
         sums = fp16_sums(layers)
         notes = [f"not built as one region, but as it is at level {each.level}: {each.refused}" for each in refused]
         if sums:
-            notes.append(f"products that TensorRT adds up in fp16: {', '.join(sums)}")
-        if not self._whole and any_in_region(layer.kind for layer in layers):
-            notes.append(
-                f"TensorRT {self.version()} does not read what the timing cache says of fused "
-                f"regions: their kernels were chosen anew"
-            )
-        if TENSORRT.has("hidden_regions") and unlisted(layers):
-            notes.append("fused regions whose kernels cannot be read: they are not held to the graph")
+            notes.append(f"products that TensorRT accumulates in fp16: {', '.join(sums)}")
+        if TENSORRT.has("hidden_regions"):
+            notes += region_notes(layers, self._whole, self.version())
         about = {"fp16_sums": sums, "not_one_region": "; ".join(each.refused for each in refused)}
         return Built(
             {"tactics_sha256": digest, **{key: said for key, said in about.items() if said}},
@@ -240,12 +254,17 @@ class TensorRTBackend:
         )
 
     def takes_as_it_is(self, model: onnx.ModelProto) -> bool:
-        """Graphs that are cut at their products: with quantised weights, or where `products` says so."""
+        """Return whether a graph is cut at its products.
+
+        It is with quantised weights, or where `products` says so.
+        """
         return has_quantized_products(model) or (self._products == "cublas" and cuts(model))
 
     def pieces(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> CutBlock | None:
-        """What a graph that is cut is built of; None for one that is not, whose activations become float16 in place
-        where it is of a set with quantised weights."""
+        """Return the pieces that a graph is cut into, or None for one that is not cut.
+
+        The activations of a graph that is not cut become float16 in place where it is of a set with quantised weights.
+        """
         if self.takes_as_it_is(model):
             return prepare_pieces(model, options["opset"])
         if self._quantized:
@@ -253,7 +272,7 @@ class TensorRTBackend:
         return None
 
     def _piece(self, model: onnx.ModelProto, options: Mapping[str, Any], tactics: Tactics, where: str) -> _Made:
-        """A graph built as one region, if it can be, else as it is."""
+        """Build a graph as one region if possible, else as it is."""
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
         region = (
             as_one_region(model)
@@ -271,8 +290,11 @@ class TensorRTBackend:
     def _engine(
         self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str
     ) -> tuple[Any, bytes, list[Layer]]:
-        """The configuration that was built with, which has the timing cache; the plan, held to the graph; its layers.
-        Raises CheckError."""
+        """Build an engine plan and hold it to the graph.
+
+        Returns the configuration that it was built with, which has the timing cache; the engine plan; its layers.
+        Raises CheckError.
+        """
         if self._builder is None:
             self._builder = TENSORRT.create_builder()
         types, bounds = tensor_types(model), profiles(model, options)
@@ -297,20 +319,22 @@ class TensorRTBackend:
         return config, plan, layers
 
     def choices(self, engine_path: Path) -> Any:
-        """Tactics, formats and layers, without names made from pointers."""
+        """Return tactics, formats and layers as JSON, without names made from pointers."""
         if engine_path.suffix == _GRAPH:
             return self._host.choices(engine_path)
-        return fingerprint(self._read(engine_path))
+        return fingerprint_json(self._read(engine_path))
 
     def layer_information(self, engine_path: Path) -> Any:
-        """The inspector's layers as they are, and the kernels of fused regions."""
+        """Return the inspector's layers as they are, and the kernels of fused regions."""
         if engine_path.suffix == _GRAPH:
             return self._host.layer_information(engine_path)
         return [asdict(layer) for layer in self._read(engine_path)]
 
     def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        """The plan as it is: names made from pointers lie in places that only TensorRT knows, and R4 then says that
-        bytes differ."""
+        """Return the engine plan as it is.
+
+        Names made from pointers lie in places that only TensorRT knows, and R4 then says that bytes differ.
+        """
         return CanonicalBytes(engine_path.read_bytes())
 
     def _read(self, engine_path: Path) -> list[Layer]:
@@ -354,6 +378,6 @@ BACKEND = TensorRTBackend
 
 
 def _layers(engine: Any, plan: bytes, where: str) -> list[Layer]:
-    """What the inspector tells, and the kernels of fused regions, which it does not."""
+    """Return the inspector's layers, and the kernels of fused regions, which it omits."""
     layers = read_layers(TENSORRT.layer_information(engine), where)
     return layers + region_layers(plan) if TENSORRT.has("hidden_regions") else layers

@@ -1,8 +1,8 @@
-"""Polygraphy's TensorRT runner for engines whose weights are inputs. Needs tensorrt, cuda-python, polygraphy and a GPU.
+"""Polygraphy's TensorRT runner for engines whose weights are inputs.
 
-Polygraphy calls CUDA through the shared library `libcudart.so*`, which it looks for in LD_LIBRARY_PATH,
-/usr/local/cuda/lib64 and nvidia-cuda-runtime wheels. cuda-python brings the same runtime along, and all else here uses
-that one: Polygraphy is given it too.
+Needs tensorrt, cuda-python, polygraphy and a GPU. Polygraphy calls CUDA through the shared library `libcudart.so*`,
+which it looks for in LD_LIBRARY_PATH, /usr/local/cuda/lib64 and nvidia-cuda-runtime wheels. cuda-python brings the same
+runtime along, and all else here uses that one: Polygraphy is given it too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from lockstep.onnx_tools.comparator import metadata, one_line
 def open_engine(
     file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
 ) -> Callable[[int], BaseRunner]:
-    """What makes the engine's runner for an optimization profile: see `lockstep.verify.compare.run`."""
+    """Return a function that makes the engine's runner for an optimization profile.
+
+    See `lockstep.verify.compare.run`.
+    """
     data = file.read_bytes()
     if is_cut(data):
         run = _cut_executable(file, inputs, weights)
@@ -71,11 +74,10 @@ class CudaPython:
 
 
 class EngineRunner(TrtRunner):
-    """Runs an engine (trt.ICudaEngine) on one of its optimization profiles; weights are fed beside what the caller
-    gives.
+    """Runner of an engine (trt.ICudaEngine) on one of its optimization profiles.
 
-    `inputs` are the graph's: where TensorRT made an input of another type, as 8.6 makes int32 of int64, values are
-    cast.
+    Weights are fed beside what the caller gives. `inputs` are the graph's: where TensorRT made an input of another
+    type, as 8.6 makes int32 of int64, values are cast.
     """
 
     def __init__(
@@ -118,7 +120,10 @@ class EngineRunner(TrtRunner):
 
 
 def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
-    """Integers as the engine takes them, and float32 where it takes float16; what is right already stays as it is."""
+    """Cast integers to what the engine takes, and float32 where it takes float16.
+
+    What has the right dtype already is not copied.
+    """
     narrow = lambda name, array: array.dtype == np.float32 and types[name] == np.float16
     return {
         name: array.astype(types[name], copy=False) if array.dtype.kind == "i" or narrow(name, array) else array
@@ -127,7 +132,7 @@ def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dic
 
 
 class _Arrays:
-    """Weights that are at hand, by slot: see `weights.Tensors`."""
+    """Weights by slot, as arrays: see `weights.Tensors`."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
         self._arrays = arrays
@@ -152,8 +157,11 @@ def _cut_executable(file: Path, inputs: Sequence[IO], weights: Mapping[str, np.n
 
 
 class CutRunner(BaseRunner):
-    """Runs a cut engine as the runtime does: each piece on the first of its profiles that takes the sizes. Adapters' A
-    are written to where the engine has them."""
+    """Runner of a cut engine, which runs as in the runtime.
+
+    Each piece runs on the first of its profiles that takes the sizes. Adapters' A are written to where the engine has
+    them.
+    """
 
     def __init__(self, name: str, inputs: Sequence[IO], run: CutExecutable):
         super().__init__(name=name)
@@ -171,5 +179,5 @@ class CutRunner(BaseRunner):
         sizes = program.sizes({name: array.shape for name, array in feed_dict.items()})
         outputs = {name: program.filled(name, sizes) for name in program.cut.outputs}
         found = self._run.run_once(feed_dict, {name: np.empty(shape, np.float16) for name, shape in outputs.items()})
-        self.inference_time = time.perf_counter() - began  # Polygraphy adds them up
+        self.inference_time = time.perf_counter() - began  # Polygraphy accumulates them
         return found

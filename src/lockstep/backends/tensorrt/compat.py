@@ -1,4 +1,4 @@
-"""TensorRT 8.6, 10.x and 11.x behind one class. The only module that imports `tensorrt`.
+"""TensorRT 8.6, 10.x and 11.x behind one class, the only module that imports it.
 
 What a version lacks stands in `features.FEATURES`, and is asked for with `has`. All else is used on every version:
 tests hold each attribute that is named here, and the class that it is an attribute of, against listings of the
@@ -45,12 +45,14 @@ _FLAGS, _FP16_SUMS = "__LUNOWUD", "-cask:fp16_acc"
 
 
 class GraphRefusedError(CheckError):
-    """TensorRT does not build a graph in the form that it is given, or not in its precision."""
+    """TensorRT does not build a graph as it is given, or not in its precision."""
 
 
 class Log:
-    """What TensorRT says: errors and warnings since `clear`, first one first. One for the process, as TensorRT has
-    it."""
+    """The errors and warnings of TensorRT since `clear`, in order.
+
+    There is one for the process, as TensorRT has it.
+    """
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -61,18 +63,24 @@ class Log:
         self.warnings.clear()
 
     def first(self, pattern: re.Pattern) -> str | None:
-        """The first error or warning in which the pattern is found, on one line."""
+        """Return the first error or warning that matches the pattern, on one line.
+
+        None where none does.
+        """
         return next((" ".join(text.split()) for text in (*self.errors, *self.warnings) if pattern.search(text)), None)
 
     def first_error(self) -> str:
-        """The first error, else the first warning, on one line."""
+        """Return the first error, else the first warning, on one line."""
         said = self.errors or self.warnings or ["no message"]
         return " ".join(said[0].split())
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of an engine. shape: -1 where it is dynamic. profiles: (min, opt, max) of each, for inputs."""
+    """An input or output of an engine.
+
+    shape: -1 where it is dynamic. profiles: (min, opt, max) of each optimization profile, for inputs.
+    """
 
     name: str
     is_input: bool
@@ -82,9 +90,10 @@ class Tensor:
 
 
 class Library:
-    """TensorRT as one Python package offers it. Loaded when it is asked for first; `log` holds what it says.
+    """TensorRT, as one Python package offers it.
 
-    Another package with TensorRT's API is a subclass: see `backends.tensorrt_rtx.library`.
+    The package is imported at the first use; `log` holds what it says. Another package with TensorRT's API is a
+    subclass: see `backends.tensorrt_rtx.library`.
     """
 
     name = "TensorRT"
@@ -100,7 +109,10 @@ class Library:
 
     @functools.cached_property
     def api(self) -> Any:
-        """Its module. Raises InputError where this Python cannot load it."""
+        """Return the library's Python module.
+
+        Raises InputError where this Python cannot load it.
+        """
         try:
             return importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -113,11 +125,11 @@ class Library:
 
     @property
     def package(self) -> str:
-        """What one installs."""
+        """Return the name of the package that is installed."""
         return self.module
 
     def require(self) -> None:
-        """Raises InputError where there is no library that this Python can load, or one that this code is not for."""
+        """Raise InputError where there is no supported version that this Python can load."""
         if not self.is_supported():
             raise InputError(f"backend {self.backend}: expected {self.supported}, found {self.version_text()}")
 
@@ -136,15 +148,15 @@ class Library:
         return int(major), int(minor)
 
     def api_version(self) -> Version:
-        """The version of TensorRT whose Python API this is."""
+        """Return the version of TensorRT whose Python API this is."""
         return self.version()
 
     def has(self, name: str) -> bool:
-        """Whether this version has a feature of the table."""
+        """Return whether this version has a feature of the table."""
         return available(FEATURES[name], self.api_version())
 
     def logger(self) -> Any:
-        """The library's logger, which fills `log`."""
+        """Return the library's logger, which fills `log`."""
         self.require()
         if self._logger is None:
             trt: Any = self.api
@@ -179,7 +191,10 @@ class Library:
     # --- build
 
     def create_builder(self) -> trt.Builder:
-        """Raises InputError where TensorRT cannot start, which is without a GPU."""
+        """Return a builder, with the compiler's flags in the environment.
+
+        Raises InputError where TensorRT cannot start, which is without a GPU.
+        """
         self.log.clear()
         if flags := self.compiler_flags():
             os.environ[_FLAGS] = flags
@@ -192,17 +207,21 @@ class Library:
             ) from None
 
     def compiler_flags(self) -> str:
-        """What the compiler of fused regions is told, by the variable that it reads its flags from: what the user set
-        there, and where the version needs it to add up fp16 products in fp32, unless the user said something else of
-        that."""
+        """Return the flags of the compiler of fused regions.
+
+        It reads them from a variable of the environment. They are what the user set there, and where the version needs
+        it that to accumulate fp16 products in fp32, unless the user set something else for it.
+        """
         flags = os.environ.get(_FLAGS, "").split()
         if self.has("fp16_sums") and not any(flag.startswith(f"{_FP16_SUMS}=") for flag in flags):
             flags = [*flags, f"{_FP16_SUMS}=off"]
         return " ".join(flags)
 
     def users_flags(self) -> str | None:
-        """Those flags where they are not what they are when the user sets none: they decide what an engine computes.
-        None where they are."""
+        """Return the compiler's flags where the user has changed them, else None.
+
+        They decide what an engine computes.
+        """
         flags = self.compiler_flags()
         return None if flags == (f"{_FP16_SUMS}=off" if self.has("fp16_sums") else "") else flags
 
@@ -215,9 +234,9 @@ class Library:
         return builder.create_network(flags)
 
     def parse(self, network: trt.INetworkDefinition, model: bytes, where: str) -> trt.OnnxParser:
-        """Fill `network` from a serialized ONNX model; gives the parser, which must live as long as the network.
+        """Fill `network` from a serialized ONNX model.
 
-        Raises CheckError with what the parser says.
+        Returns the parser, which must live as long as the network. Raises CheckError with what the parser says.
         """
         self.log.clear()
         parser: trt.OnnxParser = self.api.OnnxParser(network, self.logger())
@@ -232,7 +251,10 @@ class Library:
     def create_config(
         self, builder: trt.Builder, workspace_bytes: int, level: int, tactic_sources: Sequence[str] | None
     ) -> trt.IBuilderConfig:
-        """A configuration with detailed layer information and without TF32: fp32 graphs are computed in fp32."""
+        """Return a configuration with detailed layer information and without TF32.
+
+        fp32 graphs are computed in fp32. Raises InputError for an unknown tactic source.
+        """
         config: trt.IBuilderConfig = builder.create_builder_config()
         config.set_memory_pool_limit(self.api.MemoryPoolType.WORKSPACE, workspace_bytes)
         config.builder_optimization_level = level
@@ -254,9 +276,10 @@ class Library:
     def constrain_precision(
         self, config: trt.IBuilderConfig, network: trt.INetworkDefinition, types: Mapping[str, str]
     ) -> None:
-        """Where networks are weakly typed: hold every layer to the type that the graph gives its result.
+        """Hold every layer of a weakly typed network to the dtype of the graph.
 
-        types: the ONNX graph's {tensor: dtype}. Layers that the parser adds take the type of what they read.
+        A layer takes the dtype that the graph gives its result. types: the ONNX graph's {tensor: dtype}. Layers that
+        the parser adds take the type of what they read. Nothing is done where networks are strongly typed.
         """
         if not self.has("precision_constraints"):
             return
@@ -292,7 +315,10 @@ class Library:
         config: trt.IBuilderConfig,
         shapes: Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]],
     ) -> trt.IOptimizationProfile:
-        """Add an optimization profile: {input: (min, opt, max)}; gives it."""
+        """Add an optimization profile, {input: (min, opt, max)}, and return it.
+
+        Raises CheckError where TensorRT refuses it.
+        """
         self.log.clear()
         profile: trt.IOptimizationProfile = builder.create_optimization_profile()
         for name, (low, best, high) in shapes.items():
@@ -302,7 +328,10 @@ class Library:
         return profile
 
     def network_types(self, network: trt.INetworkDefinition) -> dict[str, str]:
-        """{tensor: dtype} of all that a network reads and computes. A strongly typed one is built just so."""
+        """Return {tensor: dtype} of all that a network reads and computes.
+
+        A strongly typed network is built just so.
+        """
         dtypes = self._dtypes()
         found: dict[str, str] = {}
         for number in range(network.num_inputs):
@@ -318,7 +347,7 @@ class Library:
     def network_tensors(
         self, network: trt.INetworkDefinition, profiles: Sequence[trt.IOptimizationProfile]
     ) -> list[Tensor]:
-        """As `tensors`, of the engine that will be built of a network."""
+        """Return `tensors` of the engine that will be built of a network."""
         dtypes = self._dtypes()
         found: list[Tensor] = []
         for i in range(network.num_inputs):
@@ -336,11 +365,11 @@ class Library:
         return found
 
     def create_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> tuple[trt.ITimingCache | None, bool]:
-        """An empty cache, or one that was serialized; it may serve several configurations. None where TensorRT refuses
-        the bytes.
+        """Return a timing cache and whether all of its bytes were read.
 
-        And whether it is whole: 8.6.0 takes the times of layers, and refuses the part of its own caches that fused
-        regions are chosen by.
+        It is empty, or one that was serialized, and may serve several configurations. The cache is None where TensorRT
+        refuses the bytes. 8.6.0 takes the times of layers, and refuses the part of its own caches that fused regions
+        are chosen by.
         """
         self.log.clear()
         cache: trt.ITimingCache | None = config.create_timing_cache(data)
@@ -349,8 +378,10 @@ class Library:
         return (cache if self.has("hidden_regions") and self.log.first(_OF_REGIONS) else None), False
 
     def use_timing_cache(self, config: trt.IBuilderConfig, cache: trt.ITimingCache, replay: bool) -> bool:
-        """Build with this cache; False where TensorRT refuses it. `replay`: what it does not hold is an error, where
-        the version can say so."""
+        """Build with this cache; return False where TensorRT refuses it.
+
+        replay: what the cache does not hold is an error, where the version can say so.
+        """
         if self.has("editable_cache"):
             config.set_flag(self.api.BuilderFlag.EDITABLE_TIMING_CACHE)
         if replay and self.has("cache_miss_error"):
@@ -358,12 +389,15 @@ class Library:
         return config.set_timing_cache(cache, False)
 
     def serialize_timing_cache(self, config: trt.IBuilderConfig) -> bytes:
-        """The timing cache that a configuration was built with, and what the build added."""
+        """Return the timing cache of a configuration, with what the build added."""
         cache: trt.ITimingCache = config.get_timing_cache()
         return bytes(cache.serialize())
 
     def cached_tactics(self, config: trt.IBuilderConfig) -> dict[str, str]:
-        """{key: hash of the tactic} of all entries of that cache, where the version lets them be read; else {}."""
+        """Return {key: hash of the tactic} of all entries of the timing cache.
+
+        It is that of the configuration; {} where the version does not let entries be read.
+        """
         if not self.has("editable_cache"):
             return {}
         cache: trt.ITimingCache = config.get_timing_cache()
@@ -376,8 +410,10 @@ class Library:
     def build_plan(
         self, builder: trt.Builder, network: trt.INetworkDefinition, config: trt.IBuilderConfig, where: str
     ) -> bytes:
-        """The serialized engine. Raises GraphRefusedError with TensorRT's first error, CheckError for a timing cache
-        that it refuses."""
+        """Return the serialized engine.
+
+        Raises GraphRefusedError with TensorRT's first error, CheckError for a timing cache that it refuses.
+        """
         self.log.clear()
         memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
         if memory is None:
@@ -393,7 +429,10 @@ class Library:
     # --- run
 
     def deserialize(self, data: bytes, where: str) -> trt.ICudaEngine:
-        """An engine of a plan's bytes. Raises CheckError with TensorRT's first error."""
+        """Return the engine of an engine plan's bytes.
+
+        Raises CheckError with TensorRT's first error.
+        """
         self.log.clear()
         if self._runtime is None:  # it must outlive its engines
             self._runtime = self.api.Runtime(self.logger())
@@ -407,7 +446,7 @@ class Library:
         return engine
 
     def tensors(self, engine: trt.ICudaEngine) -> list[Tensor]:
-        """All inputs and outputs of an engine."""
+        """Return all inputs and outputs of an engine."""
         dtypes = self._dtypes()
         found: list[Tensor] = []
         for number in range(engine.num_io_tensors):
@@ -432,9 +471,10 @@ class Library:
         return engine.num_optimization_profiles
 
     def create_context(self, engine: trt.ICudaEngine, where: str, own: bool) -> trt.IExecutionContext:
-        """A context without scratch memory of its own: give it some with `set_device_memory` before it runs.
+        """Return a context without scratch memory of its own.
 
-        own: its shapes will not change once they are set.
+        Give it some with `set_device_memory` before it runs. own: its shapes will not change once they are set. Raises
+        CheckError where TensorRT makes none.
         """
         self.log.clear()
         if self.has("context_strategy"):
@@ -446,7 +486,7 @@ class Library:
         return context
 
     def device_memory_size(self, engine: trt.ICudaEngine) -> int:
-        """Bytes of scratch memory that a context needs at most, over all profiles."""
+        """Return the bytes of scratch memory that a context needs, over all profiles."""
         return engine.device_memory_size_v2 if self.has("memory_size_v2") else engine.device_memory_size
 
     def set_device_memory(self, context: trt.IExecutionContext, address: int, size: int) -> None:
@@ -467,7 +507,7 @@ class Library:
             raise CheckError(f"input {name}: {self.title} refuses the shape {list(shape)}: {self.log.first_error()}")
 
     def shape(self, context: trt.IExecutionContext, name: str) -> tuple[int, ...]:
-        """The shape of an input or output, once the shapes of all inputs are set."""
+        """Return the shape of an input or output, once the shapes of all inputs are set."""
         return tuple(context.get_tensor_shape(name))
 
     def set_tensor_address(self, context: trt.IExecutionContext, name: str, address: int) -> None:
@@ -482,7 +522,7 @@ class Library:
             raise CheckError(f"{self.title} cannot run: {self.log.first_error()}")
 
     def layer_information(self, engine: trt.ICudaEngine) -> str:
-        """The inspector's JSON of all layers; may hold raw control characters."""
+        """Return the inspector's JSON of all layers; may hold raw control characters."""
         inspector: trt.EngineInspector = engine.create_engine_inspector()
         return inspector.get_engine_information(self.api.LayerInformationFormat.JSON)
 

@@ -1,4 +1,7 @@
-"""Does an engine take and give what its graph says: names, dtypes, shapes, and the sizes that its profiles allow?"""
+"""Check that an engine has the inputs and outputs of its graph.
+
+Compared are names, dtypes, shapes, and the sizes that the optimization profiles allow.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from lockstep.onnx_tools.signature import dtype_name
 def check_contract(
     tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], has_int64: bool, where: str
 ) -> None:
-    """Raises CheckError for the first input or output that is absent, new, or other than the graph and the profiles
-    say."""
+    """Raise CheckError for the first input or output that is not the graph's.
+
+    That is one that is absent or new, or whose dtype, shape or sizes are other than the graph and the profiles say.
+    """
     found = {(tensor.is_input, tensor.name): tensor for tensor in tensors}
     declared = {(True, value.name): value for value in model.graph.input} | {
         (False, value.name): value for value in model.graph.output
@@ -69,13 +74,19 @@ def _bounds(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:
-    """{tensor: dtype} of all tensors of a graph that ONNX's shape inference knows, constants too."""
+    """Return {tensor: dtype} of all tensors of a graph.
+
+    These are all that ONNX's shape inference knows, constants too.
+    """
     return {name: dtype_name(element) for name, (element, _) in typed_values(model).items()}
 
 
 def check_types(found: Mapping[str, str], types: Mapping[str, str], where: str) -> None:
-    """Raises GraphRefusedError for a tensor of a strongly typed network, {name: dtype}, that has another type than in
-    the graph. Tensors that the parser adds are not in the graph: what they lead to is."""
+    """Raise GraphRefusedError for a tensor that has another dtype than in the graph.
+
+    found: {name: dtype} of a strongly typed network. Tensors that the parser adds are not in the graph: what they lead
+    to is.
+    """
     wrong = [name for name in found if name in types and found[name] != types[name]]
     if wrong:
         raise GraphRefusedError(

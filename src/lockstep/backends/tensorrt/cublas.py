@@ -1,4 +1,7 @@
-"""Products of fp16 matrices with sums in fp32, by cuBLAS: the library through ctypes, no Python package."""
+"""cuBLAS GEMM of fp16 matrices with fp32 accumulation, through ctypes.
+
+It needs the library alone, no Python package.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _STATUS = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH
 
 
 class Gemm:
-    """cuBLAS on one stream, with memory of its own to work in."""
+    """cuBLAS on one stream, with a workspace of its own."""
 
     def __init__(self, stream: cuda.Stream):
         self._library, self._stream = require_cublas(), stream
@@ -34,8 +37,11 @@ class Gemm:
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def bind(self, weight: cuda.Array, x: cuda.Array, out: cuda.Array) -> Callable[[int], None]:
-        """A call that makes the first rows of out [..., out_features] = x [..., in_features] times weight
-        [out_features, in_features], transposed; it is told how many."""
+        """Return a call that multiplies the first rows of x with a weight.
+
+        The first rows of out [..., out_features] become x [..., in_features] times weight [out_features, in_features],
+        transposed; the call is given their number.
+        """
         out_features, in_features = weight.shape
         pointer = lambda array: ctypes.c_void_p(array.address)
         # column by column, as cuBLAS counts: out is [out_features, rows]
@@ -47,7 +53,7 @@ class Gemm:
         gemm = self._library.cublasGemmEx
 
         def multiply(rows: int, held: object = (self, weight, x, out)) -> None:
-            """`held` keeps the memory alive."""
+            """Multiply so many rows; `held` keeps the memory alive."""
             if status := gemm(*front, rows, *back):
                 raise CheckError(f"cuBLAS: cublasGemmEx: {_said(status)}")
 

@@ -1,7 +1,7 @@
-"""CUDA through cuda-python: device memory, streams, graphs, events, and kernels compiled from source when they are
-first used.
+"""CUDA through cuda-python: memory, streams, graphs, events, and compiled kernels.
 
-Needs NumPy and cuda-python (12 or 13); kernels also the library NVRTC of the CUDA toolkit. Nothing here knows TensorRT.
+Kernels are compiled from source when they are first used. Needs NumPy and cuda-python (12 or 13); kernels also the
+library NVRTC of the CUDA toolkit. Nothing here knows TensorRT.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _DEVICE_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a cuda-python call. Raises CheckError with the name that CUDA gives the error."""
+    """Return the value of a cuda-python call.
+
+    Raises CheckError with the name that CUDA gives the error.
+    """
     error, *values = result
     if int(error) != 0:
         raise CheckError(f"CUDA: {error.name}")
@@ -33,22 +36,25 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 def device_count() -> int:
-    """How many devices this process sees (CUDA_VISIBLE_DEVICES)."""
+    """Return how many devices this process sees (CUDA_VISIBLE_DEVICES)."""
     return int(check(runtime.cudaGetDeviceCount()))
 
 
 def use_device(number: int) -> None:
-    """What the calling thread does from now on is done on this device. At first that is device 0."""
+    """Use a device in what the calling thread does from now on.
+
+    At first that is device 0.
+    """
     check(runtime.cudaSetDevice(number))
 
 
 def current_device() -> int:
-    """The device that the calling thread uses."""
+    """Return the number of the device that the calling thread uses."""
     return int(check(runtime.cudaGetDevice()))
 
 
 def can_access(number: int, other: int) -> bool:
-    """Whether kernels of device `number` can read and write the memory of device `other`."""
+    """Return whether kernels of a device can read and write the memory of another."""
     return number == other or bool(check(runtime.cudaDeviceCanAccessPeer(number, other)))
 
 
@@ -62,7 +68,7 @@ def enable_access(other: int) -> None:
 
 
 def compute_capability(number: int = 0) -> tuple[int, int]:
-    """Of a device."""
+    """Return the compute capability of a device."""
     which = runtime.cudaDeviceAttr
     return tuple(
         check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), number))
@@ -71,12 +77,15 @@ def compute_capability(number: int = 0) -> tuple[int, int]:
 
 
 def multiprocessors(number: int = 0) -> int:
-    """Of a device, how many."""
+    """Return the number of multiprocessors of a device."""
     return int(check(runtime.cudaDeviceGetAttribute(runtime.cudaDeviceAttr.cudaDevAttrMultiProcessorCount, number)))
 
 
 class Array:
-    """Contiguous device memory: an address with shape and NumPy dtype. Views keep the memory alive."""
+    """Contiguous device memory: an address with shape and NumPy dtype.
+
+    Views keep the memory alive.
+    """
 
     def __init__(self, address: int, shape: Sequence[int], dtype: DTypeLike, owner: object):
         self.address, self.shape, self.dtype, self._owner = address, tuple(shape), np.dtype(dtype), owner
@@ -86,7 +95,7 @@ class Array:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, rows: slice) -> Array:
-        """Rows `low:high` of the first axis."""
+        """Return rows `low:high` of the first axis."""
         count, *tail = self.shape
         low, high, step = rows.indices(count)
         if step != 1:
@@ -95,15 +104,20 @@ class Array:
         return Array(self.address + low * row, (max(0, high - low), *tail), self.dtype, self._owner)
 
     def reshape(self, *shape: int) -> Array:
-        """The first numbers of the array in another shape, which must not need more."""
+        """Return the first numbers of the array in another shape.
+
+        Raises ValueError for a shape of more numbers.
+        """
         if math.prod(shape) > math.prod(self.shape):
             raise ValueError(f"expected at most {math.prod(self.shape)} numbers, found {shape}")
         return Array(self.address, shape, self.dtype, self._owner)
 
 
 class _Memory:
-    """An allocation, on the device or page-locked on the host, freed when nothing refers to it any more. what: it is
-    for, in words."""
+    """An allocation, freed when nothing refers to it any more.
+
+    It is on the device, or page-locked on the host. what: it is for, in words.
+    """
 
     def __init__(
         self, nbytes: int, what: str, allocate: Callable = runtime.cudaMalloc, free: Callable = runtime.cudaFree
@@ -133,15 +147,21 @@ def _out_of_memory(nbytes: int, what: str, kind: str) -> str:
 
 
 def empty(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
-    """Device memory, not initialised. Raises CheckError, saying `what` it is for, where there is not enough."""
+    """Return device memory that is not initialised.
+
+    Raises CheckError, saying `what` it is for, where there is not enough.
+    """
     dtype = np.dtype(dtype)
     memory = _Memory(math.prod(shape) * dtype.itemsize, what)
     return Array(memory.address, shape, dtype, memory)
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
-    """As `empty`, of zeros, for any stream: the default stream, which clears it, is waited for, because nothing orders
-    it with a `Stream`."""
+    """Return device memory of zeros, for any stream.
+
+    The default stream, which clears it, is waited for, because nothing orders it with a `Stream`. Raises CheckError as
+    `empty` does.
+    """
     array = empty(shape, dtype, what)
     check(runtime.cudaMemset(array.address, 0, array.nbytes))
     check(runtime.cudaStreamSynchronize(0))
@@ -149,7 +169,10 @@ def zeros(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Arr
 
 
 def pinned(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """A host array that the device copies from and to without waiting."""
+    """Return a page-locked host array.
+
+    The device copies from and to it without waiting.
+    """
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     memory = _Memory(nbytes, "copies to and from the GPU", runtime.cudaMallocHost, runtime.cudaFreeHost)
@@ -159,19 +182,22 @@ def pinned(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
 
 
 def memory_used() -> int:
-    """Bytes of the device in use, by anyone."""
+    """Return the bytes of the device in use, by any process."""
     free, total = check(runtime.cudaMemGetInfo())
     return total - free
 
 
 def memory_free() -> int:
-    """Bytes of the device that nobody uses."""
+    """Return the bytes of the device that are free."""
     free, _ = check(runtime.cudaMemGetInfo())
     return int(free)
 
 
 class Stream:
-    """Work in order. What is still under way when nothing refers to it any more is done all the same."""
+    """A CUDA stream.
+
+    What is still under way when nothing refers to it any more is done all the same.
+    """
 
     def __init__(self) -> None:
         self.handle = int(check(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
@@ -185,23 +211,33 @@ class Stream:
         check(self._synchronize(self.handle))
 
     def drain(self) -> None:
-        """Wait until nothing is under way, for those who give memory back: what went wrong there has been said, or
-        nobody has asked."""
+        """Wait until nothing is under way, and ignore errors.
+
+        It is for those who free memory: what went wrong on the stream has been raised before, or was not asked for.
+        """
         self._synchronize(self.handle)
 
     def upload(self, array: Array, host: np.ndarray) -> None:
-        """Host to device. From page-locked memory this does not wait: leave `host` alone until the stream is
-        through."""
+        """Copy from host to device.
+
+        From page-locked memory this does not wait: leave `host` alone until the stream is through.
+        """
         if host.nbytes != array.nbytes or not host.flags.c_contiguous:
             raise ValueError(f"expected {array.nbytes} contiguous bytes, found {host.nbytes}")
         check(runtime.cudaMemcpyAsync(array.address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, self.handle))
 
     def download(self, host: np.ndarray, array: Array) -> None:
-        """Device to host; `synchronize`, or wait for an event behind it, before reading."""
+        """Copy from device to host.
+
+        Call `synchronize`, or wait for an event behind it, before reading.
+        """
         check(runtime.cudaMemcpyAsync(host.ctypes.data, array.address, host.nbytes, _DEVICE_TO_HOST, self.handle))
 
     def copy_rows(self, out: int, out_pitch: int, source: int, pitch: int, width: int, rows: int) -> None:
-        """Copy `rows` rows of `width` bytes on the device; pitches are the bytes from one row to the next."""
+        """Copy `rows` rows of `width` bytes on the device.
+
+        Pitches are the bytes from one row to the next.
+        """
         check(runtime.cudaMemcpy2DAsync(out, out_pitch, source, pitch, width, rows, _DEVICE_TO_DEVICE, self.handle))
 
     def fill_zero(self, address: int, pitch: int, width: int, rows: int) -> None:
@@ -209,7 +245,10 @@ class Stream:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Graph]:
-        """What is put on the stream inside becomes the graph that is given; nothing of it runs before its `launch`."""
+        """Capture what is put on the stream inside as a graph, which is given.
+
+        Nothing of it runs before the graph's `launch`.
+        """
         graph = Graph()
         check(runtime.cudaStreamBeginCapture(self.handle, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed))
         try:
@@ -236,7 +275,7 @@ class Graph:
 
 
 class Event:
-    """A moment on a stream."""
+    """A CUDA event: a moment on a stream."""
 
     def __init__(self) -> None:
         self.handle = check(runtime.cudaEventCreate())
@@ -257,13 +296,16 @@ class Event:
 
 
 def _type_of(argument: Array | int | float) -> Any:
-    """As a kernel takes it."""
+    """Return the ctypes type that a kernel takes an argument as."""
     number = ctypes.c_float if isinstance(argument, float) else ctypes.c_int32
     return ctypes.c_void_p if isinstance(argument, Array) else number
 
 
 class Kernel:
-    """A kernel of a module. Arguments: Array (its address), int (int32), float (float32)."""
+    """A kernel of a module.
+
+    Arguments: Array (its address), int (int32), float (float32).
+    """
 
     def __init__(self, function: Any):
         self.function = function
@@ -282,11 +324,13 @@ class Kernel:
 
 
 class Launch:
-    """A kernel on a stream whose arguments stay but for the last, an integer: a call costs the host a third of
-    `Kernel.launch`.
+    """A kernel on a stream with fixed arguments, all but the last, an integer.
+
+    A call costs the host a third of `Kernel.launch`.
 
     overlaps: the kernel waits itself for the one before it on the stream (`wait_for_previous`), and may be brought onto
-    the device while that one runs, where the device and its driver can do that, in graphs too."""
+    the device while that one runs, where the device and its driver can do that, in graphs too.
+    """
 
     def __init__(
         self, kernel: Kernel, stream: Stream, threads: int, *arguments: Array | int | float, overlaps: bool = False
@@ -313,7 +357,10 @@ class Launch:
 
 @functools.cache
 def _can_overlap(number: int) -> bool:
-    """Compute capability 9.0, and a driver of CUDA 12.4, which captures such launches."""
+    """Return whether launches can overlap on a device.
+
+    They need compute capability 9.0 and a driver of CUDA 12.4, which captures such launches.
+    """
     return compute_capability(number) >= (9, 0) and int(check(driver.cuDriverGetVersion())) >= 12040
 
 
@@ -328,8 +375,10 @@ def _overlapping(stream: Stream, threads: int) -> Any:
 
 
 def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
-    """Compile CUDA C++ for the current device, and load it there; once a source and device. Raises CheckError with what
-    the compiler says."""
+    """Compile CUDA C++ for the current device, and load it there.
+
+    That is done once a source and device. Raises CheckError with what the compiler says.
+    """
     number = current_device()
     return _load(source, options, number, compute_capability(number))
 

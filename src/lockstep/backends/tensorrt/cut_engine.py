@@ -1,10 +1,12 @@
-"""The engine file of a graph that is cut at its products with weights: its pieces, and in what order they run. A piece
-is a kernel in CUDA C++ (`row_kernels`), or where it has none a plan.
+"""The engine file of a graph that is cut at its products with weights.
 
-Layout: `MAGIC`, the length of the header (8 bytes, little endian), the header (JSON), and the plans one after another.
-The header: `inputs` and `outputs` {name: [dtype, shape]} of the whole, `inner` {name: shape} of what crosses a cut
-(float16), `profiles` [{input: [min, opt, max]}], `steps` (a piece's number, or products), `pieces` (a kernel, or the
-bytes of a plan).
+It has the pieces and the order in which they run. A piece is a kernel in CUDA C++ (`row_kernels`), or where it has none
+an engine plan.
+
+Layout: `MAGIC`, the length of the header (8 bytes, little endian), the header (JSON), and the engine plans one after
+another. The header: `inputs` and `outputs` {name: [dtype, shape]} of the whole, `inner` {name: shape} of what crosses a
+cut (float16), `profiles` [{input: [min, opt, max]}], `steps` (a piece's number, or products), `pieces` (a kernel, or
+the bytes of an engine plan).
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class CutEngine:
-    """inputs, outputs: {name: (dtype, shape)} of all but weights; a dimension is a number or a name."""
+    """A cut engine file's content.
+
+    inputs, outputs: {name: (dtype, shape)} of all but weights; a dimension is a number or a name. inner: {name: shape}
+    of what crosses a cut. steps: a piece's number, or products.
+    """
 
     inputs: Mapping[str, tuple[str, Shape]]
     outputs: Mapping[str, tuple[str, Shape]]
@@ -50,14 +56,17 @@ class CutEngine:
 
 @dataclass(frozen=True)
 class CutBlock:
-    """A graph that was cut. pieces: kernels, and graphs to be built."""
+    """A graph that was cut.
+
+    pieces: kernels, and graphs to be built.
+    """
 
     graph: CutGraph
     pieces: tuple[RowKernel | onnx.ModelProto, ...]
 
 
 def cuts(model: onnx.ModelProto) -> bool:
-    """Whether a float16 graph has products, and all that stands between them has kernels."""
+    """Return whether a float16 graph has products and kernels for all else."""
     if any(
         value.type.tensor_type.elem_type == TensorProto.FLOAT for value in (*model.graph.input, *model.graph.output)
     ):
@@ -71,8 +80,9 @@ def cuts(model: onnx.ModelProto) -> bool:
 
 
 def prepare_pieces(model: onnx.ModelProto, opset: int | None) -> CutBlock:
-    """Cut a float16 graph, or a float32 graph of quantised products; what crosses cuts is float16. Pieces without a
-    kernel are what is built, in `opset`.
+    """Cut a float16 graph, or a float32 graph of quantised products, at its products.
+
+    What crosses cuts is float16. Pieces without a kernel are to be built, in `opset`.
 
     Raises CheckError for zero points of their own, which the kernels do not read, and where the pieces with the
     products between them give something else than the graph does.
@@ -124,7 +134,10 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 
 
 def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """A product in NumPy, of float16 rows and a result in float16. values: by name."""
+    """Return a product in NumPy, of float16 rows, with its result in float16.
+
+    values: by name.
+    """
     half = lambda array: array.astype(np.float16).astype(np.float32)
     rows, parts = half(values[product.input]), [values[slot] for slot in product.slots]
     weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
@@ -139,7 +152,10 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
 def pack(
     model: onnx.ModelProto, cut: CutGraph, pieces: Sequence[bytes | RowKernel], limits: Mapping[str, Any]
 ) -> bytes:
-    """The engine file of a graph that was cut. limits: that the profiles of the plans are made for."""
+    """Return the engine file of a graph that was cut.
+
+    limits: those that the profiles of the engine plans are made for.
+    """
     slots = {slot for step in cut.steps if not isinstance(step, int) for product in step for slot in product.slots}
     shape = lambda value: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
     half = lambda dtype: "float16" if dtype == "float32" else dtype
@@ -169,7 +185,10 @@ def is_cut(data: bytes) -> bool:
 
 
 def unpack(data: bytes, where: str) -> CutEngine:
-    """Raises CheckError for a file that is not whole."""
+    """Return the content of a cut engine file.
+
+    Raises CheckError for a file that is not whole.
+    """
     start = len(MAGIC) + 8
     end = start + int.from_bytes(data[len(MAGIC) : start], "little")
     try:
@@ -199,5 +218,8 @@ def unpack(data: bytes, where: str) -> CutEngine:
 
 
 def plans_of(data: bytes, where: str) -> Sequence[bytes]:
-    """The plans of an engine file: of one that is not cut itself."""
+    """Return the engine plans of an engine file.
+
+    A file that is not cut is one itself.
+    """
     return [piece for piece in unpack(data, where).pieces if isinstance(piece, bytes)] if is_cut(data) else [data]

@@ -1,8 +1,8 @@
-"""An engine that is cut at its products with weights, bound and called as one: see `cut_engine` for its file.
+"""A cut engine, bound and called as one: see `cut_engine` for its file.
 
-It is used as a `program.TensorRTProgram` is. A call runs the pieces in order, kernels and plans, and between them the
-products of `products.Products`, with what adapters add to them; what crosses a cut lies in buffers that all engines of
-a device share.
+It is used as a `program.TensorRTProgram` is. A call runs the pieces in order, kernels and engine plans, and between
+them the products of `products.Products`, with what adapters add to them. What crosses a cut lies in buffers that all
+engines of a device share.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library, Tensor
 from lockstep.backends.tensorrt.cut_engine import Shape, unpack
-from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
-from lockstep.backends.tensorrt.products import SCALES_TIMES, Adapters, Place, Products, SmallWeight
+from lockstep.backends.tensorrt.device_weights import DeviceWeights, Uploads, WeightCast
+from lockstep.backends.tensorrt.products import SCALES_TIMES, Adapters, Products, SmallWeight, StridedView
 from lockstep.backends.tensorrt.program import Bound, Context, Shapes, TensorRTExecutable, TensorRTProgram, run_once
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.backends.tensorrt.row_kernels import INDEX, PRELUDE, ROWS, WEIGHT, RowKernel
@@ -30,12 +30,15 @@ from lockstep.step.executable import Run
 from lockstep.weights import Tensors
 
 _HALF = np.dtype(np.float16)
-_AS_HALF, _AS_SCALES = Form(_HALF), Form(_HALF, SCALES_TIMES)
+_AS_HALF, _AS_SCALES = WeightCast(_HALF), WeightCast(_HALF, SCALES_TIMES)
 Group = tuple[Product, ...]  # products of one input
 
 
 class _Shared:
-    """What all engines of a device share that run one after another: those of decode steps (`own`), or of prompts."""
+    """Products and buffers that the engines of a device share.
+
+    They are of engines that run one after another: those of decode steps (`own`), or of prompts.
+    """
 
     _instances: weakref.WeakKeyDictionary[Device, dict[bool, _Shared]] = weakref.WeakKeyDictionary()
 
@@ -51,7 +54,10 @@ class _Shared:
         return known[own]
 
     def buffer(self, number: int, rows: int, width: Sequence[int]) -> cuda.Array:
-        """fp16 [rows, *width], the `number`th of its width. Those given before stay valid."""
+        """Return fp16 [rows, *width], the `number`th buffer of its width.
+
+        Buffers given before stay valid.
+        """
         key = number, *width
         array = self._buffers.get(key)
         if array is None or array.shape[0] < rows:
@@ -61,15 +67,20 @@ class _Shared:
 
 @dataclass(eq=False, slots=True)
 class CutContext:
-    """The contexts of the plans, with the shapes of their inputs, by number of the piece, and sizes by the name of the
-    dimension."""
+    """The contexts of the engine plans, and sizes by the name of the dimension.
+
+    plans: by number of the piece, with the shapes of the plan's inputs.
+    """
 
     plans: Mapping[int, tuple[Context, Shapes]]
     sizes: Mapping[str, int]
 
 
 class CutProgram:
-    """A cut engine on a rank's device, without weights. slots: of the whole."""
+    """A cut engine on a rank's device, without weights.
+
+    slots: of the whole.
+    """
 
     by_profiles = False  # its products take as long as their size says
 
@@ -102,7 +113,7 @@ class CutProgram:
         self._contexts: dict[tuple, CutContext] = {}
 
     def _compiled(self) -> dict[str, cuda.Kernel]:
-        """The kernels by name."""
+        """Compile the kernels; return them by name."""
         if not self.kernels:
             return {}
         self.device.use()
@@ -110,11 +121,14 @@ class CutProgram:
         return {kernel.name: module[kernel.name] for kernel in self.kernels.values()}
 
     def groups(self) -> list[Group]:
-        """The products, in the order in which they run."""
+        """Return the products, in the order in which they run."""
         return [step for step in self.cut.steps if not isinstance(step, int)]
 
     def _beside(self, step: int | Group) -> bool:
-        """Whether the results of a group may lie beside each other: kernels read all of them."""
+        """Return whether the results of a group may lie beside each other in one buffer.
+
+        They may where kernels alone read all of them.
+        """
         if isinstance(step, int) or len(step) < 2:
             return False
         made = {product.output for product in step}
@@ -130,7 +144,7 @@ class CutProgram:
         return Tensor(name, is_input, known[name].dtype if name in known else np.dtype(dtype), sizes, bounds)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> CutExecutable:
-        """See `TensorRTProgram.bind`."""
+        """Return the engine with its weights: see `TensorRTProgram.bind`."""
         if set(slots) != set(self.slots):
             raise CheckError(
                 f"{self.path}: expected weights for the slots {sorted(self.slots)}, found {sorted(slots)}; export and "
@@ -153,7 +167,7 @@ class CutProgram:
         return CutExecutable(self, plans, groups, {name: store.plain(name) for name in own}, store.uploads, rows)
 
     def context_for(self, shapes: Shapes, own: bool) -> CutContext:
-        """See `TensorRTProgram.context_for`."""
+        """Return a context for these input shapes: see `TensorRTProgram.context_for`."""
         sizes = self.sizes(shapes)
         key = (own, *sorted(sizes.items()))
         if key not in self._contexts:
@@ -167,12 +181,15 @@ class CutProgram:
         return self._contexts[key]
 
     def declared(self, name: str) -> Shape:
-        """The shape of an input, of an output or of what crosses a cut."""
+        """Return the shape of an input, of an output or of what crosses a cut."""
         told = self.cut.inputs.get(name) or self.cut.outputs.get(name)
         return told[1] if told else self.cut.inner[name]
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """The sizes of dimensions by name. shapes: of inputs and outputs."""
+        """Return the sizes of dimensions by name.
+
+        shapes: of inputs and outputs.
+        """
         return {
             dim: size
             for name, shape in shapes.items()
@@ -181,7 +198,7 @@ class CutProgram:
         }
 
     def filled(self, name: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of an input, of an output or of what crosses a cut, with sizes for its names."""
+        """Return a declared shape with sizes in place of its dimensions' names."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.declared(name))
 
 
@@ -193,12 +210,14 @@ class _Store:
         self.uploads = store.uploads
 
     def plain(self, slot: str) -> cuda.Array:
-        """A weight that kernels read, in fp16."""
-        return self._put([slot], self._program.slots[slot][0], self._form(slot))
+        """Return a weight that kernels read, in fp16."""
+        return self._put([slot], self._program.slots[slot][0], self._cast(slot))
 
     def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
-        """The weights of a group's products, one behind the other; with adapters A is further rows of them, transposed.
-        rows: gets where these go."""
+        """Return the weights of a group's products, one behind the other.
+
+        With adapters A is further rows of them, transposed. rows: gets where these go.
+        """
         first, outs = group[0], tuple(product.out_features for product in group)
         columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
         more, whole, deep = sum(columns.values()), sum(outs), first.in_features
@@ -206,7 +225,7 @@ class _Store:
             data, scales = self._part(group, 0, None, None), self._part(group, 1, None, _AS_SCALES)
             together = (whole,) if beside else outs
             return SmallWeight(data, scales, first.bits, first.group_size, deep, together)
-        data = self._part(group, 0, (whole + more, deep), self._form(first.slots[0]), room=bool(more))
+        data = self._part(group, 0, (whole + more, deep), self._cast(first.slots[0]), room=bool(more))
         at = whole
         for name, count in columns.items():
             rows[name] = data[at : at + count]
@@ -214,24 +233,28 @@ class _Store:
         return SmallWeight(data, data, 16, 0, deep, (whole + more,) if beside or more else outs)
 
     def _part(
-        self, group: Group, part: int, shape: tuple[int, ...] | None, form: Form | None, room: bool = False
+        self, group: Group, part: int, shape: tuple[int, ...] | None, cast: WeightCast | None, room: bool = False
     ) -> cuda.Array:
         slots = [product.slots[part] for product in group]
         sizes = [self._program.slots[slot][0] for slot in slots]
-        return self._put(slots, shape or (sum(rows for rows, *_ in sizes), *sizes[0][1:]), form, room)
+        return self._put(slots, shape or (sum(rows for rows, *_ in sizes), *sizes[0][1:]), cast, room)
 
-    def _put(self, slots: Sequence[str], shape: Sequence[int], form: Form | None, room: bool = False) -> cuda.Array:
+    def _put(
+        self, slots: Sequence[str], shape: Sequence[int], cast: WeightCast | None, room: bool = False
+    ) -> cuda.Array:
         names = [name for slot in slots for name in self._names[slot]]
         where, dtype = f"{self._program.path}: slot {', '.join(slots)}", self._program.slots[slots[0]][1]
-        return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, form=form)
+        return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, cast=cast)
 
-    def _form(self, slot: str) -> Form | None:
+    def _cast(self, slot: str) -> WeightCast | None:
         return _AS_HALF if self._program.slots[slot][1] != _HALF else None
 
 
 class CutExecutable:
-    """A cut engine with its weights: see `TensorRTExecutable`. groups: the weights of products, by step. weights: those
-    that kernels read. adapter_rows: see `HasAdapterRows`."""
+    """A cut engine with its weights: see `TensorRTExecutable`.
+
+    groups: the weights of products, by step. weights: those that kernels read. adapter_rows: see `HasAdapterRows`.
+    """
 
     def __init__(
         self,
@@ -246,13 +269,13 @@ class CutExecutable:
         self._plans, self._groups, self._weights = plans, groups, weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
-        """See `TensorRTExecutable.prepare`."""
+        """Return a call of the engine: see `TensorRTExecutable.prepare`."""
         shapes = {name: array.shape for name, array in inputs.items() if name in self.program.dynamic}
         bound, context = self._bind(inputs, outputs, own), self.program.context_for(shapes, own)
         return lambda: bound(context, shapes)
 
     def bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array]) -> Bound:
-        """See `TensorRTExecutable.bind`."""
+        """Return a call on arrays of the largest sizes: see `TensorRTExecutable.bind`."""
         return self._bind(inputs, outputs, False)
 
     def _bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool) -> Bound:
@@ -273,7 +296,7 @@ class CutExecutable:
         return run
 
     def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `TensorRTExecutable.run_once`."""
+        """Return the outputs for `inputs`: see `TensorRTExecutable.run_once`."""
         return run_once(self, self.program.device, self.program.tensors, inputs, like)
 
 
@@ -288,7 +311,7 @@ class _Call:
         self._shared = _Shared.of(run.program.device, own)
         self._largest = run.program.sizes({name: array.shape for name, array in given.items()})
         self._given, self._counts = given, dict[tuple[int, ...], int]()
-        self._values = {name: Place.of(array) for name, array in given.items()}
+        self._values = {name: StridedView.of(array) for name, array in given.items()}
         for number in sorted(run.program.side_by_side):
             step = cut.steps[number]
             assert not isinstance(step, int)
@@ -296,7 +319,7 @@ class _Call:
                 self._put_beside(step)
         for name, shape in cut.inner.items():
             if name not in self._values:
-                self._values[name] = Place.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
+                self._values[name] = StridedView.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
         self.steps: list[Step] = []
         for number, step in enumerate(cut.steps):
             if not isinstance(step, int):
@@ -335,11 +358,11 @@ class _Call:
             if kind == WEIGHT:
                 arguments.append(self._run._weights[name])
                 continue
-            place = self._values[name]
-            arguments += [place.array, place.step if kind == ROWS else int(place.array.dtype.itemsize == 8)]
+            view = self._values[name]
+            arguments += [view.array, view.stride if kind == ROWS else int(view.array.dtype.itemsize == 8)]
             assert kind in (ROWS, INDEX)
         for name in kernel.outputs:
-            arguments += [self._values[name].array, self._values[name].step]
+            arguments += [self._values[name].array, self._values[name].stride]
         stream = self._program.device.stream
         launch = cuda.Launch(self._program.functions[kernel.name], stream, kernel.threads, *arguments, overlaps=True)
         rows, blocks = kernel.rows, kernel.blocks
@@ -361,14 +384,14 @@ class _Call:
         adapters = Adapters(self._given[IDS], self._given[lora.rows] if lora.rows else None, lora.rank)
         outs = [self._values[product.output].array for product in group]
         matrices = [self._given[product.lora.b] if product.lora else None for product in group]
-        expand = products.expand(Place.of(made), shrunk, adapters, matrices, outs)
+        expand = products.expand(StridedView.of(made), shrunk, adapters, matrices, outs)
         return [*calls, lambda context: expand(context.sizes[rows])]
 
 
-def _part_of(whole: cuda.Array, column: int) -> Place:
-    """The columns of [rows, columns] from one on."""
+def _part_of(whole: cuda.Array, column: int) -> StridedView:
+    """Return the columns of [rows, columns] from one on."""
     rows, columns = whole.shape
-    return Place(whole.reshape(rows * columns)[column:], columns)
+    return StridedView(whole.reshape(rows * columns)[column:], columns)
 
 
 def _slots(group: Group) -> list[str]:

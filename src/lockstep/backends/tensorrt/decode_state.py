@@ -1,4 +1,4 @@
-"""What a decode step reads, on the device: of each slot its next token and position, and which slots decode.
+"""The inputs of a decode step on the device: tokens, positions, slots that decode.
 
 The kernel behind the logits (`kernels.Kernels.advance`) writes tokens and positions, those of prompts too: a step that
 goes on with what the device found uploads at most which slots decode.
@@ -18,7 +18,9 @@ _UNKNOWN = -1  # a token that the host has not seen
 
 
 class DecodeState:
-    """Device arrays by slot, [slots] each, and what the host knows of them behind all that was put on the stream.
+    """Device arrays by slot, [slots] each, and the host's copy of what they will hold.
+
+    The copy is of the state behind all that was put on the stream.
 
     token_ids, positions (of dtype `integer`): of slots that do not decode any that are valid. rows (int32): the slot
     itself, or -1 where it does not decode. found (int32): the token that was found last, -1 for one that is none.
@@ -44,7 +46,10 @@ class DecodeState:
         self._rows = np.zeros(slots, np.int32)  # the device's: no step has set it yet
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> bool:
-        """Choose the slot's tokens so in steps from the next `send_samplings` on; False if that is how they are."""
+        """Choose the slot's tokens so in steps from the next `send_samplings` on.
+
+        Returns False if that is how they are chosen already.
+        """
         changed = np.array(parameters(sampling, choice) if sampling.temperature else (0,) * 7, PARAMETERS)
         if changed == self._samplings[slot]:
             return False
@@ -52,7 +57,7 @@ class DecodeState:
         return True
 
     def draws(self, slots: Iterable[int]) -> bool:
-        """Whether the token of one of these slots is drawn."""
+        """Return whether the token of one of these slots is drawn."""
         return bool(self._samplings["temperature"][list(slots)].any())
 
     def send_samplings(self, stream: cuda.Stream) -> None:
@@ -71,8 +76,11 @@ class DecodeState:
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int] | None, positions: Sequence[int], stream: cuda.Stream
     ) -> None:
-        """Prepare a step of `slots`, which is put on the stream next: their `tokens` (None: what the device found
-        last) at `positions`. Uploads what the device does not hold."""
+        """Prepare a step of `slots`, which is put on the stream next.
+
+        tokens: the slots' tokens, at `positions`; None: what the device found last. Uploads what the device does not
+        hold.
+        """
         self.send_samplings(stream)
         self.send_adapters(stream)
         chosen = np.array(slots, np.int64)
@@ -93,7 +101,10 @@ class DecodeState:
         self.advance(chosen, np.asarray(positions, np.int64) + 1)
 
     def advance(self, slots: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Note that a step on the stream finds tokens for `slots`, which then hold `lengths` tokens."""
+        """Note that a step on the stream finds tokens for `slots`.
+
+        They then hold `lengths` tokens.
+        """
         self._tokens[slots] = _UNKNOWN
         self._positions[slots] = np.where(np.asarray(lengths) < self._limit, lengths, 0)  # as the kernel does
 

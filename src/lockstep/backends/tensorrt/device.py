@@ -1,4 +1,4 @@
-"""What an engine depends on in a GPU: its name, its compute capability and the driver."""
+"""What an engine depends on in a GPU: name, compute capability and driver."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe_gpu(backend: str = "tensorrt", ordinal: int = 0) -> dict[str, Any]:
-    """{"type", "name", "compute_capability", "driver", "memory"} of a CUDA device, the first one (memory in bytes).
+    """Return the description of a CUDA device.
 
-    Raises InputError where there is no CUDA driver or no GPU. backend: that it is asked for, which opens the line.
+    It is {"type", "name", "compute_capability", "driver", "memory"} (memory in bytes). ordinal: the device's number,
+    the first one's by default. backend: opens the line of an error.
+
+    Raises InputError where there is no CUDA driver or no GPU.
     """
     try:
         from cuda.bindings import driver
@@ -52,8 +55,10 @@ def describe_gpu(backend: str = "tensorrt", ordinal: int = 0) -> dict[str, Any]:
 
 
 def driver_version(cuda: int, text: str | None = None) -> str:
-    """The kernel module's version (550.54.15), or where Linux does not tell it, that of CUDA (`cuda` is 12040 for
-    12.4)."""
+    """Return the version of the NVIDIA kernel module (550.54.15).
+
+    Where Linux does not tell it, that of CUDA is returned (`cuda` is 12040 for 12.4).
+    """
     if text is None:
         text = _DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
@@ -61,7 +66,7 @@ def driver_version(cuda: int, text: str | None = None) -> str:
 
 
 def gpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal for an engine to be loaded."""
+    """Return what must be equal for an engine to be loaded."""
     return {key: device.get(key) for key in ("name", "compute_capability", "driver")}
 
 

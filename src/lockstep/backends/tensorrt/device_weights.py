@@ -1,5 +1,7 @@
-"""Weights on a device: each tensor once, whichever layers share it, from the mapped checkpoint through page-locked
-memory; the parts of a fused slot lie one after another."""
+"""Weights on a device, each tensor once, whichever layers share it.
+
+They come from the mapped checkpoint through page-locked memory; the parts of a fused slot lie one after another.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ _UPLOADERS = 4
 
 
 @dataclass(frozen=True)
-class Form:
-    """Numbers on the device that are of another dtype than in the checkpoint, or `times` as large."""
+class WeightCast:
+    """A cast of weights on their way to the device.
+
+    There they are of another dtype than in the checkpoint, or `times` as large.
+    """
 
     dtype: np.dtype
     times: float = 1.0
@@ -40,15 +45,20 @@ class Uploads:
         self._pending += copies
 
     def wait(self) -> None:
-        """Until all are through. Raises what one of them raised, each time: without it there is nothing to go on
-        with."""
+        """Wait until all copies are done.
+
+        Raises what one of them raised, each time: without it there is nothing to go on with.
+        """
         while self._pending:
             self._pending[-1].result()
             self._pending.pop()
 
 
 class DeviceWeights:
-    """Tensors of one checkpoint on a device. Wait for `uploads` before the first use."""
+    """Tensors of one checkpoint on a device.
+
+    Wait for `uploads` before the first use.
+    """
 
     _stores: weakref.WeakKeyDictionary[object, dict[Device, DeviceWeights]] = weakref.WeakKeyDictionary()
 
@@ -73,12 +83,15 @@ class DeviceWeights:
         where: str,
         sign: int = 0,
         room: bool = False,
-        form: Form | None = None,
+        cast: WeightCast | None = None,
     ) -> cuda.Array:
-        """The tensors `names`, of `dtype`, one after another, as one array of `shape`; uploaded if they are not there
-        yet. sign: what each byte is changed by on its way (`onnx_tools.dequantized`). room: the shape has room for more
-        behind them, which is the caller's alone. form: how the array has them, unless as they are."""
-        key = (sign, form, *map(weights.identity, names))
+        """Return the tensors `names` one after another, as one array of `shape`.
+
+        They are uploaded if they are not there yet. dtype: of the tensors. sign: what each byte is changed by on its
+        way (`onnx_tools.dequantized`). room: the shape has room for more behind them, which is the caller's alone.
+        cast: to what they are cast on the device, if they are. Raises CheckError for tensors of another dtype or size.
+        """
+        key = (sign, cast, *map(weights.identity, names))
         array = None if room else self._arrays.get(key)
         if array is not None:
             return array.reshape(*shape)
@@ -91,40 +104,45 @@ class DeviceWeights:
                 f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are "
                 f"graphs and weights of one model and precision?"
             )
-        array = cuda.empty(shape, dtype if form is None else form.dtype, "weights")
+        array = cuda.empty(shape, dtype if cast is None else cast.dtype, "weights")
         self._arrays.setdefault(key, array)  # what lies in a larger array lies there for all
         flat, start = array.reshape(math.prod(shape)), 0
         for part in parts:
-            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part, sign, form))
+            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part, sign, cast))
             start += part.size
         return array
 
 
 class _Uploader:
-    """Threads that copy from mapped files into page-locked memory and on to the device: while one reads, another
-    sends."""
+    """Threads that copy from mapped files through page-locked memory to the device.
+
+    While one reads, another sends.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
         self._own = threading.local()
 
-    def upload(self, array: cuda.Array, part: np.ndarray, sign: int, form: Form | None) -> list[Future]:
-        """array: 1-D, of as many numbers as `part`. Each piece holds the memory that it is copied to."""
+    def upload(self, array: cuda.Array, part: np.ndarray, sign: int, cast: WeightCast | None) -> list[Future]:
+        """Start the copies of a tensor to a device array.
+
+        array: 1-D, of as many numbers as `part`. Each piece holds the memory that it is copied to.
+        """
         copies, start = [], 0
         for values in _pieces(part):
-            copies.append(self._pool.submit(self._copy, array[start : start + values.size], values, sign, form))
+            copies.append(self._pool.submit(self._copy, array[start : start + values.size], values, sign, cast))
             start += values.size
         return copies
 
-    def _copy(self, array: cuda.Array, values: np.ndarray, sign: int, form: Form | None) -> None:
+    def _copy(self, array: cuda.Array, values: np.ndarray, sign: int, cast: WeightCast | None) -> None:
         own = self._own
         if not hasattr(own, "stream"):
             self._device.use()
             own.stream, own.host = cuda.Stream(), cuda.pinned((_PIECE,), np.uint8)
-        if form is not None:
+        if cast is not None:
             with np.errstate(over="ignore"):  # what is too large for the dtype becomes infinite, and is seen
-                values = (values * values.dtype.type(form.times)).astype(form.dtype)
+                values = (values * values.dtype.type(cast.times)).astype(cast.dtype)
         host = own.host[: values.nbytes].view(values.dtype)
         np.copyto(host.reshape(values.shape), values)
         if sign:
@@ -134,7 +152,10 @@ class _Uploader:
 
 
 def _pieces(part: np.ndarray) -> Iterator[np.ndarray]:
-    """Views of all numbers in order, each of at most `_PIECE` bytes; a rank's part of a matrix may have gaps."""
+    """Yield views of all numbers in order, each of at most `_PIECE` bytes.
+
+    A rank's part of a matrix may have gaps.
+    """
     if part.flags.c_contiguous:
         values, numbers = part.reshape(-1), _PIECE // part.itemsize
         yield from (values[at : at + numbers] for at in range(0, values.size, numbers))

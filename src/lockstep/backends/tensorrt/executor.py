@@ -1,15 +1,15 @@
-"""The step on a GPU: the same engines in the same order as on a CPU, with all values on the device.
+"""The executor on GPUs: a CPU step's engines in the same order, values on devices.
 
 Rows that decode are one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention,
-cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not is written
-nowhere. Tokens of prompts are a pass that is put on the stream call by call, as the calls are made: the device is at
-the first layers while the host prepares the next ones. Rows that decode beside them go through the blocks in the same
-pass, which reads the weights once, where that is no slower; each part has the attention that it has alone.
+cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not decode is
+written nowhere. Tokens of prompts are a pass that is put on the stream call by call, as the calls are made: the device
+is at the first layers while the host prepares the next ones. Rows that decode beside them go through the blocks in the
+same pass, which reads the weights once, where that is no slower; each part has the attention that it has alone.
 
 The device chooses the tokens, greedy or drawn: where these alone are asked for, no logits come back, and the device
-holds what the next step goes on with. A caller that knows what follows says so, prompts and all, and that step is put
-on the stream before these tokens are back, so that the device does not wait for the host. It is a guess: rows that are
-not asked for after all are nobody's, and prompts that come on top follow it in a pass of their own.
+holds what the next step goes on with. A caller that knows the next step says so, prompts and all, and it is launched
+speculatively: put on the stream before this one's tokens are back, so that the device does not wait for the host. Rows
+of it that are not asked for after all are dropped, and prompts that come on top follow it in a pass of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.all_reduce import connect
 from lockstep.backends.tensorrt.attention import LARGEST_BATCH, make_tables, padded
-from lockstep.backends.tensorrt.rank import Plan, Rank, engine_of, most_exchanged
+from lockstep.backends.tensorrt.rank import Rank, StepCalls, engine_of, most_exchanged
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.backends.tensorrt.rank_watch import RankWatch
 from lockstep.backends.tensorrt.resident_adapters import ResidentAdapters
@@ -45,12 +45,14 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Flight:
-    """A step that the device is at, or through with. ends: of its slots, what they hold then. chunks: by slot its
-    prompts."""
+    """A step in flight: the device runs it, or has finished it.
+
+    ends: by slot, the tokens that it holds after the step. chunks: by slot its prompts.
+    """
 
     ends: dict[int, int]
     chunks: dict[int, Advance]
-    passes: list[list[Plan]]  # by pass, by rank
+    passes: list[list[StepCalls]]  # by pass, by rank
     rows: list[dict[int, cuda.Array]]  # by rank, by slot: its logits [1, vocab_size], there until the next step
     fetched: list[tuple[np.ndarray, cuda.Event]]  # by rank, page-locked: what it finds, by slot, behind the event
     given: np.ndarray | None = None  # of a step that was not asked for yet: the tokens that it went on with, by slot
@@ -58,12 +60,15 @@ class _Flight:
 
     @property
     def tokens(self) -> np.ndarray:
-        """The first rank's."""
+        """Return the first rank's tokens, by slot."""
         return self.fetched[0][0]
 
 
 def _waits(method: Callable[..., _T]) -> Callable[..., _T]:
-    """Of a method of GpuExecutor that waits for devices: where one of several hangs meanwhile, the process ends."""
+    """Wrap a method of GpuExecutor that waits for devices.
+
+    Where one of several devices hangs meanwhile, the process ends.
+    """
 
     @functools.wraps(method)
     def watched(executor: GpuExecutor, *arguments: Any, **more: Any) -> _T:
@@ -75,16 +80,22 @@ def _waits(method: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class GpuExecutor:
-    """Runs steps of a Network whose engines are TensorRT's. `lengths[slot]`: tokens that a slot
-    holds. Several ranks run the same step, each on its device; the first one's tokens and logits come back."""
+    """An executor of the steps of a Network whose engines are TensorRT's.
+
+    `lengths[slot]`: tokens that a slot holds. Several ranks run the same step, each on its device; the first one's
+    tokens and logits come back.
+    """
 
     async_scheduling = True
 
     def __init__(
         self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None = None
     ):
-        """kv_bytes: memory for keys and values, of each device; None: for the longest requests in all slots, or nine
-        tenths of what is free. Raises CheckError where that is no page."""
+        """Allocate the ranks' KV cache and buffers.
+
+        kv_bytes: memory for keys and values, of each device; None: for the longest requests in all slots, or nine
+        tenths of what is free. Raises CheckError where that is no page.
+        """
         self.num_slots, self.max_seq_len = num_slots, max_seq_len
         self.lengths = np.zeros(num_slots, np.int64)
         # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
@@ -108,10 +119,10 @@ class GpuExecutor:
         ]
         self._watch = RankWatch([rank.exchange for rank in self.ranks if rank.exchange]) if network.others else None
         self._checks_ranks = bool(network.others and os.environ.get(CHECK_RANKS))
-        self._last: list[Plan] = []  # that were put on the streams
+        self._last: list[StepCalls] = []  # that were put on the streams
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
-        self._prompt: tuple[list[Plan], list[int]] | None = None
+        self._prompt: tuple[list[StepCalls], list[int]] | None = None
         self._host_logits: np.ndarray | None = None
         self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
         devices[0].use()
@@ -125,7 +136,7 @@ class GpuExecutor:
             rank.stream.drain()  # what is freed now may be at work still
 
     def _each(self) -> Iterator[Rank]:
-        """The ranks in order, each on its device; afterwards the first one's is used again."""
+        """Yield the ranks in order, each on its device; then use the first one's again."""
         for rank in self.ranks:
             rank.device.use()
             yield rank
@@ -134,11 +145,11 @@ class GpuExecutor:
 
     @property
     def in_flight(self) -> bool:
-        """A step was begun that nobody has asked for yet."""
+        """Return whether a step was launched that has not been asked for yet."""
         return self._in_flight is not None
 
     def reset(self, slot: int) -> None:
-        """Forget what a slot holds; its pages go back."""
+        """Forget what a slot holds and release its pages."""
         if slot in self._written:
             for rank in self._each():
                 for attention in rank.forms:
@@ -149,7 +160,7 @@ class GpuExecutor:
         self.lengths[slot] = 0
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        """Nothing is copied: the slot's table begins with `pages`."""
+        """Let the slot's page table begin with `pages`; nothing is copied."""
         self._written.add(slot)
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
@@ -163,7 +174,7 @@ class GpuExecutor:
                 attention.fork(slot, other, int(self.lengths[slot]), rank.stream)
 
     def swap_out(self, slot: int) -> list[list[np.ndarray]]:
-        """Bring the slot's pages to page-locked memory, by rank, and reset it."""
+        """Copy the slot's pages to page-locked memory, by rank, and reset it."""
         length = int(self.lengths[slot])
         swapped = [[attention.save(slot, length, rank.stream) for attention in rank.paged] for rank in self._each()]
         self._synchronize()
@@ -171,7 +182,7 @@ class GpuExecutor:
         return swapped
 
     def swap_in(self, slot: int, swapped: Sequence[Sequence[np.ndarray]]) -> None:
-        """Bring pages back into those that the slot has now."""
+        """Copy pages back into those that the slot has now."""
         self._written.add(slot)
         for rank, saved in zip(self._each(), swapped, strict=True):
             for attention, pages in zip(rank.paged, saved, strict=True):
@@ -184,36 +195,54 @@ class GpuExecutor:
             rank.stream.synchronize()
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
-        """Choose a slot's tokens so in steps that are launched from now on: see `Executor.set_sampling`."""
+        """Choose a slot's tokens so in steps that are launched from now on.
+
+        See `Executor.set_sampling`.
+        """
         changed = [rank.state.set_sampling(slot, sampling, choice) for rank in self.ranks]
         if changed[0]:
             self._leave_flight(slot)
 
     def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray) -> AdapterWriter:
-        """See `Executor.take_adapters`. Adapters are of one rank: a model that is split takes none."""
+        """Take the arrays of resident adapters: see `Executor.take_adapters`.
+
+        There is one rank then: a model that is split over ranks takes no adapters.
+        """
         (rank,) = self.ranks
         rank.state.adapters = places
         self._resident = ResidentAdapters(arrays, max_lora_rank, rank.stream)
         return self._resident
 
     def _loads(self) -> np.ndarray | None:
-        """Of each slot's adapter the number of the load that brought it, -1 for none; None where blocks take none."""
+        """Return for each slot which load brought its adapter.
+
+        It is the number of the load, -1 for none; None where blocks take no adapters.
+        """
         places = self.ranks[0].state.adapters
         return None if self._resident is None or places is None else self._resident.loads[places]
 
     def _leave_flight(self, slot: int) -> None:
-        """What the step in flight finds for the slot is not asked for: it was launched for another request."""
+        """Drop a slot's result from the step in flight.
+
+        That step was launched for another request.
+        """
         if self._in_flight is not None:
             self._in_flight.ends.pop(slot, None)
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Take a step that is checked already; [len(advances), vocab_size] float32, in the order of the list."""
+        """Run a step that is checked already and return its logits.
+
+        They are [len(advances), vocab_size] float32, in the order of the list.
+        """
         return self.tokens_and_logits(advances, range(len(advances)))[1]
 
     @_waits
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
-        """As `logits`, but just the tokens come back that `set_sampling` asks for, [len(advances)] int64; -1 where the
-        largest logit is NaN or infinite. following: what is put on the streams behind the step: `Model.step_tokens`."""
+        """Run a step and return just the tokens that `set_sampling` asks for.
+
+        They are [len(advances)] int64, -1 where the largest logit is NaN or infinite. following: the step that is
+        launched speculatively behind this one: `Model.step_tokens`.
+        """
         flight = self._put(advances)
         slots = [advance.slot for advance in advances]
         launched = self._put_ahead(following, _ends(advances)) if following else None
@@ -228,7 +257,10 @@ class GpuExecutor:
 
     @_waits
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """As `tokens`, and the logits behind some of the requests: see `Executor.tokens_and_logits`."""
+        """Run a step and return its tokens and the logits of some of the requests.
+
+        See `Executor.tokens_and_logits`.
+        """
         flight = self._put(advances)
         self._gather(flight)
         found = [[by_slot[advances[number].slot] for number in wanted] for by_slot in flight.rows]
@@ -246,7 +278,7 @@ class GpuExecutor:
         return flight.tokens[slots].astype(np.int64), logits.astype(np.float32)
 
     def _fetch_logits(self, host: np.ndarray, rank: Rank, rows: Sequence[cuda.Array]) -> np.ndarray:
-        """Bring rows of logits into `host`."""
+        """Copy rows of logits into `host`."""
         for at, row in enumerate(rows):
             rank.stream.download(host[at : at + 1], row)
         rank.stream.synchronize()
@@ -257,7 +289,10 @@ class GpuExecutor:
             rank.state.tell(slots, tokens)
 
     def _wait(self, flight: _Flight) -> None:
-        """Until the step is through. Raises CheckError where a rank did not come, or found something else."""
+        """Wait until a step has finished.
+
+        Raises CheckError where a rank did not come, or found something else.
+        """
         for rank, (tokens, done) in zip(self.ranks, flight.fetched):
             done.wait()
             if rank.exchange is not None:
@@ -270,8 +305,8 @@ class GpuExecutor:
                 for value, first in zip(values, found[0]):
                     self._compare("values behind the last layer", rank, value, first)
 
-    def _values(self, rank: Rank, plan: Plan) -> list[np.ndarray]:
-        """What the exit of the plan that was put on the stream last reads."""
+    def _values(self, rank: Rank, plan: StepCalls) -> list[np.ndarray]:
+        """Return what the exit of the last step on the stream reads."""
         hosts = [np.empty(array.shape, array.dtype) for array in plan.whole]
         for host, array in zip(hosts, plan.whole):
             rank.stream.download(host, array)
@@ -305,8 +340,10 @@ class GpuExecutor:
         return behind
 
     def _goes_on(self, flight: _Flight, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
-        """Whether the step in flight has all of these rows that decode, with these tokens, and, if it has prompts, all
-        of these."""
+        """Return whether the step in flight can stand for the one that is asked for.
+
+        It has all of the rows that decode, with these tokens, and, if it has prompts, all of these prompts.
+        """
         given, slots = flight.given, [advance.slot for advance in (*decoding, *chunks)]
         if given is None or not (decoding or flight.chunks):
             return False
@@ -324,8 +361,11 @@ class GpuExecutor:
         )
 
     def _put_ahead(self, following: Sequence[Advance], ends: Mapping[int, int]) -> _Flight | None:
-        """Put the step behind the one on the streams there too, in which slots come to hold `ends`. None for what is no
-        step behind it, or goes on with other tokens than the device finds, and where there is no room."""
+        """Put the next step on the streams, behind one in which slots come to hold `ends`.
+
+        Returns None for what is no step behind it, or goes on with other tokens than the device finds, and where there
+        is no room.
+        """
         decoding, chunks = _split(following)
         lengths = self._behind(ends)
         if not self._can_follow(decoding, chunks, ends, lengths):
@@ -358,7 +398,7 @@ class GpuExecutor:
         )
 
     def _put_passes(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> _Flight:
-        """Put a step on the streams for which there is room, in one pass or in two."""
+        """Put a step for which there is room on the streams, in one pass or in two."""
         self._prompt = None
         ends = _ends((*decoding, *chunks))
         passes, rows = [], [dict[int, cuda.Array]() for _ in self.ranks]
@@ -378,7 +418,7 @@ class GpuExecutor:
         return _Flight(ends, {chunk.slot: chunk for chunk in chunks}, passes, rows, self._fetch())
 
     def _gather(self, flight: _Flight) -> None:
-        """Put the logits together that ranks have parts of, of a step on the streams."""
+        """Gather the logits of a step on the streams where ranks have parts of them."""
         with self._together():
             for plans in flight.passes:
                 for rank, plan in zip(self._each(), plans):
@@ -386,7 +426,7 @@ class GpuExecutor:
                         rank.gather(plan)
 
     def _fetch(self) -> list[tuple[np.ndarray, cuda.Event]]:
-        """Bring the tokens of the step that was put on the streams last."""
+        """Copy the tokens of the last step on the streams to the host."""
         for rank in self._each():
             rank.fetched.reverse()
             tokens, done = rank.fetched[0]
@@ -395,20 +435,25 @@ class GpuExecutor:
         return [rank.fetched[0] for rank in self.ranks]
 
     def _behind(self, ends: Mapping[int, int]) -> np.ndarray:
-        """Tokens that each slot holds behind a step in which some come to hold `ends`."""
+        """Return each slot's tokens behind a step in which some slots come to hold `ends`."""
         lengths = self.lengths.copy()
         lengths[list(ends)] = list(ends.values())
         return lengths
 
     def wait(self) -> None:
-        """Until all weights are on the devices. Raises what an upload raised."""
+        """Wait until all weights are on the devices.
+
+        Raises what an upload raised.
+        """
         for uploads in self._uploads:
             uploads.wait()
 
     def warm_up(self) -> None:
-        """Run what steps are made of once, so that no request waits for it: capture the decode graph of each number of
-        rows, take prompts of each power of two of tokens, alone and several at a time, and products of many numbers of
-        tokens. Caches stay as they are."""
+        """Run the calls of all steps once, so that no request waits for it.
+
+        This captures the decode graph of each number of rows, takes prompts of each power of two of tokens, alone and
+        several at a time, and products of many numbers of tokens. Caches stay as they are.
+        """
         self.wait()
         self._reserve({}, self.lengths)
         for rank in self._each():
@@ -417,7 +462,7 @@ class GpuExecutor:
         draws = (False, True) if self.ranks[0].splits_logits else (False,)
         for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
             for adapted, drawn in itertools.product(ways, draws):
-                plans = self._decode_plans(count, adapted, drawn)
+                plans = self._decode_calls(count, adapted, drawn)
                 while plans[0].graph is None:
                     self._launch(plans)
         longest = min(self._max_num_tokens, self.max_seq_len)
@@ -440,8 +485,10 @@ class GpuExecutor:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """What is put on the streams inside waits for other ranks. Where that fails half way, nobody is waited for, and
-        there are no further steps."""
+        """Put calls on the streams that wait for other ranks.
+
+        Where that fails half way, no rank waits any more, and there are no further steps.
+        """
         self._check()
         try:
             yield
@@ -463,9 +510,12 @@ class GpuExecutor:
         for rank in self._each():
             rank.reserve(ends, lengths)
 
-    def _launch(self, plans: Sequence[Plan]) -> None:
-        """The first time as it is, which TensorRT asks for before a capture; the second time captured; then the
-        graph."""
+    def _launch(self, plans: Sequence[StepCalls]) -> None:
+        """Run a step's calls: the first time one by one, then as a graph.
+
+        TensorRT asks for a run before a capture: the second time the calls are captured, and from then on the graph is
+        launched.
+        """
         self._last = list(plans)
         if plans[0].graph is None:
             if not plans[0].warm:
@@ -484,32 +534,37 @@ class GpuExecutor:
                 assert plan.graph is not None
                 plan.graph.launch(rank.stream)
 
-    def _decode(self, decoding: Sequence[Advance]) -> list[Plan]:
-        """One token of each slot, put on the streams; each rank's plan."""
+    def _decode(self, decoding: Sequence[Advance]) -> list[StepCalls]:
+        """Put one token of each slot on the streams; return each rank's calls."""
         slots, positions = zip(*((advance.slot, advance.start) for advance in decoding))
         tokens = None if _go_on(decoding) else [advance.tokens[0] for advance in decoding]
-        plans = self._decode_plans(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
+        plans = self._decode_calls(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
         for rank in self._each():
             rank.state.decode(slots, tokens, positions, rank.stream)
         self._launch(plans)
         return plans
 
-    def _decode_plans(self, count: int, adapted: bool, drawn: bool) -> list[Plan]:
-        return [rank.decode_plan(count, adapted, drawn) for rank in self._each()]
+    def _decode_calls(self, count: int, adapted: bool, drawn: bool) -> list[StepCalls]:
+        return [rank.decode_calls(count, adapted, drawn) for rank in self._each()]
 
     def _adapted(self, slots: Iterable[int]) -> bool:
-        """Whether one of these slots is computed with an adapter."""
+        """Return whether one of these slots is computed with an adapter."""
         places = self.ranks[0].state.adapters
         return places is not None and bool((places[list(slots)] >= 0).any())
 
     def _drawn(self, slots: Iterable[int]) -> bool:
-        """Whether the whole logits choose the tokens of these slots: of ranks with parts of them, where one is
-        drawn."""
+        """Return whether the whole logits are needed to choose the tokens of these slots.
+
+        They are where ranks have parts of the logits and a token is drawn.
+        """
         return self.ranks[0].splits_logits and self.ranks[0].state.draws(slots)
 
     def _goes_in_one_pass(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
-        """Blocks take as long as at the size that their profile is tuned for: 15 rows beside 512 tokens of prompts may
-        cost more than both alone, and beside 500 nothing."""
+        """Return whether rows that decode and prompts are as fast in one pass as in two.
+
+        Blocks take as long as at the size that their profile is tuned for: 15 rows beside 512 tokens of prompts may
+        cost more than both alone, and beside 500 nothing.
+        """
         if not decoding or not chunks:
             return False
         rows, tokens = 1 + max(each.slot for each in decoding), sum(len(each.tokens) for each in chunks)
@@ -519,18 +574,24 @@ class GpuExecutor:
         )
         return together <= first + second
 
-    def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[Plan]:
-        """Rows that decode and prompts in one pass, put on the streams; each rank's plan has the logits by slot. Rows
-        are all up to the highest: engines take a token more for each than `max_num_tokens` (`profiles`)."""
+    def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[StepCalls]:
+        """Put rows that decode and prompts on the streams in one pass.
+
+        Returns each rank's calls, which have the logits by slot. The rows are all up to the highest: engines take a
+        token more for each than `max_num_tokens` (`profiles`).
+        """
         ends = _ends((*decoding, *chunks))
         for rank in self._each():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(list(ends), list(ends.values()))
         how = self._adapted(ends), self._drawn(ends)
-        return self._run_pass([rank.prompt_plan(*rank.send_mixed(decoding, chunks), *how) for rank in self._each()])
+        return self._run_pass([rank.prompt_calls(*rank.send_mixed(decoding, chunks), *how) for rank in self._each()])
 
-    def _prefill(self, chunks: Sequence[Advance]) -> list[Plan]:
-        """A pass of prompts, put on the streams; each rank's plan has the logits of `chunks`, in their order."""
+    def _prefill(self, chunks: Sequence[Advance]) -> list[StepCalls]:
+        """Put a pass of prompts on the streams.
+
+        Returns each rank's calls, which have the logits of `chunks`, in their order.
+        """
         slots = [chunk.slot for chunk in chunks]
         for rank in self._each():
             rank.state.send_samplings(rank.stream)
@@ -540,15 +601,18 @@ class GpuExecutor:
             self._prompt = plans, slots
         return plans
 
-    def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[Plan]:
-        """write: see `PromptInputs.send`. adapted: run what takes adapters; None: if a chunk has one."""
+    def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[StepCalls]:
+        """Put a pass of chunks on the streams.
+
+        write: see `PromptInputs.send`. adapted: run the blocks that take adapters; None: if a chunk has an adapter.
+        """
         if adapted is None:
             adapted = self._adapted(chunk.slot for chunk in chunks)
         how = adapted, self._drawn(chunk.slot for chunk in chunks)
-        return self._run_pass([rank.prompt_plan(*rank.send_prompts(chunks, write), *how) for rank in self._each()])
+        return self._run_pass([rank.prompt_calls(*rank.send_prompts(chunks, write), *how) for rank in self._each()])
 
-    def _run_pass(self, passes: Sequence[Iterator[Plan]]) -> list[Plan]:
-        """Call by call, as `_launch`."""
+    def _run_pass(self, passes: Sequence[Iterator[StepCalls]]) -> list[StepCalls]:
+        """Make the calls of a pass one by one, each on all ranks, as `_launch` does."""
         with self._together():
             (*_, plans) = zip(*passes, strict=True)
         self.ranks[0].device.use()
@@ -556,8 +620,10 @@ class GpuExecutor:
         return self._last
 
     def breakdown(self, batch: int) -> dict[str, float]:
-        """Microseconds of a decode step of rows 0 to `batch`-1, of what they hold, by what they go to: each kind of
-        call repeated alone in a graph; "gaps": the rest of the step. The rows hold afterwards what they held.
+        """Return the microseconds of a decode step of rows 0 to `batch`-1, by their part.
+
+        The rows have the tokens that they hold. Each kind of call is repeated alone in a graph; "gaps": the rest of the
+        step. The rows hold afterwards what they held.
 
         Raises InputError where a row has no room: what is repeated goes on, token after token, in the cache behind what
         the row holds.
@@ -571,7 +637,7 @@ class GpuExecutor:
             )
         self._prompt = self._in_flight = None
         self._reserve(dict.fromkeys(range(batch), end), self.lengths)
-        plans = self._decode_plans(count, self._adapted(range(batch)), self._drawn(range(batch)))
+        plans = self._decode_calls(count, self._adapted(range(batch)), self._drawn(range(batch)))
         for rank in self._each():
             rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
         while plans[0].graph is None:
@@ -587,8 +653,9 @@ class GpuExecutor:
         return found
 
     def breakdown_prefill(self) -> dict[str, float]:
-        """Microseconds of the prompt in the step that was taken last, by what they go to. Its slot is forgotten: what
-        is repeated spoils its cache.
+        """Return the microseconds of the prompt of the last step, by their part.
+
+        Its slot is reset: what is repeated spoils its cache.
 
         Raises InputError where that step did not bring one prompt.
         """
@@ -603,12 +670,12 @@ class GpuExecutor:
             for slot in slots:
                 self.reset(slot)
 
-    def _parts(self, plans: Sequence[Plan]) -> dict[str, float]:
-        """By what calls are named, all ranks at once."""
+    def _parts(self, plans: Sequence[StepCalls]) -> dict[str, float]:
+        """Return the microseconds of the calls by name, all ranks at once."""
         return {name: round(self._time(self._alone(plans, name)), 1) for name in dict.fromkeys(plans[0].names)}
 
-    def _alone(self, plans: Sequence[Plan], name: str) -> list[cuda.Graph]:
-        """Each rank's calls of this name in a graph of their own."""
+    def _alone(self, plans: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
+        """Return each rank's calls of this name in a graph of their own."""
         graphs = []
         for rank, plan in zip(self._each(), plans):
             with rank.stream.capture() as graph:
@@ -619,7 +686,7 @@ class GpuExecutor:
         return graphs
 
     def _time(self, graphs: Sequence[cuda.Graph]) -> float:
-        """Microseconds of one launch, on the first device."""
+        """Return the microseconds of one launch, on the first device."""
         self._launch_graphs(graphs)
         first, last = cuda.Event(), cuda.Event()
         first.record(self.ranks[0].stream)
@@ -635,7 +702,10 @@ class GpuExecutor:
 
 
 def _least_free(devices: Sequence[Device]) -> int:
-    """Bytes that nobody uses, of the device that has the fewest; ranks that share one have its part."""
+    """Return the free bytes of the device that has the fewest.
+
+    Ranks that share one device have a part of it each.
+    """
     numbers = [device.number for device in devices]
     free = []
     for device in reversed(devices):  # the first one's is used afterwards
@@ -645,25 +715,30 @@ def _least_free(devices: Sequence[Device]) -> int:
 
 
 def _bucket(count: int, rows: int) -> int:
-    """The next power of two, at most `rows`."""
+    """Return the next power of two, at most `rows`."""
     return min(1 << (count - 1).bit_length(), rows)
 
 
 def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
-    """Those of one token, which decode, and those of several; these by their length, so that attention takes prompts of
-    about one length together."""
+    """Split a step into what decodes, of one token, and chunks, of several.
+
+    The chunks are sorted by length, so that attention takes prompts of about one length together.
+    """
     decoding = [advance for advance in advances if len(advance.tokens) == 1]
     chunks = [advance for advance in advances if len(advance.tokens) > 1]
     return decoding, sorted(chunks, key=lambda chunk: len(chunk.tokens))
 
 
 def _ends(advances: Sequence[Advance]) -> dict[int, int]:
-    """By slot the number of tokens that it holds behind the step."""
+    """Return by slot the number of tokens that it holds behind the step."""
     return {advance.slot: advance.start + len(advance.tokens) for advance in advances}
 
 
 def _go_on(decoding: Sequence[Advance]) -> bool:
-    """All rows go on with what the step before finds (`FOUND`), or none."""
+    """Return whether all rows go on with what the step before finds (`FOUND`).
+
+    Else none does.
+    """
     return bool(decoding[0].tokens[0] < 0)
 
 

@@ -1,4 +1,7 @@
-"""What versions of TensorRT have, where they differ: the table that `compat.Library.has` reads."""
+"""What versions of TensorRT have, where they differ.
+
+This is the table that `compat.Library.has` reads.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every version has: from `since`, to below `until` where it was taken away. `needs`: its
-    attributes."""
+    """Something that not every version has.
+
+    since: its first version. until: the first version that lacks it again, or None. needs: its attributes.
+    """
 
     since: Version
     until: Version | None
@@ -27,8 +32,8 @@ FEATURES: dict[str, Feature] = {
         (10, 0),
         ("BuilderFlag.FP16", "BuilderFlag.OBEY_PRECISION_CONSTRAINTS", "ILayer.precision", "ILayer.set_output_type"),
     ),
-    # Takes kernels that add up fp16 products in fp16, unless its compiler is told not to; it has no setting for that,
-    # only its flags.
+    # Takes kernels that accumulate fp16 products in fp16, unless its compiler is told not to; it has no setting for
+    # that, only its flags.
     "fp16_sums": Feature((8, 6), (10, 0), ()),
     # What is in fused regions stands in the plan alone, as text (regions.py); the part of a timing cache that it is
     # chosen by may be refused.

@@ -1,9 +1,11 @@
-"""Fused attention over a paged KV cache. A row that decodes is a kernel of our own (paged_decode_attention.py), with
-the variant's RoPE (rotation.py) in it; a prompt's tokens are turned by another (rope_kernel.py) and go through cuDNN's
+"""Fused attention over a paged KV cache.
+
+A row that decodes is one kernel of our own (paged_decode_attention.py), with the variant's RoPE (rope_tables.py) in it.
+A prompt's tokens get their RoPE from another kernel (rope_kernel.py) and then go through cuDNN's attention
 (prompt_attention.py).
 
-A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]; one table for all layers says which pages a
-row has: step/pages.py gives them out.
+A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]. One table for all layers says which pages a
+row has: step/pages.py allocates them.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import numpy as np
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.attention import Call, Chunks
-from lockstep.backends.tensorrt.fused_form import PAGE, Form, Rotation
+from lockstep.backends.tensorrt.fused_spec import PAGE, AttentionKernelSpec, DeviceRopeTables
 from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
 from lockstep.backends.tensorrt.prompt_attention import PromptAttention
-from lockstep.backends.tensorrt.rope_kernel import Rotate
-from lockstep.backends.tensorrt.rotation import read_rotation
+from lockstep.backends.tensorrt.rope_kernel import RopeKernel
+from lockstep.backends.tensorrt.rope_tables import read_rope_tables
 from lockstep.backends.tensorrt.staging import Staging
 from lockstep.step.executable import HostExecutable
 from lockstep.step.network import LayerAttention
@@ -29,7 +31,10 @@ from lockstep.step.pages import PageTables
 
 
 class FusedAttention:
-    """For the layers of `layers` (by number). Same signature as attention.Attention."""
+    """Fused attention of the layers `layers` (by number).
+
+    It has the signature of `attention.Attention`.
+    """
 
     def __init__(
         self,
@@ -49,13 +54,15 @@ class FusedAttention:
         self._table = cuda.zeros(self._host_table.shape, "i4")
         self._table_staging = Staging(self._table.nbytes, 1)
         attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
-        self._rotations = {key: _rotation(layer_attention, max_seq_len) for key, layer_attention in attentions.items()}
-        forms = self._forms = {
-            key: _form(layer_attention, self._dtype, bool(kernels.wide)) for key, layer_attention in attentions.items()
+        self._rope_tables = {
+            key: _device_rope_tables(layer_attention, max_seq_len) for key, layer_attention in attentions.items()
         }
-        self._decode = {key: DecodeAttention(form) for key, form in forms.items()}
-        self._rotate = {key: Rotate(form) for key, form in forms.items()}
-        self._scratch = Scratch(forms.values(), rows)
+        specs = self._specs = {
+            key: _spec(layer_attention, self._dtype, bool(kernels.wide)) for key, layer_attention in attentions.items()
+        }
+        self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
+        self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
+        self._scratch = Scratch(specs.values(), rows)
         self._cache = {}
         for index, layer_attention in layers.items():
             heads = layer_attention.cache.num_kv_heads
@@ -63,10 +70,13 @@ class FusedAttention:
                 cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache")
                 for dim in (layer_attention.cache.head_dim, layer_attention.cache.value_head_dim)
             )
-        self._prompts = PromptAttention(list(forms.values()), rows, pages, pages_per_row, stream)
+        self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
-        """Send the tables of rows that grew since. Nothing moves: the table's contents change, not its place."""
+        """Send the page tables of rows that grew since the last call; return False.
+
+        Nothing moves: the table's contents change, not its address.
+        """
         grown = [row for row in ends if len(self._tables[row]) != self._sent[row]]
         for row in grown:
             pages = self._tables[row]
@@ -77,7 +87,10 @@ class FusedAttention:
         return False
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
-        """What its pages hold is never read: a row's length is looked at before its pages."""
+        """Forget the row's pages on the device.
+
+        What the pages hold is never read: the kernels look at a row's length before its pages.
+        """
         self._sent[row] = 0
 
     def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
@@ -91,7 +104,11 @@ class FusedAttention:
                 stream.copy_rows(array[to : to + 1].address, page.nbytes, page.address, page.nbytes, page.nbytes, 1)
 
     def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
-        """[pages, bytes of a page of all layers] uint8, layer by layer, keys before values."""
+        """Return the slot's pages in page-locked memory.
+
+        The array is [pages, bytes of a page of all layers] uint8, layer by layer, keys before values. The copies are
+        put on the stream.
+        """
         pages = self._tables[slot][: -(-length // PAGE)]
         saved = cuda.pinned((len(pages), self._tables.pool.page_nbytes), "u1")
         for host, array in self._places(saved, pages):
@@ -104,7 +121,7 @@ class FusedAttention:
             stream.upload(array, host)
 
     def _places(self, saved: np.ndarray, pages: Sequence[int]) -> Iterator[tuple[np.ndarray, cuda.Array]]:
-        """For each page and array of the cache its place in `saved`, and on the device."""
+        """Yield the views of each page of each array, in `saved` and on the device."""
         for row, page in zip(saved, pages):
             at = 0
             for array in self._arrays():
@@ -113,7 +130,7 @@ class FusedAttention:
                 at += place.nbytes
 
     def _arrays(self) -> list[cuda.Array]:
-        """Keys and values of all layers, [pages, num_kv_heads, 64, dim]."""
+        """Return keys and values of all layers, [pages, num_kv_heads, 64, dim]."""
         return [array for pair in self._cache.values() for array in pair]
 
     def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
@@ -137,42 +154,42 @@ class FusedAttention:
         key = values["key"].reshape(total, shape.num_kv_heads, shape.head_dim)
         value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
         out = values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
-        positions, rotation, scale = values["position_ids"], self._rotations[id(layer_attention)], variant.scale
+        positions, tables, scale = values["position_ids"], self._rope_tables[id(layer_attention)], variant.scale
         if not chunks:  # the executor puts row i into request i, or nothing
             decode, scratch, table = self._decode[id(layer_attention)], self._scratch, self._table
-            arrays = (query, key, value, out, keys, cached, rotation, rows, positions, table)
+            arrays = (query, key, value, out, keys, cached, tables, rows, positions, table)
             return [("attention", lambda: decode.launch(stream, *arrays, scale, scratch))]
-        turned = buffer("query_out", query.shape, self._dtype)
-        rotate = functools.partial(
-            self._rotate[id(layer_attention)].launch,
+        query_out = buffer("query_out", query.shape, self._dtype)
+        apply_rope = functools.partial(
+            self._rope[id(layer_attention)].launch,
             stream,
             query,
             key,
             value,
-            turned,
+            query_out,
             keys,
             cached,
-            rotation,
+            tables,
             rows,
             positions,
             self._table,
         )
-        attend = self._prompts.calls(self._forms[id(layer_attention)], scale, turned, keys, cached, out)
-        return [("rotary and cache", rotate), *(("attention", call) for call in attend)]
+        attend = self._prompts.calls(self._specs[id(layer_attention)], scale, query_out, keys, cached, out)
+        return [("rotary and cache", apply_rope), *(("attention", call) for call in attend)]
 
 
-def _rotation(layer_attention: LayerAttention, positions: int) -> Rotation:
-    """The RoPE of a layer, on the device."""
-    rotary = cast(HostExecutable, layer_attention.engines["rotary"])  # the backend loads it with ONNX Runtime
-    tables = read_rotation(rotary, positions, "attention: fused")
-    return Rotation(_up(tables.own), _up(tables.other), _up(tables.partner))
+def _device_rope_tables(layer_attention: LayerAttention, positions: int) -> DeviceRopeTables:
+    """Return the RoPE tables of a layer, on the device."""
+    rope = cast(HostExecutable, layer_attention.engines["rotary"])  # the backend loads it with ONNX Runtime
+    tables = read_rope_tables(rope, positions, "attention: fused")
+    return DeviceRopeTables(_up(tables.own), _up(tables.other), _up(tables.partner))
 
 
-def _form(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> Form:
-    """What the kernels of a layer are compiled for."""
+def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> AttentionKernelSpec:
+    """Return what the kernels of a layer are compiled for."""
     variant, shape = layer_attention.variant, layer_attention.cache
     (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
-    return Form(
+    return AttentionKernelSpec(
         dtype=dtype.name,
         given=given,
         wide=wide,

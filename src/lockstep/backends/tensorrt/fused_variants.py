@@ -1,4 +1,4 @@
-"""Which attention variants the fused attention runs: one in, yes or no out."""
+"""The attention variants that fused attention can run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ ATTENTIONS = ("fused", "traced")
 
 
 def can_fuse(variant: AttentionVariant, dtype: str) -> bool:
-    """cuDNN's forward attention: fp16 and bf16, heads of up to 256 numbers in steps of 8, no soft cap. Windows and
-    grouped heads are fine. Our own kernels, in front of it and for rows that decode: queries and keys of one type,
-    which may be float32, and values of the graph's."""
+    """Return whether fused attention can run an attention variant in this dtype.
+
+    cuDNN's forward attention takes fp16 and bf16, heads of up to 256 numbers in steps of 8, no soft cap. Windows and
+    grouped heads are fine. Our own kernels, in front of it and for rows that decode, take queries and keys of one
+    dtype, which may be float32, and values of the graph's.
+    """
     given = {io.name: io.dtype for io in variant.decode.signature.inputs}
     if given["query"] != given["key"] or given["query"] not in (dtype, "float32") or given["value"] != dtype:
         return False

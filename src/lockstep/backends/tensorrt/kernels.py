@@ -1,5 +1,7 @@
-"""The few small kernels of our own: keys and values into the cache, and the next token out of the logits. (Of fused
-attention: paged_decode_attention.py, rope_kernel.py.)
+"""Small kernels of our own: the cache write, adapter masks, and the next token.
+
+Keys and values go into the cache, the next token comes out of the logits. (Kernels of fused attention:
+paged_decode_attention.py, rope_kernel.py.)
 
 Token ids and positions are int32 or int64, as the engine wants them: `wide` says which.
 """
@@ -61,7 +63,10 @@ NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
 class Kernels:
-    """The kernels, compiled for this GPU. `wide`: token ids and positions are int64."""
+    """The kernels, compiled for this GPU.
+
+    wide: token ids and positions are int64.
+    """
 
     def __init__(self, wide: bool):
         module = compile_kernels(SOURCE)
@@ -71,7 +76,10 @@ class Kernels:
         self._adapter_mask = module["adapter_mask"]
 
     def adapter_mask(self, stream: Stream, ids: Array, mask: Array, rank: int) -> None:
-        """ids [num_tokens] -> mask [num_tokens, max_adapters * rank]: 1 in the columns of a token's adapter, else 0."""
+        """Write the mask of adapters: 1 in the columns of a token's adapter, else 0.
+
+        ids [num_tokens] -> mask [num_tokens, max_adapters * rank].
+        """
         tokens, columns = mask.shape
         self._adapter_mask.launch(
             stream, tokens, min(128, columns), ids, self.wide, mask, NUMBERS[mask.dtype.name], columns, rank
@@ -80,8 +88,11 @@ class Kernels:
     def write_cache(
         self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array
     ) -> None:
-        """key [num_tokens, num_kv_heads, head_dim] and value into keys, values [rows, num_kv_heads, capacity,
-        head_dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`."""
+        """Write keys and values of tokens into the cache.
+
+        key [num_tokens, num_kv_heads, head_dim] and value go into keys, values [rows, num_kv_heads, capacity,
+        head_dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`.
+        """
         tokens, heads, key_dim = key.shape
         sizes = [dim * key.dtype.itemsize for dim in (key_dim, value.shape[2])]
         unit = 16 if all(size % 16 == 0 for size in sizes) else 2
@@ -115,14 +126,16 @@ class Kernels:
         tokens: Array,
         positions: Array,
     ) -> None:
-        """Choose a token of each row of logits [num_requests, vocab_size], for the slot `slots[row]` (int32; -1: none):
-        the most likely one, or what `sampling.draw` draws, as `samplings[slot]` (`decode_state.SAMPLING`) says.
+        """Choose the next token of each row of logits.
+
+        logits [num_requests, vocab_size]; a row is of the slot `slots[row]` (int32; -1: none). The token is the most
+        likely one, or what `sampling.draw` draws, as `samplings[slot]` (`sampling.PARAMETERS`) says.
 
         What the draw weighs and its noise are fp32, within the last bits of NumPy's: each ratio of the two within 2^-19
         of it. The set that top-p keeps may end a token earlier or later for the same reason.
 
-        It goes into found [slots] int32, -1 for one that is NaN or infinite, and into tokens [slots], 0 for that;
-        positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no token may have. held
+        The token goes into found [slots] int32, -1 for one that is NaN or infinite, and into tokens [slots], 0 for
+        that; positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no token may have. held
         [num_requests]: the positions of the tokens that the logits follow; it may be `positions`. Raises CheckError for
         more than 2^20 tokens.
         """
@@ -150,9 +163,12 @@ class Kernels:
         )
 
     def largest(self, stream: Stream, part: Array, first: int, slots: Array, told: Array) -> None:
-        """Tell of each row of a rank's logits, part [num_requests, columns] of tokens `first` on, the first of the
-        largest: told [num_requests, 2], the logit float32 (infinity for NaN) and the bits of the token's id int32. Rows
-        without a slot (`slots[row]` -1) tell nothing."""
+        """Find the largest logit of each row of a rank's part of the logits.
+
+        part [num_requests, columns], of tokens `first` on; of equal ones the first counts. told [num_requests, 2]: the
+        logit float32 (infinity for NaN) and the bits of the token's id int32. Rows without a slot (`slots[row]` -1) get
+        nothing.
+        """
         count, columns = part.shape
         number = NUMBERS[part.dtype.name]
         self._largest.launch(stream, count, _THREADS, part, number, columns, first, slots, told)
@@ -168,8 +184,10 @@ class Kernels:
         tokens: Array,
         positions: Array,
     ) -> None:
-        """As `advance` of greedy rows, of what ranks told of them: told [num_requests, 2 * ranks], in the order of
-        their tokens."""
+        """Choose the next tokens of greedy rows from what the ranks found (`largest`).
+
+        It writes what `advance` writes. told [num_requests, 2 * ranks], in the order of their tokens.
+        """
         count, columns = told.shape
         self._choose.launch(
             stream, count, 32, told, columns // 2, slots, held, limit, found, tokens, positions, self.wide

@@ -1,4 +1,4 @@
-"""What TensorRT made of a graph, from its inspector: layers, the tactic of each, and the types that they compute in.
+"""The layers of an engine, from TensorRT's inspector: tactics and types.
 
 In: the inspector's JSON at detailed verbosity, which may hold raw control characters. Format: `Layers`, each with
 `Name`, `LayerType`, `TacticName`, `TacticValue`, and `Inputs`, `Outputs` with `Name` and `Format/Datatype` (TensorRT
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import onnx
@@ -25,23 +25,25 @@ _PRODUCT = re.compile(r"gemm|matmul|matrix_?multiply|xmma|cutlass|cublas|_mha", 
 # kinds that hold other operators too, which may read fp32 by right
 _FUSED = re.compile(r"^(kgen|fusion|myelin)", re.IGNORECASE)
 _FP32_TACTIC = re.compile(r"sgemm|f32f32_f32f32|tf32|s1688gemm(?!_f16|_bf16)", re.IGNORECASE)
-# Kernels that add up products of fp16 in fp16: types of both factors, of the result and the sum; or the letter of
-# cuBLAS.
+# Kernels that accumulate products of fp16 in fp16: types of both factors, of the result and the accumulator; or the
+# letter of cuBLAS.
 _FP16_SUMS = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h\d{3,5}(cudnn|gemm)", re.IGNORECASE)
-_REGION = re.compile(r"^\{ForeignNode\[.*\]\}$", re.DOTALL)
+_FUSED_REGION = re.compile(r"^\{ForeignNode\[.*\]\}$", re.DOTALL)
 _DATATYPES = (
     ("bfloat16", re.compile(r"bf16|bfloat", re.IGNORECASE)),
     ("float16", re.compile(r"fp16|half", re.IGNORECASE)),
     ("float32", re.compile(r"fp32|tf32|\bfloat(32)?\b", re.IGNORECASE)),
 )
 _HALVES = ("float16", "bfloat16")
-IN_REGION = "in a fused region"  # ends the kind of a layer that regions.py finds
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of an engine. inputs, outputs: (tensor, format as TensorRT writes it). Names as they are, pointers and
-    all."""
+    """A layer of an engine.
+
+    inputs, outputs: (tensor, format as TensorRT writes it). Names stand as TensorRT gives them, those made from
+    pointers too.
+    """
 
     name: str
     kind: str
@@ -49,9 +51,17 @@ class Layer:
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
 
+    @property
+    def is_fused_region(self) -> bool:
+        """Return whether the inspector lists a whole fused region as this layer."""
+        return bool(_FUSED_REGION.match(self.name))
+
 
 def read_layers(text: str, where: str) -> list[Layer]:
-    """All layers, of all profiles. Raises CheckError where the engine says less than that."""
+    """Return all layers, of all profiles.
+
+    Raises CheckError where the inspector's JSON does not have them in detail.
+    """
     try:
         entries = json.loads(text, strict=False)["Layers"]
         return [_layer(entry) for entry in entries]
@@ -72,31 +82,59 @@ def _layer(entry: Mapping[str, Any]) -> Layer:
     return Layer(entry["Name"], kind, tactic, tensors("Inputs"), tensors("Outputs"))
 
 
-def fingerprint(layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """What was chosen, as JSON: layers in the engine's order with tactic and formats; what is made from pointers is
-    left out of names.
+@dataclass(frozen=True)
+class ChosenLayer:
+    """What TensorRT chose for a layer, the same in equal builds.
 
-    A fused region is what lies between its tensors, in whatever order they are listed: TensorRT names it by two of its
-    nodes, not always the same.
+    No part of it is made from pointers. formats: of inputs and outputs; of a fused region with their names, sorted.
+    """
+
+    name: str
+    formats: tuple[str, ...]
+    kind: str
+    tactic: str
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ChosenLayer:
+        return cls(value["name"], tuple(value["formats"]), value["kind"], value["tactic"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "formats": list(self.formats)}
+
+    @property
+    def text(self) -> str:
+        """Return the tactic and the formats, as messages name them."""
+        return ", ".join([f"tactic {self.tactic or 'of its own'}", *dict.fromkeys(self.formats)])
+
+
+def fingerprint(layers: Sequence[Layer]) -> list[ChosenLayer]:
+    """Return what was chosen, layer by layer in the engine's order.
+
+    What is made from pointers is left out of names and tactics.
+
+    A fused region is known by its input and output tensors, in whatever order they are listed: TensorRT names it by two
+    of its nodes, not always the same.
     """
     return [
-        {**_named(layer), "kind": layer.kind, "tactic": _without_pointers_in_name(layer.tactic)} for layer in layers
+        ChosenLayer(*_name_and_formats(layer), layer.kind, _without_pointers_in_name(layer.tactic)) for layer in layers
     ]
 
 
-def _named(layer: Layer) -> dict[str, Any]:
-    if not _REGION.match(layer.name):
-        return {"name": without_pointers(layer.name), "formats": [text for _, text in (*layer.inputs, *layer.outputs)]}
+def fingerprint_json(layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    """Return `fingerprint` as JSON."""
+    return [layer.to_json() for layer in fingerprint(layers)]
+
+
+def _name_and_formats(layer: Layer) -> tuple[str, tuple[str, ...]]:
+    if not layer.is_fused_region:
+        return without_pointers(layer.name), tuple(text for _, text in (*layer.inputs, *layer.outputs))
     inputs, outputs = (
         [(without_pointers(name), text) for name, text in tensors] for tensors in (layer.inputs, layer.outputs)
     )
     boundary = [
         f"{side} {name}: {text}" for side, tensors in (("from", inputs), ("to", outputs)) for name, text in tensors
     ]
-    return {
-        "name": f"fused region that gives {', '.join(sorted(name for name, _ in outputs))}",
-        "formats": sorted(boundary),
-    }
+    return f"fused region that gives {', '.join(sorted(name for name, _ in outputs))}", tuple(sorted(boundary))
 
 
 def without_pointers(name: str) -> str:
@@ -104,65 +142,45 @@ def without_pointers(name: str) -> str:
 
 
 def _without_pointers_in_name(tactic: str) -> str:
-    """A tactic's value is a hash, written like a pointer: only the name before it is looked at."""
+    """Return a tactic without pointers in its name.
+
+    Its value is a hash, which looks like a pointer: it stays.
+    """
     name, space, value = tactic.rpartition(" ")
     return (
         f"{without_pointers(name)}{space}{value}" if re.fullmatch("0x[0-9a-fA-F]+", value) else without_pointers(tactic)
     )
 
 
-def differences(recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], where: str) -> Iterator[str]:
-    """A line for each layer that got another tactic or other formats, with both; the last one where the layers are
-    others."""
+def differences(recorded: Sequence[ChosenLayer], found: Sequence[ChosenLayer], where: str) -> Iterator[str]:
+    """Yield a line for each layer that got another tactic or other formats.
+
+    A line has both choices. Where the layers themselves are others, or another number, that is the last line.
+    """
     for old, new in zip(recorded, found):
-        if old["name"] != new["name"]:
-            yield (
-                f"{where}: expected layer {old['name']} ({_chosen(old)}) as recorded, found layer "
-                f"{new['name']} ({_chosen(new)})"
-            )
+        if old.name != new.name:
+            yield (f"{where}: expected layer {old.name} ({old.text}) as recorded, found layer {new.name} ({new.text})")
             return
         if old != new:
-            yield f"{where}: layer {old['name']}: expected {_chosen(old)} as recorded, found {_chosen(new)}"
+            yield f"{where}: layer {old.name}: expected {old.text} as recorded, found {new.text}"
     if len(recorded) != len(found):
         yield f"{where}: expected {len(recorded)} layers as recorded, found {len(found)}"
 
 
-def compare(recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raises CheckError with the first difference."""
-    if line := next(differences(recorded, found, where), None):
-        anew = (
-            "; TensorRT 8.6 chooses the kernels of fused regions anew in each build: keep the engines "
-            "that were built with the record"
-        )
-        raise CheckError(line + (anew if any_in_region(layer["kind"] for layer in (*recorded, *found)) else ""))
-
-
-def _chosen(layer: Mapping[str, Any]) -> str:
-    return ", ".join([f"tactic {layer['tactic'] or 'of its own'}", *dict.fromkeys(layer["formats"])])
-
-
 def datatype(text: str) -> str | None:
-    """float32, float16 or bfloat16 of a format's description; None for others."""
+    """Return float32, float16 or bfloat16 of a format's description; None for others."""
     return next((name for name, pattern in _DATATYPES if pattern.search(text)), None)
 
 
-def any_in_region(kinds: Iterable[str]) -> bool:
-    """Whether one of these kinds of layers is of a kernel in a fused region."""
-    return any(kind.endswith(IN_REGION) for kind in kinds)
-
-
-def unlisted(layers: Sequence[Layer]) -> bool:
-    """Whether there are fused regions of which no kernel is known."""
-    return any(_REGION.match(layer.name) for layer in layers) and not any_in_region(layer.kind for layer in layers)
-
-
 def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
-    """Raises GraphRefusedError naming a layer that computes in fp32 what the graph computes in half precision,
-    CheckError where no layers are told.
+    """Raise GraphRefusedError for fp32 where the graph has half precision.
 
-    types: {tensor of the graph: dtype}. Held to the graph are every tensor of it that a layer reads or writes, and the
-    tactics of matrix products. Inside fused regions those are the products that `regions.region_layers` finds; kernels
-    that are made for the graph tell no types.
+    A layer's tensors or its product are in fp32 then. Raises CheckError where the engine has no layers though the graph
+    has matrix products.
+
+    types: {tensor of the graph: dtype}. What is compared with the graph is every tensor of it that a layer reads or
+    writes, and the tactics of matrix products. Inside fused regions those are the products that `regions.region_layers`
+    finds; kernels that are generated for the graph tell no types.
     """
     products = {node.output[0]: node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
     wanted = {types[tensor] for tensor in products if tensor in types}
@@ -189,11 +207,12 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
 
 
 def fp16_sums(layers: Sequence[Layer]) -> list[str]:
-    """The layers whose kernel adds up products of fp16 numbers in fp16, which is an error ten times as large as
-    rounding at 4096 products.
+    """Return the layers whose kernel accumulates products of fp16 numbers in fp16.
 
-    ONNX Runtime and transformers add up in fp32. TensorRT 8.6 has no other kernels for a product that is in no fused
-    region, and is told to take others inside (Library.compiler_flags). Kernels that are made for the graph, as those of
-    products of one row, do not tell.
+    At 4096 products this is an error ten times as large as that of rounding to fp16.
+
+    ONNX Runtime and transformers accumulate in fp32. TensorRT 8.6 has no other kernels for a product that is in no
+    fused region, and is told to take others inside (`Library.compiler_flags`). Kernels that are generated for the
+    graph, as those of products of one row, do not tell.
     """
     return [layer.name for layer in layers if _FP16_SUMS.search(layer.tactic)]

@@ -1,4 +1,4 @@
-"""How much device memory a build takes: the most that was in use while it ran, by looking again and again."""
+"""The peak device memory of a build, sampled while it runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ _SECONDS = 0.02
 
 
 class PeakMemory:
-    """`nbytes` after the `with`: bytes in use at most, above what was in use before. Other processes on the device are
-    counted too. None where CUDA failed meanwhile."""
+    """The peak device memory inside a `with`, sampled every 20 ms.
+
+    `nbytes` after it: bytes in use at most, above what was in use before. Other processes on the device are counted
+    too. None where CUDA failed meanwhile.
+    """
 
     nbytes: int | None = 0
 

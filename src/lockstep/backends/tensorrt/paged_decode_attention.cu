@@ -1,4 +1,4 @@
-// Compiled behind the words of fused_form.py, which name the sizes and types of a form.
+// Compiled behind the words of fused_spec.py, which name the sizes and types of a spec.
 
 // What CUDA C++ has no words for.
 #define INFINITE __int_as_float(0x7f800000)
@@ -21,8 +21,8 @@ LOADS(float, "f32", "=f")
 LOADS(unsigned short, "u16", "=h")
 
 // 16 bytes of the cache, which are read once; zeros where not `in`.
-__device__ __forceinline__ Piece load_piece(const Bits* from, bool in) {
-    Piece piece;
+__device__ __forceinline__ Vec8 load_piece(const Bits* from, bool in) {
+    Vec8 piece;
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
                  "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                  : "=&r"(piece.w[0]), "=&r"(piece.w[1]), "=&r"(piece.w[2]), "=&r"(piece.w[3]) : "l"(__cvta_generic_to_global(from)), "r"((int)in));
@@ -68,8 +68,8 @@ constexpr int CHUNKS = (GROUP + HEADS - 1) / HEADS;       // blocks that share a
 constexpr int KEY_PIECES = (DIM + 31) / 32;               // of a lane, for each of its two tokens
 constexpr int VALUE_PIECES = (VALUE_DIM + 63) / 64;       // likewise, of four tokens
 constexpr int LINE = DIM + 8;                             // of a head in shared memory, so that lanes do not meet in a bank
-constexpr int TURNED = (HEADS + 1) * DIM;                 // numbers that a block turns
-constexpr int ROUNDS = (TURNED + THREADS - 1) / THREADS;
+constexpr int ROPE_SIZE = (HEADS + 1) * DIM;              // numbers that a block applies RoPE to
+constexpr int ROUNDS = (ROPE_SIZE + THREADS - 1) / THREADS;
 constexpr int ITEMS = HEADS * VALUE_DIM / 4;              // four numbers each, of what a block gives
 constexpr float LOWEST = -1e30f;                          // finite, so that a difference of two is a number
 
@@ -78,7 +78,7 @@ __device__ __forceinline__ int page_of(const int* table, int unit, int pages_per
 }
 
 // What a lane needs of the tokens base to base + 15, of those from low on and before the new one, which comes from shared memory.
-__device__ __forceinline__ void load_keys(Piece (&out)[2][KEY_PIECES], const Bits* keys, int page, int kv, int base, int low, int position,
+__device__ __forceinline__ void load_keys(Vec8 (&out)[2][KEY_PIECES], const Bits* keys, int page, int kv, int base, int low, int position,
                                           int g, int t) {
     const Bits* at = keys + ((long long)page * KV_HEADS + kv) * (PAGE * DIM) + ((base & (PAGE - 1)) + g) * DIM + 8 * t;
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_keys(Piece (&out)[2][KEY_PIECES], const Bit
     }
 }
 
-__device__ __forceinline__ void load_values(Piece (&out)[VALUE_PIECES][4], const Bits* values, int page, int kv, int base, int low, int position,
+__device__ __forceinline__ void load_values(Vec8 (&out)[VALUE_PIECES][4], const Bits* values, int page, int kv, int base, int low, int position,
                                             int g, int t) {
     const Bits* at = values + ((long long)page * KV_HEADS + kv) * (PAGE * VALUE_DIM) + ((base & (PAGE - 1)) + 2 * t) * VALUE_DIM + 8 * g;
 #pragma unroll
@@ -123,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 decode_attention(const Given* query, const Given* key, const Bits* value, Bits* out, Bits* keys, Bits* values, const float* own, const float* other,
                  const int* partner, const int* rows, const void* positions, const int* pages, int pages_per_row, float scale, float* partials, float* stats,
                  int* counters) {
-    __shared__ __align__(16) Bits turned[(HEADS + 1) * LINE];  // queries, then the new key
-    __shared__ __align__(16) Bits fresh[VALUE_DIM];            // the new value
+    __shared__ __align__(16) Bits with_rope[(HEADS + 1) * LINE];  // queries, then the new key
+    __shared__ __align__(16) Bits fresh[VALUE_DIM];               // the new value
     __shared__ float tops[WARPS * HEADS], weights[WARPS * HEADS];
     __shared__ __align__(16) float parts[WARPS * HEADS * VALUE_DIM];
     __shared__ int is_last;
@@ -135,11 +135,11 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     const int* table = pages + request * pages_per_row;  // row i is request i: nothing waits for rows[i]
     const int first_head = kv * GROUP + chunk * HEADS, heads = min(HEADS, GROUP - chunk * HEADS);
 
-    // All loads that need no position go out at once. Heads behind the last one are turned as that.
+    // All loads that need no position go out at once. Heads behind the last one get the RoPE of that.
     const int row = load_relaxed(rows + request);
     const int position = load_relaxed((const int*)positions + (WIDE ? 2 * request : request));  // the low half will do
     int entries = WINDOW ? 0 : page_of(table, slot + lane * stride, pages_per_row);             // lane n: the page of this warp's n-th unit
-    auto index_of = [&](int r) { return TURNED % THREADS ? min(r * THREADS + tid, TURNED - 1u) : r * THREADS + tid; };  // the number that a thread turns
+    auto index_of = [&](int r) { return ROPE_SIZE % THREADS ? min(r * THREADS + tid, ROPE_SIZE - 1u) : r * THREADS + tid; };  // the number that a thread applies RoPE to
     auto source_of = [&](unsigned i) {
         const int head = i / DIM;
         return head == HEADS ? key + ((long long)request * KV_HEADS + kv) * DIM
@@ -156,7 +156,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         sources[r] = source_of(i);
         xs[r] = load_relaxed(sources[r] + i % DIM);
     }
-    const Piece new_value = load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
+    const Vec8 new_value = load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
     Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
     if (row < 0) {
         if (split == 0)
@@ -179,26 +179,26 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         others[r] = load_constant(other_at + i % DIM);
         ys[r] = load_constant(sources[r] + partners[r]);
     }
-    Piece k[2][KEY_PIECES], v[VALUE_PIECES][4];
+    Vec8 k[2][KEY_PIECES], v[VALUE_PIECES][4];
     if (slot < units) {
         const int page = __shfl_sync(~0u, entries, 0), base = (first + slot) * UNIT;
         load_keys(k, keys, page, kv, base, low, position, g, t);
         load_values(v, values, page, kv, base, low, position, g, t);
     }
 
-    // The rotary encoding, while they are on their way.
+    // RoPE, while they are on their way.
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const unsigned i = index_of(r);
-        if (r * THREADS + tid < TURNED) turned[i / DIM * LINE + i % DIM] = (Bits)pack(rotated(number(xs[r]), owns[r], number(ys[r]), others[r]), 0);
+        if (r * THREADS + tid < ROPE_SIZE) with_rope[i / DIM * LINE + i % DIM] = (Bits)pack(rope(number(xs[r]), owns[r], number(ys[r]), others[r]), 0);
     }
-    if (tid < VALUE_DIM / 8) *(Piece*)(fresh + tid * 8) = new_value;
+    if (tid < VALUE_DIM / 8) *(Vec8*)(fresh + tid * 8) = new_value;
     __syncthreads();
-    Piece q[KEY_PIECES];
+    Vec8 q[KEY_PIECES];
 #pragma unroll
     for (int n = 0; n < KEY_PIECES; ++n) {
-        q[n] = Piece{{0, 0, 0, 0}};
-        if (g < HEADS && 32 * n + 8 * t < DIM) q[n] = *(const Piece*)(turned + g * LINE + 32 * n + 8 * t);
+        q[n] = Vec8{{0, 0, 0, 0}};
+        if (g < HEADS && 32 * n + 8 * t < DIM) q[n] = *(const Vec8*)(with_rope + g * LINE + 32 * n + 8 * t);
     }
 
     float top = LOWEST, weight = 0;          // of head g: its largest score, the sum of its weights
@@ -218,8 +218,8 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
 #pragma unroll
                     for (int n = 0; n < KEY_PIECES; ++n)
                         if (32 * n + 8 * t < DIM) {
-                            k[i][n] = *(const Piece*)(turned + HEADS * LINE + 32 * n + 8 * t);
-                            if (chunk == 0) *(Piece*)(keys + place * DIM + 32 * n + 8 * t) = k[i][n];
+                            k[i][n] = *(const Vec8*)(with_rope + HEADS * LINE + 32 * n + 8 * t);
+                            if (chunk == 0) *(Vec8*)(keys + place * DIM + 32 * n + 8 * t) = k[i][n];
                         }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
@@ -227,8 +227,8 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
 #pragma unroll
                     for (int c = 0; c < VALUE_PIECES; ++c)
                         if (64 * c + 8 * g < VALUE_DIM) {
-                            v[c][i] = *(const Piece*)(fresh + 64 * c + 8 * g);
-                            if (chunk == 0) *(Piece*)(values + place * VALUE_DIM + 64 * c + 8 * g) = v[c][i];
+                            v[c][i] = *(const Vec8*)(fresh + 64 * c + 8 * g);
+                            if (chunk == 0) *(Vec8*)(values + place * VALUE_DIM + 64 * c + 8 * g) = v[c][i];
                         }
         }
         float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])

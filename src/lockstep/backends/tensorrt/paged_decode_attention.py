@@ -1,8 +1,7 @@
-"""The kernel for rows that decode: rotary encoding, the new key and value into the paged cache, and attention over what
-the row holds.
+"""The paged decode attention kernel: RoPE, the cache write and attention at once.
 
 One launch a layer. cuDNN's attention, with the kernels in front of it, takes two and more: at one token a row the
-launches and the reads that wait for each other cost more than the cache. Needs compute capability 8.0 or higher.
+launches, and the reads that wait for each other, cost more than the cache. Needs compute capability 8.0 or higher.
 """
 
 from __future__ import annotations
@@ -12,40 +11,42 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.fused_form import THREADS, WORDS, Form, Rotation
+from lockstep.backends.tensorrt.fused_spec import THREADS, WORDS, AttentionKernelSpec, DeviceRopeTables
 
-# Compiled for each form, behind its words.
+# Compiled for each spec, behind the common words.
 _SOURCE = WORDS + Path(__file__).with_name("paged_decode_attention.cu").read_text(encoding="utf-8")
 
 
 class Scratch:
-    """What blocks of a row hand to each other: enough for each of `forms` with up to `rows` requests. Launches that
-    follow each other share it."""
+    """Memory in which the thread blocks of a row pass partial results to each other.
 
-    def __init__(self, forms: Iterable[Form], rows: int):
+    It is enough for each of `specs` with up to `rows` requests. Launches that follow each other share it.
+    """
+
+    def __init__(self, specs: Iterable[AttentionKernelSpec], rows: int):
         multiprocessors = cuda.multiprocessors(cuda.current_device())
-        groups = max(rows * form.blocks for form in forms)
+        groups = max(rows * spec.blocks for spec in specs)
         heads = [
             (
-                form,
-                form.block_heads
-                * max(count * form.blocks * form.splits(count, multiprocessors) for count in range(1, rows + 1)),
+                spec,
+                spec.block_heads
+                * max(count * spec.blocks * spec.splits(count, multiprocessors) for count in range(1, rows + 1)),
             )
-            for form in forms
+            for spec in specs
         ]
         self.partials = cuda.empty(
-            (max(count * form.value_dim for form, count in heads),), "f4", "attention to work in"
+            (max(count * spec.value_dim for spec, count in heads),), "f4", "attention to work in"
         )
         self.stats = cuda.empty((max(count for _, count in heads), 2), "f4", "attention to work in")
         self.counters = cuda.zeros((groups,), "i4")
 
 
 class DecodeAttention:
-    """The kernel of a form, compiled for this GPU."""
+    """The decode attention kernel of a spec, compiled for this GPU."""
 
-    def __init__(self, form: Form):
-        self._form, self._multiprocessors = form, cuda.multiprocessors(cuda.current_device())
-        self._kernel = cuda.compile_kernels(_SOURCE, form.options)["decode_attention"]
+    def __init__(self, spec: AttentionKernelSpec):
+        self._spec, self._multiprocessors = spec, cuda.multiprocessors(cuda.current_device())
+        self._kernel = cuda.compile_kernels(_SOURCE, spec.options)["decode_attention"]
 
     def launch(
         self,
@@ -56,27 +57,31 @@ class DecodeAttention:
         out: cuda.Array,
         keys: cuda.Array,
         values: cuda.Array,
-        rotation: Rotation,
+        tables: DeviceRopeTables,
         rows: cuda.Array,
         positions: cuda.Array,
         pages: cuda.Array,
         scale: float,
         scratch: Scratch,
     ) -> None:
-        """query [num_requests, num_heads, head_dim], key, value [num_requests, num_kv_heads, dim] -> out [num_requests,
-        num_heads, value_dim]: the attention of each request's new token, at `positions[i]`, to all that it sees of its
-        row with the new one. Queries and keys are rotated first, and rounded; the new key and value go into keys,
-        values [pages, num_kv_heads, 64, dim] as `Rotate` writes them, to the bit. Request i is row i: rows[i] (int32)
-        is i, or -1 for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows,
-        pages_per_row] int32: the page of each piece of a row.
+        """Put the attention of each request's new token on the stream.
 
-        Products are of numbers of the cache's type with fp32 sums; scores, largest scores and sums of weights fp32;
-        weights rounded to the cache's type.
+        query [num_requests, num_heads, head_dim], key, value [num_requests, num_kv_heads, dim] -> out [num_requests,
+        num_heads, value_dim]: the attention of each request's new token, at `positions[i]`, to all tokens of its row
+        that it sees, the new one among them.
+
+        Queries and keys get their RoPE first and are rounded. The new key and value go into keys, values [pages,
+        num_kv_heads, 64, dim] as `RopeKernel` writes them, to the bit. Request i is row i: rows[i] (int32) is i, or -1
+        for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows, pages_per_row]
+        int32: the page table.
+
+        Products are of numbers of the cache's dtype with fp32 accumulation. Scores, largest scores and sums of weights
+        are fp32; weights are rounded to the cache's dtype.
         """
-        form, requests = self._form, out.shape[0]
+        spec, requests = self._spec, out.shape[0]
         self._kernel.launch(
             stream,
-            (form.splits(requests, self._multiprocessors), form.blocks, requests),
+            (spec.splits(requests, self._multiprocessors), spec.blocks, requests),
             THREADS,
             query,
             key,
@@ -84,9 +89,9 @@ class DecodeAttention:
             out,
             keys,
             values,
-            rotation.own,
-            rotation.other,
-            rotation.partner,
+            tables.own,
+            tables.other,
+            tables.partner,
             rows,
             positions,
             pages,

@@ -1,9 +1,8 @@
-"""Products of activations with weights on a device, which stand between the pieces of a block, and what adapters add to
-them: see `cut_program`.
+"""Products of activations with weights on a device, and what adapters add to them.
 
-A few rows are multiplied by a kernel that reads the weight as it is stored (small_weights.cu), up to 16 at a time;
-more, and weights of shapes that the kernel does not take, by cuBLAS, a small weight made fp16 before, in memory that
-all of them share.
+They stand between the pieces of a block: see `cut_program`. A few rows are multiplied by a kernel that reads the weight
+as it is stored (small_weights.cu), up to 16 at a time; more, and weights of shapes that the kernel does not take, by
+cuBLAS, a small weight made fp16 before, in memory that all of them share.
 """
 
 from __future__ import annotations
@@ -46,22 +45,28 @@ Multiplier = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a value's rows are. array: [rows, ...], or of a value beside others all that is behind its first number.
-    step: numbers from one row to the next."""
+class StridedView:
+    """The rows of a value, and the stride from one to the next.
+
+    array: [rows, ...], or of a value beside others all that is behind its first number. stride: numbers from one row to
+    the next.
+    """
 
     array: cuda.Array
-    step: int
+    stride: int
 
     @classmethod
-    def of(cls, array: cuda.Array) -> Place:
+    def of(cls, array: cuda.Array) -> StridedView:
         return cls(array, math.prod(array.shape[1:]))
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """ids: integers [tokens], each token's place among the resident adapters, -1 for none. rows: which of them a row
-    of a product has; None: in order. rank: numbers of each adapter between its two products."""
+    """Which adapter each row of a product has.
+
+    ids: integers [tokens], each token's place among the resident adapters, -1 for none. rows: which of them a row of a
+    product has; None: in order. rank: numbers of each adapter between its two products.
+    """
 
     ids: cuda.Array
     rows: cuda.Array | None
@@ -70,9 +75,11 @@ class Adapters:
 
 @dataclass(frozen=True)
 class SmallWeight:
-    """Weights [out_features[i], in_features] one behind the other. data: uint8 [sum of out_features, in_features *
-    bits / 8], or fp16 at 16 bits. scales: fp16 [sum of out_features, num_groups], `SCALES_TIMES` as large; at 16 bits
-    data again, which is not read."""
+    """Weights [out_features[i], in_features] one behind the other, quantised or fp16.
+
+    data: uint8 [sum of out_features, in_features * bits / 8], or fp16 at 16 bits. scales: fp16 [sum of out_features,
+    num_groups], `SCALES_TIMES` as large; at 16 bits data again, which is not read.
+    """
 
     data: cuda.Array
     scales: cuda.Array
@@ -83,14 +90,17 @@ class SmallWeight:
 
     @property
     def fits_kernel(self) -> bool:
-        """Whether 16 bytes of a row are of one group, and start where 16 bytes do."""
+        """Return whether 16 bytes of a row are of one group, and start where 16 bytes do."""
         columns = 128 // self.bits
         grouped = self.bits == 16 or self.group_size % columns == 0
         return grouped and self.in_features % columns == 0 and len(self.out_features) <= _MOST_OUTPUTS
 
 
 class Products:
-    """The kernels and cuBLAS on one stream, and the memory that they share. Calls follow each other on that stream."""
+    """The kernels and cuBLAS on one stream, and the memory that they share.
+
+    Calls follow each other on that stream.
+    """
 
     def __init__(self, stream: cuda.Stream):
         self._stream, self._module, self._gemm = stream, cuda.compile_kernels(SOURCE), Gemm(stream)
@@ -100,8 +110,11 @@ class Products:
         self._kernels: dict[str, cuda.Kernel] = {}
 
     def bind(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
-        """outs[i] [..., out_features[i]] = x [..., in_features] times weight i, transposed, of as many rows as a call
-        is told; captured graphs of it hold as long as it does, and these `Products`."""
+        """Return a call that multiplies rows of `x` with weights.
+
+        outs[i] [..., out_features[i]] = x [..., in_features] times weight i, transposed, of as many rows as a call is
+        given. Captured graphs of it are valid as long as it lives, and these `Products`.
+        """
         if weight.bits < 16:
             self._largest = max(self._largest, sum(weight.out_features) * weight.in_features)
         few = MOST_ROWS[weight.bits] if weight.fits_kernel else 0
@@ -123,7 +136,10 @@ class Products:
     def _few(
         self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], first: int, most: int
     ) -> tuple[cuda.Launch, int]:
-        """A launch of the kernel for rows from `first` on, at most so many, and its blocks."""
+        """Return a launch of the kernel for a few rows, and its blocks.
+
+        They are the rows from `first` on, at most `most`.
+        """
         total, ends = sum(weight.out_features), list(itertools.accumulate(weight.out_features))
         outputs, warps = _FORMS[weight.bits, most][sum(total >= width for width in _WIDTHS)]
         to = [out[first:] for out in outs]
@@ -136,7 +152,10 @@ class Products:
         return cuda.Launch(kernel, self._stream, 32 * warps, *given, overlaps=True), -(-total // outputs)
 
     def _many(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
-        """By cuBLAS. Made with the first call, when all products are bound that share the memory."""
+        """Return a call of cuBLAS.
+
+        It is made with the first call, when all products are bound that share the memory.
+        """
         total, whole = sum(weight.out_features), weight.data
         if weight.bits < 16:
             whole = self._room().reshape(total, weight.in_features)
@@ -159,16 +178,18 @@ class Products:
 
     def expand(
         self,
-        made: Place,
-        shrunk: Place,
+        made: StridedView,
+        shrunk: StridedView,
         adapters: Adapters,
         matrices: Sequence[cuda.Array | None],
         outs: Sequence[cuda.Array],
     ) -> Callable[[int], None]:
-        """outs[i] = product i of `made`, where they lie one behind the other, and what a row's adapter adds to it.
+        """Return a call that adds what a row's adapter adds to the products `made`.
 
-        shrunk: the input times A of all resident adapters, for each product whose B is in `matrices` [columns,
-        out_features], one behind the other. The call is told the number of rows."""
+        outs[i] = product i of `made`, where they lie one behind the other, and what the adapter adds. shrunk: the input
+        times A of all resident adapters, for each product whose B is in `matrices` [columns, out_features], one behind
+        the other. The call is given the number of rows.
+        """
         module, calls = cuda.compile_kernels(LORA_SOURCE), list[tuple[dict[int, cuda.Launch], int]]()
         starts, columns = [0], list[int]()
         at = 0
@@ -189,8 +210,8 @@ class Products:
             ends = (ends + [total] * fill)[: _MOST_OUTPUTS - 1]
             own = made.array.reshape(math.prod(made.array.shape))[starts[first] :]
             given: tuple[cuda.Array | int, ...]
-            given = own, made.step, shrunk.array, shrunk.step, *whose, *bs, *to, *ends, total, *of, adapters.rank
-            wide = 8 if all(size % 8 == 0 for size in (*ends, total, made.step, starts[first])) else 1
+            given = own, made.stride, shrunk.array, shrunk.stride, *whose, *bs, *to, *ends, total, *of, adapters.rank
+            wide = 8 if all(size % 8 == 0 for size in (*ends, total, made.stride, starts[first])) else 1
             blocks = -(-total // wide // _EXPAND_THREADS)
             launches = {
                 count: cuda.Launch(
@@ -208,7 +229,10 @@ class Products:
         return run
 
     def _room(self) -> cuda.Array:
-        """Made with the first call, when all products are bound."""
+        """Return memory for the largest weight as fp16.
+
+        It is made with the first call, when all products are bound.
+        """
         if math.prod(self._scratch[-1].shape) < self._largest:
             self._scratch.append(cuda.empty((self._largest,), "f2", "a weight as fp16"))
         return self._scratch[-1]

@@ -1,8 +1,8 @@
 """A loaded engine, bound to its weights on the device, and calls of it.
 
 An engine runs in contexts: one that takes any shape, and one for each shape that a CUDA graph is captured with, because
-a captured graph holds only while its context keeps its shapes. All contexts of a device work in one piece of its
-memory: calls follow each other.
+a captured graph holds only while its context keeps its shapes. All contexts of a device work in the same memory: calls
+follow each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.compat import Library, Tensor
-from lockstep.backends.tensorrt.device_weights import DeviceWeights, Form, Uploads
+from lockstep.backends.tensorrt.device_weights import DeviceWeights, Uploads, WeightCast
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.dequantized import sign_of
@@ -31,8 +31,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """An execution context. memory: what it works in. shapes, addresses: what it was told last, which layers that
-    follow each other share for the most part: telling it again costs as much as a kernel."""
+    """An execution context.
+
+    memory: its scratch memory. shapes, addresses: those that were set last. Layers that follow each other share most of
+    them, and to set them again costs as much as a kernel.
+    """
 
     native: Any
     memory: cuda.Array
@@ -40,7 +43,7 @@ class Context:
     addresses: dict[str, int] = field(default_factory=dict)
 
     def resize(self, library: Library, shapes: Shapes) -> None:
-        """Tell the shapes of inputs."""
+        """Set the shapes of inputs that differ from the last ones."""
         if shapes is self.shapes or shapes == self.shapes:
             return
         self.shapes = None
@@ -49,7 +52,7 @@ class Context:
         self.shapes = shapes
 
     def point(self, library: Library, addresses: Mapping[str, int]) -> None:
-        """Tell the addresses of inputs, weights and outputs."""
+        """Set the addresses of inputs, weights and outputs that differ from the last ones."""
         known = self.addresses
         for name, address in addresses.items():
             if known.get(name) != address:
@@ -58,8 +61,10 @@ class Context:
 
 
 class Bound(Protocol):
-    """A call of an engine whose arrays lie where they lie, in a context, of `context_for`, and of sizes that are told
-    each time."""
+    """A call of an engine whose arrays are fixed.
+
+    The context, of `context_for`, and the shapes of inputs are given each time.
+    """
 
     def __call__(self, context: Any, shapes: Shapes) -> None: ...
 
@@ -67,8 +72,10 @@ class Bound(Protocol):
 def first_profile(
     profiles: Iterable[Mapping[str, Sequence[Sequence[int]]]], shapes: Mapping[str, Sequence[int]], where: Path
 ) -> int:
-    """The first of an engine's profiles {input: (min, opt, max)} that takes these input shapes. Raises CheckError where
-    none does."""
+    """Return the number of the first profile that takes these input shapes.
+
+    profiles: an engine's {input: (min, opt, max)}. Raises CheckError where none does.
+    """
     for number, bounds in enumerate(profiles):
         if all(
             low <= size <= high
@@ -83,9 +90,11 @@ def first_profile(
 
 
 class TensorRTProgram:
-    """An engine file on a rank's device, without weights. plan: what of the file it is, if not all of it.
+    """An engine file on a rank's device, without weights.
 
-    by_profiles: it takes as long as the largest size of a profile, whatever the size."""
+    plan: the engine plan, where it is not all of the file. by_profiles: a call takes as long as the largest size of a
+    profile, whatever the size.
+    """
 
     by_profiles = True
 
@@ -109,8 +118,10 @@ class TensorRTProgram:
         self._contexts: dict[tuple, Context] = {}
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
-        """Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the
-        slot's."""
+        """Return the engine with its weights, whose uploads may still go on.
+
+        Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's.
+        """
         if set(slots) != set(self.slots):
             raise CheckError(
                 f"{self.path}: expected weights for the slots {sorted(self.slots)}, found "
@@ -129,7 +140,7 @@ class TensorRTProgram:
                 f"{self.path}: slot {slot}",
                 self._sign(slot),
                 room=bool(rows_of(slot)),
-                form=self._form(slot),
+                cast=self._cast(slot),
             )
             for slot, names in slots.items()
         }
@@ -145,19 +156,28 @@ class TensorRTProgram:
     def _sign(self, slot: str) -> int:
         return sign_of(self.tensors[slot].dtype.name, self.slots[slot][1].name)
 
-    def _form(self, slot: str) -> Form | None:
-        """Of a model with quantised weights the others are float32 in the checkpoint and float16 here."""
+    def _cast(self, slot: str) -> WeightCast | None:
+        """Return the cast of a slot's weight: from float32 to float16, or None.
+
+        Of a model with quantised weights the others are float32 in the checkpoint and float16 on the device.
+        """
         taken = self.tensors[slot].dtype
-        return Form(taken) if (self.slots[slot][1].name, taken.name) == ("float32", "float16") else None
+        return WeightCast(taken) if (self.slots[slot][1].name, taken.name) == ("float32", "float16") else None
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
-        """The first profile that takes these input shapes. Raises CheckError where none does."""
+        """Return the first profile that takes these input shapes.
+
+        Raises CheckError where none does.
+        """
         count = self.library.num_profiles(self.engine)
         bounds = ({name: self.tensors[name].profiles[profile] for name in shapes} for profile in range(count))
         return first_profile(bounds, shapes, self.path)
 
     def context_for(self, shapes: Shapes, own: bool) -> Context:
-        """A context for these input shapes. `own`: no other shapes will be set in it."""
+        """Return a context for these input shapes.
+
+        own: no other shapes will be set in it.
+        """
         profile = self.profile_for(shapes)
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
         if key not in self._contexts:
@@ -166,8 +186,10 @@ class TensorRTProgram:
 
 
 class TensorRTExecutable:
-    """An engine with the addresses of its weights. Wait for `uploads`, which bring them there, before the first run.
-    adapter_rows: see `HasAdapterRows`."""
+    """An engine with the addresses of its weights.
+
+    Wait for `uploads`, which bring the weights there, before the first run. adapter_rows: see `HasAdapterRows`.
+    """
 
     def __init__(
         self,
@@ -182,14 +204,20 @@ class TensorRTExecutable:
         self._weights = weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
-        """A call that reads `inputs` and writes `outputs` on the device's stream. `own`: for a captured graph."""
+        """Return a call that reads `inputs` and writes `outputs` on the device's stream.
+
+        own: it is for a captured graph.
+        """
         bound, dynamic = self.bind(inputs, outputs), self.program.dynamic
         shapes = {name: array.shape for name, array in inputs.items() if name in dynamic}
         return functools.partial(bound, self.program.context_for(shapes, own), shapes)
 
     def bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array]) -> Bound:
-        """As `prepare`, of arrays of the largest sizes: the call is told the context and the shapes of inputs, of
-        `context_for`. Raises CheckError for arrays that the engine does not take."""
+        """Return a call on arrays of the largest sizes.
+
+        The call is given the context and the shapes of inputs, of `context_for`. Raises CheckError for arrays that the
+        engine does not take.
+        """
         program, library, tensors = self.program, self.program.library, self.program.tensors
         declared = {name for name in tensors if name not in self._weights}
         if declared != {*inputs, *outputs}:
@@ -209,7 +237,7 @@ class TensorRTExecutable:
             shapes: Shapes,
             held: object = (*inputs.values(), *outputs.values(), *self._weights.values()),
         ) -> None:
-            """`held` keeps the memory alive: a context holds addresses."""
+            """Run the engine; `held` keeps the memory alive: a context holds addresses."""
             context.resize(library, shapes)
             context.point(library, addresses)
             library.enqueue(context.native, stream)
@@ -217,7 +245,10 @@ class TensorRTExecutable:
         return run
 
     def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs for `inputs`, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
+        """Return the outputs for `inputs`: see `DeviceExecutable`.
+
+        like: arrays of the shapes and dtypes of the outputs.
+        """
         return run_once(self, self.program.device, self.program.tensors, inputs, like)
 
 
@@ -227,7 +258,7 @@ class _Prepares(Protocol):
     uploads: Uploads
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
-        """See `TensorRTExecutable.prepare`."""
+        """Return a call of the engine: see `TensorRTExecutable.prepare`."""
         ...
 
 
@@ -238,7 +269,10 @@ def run_once(
     inputs: Mapping[str, np.ndarray],
     like: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """The outputs of an engine, whose tensors these are, for arrays of the host: see `DeviceExecutable`."""
+    """Return the outputs of an engine for arrays of the host: see `DeviceExecutable`.
+
+    tensors: those of the engine. like: arrays of the shapes and dtypes of the outputs.
+    """
     executable.uploads.wait()
     device.use()
     stream = device.stream

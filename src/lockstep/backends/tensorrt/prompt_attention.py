@@ -1,8 +1,9 @@
-"""cuDNN's attention of prompts over a paged KV cache: a call for each chunk, or for several as packed sequences.
+"""cuDNN's attention of prompts over a paged KV cache.
 
-Chunks are taken as the next power of two of tokens (`attention.padded`), so that few plans serve all; what is beyond a
-chunk's last token costs next to nothing, so that those of a call are taken as the longest of them. Needs the package
-nvidia-cudnn-frontend and the library cuDNN 9; no torch.
+A call is for one chunk, or for several as packed sequences. Chunks are padded to the next power of two of tokens
+(`attention.padded`), so that few of cuDNN's plans serve all; what is beyond a chunk's last token costs next to nothing,
+so that those of a call are padded to the longest of them. Needs the package nvidia-cudnn-frontend and the library cuDNN
+9; no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.attention import LARGEST_BATCH, Call, Chunks, padded
-from lockstep.backends.tensorrt.fused_form import PAGE, Form
+from lockstep.backends.tensorrt.fused_spec import PAGE, AttentionKernelSpec
 from lockstep.backends.tensorrt.staging import Staging
 from lockstep.backends.tensorrt.v8_6.needs import require_cudnn
 from lockstep.errors import CheckError
@@ -26,7 +27,10 @@ cudnn = require_cudnn()
 
 @dataclass(frozen=True)
 class _Batch:
-    """Chunks first to last of a pass, all taken as `tokens` tokens; `at`: of its offsets among all."""
+    """Chunks first to last of a pass, all padded to `tokens` tokens.
+
+    at: where its offsets begin among all.
+    """
 
     tokens: int
     first: int
@@ -36,9 +40,12 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of cuDNN on these packed tokens. more: offsets, of several chunks."""
+    """A call of cuDNN on these packed tokens.
 
-    plan: _Plan
+    more: offsets, of several chunks.
+    """
+
+    plan: _CudnnPlan
     tokens: slice
     table: cuda.Array
     new: cuda.Array
@@ -47,24 +54,32 @@ class _Call:
 
 
 class PromptAttention:
-    """Attention of the chunks of a pass, over caches of `pages` pages; a row has up to `pages_per_row`."""
+    """Attention of the chunks of a pass, over caches of `pages` pages.
 
-    def __init__(self, forms: Sequence[Form], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream):
+    A row has up to `pages_per_row` pages.
+    """
+
+    def __init__(
+        self, specs: Sequence[AttentionKernelSpec], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream
+    ):
         self._pages, self._stream = pages, stream
         self._new, self._held = (cuda.zeros((rows,), "i4") for _ in range(2))
         self._table = cuda.zeros((rows, pages_per_row), "i4")
-        widths = {form.heads * dim for form in forms for dim in (form.head_dim, form.value_dim)}
+        widths = {spec.heads * dim for spec in specs for dim in (spec.head_dim, spec.value_dim)}
         # where each chunk of a batch begins, and where its last one ends, in numbers of so many a token
         self._offsets = {width: cuda.zeros((2 * rows,), "i4") for width in sorted(widths)}
         arrays = (self._new, self._held, self._table, *self._offsets.values())
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
         self._batches: list[_Batch] = []
-        self._planned: dict[tuple[int, float], list[_Call]] = {}  # of this pass, by form and scale
+        self._planned: dict[tuple[int, float], list[_Call]] = {}  # of this pass, by spec and scale
         self._chunks: Chunks = ()
 
     def begin(self, chunks: Chunks, table: np.ndarray) -> None:
-        """Send what the calls of a pass read of its chunks: new tokens, all tokens, pages (table [rows, pages_per_row]:
-        of each row), offsets."""
+        """Send what the calls of a pass read of its chunks.
+
+        These are the numbers of new tokens and of all tokens, pages and offsets. table [rows, pages_per_row]: the pages
+        of each row.
+        """
         self._chunks, self._batches, self._planned = chunks, [], {}
         offsets: list[int] = []
         for first in range(0, len(chunks), LARGEST_BATCH):
@@ -82,14 +97,22 @@ class PromptAttention:
         self._staging.send(self._stream, pairs)
 
     def calls(
-        self, form: Form, scale: float, query: cuda.Array, keys: cuda.Array, values: cuda.Array, out: cuda.Array
+        self,
+        spec: AttentionKernelSpec,
+        scale: float,
+        query: cuda.Array,
+        keys: cuda.Array,
+        values: cuda.Array,
+        out: cuda.Array,
     ) -> list[Call]:
-        """Attention of rotated queries [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim],
-        over keys, values [pages, num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what
-        is before it."""
-        planned = self._planned.get((id(form), scale))
+        """Return the calls of attention of queries with RoPE.
+
+        query [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim], over keys, values [pages,
+        num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what is before it.
+        """
+        planned = self._planned.get((id(spec), scale))
         if planned is None:
-            planned = self._planned[id(form), scale] = list(self._plan_pass(form, scale))
+            planned = self._planned[id(spec), scale] = list(self._plan_pass(spec, scale))
         return [
             call.plan.call(
                 query[call.tokens], keys, values, call.table, call.new, call.held, out[call.tokens], *call.more
@@ -97,16 +120,16 @@ class PromptAttention:
             for call in planned
         ]
 
-    def _plan_pass(self, form: Form, scale: float) -> Iterator[_Call]:
-        """What the calls of all layers of this form share."""
+    def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[_Call]:
+        """Yield the calls of a pass, which all layers of this spec share."""
         for batch in self._batches:
-            size = _Size(form, scale, batch.tokens, self._pages, self._table.shape[1], batch.last - batch.first)
+            size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], batch.last - batch.first)
             plan = _batch_plan(size, self._stream) if size.batch > 1 else None
             if plan is not None:
                 chosen = slice(batch.first, batch.last)
                 offsets = [
-                    self._offsets[form.heads * dim][batch.at : batch.at + size.batch + 1]
-                    for dim in (form.head_dim, form.value_dim)
+                    self._offsets[spec.heads * dim][batch.at : batch.at + size.batch + 1]
+                    for dim in (spec.head_dim, spec.value_dim)
                 ]
                 arrays = self._table[chosen], self._new[chosen], self._held[chosen]
                 yield _Call(plan, slice(None), *arrays, (offsets,))
@@ -122,7 +145,7 @@ class PromptAttention:
 class _Size:
     """What a plan of cuDNN is made for: `batch` chunks of up to `tokens` tokens."""
 
-    form: Form
+    spec: AttentionKernelSpec
     scale: float
     tokens: int
     pages: int
@@ -138,28 +161,34 @@ def _handle(stream: cuda.Stream) -> Any:
 
 
 @functools.cache
-def _plan(size: _Size, stream: cuda.Stream) -> _Plan:
-    return _Plan(size, stream)
+def _plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan:
+    return _CudnnPlan(size, stream)
 
 
 @functools.cache
-def _batch_plan(size: _Size, stream: cuda.Stream) -> _Plan | None:
-    """None where this cuDNN has no attention of packed sequences over pages: they are taken one by one then."""
+def _batch_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
+    """Return cuDNN's plan of several chunks, or None where it has none.
+
+    This cuDNN then has no attention of packed sequences over pages: they are taken one by one.
+    """
     try:
-        return _Plan(size, stream)
+        return _CudnnPlan(size, stream)
     except CheckError:
         return None
 
 
-class _Plan:
-    """cuDNN's plan of one size, with the memory that it works in. Each token sees itself and what is before it (bottom
-    right). A batch of several is packed: offsets say where each begins; one alone may begin anywhere."""
+class _CudnnPlan:
+    """cuDNN's plan of one size, with its workspace.
+
+    Each token sees itself and what is before it (bottom right). A batch of several is packed: offsets say where each
+    begins; one alone may begin anywhere.
+    """
 
     _workspaces: dict[int, cuda.Array] = {}  # by stream: each has its device
 
     def __init__(self, size: _Size, stream: cuda.Stream):
-        form, batch = size.form, size.batch
-        kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[form.dtype]
+        spec, batch = size.spec, size.batch
+        kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[spec.dtype]
         handle = _handle(stream)
         graph = cudnn.pygraph(
             io_data_type=kind,
@@ -169,15 +198,15 @@ class _Plan:
         )
 
         def packed(dim: int) -> dict[str, list[int]]:
-            width = form.heads * dim
-            return {"dim": [batch, form.heads, size.tokens, dim], "stride": [size.tokens * width, dim, width, 1]}
+            width = spec.heads * dim
+            return {"dim": [batch, spec.heads, size.tokens, dim], "stride": [size.tokens * width, dim, width, 1]}
 
         def paged(name: str, dim: int) -> Any:
             page = PAGE * dim
             return graph.tensor(
                 name=name,
-                dim=[size.pages, form.kv_heads, PAGE, dim],
-                stride=[form.kv_heads * page, page, dim, 1],
+                dim=[size.pages, spec.kv_heads, PAGE, dim],
+                stride=[spec.kv_heads * page, page, dim, 1],
                 data_type=kind,
             )
 
@@ -187,9 +216,9 @@ class _Plan:
             )
 
         inputs = {
-            "query": graph.tensor(name="query", data_type=kind, **packed(form.head_dim)),
-            "keys": paged("keys", form.head_dim),
-            "values": paged("values", form.value_dim),
+            "query": graph.tensor(name="query", data_type=kind, **packed(spec.head_dim)),
+            "keys": paged("keys", spec.head_dim),
+            "values": paged("values", spec.value_dim),
             "key_table": integers("key_table", batch, size.pages_per_row),
             "value_table": integers("value_table", batch, size.pages_per_row),
             "new": integers("new", batch, 1),
@@ -197,7 +226,7 @@ class _Plan:
         }
         if batch > 1:
             inputs |= {name: integers(name, batch + 1, 1) for name in ("query_offsets", "out_offsets")}
-        window = {"diagonal_band_left_bound": form.window} if form.window else {}
+        window = {"diagonal_band_left_bound": spec.window} if spec.window else {}
         try:
             if batch > 1:
                 inputs["query"].set_ragged_offset(inputs["query_offsets"])
@@ -218,7 +247,7 @@ class _Plan:
                 diagonal_band_right_bound=0,
                 **window,
             )
-            layout = packed(form.value_dim)
+            layout = packed(spec.value_dim)
             out.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"]).set_data_type(kind)
             if batch > 1:
                 out.set_ragged_offset(inputs["out_offsets"])
@@ -236,10 +265,10 @@ class _Plan:
         self._inputs, self._out = {name: tensor.get_uid() for name, tensor in inputs.items()}, out.get_uid()
         self._graph, self._handle = graph, handle
         nbytes = max(1, graph.get_workspace_size())
-        held = _Plan._workspaces.get(stream.handle)
+        held = _CudnnPlan._workspaces.get(stream.handle)
         if held is None or held.nbytes < nbytes:
             # plans that hold a smaller one keep it
-            held = _Plan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
+            held = _CudnnPlan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
         self._work = held
 
     def call(

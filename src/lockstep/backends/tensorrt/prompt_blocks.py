@@ -1,7 +1,7 @@
-"""The engines of a pass of prompts, bound once: their arrays lie where they lie, only the sizes differ between passes.
+"""The engines of a pass of prompts, bound once.
 
-What a pass costs the host is paid while the device waits: a prompt of 256 tokens is through a layer before the host has
-prepared the next one.
+Their arrays are fixed, only the sizes differ between passes. What a pass costs the host is paid while the device waits:
+a prompt of 256 tokens is through a layer before the host has prepared the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _READ = ("query", "key", "value", "position_ids", "attention")  # by attention, 
 
 @dataclass(frozen=True)
 class BoundPiece:
-    """An engine's call, of the largest sizes. inputs: (name, shape) of what it reads."""
+    """An engine's call, of the largest sizes.
+
+    inputs: (name, shape) of what it reads.
+    """
 
     call: Bound
     program: TensorRTProgram
@@ -30,7 +33,10 @@ class BoundPiece:
 
 @dataclass(frozen=True)
 class BoundSum:
-    """`values`, of the largest size, become their sum over the ranks. dim: the name of their first dimension."""
+    """A sum over the ranks in place of `values`, which have the largest size.
+
+    dim: the name of their first dimension.
+    """
 
     sum: Callable[[cuda.Array], None]
     values: cuda.Array
@@ -64,8 +70,11 @@ class PromptBlocks:
 
 
 class PromptPass:
-    """The blocks of one pass, of `num_tokens` tokens of `num_requests` requests; calls may be repeated. num_decoding:
-    of the tokens, those in front, of slots that decode."""
+    """The blocks of one pass; calls may be repeated.
+
+    It has `num_tokens` tokens of `num_requests` requests. num_decoding: of the tokens, those in front, of slots that
+    decode.
+    """
 
     def __init__(self, blocks: PromptBlocks, num_tokens: int, num_requests: int, num_decoding: int):
         self._blocks = blocks
@@ -79,8 +88,11 @@ class PromptPass:
         return self._calls(0)
 
     def layer(self, index: int) -> tuple[Calls, list[Values]]:
-        """The calls of a layer's block, and by name what its attention reads and writes: of tokens that decode, if
-        there are any, and of those of prompts."""
+        """Return the calls of a layer's block, and the values of its attention.
+
+        The values are what attention reads and writes, by name: of tokens that decode, if there are any, and of those
+        of prompts.
+        """
         whole = self._blocks.values[index]
         values = self._values.get(id(whole))
         if values is None:
@@ -89,7 +101,10 @@ class PromptPass:
         return self._calls(1 + index), values
 
     def exit(self) -> tuple[Calls, cuda.Array]:
-        """The calls of the exit, and the logits [num_requests, vocab_size] that it makes, or a rank's part of them."""
+        """Return the calls of the exit, and the logits that it makes.
+
+        They are [num_requests, vocab_size], or a rank's part of them.
+        """
         return self._calls(-1), self._blocks.logits[: self._dims["num_requests"]]
 
     def products(self) -> Iterator[Call]:

@@ -1,5 +1,8 @@
-"""What a pass of prompts reads: their tokens, packed one prompt after another, and where each begins and goes. In front
-of them may stand a token of each of some slots that decode."""
+"""The inputs of a pass of prompts.
+
+They are the prompts' tokens, packed one prompt after another, and where each begins and goes. In front of them may
+stand a token of each of some slots that decode.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,13 @@ from lockstep.step.advance import Advance
 
 @dataclass(frozen=True)
 class Inputs:
-    """Device arrays that the engines and kernels of a pass read: by token token_ids, position_ids, rows (int32: the
-    slot whose cache the token goes into, or -1) and adapter_ids (the place of its adapter, or -1), by request
-    logit_rows (the token whose logits are asked for), slots (int32: whose next token they are, or -1) and held (that
-    token's position). num_decoding: tokens in front, that of slot `i` at i, which decode."""
+    """Device arrays that the engines and kernels of a pass read.
+
+    By token: token_ids, position_ids, rows (int32: the slot whose cache the token goes into, or -1) and adapter_ids
+    (the place of its adapter, or -1). By request: logit_rows (the token whose logits are asked for), slots (int32:
+    whose next token they are, or -1) and held (that token's position). num_decoding: tokens in front, that of slot `i`
+    at i, which decode.
+    """
 
     token_ids: cuda.Array
     position_ids: cuda.Array
@@ -32,13 +38,13 @@ class Inputs:
     num_decoding: int = 0
 
     def values(self) -> dict[str, cuda.Array]:
-        """What blocks read, by name."""
+        """Return what blocks read, by name."""
         names = ("token_ids", "position_ids", "logit_rows", IDS)
         return {name: getattr(self, name) for name in names}
 
 
 class PromptInputs:
-    """Room for `num_tokens` tokens of up to `slots` requests."""
+    """Device arrays for `num_tokens` tokens of up to `slots` requests."""
 
     def __init__(self, num_tokens: int, slots: int, integer: np.dtype):
         by_token, by_request = (num_tokens,), (slots,)
@@ -58,9 +64,12 @@ class PromptInputs:
     def send(
         self, chunks: Sequence[Advance], stream: cuda.Stream, write: bool = True, adapters: np.ndarray | None = None
     ) -> tuple[Inputs, Chunks]:
-        """Put the tokens of `chunks` on the device; gives what the pass reads, and each chunk as (slot, start, first
-        packed token, token behind the last). write: False for a pass that leaves caches and tokens as they are.
-        adapters: the place of each slot's adapter, where blocks take them."""
+        """Put the tokens of `chunks` on the device.
+
+        Returns what the pass reads, and each chunk as (slot, start, first packed token, token behind the last). write:
+        False for a pass that leaves caches and tokens as they are. adapters: the place of each slot's adapter, where
+        blocks take them.
+        """
         ends = np.cumsum([len(chunk.tokens) for chunk in chunks])
         places = [(chunk.slot, chunk.start, int(end) - len(chunk.tokens), int(end)) for chunk, end in zip(chunks, ends)]
         slots = np.array([chunk.slot if write else -1 for chunk in chunks])
@@ -86,9 +95,13 @@ class PromptInputs:
         found: cuda.Array,
         adapters: np.ndarray | None = None,
     ) -> tuple[Inputs, Chunks]:
-        """As `send`, with the tokens of slots that decode in front: those up to the highest of them, of which some may
-        not decode. The requests are all slots up to the highest of the step. found: by slot what the step before finds,
-        which rows go on with whose token is `FOUND`."""
+        """Put a step on the device whose first tokens are of slots that decode.
+
+        These are the slots up to the highest that decodes, of which some may not decode; then come the tokens of
+        `chunks`. The requests are all slots up to the highest of the step. found: by slot what the step before finds,
+        which rows go on with whose token is `FOUND`. adapters, and what is returned: as of `send`; the chunks' packed
+        tokens are counted behind those that decode.
+        """
         count = 1 + max(advance.slot for advance in decoding)
         requests = 1 + max(advance.slot for advance in (*decoding, *chunks))
         total = count + sum(len(chunk.tokens) for chunk in chunks)

@@ -1,4 +1,4 @@
-"""One device's part of a step: its engines, its buffers, its cache, and the calls that a step is made of.
+"""A rank: one device's engines, buffers and cache, and the calls of a step.
 
 A model on one GPU has one rank. Several run the same calls, each on its device, with sums between them; whoever makes
 the calls (`executor.GpuExecutor`) uses the rank's device first.
@@ -34,8 +34,8 @@ _PRODUCTS_EVERY = 32  # tokens, of sizes whose products are warmed: kernels work
 
 
 @dataclass
-class Plan:
-    """The calls of one layout, on buffers that all plans share.
+class StepCalls:
+    """The calls of a step of one layout, on buffers that all steps share.
 
     part: of several ranks, this one's part of the logits where the calls gather none; `logits` are then what
     `Rank.gather` fills.
@@ -61,14 +61,20 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Sum:
-    """`values` become their sum over the ranks. dim: the name of their first dimension."""
+    """A sum over the ranks, in place of `values`.
+
+    dim: the name of their first dimension.
+    """
 
     values: cuda.Array
     dim: str
 
 
 class Rank:
-    """What a device runs of `network`, with slots 0 to `num_slots`-1. exchange: of several ranks, its end."""
+    """A rank that runs `network` on a device, with slots 0 to `num_slots`-1.
+
+    exchange: of several ranks, this one's end of the exchange.
+    """
 
     def __init__(
         self,
@@ -102,23 +108,25 @@ class Rank:
         self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
         self.forms = list(dict.fromkeys(self._attention))
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
-        self.plans: dict[tuple, Plan] = {}
+        self.step_calls: dict[tuple, StepCalls] = {}
         # of a step, and of the one behind it
         self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
 
     @property
     def paged(self) -> list[PagedAttention]:
-        """All attention, where a slot's content can be moved (`PageTables.shares`)."""
+        """Return all attention, where a slot's content can be moved (`PageTables.shares`)."""
         return cast(list[PagedAttention], self.forms)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
-        """See `Attention.reserve`."""
+        """Make room for a step: see `Attention.reserve`."""
         if any(attention.reserve(ends, lengths, self.stream) for attention in self.forms):
-            self.plans.clear()
+            self.step_calls.clear()
 
     def tuned_for(self, num_tokens: int) -> int:
-        """Return the tokens that a layer's block takes as long for as for so many: those that the profile is tuned
-        for in which it takes them."""
+        """Return the tokens for which a layer's block takes as long as for `num_tokens`.
+
+        They are what the profile is tuned for in which the block takes `num_tokens`.
+        """
         if num_tokens not in self._tuned:
             self._tuned[num_tokens] = self._tuned_for(num_tokens)
         return self._tuned[num_tokens]
@@ -134,20 +142,23 @@ class Rank:
         return max(program.tensors[io.name].profiles[profile][1][io.shape.index("num_tokens")] for io in inputs)
 
     def decode_logits(self, slot: int) -> cuda.Array:
-        """Of the last decode step, [1, vocab_size]."""
+        """Return a slot's logits of the last decode step, [1, vocab_size]."""
         return self._buffers["logits", "decode"][slot : slot + 1]
 
-    def gather(self, plan: Plan) -> None:
-        """Put the logits of a plan together whose ranks have parts of them, as its calls left them."""
-        assert plan.part is not None
-        self._end.gather(plan.part, plan.logits)
+    def gather(self, step: StepCalls) -> None:
+        """Gather the logits of a step from the ranks' parts, as its calls left them."""
+        assert step.part is not None
+        self._end.gather(step.part, step.logits)
 
-    def decode_plan(self, count: int, adapted: bool, drawn: bool) -> Plan:
-        """A token of each of the slots 0 to `count`-1, or of those of them that decode (`state`), of which some have an
-        adapter if `adapted`, and tokens of some are drawn if `drawn`; nothing is put on the stream."""
+    def decode_calls(self, count: int, adapted: bool, drawn: bool) -> StepCalls:
+        """Return the calls that decode a token of the slots 0 to `count`-1.
+
+        Only those of them that decode (`state`) are written. adapted: some have an adapter. drawn: tokens of some are
+        drawn. Nothing is put on the stream.
+        """
         key = (count, adapted, drawn, *(attention.capacity for attention in self.forms))
-        plan = self.plans.get(key)
-        if plan is None:
+        step = self.step_calls.get(key)
+        if step is None:
             state = self.state
             inputs = Inputs(
                 state.token_ids[:count],
@@ -158,38 +169,47 @@ class Rank:
                 state.positions[:count],
                 state.adapter_ids[:count],
             )
-            plan = self.plans[key] = self._plan(inputs, adapted, drawn)
-        return plan
+            step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn)
+        return step
 
-    def capture(self, plan: Plan) -> None:
-        """Make a graph of a plan whose calls were made once, which TensorRT asks for before a capture."""
+    def capture(self, step: StepCalls) -> None:
+        """Capture the graph of a step whose calls were made once.
+
+        TensorRT asks for that before a capture.
+        """
         with self.stream.capture() as graph:
-            for call in plan.calls:
+            for call in step.calls:
                 call()
-        plan.graph = graph
+        step.graph = graph
 
     def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
-        """See `PromptInputs.send`."""
+        """Send the inputs of a pass of chunks: see `PromptInputs.send`."""
         return self._prompts.send(chunks, self.stream, write, self.state.adapters)
 
     def send_mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> tuple[Inputs, Chunks]:
-        """See `PromptInputs.send_mixed`."""
+        """Send the inputs of a pass with rows that decode: see `PromptInputs.send_mixed`."""
         return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.token_ids, self.state.adapters)
 
-    def prompt_plan(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[Plan]:
-        """A pass of chunks, call by call: each is on the stream when the plan is given, which has it then. The rank's
-        device is used for each, whatever was used meanwhile. adapted, drawn: as of `decode_plan`."""
+    def prompt_calls(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
+        """Make the calls of a pass of chunks, and yield the step after each.
+
+        The call is on the stream then, and the step has it. The rank's device is used for each, whatever was used
+        meanwhile. adapted, drawn: as of `decode_calls`.
+        """
         self.device.use()
         for attention in self.forms:
             attention.begin(chunks, self.stream)
-        calls = self._prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn)
-        while (plan := next(calls, None)) is not None:
-            yield plan
+        calls = self._make_prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn)
+        while (step := next(calls, None)) is not None:
+            yield step
             self.device.use()
 
     def warm_products(self, adapted: bool) -> None:
-        """Run products with weights at many numbers of tokens, on what lies in the buffers of prompts. cuBLAS chooses a
-        kernel by the size, and its first call loads it, for which a request would wait."""
+        """Run products with weights at many numbers of tokens.
+
+        They read what lies in the buffers of prompts. cuBLAS chooses a kernel by the size, and its first call loads it,
+        for which a request would wait.
+        """
         self.device.use()
         blocks = self._blocks_for_prompts(adapted)
         for tokens in range(_PRODUCTS_EVERY, self._largest_pass + 1, _PRODUCTS_EVERY):
@@ -201,8 +221,8 @@ class Rank:
             self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
         return self._prompt_blocks[adapted]
 
-    def _plan(self, inputs: Inputs, adapted: bool, drawn: bool) -> Plan:
-        """Rows of one token; nothing is put on the stream."""
+    def _make_decode_calls(self, inputs: Inputs, adapted: bool, drawn: bool) -> StepCalls:
+        """Return the calls for rows of one token; nothing is put on the stream."""
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
         values, mask, network = inputs.values(), self._mask_array(inputs, adapted), self.network
@@ -228,10 +248,10 @@ class Rank:
         logits = self._logits("decode", (total, network.vocab_size), made.dtype)
         calls += self._last_calls(made, logits, inputs, drawn)
         part = made if self.splits_logits and not drawn else None
-        return Plan([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
+        return StepCalls([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
 
     def _mask_array(self, inputs: Inputs, adapted: bool) -> cuda.Array | None:
-        """What engines read that take a mask in place of `IDS`; None where none does."""
+        """Return the mask that engines read in place of `IDS`; None where none does."""
         if not adapted or self._mask is None:
             return None
         columns, _, dtype = self._mask
@@ -243,21 +263,21 @@ class Rank:
         kernels, stream, ids, rank = self._kernels, self.stream, inputs.adapter_ids, self._mask[1]
         return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
 
-    def _prompt_calls(
+    def _make_prompt_calls(
         self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool
-    ) -> Iterator[Plan]:
+    ) -> Iterator[StepCalls]:
         total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
         a_pass = blocks.begin(total, num_requests, inputs.num_decoding)
         decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
         logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
         own = blocks.logits[:num_requests] if self.splits_logits and not drawn else None
-        plan = Plan([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total))
+        step = StepCalls([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total))
 
-        def add(name: str, call: Call) -> Plan:
+        def add(name: str, call: Call) -> StepCalls:
             call()
-            plan.calls.append(call)
-            plan.names.append(name)
-            return plan
+            step.calls.append(call)
+            step.names.append(name)
+            return step
 
         for name, call in self._mask_calls(inputs, self._mask_array(inputs, adapted)):
             yield add(name, call)
@@ -281,9 +301,12 @@ class Rank:
             yield add(name, call)
 
     def _last_calls(self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool) -> list[tuple[str, Call]]:
-        """From what the exit made, the logits or a rank's part of them, to the next tokens. The logits are gathered
-        where tokens are drawn; else each rank tells its own most likely ones."""
-        kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the plan
+        """Return the calls from what the exit made to the next tokens.
+
+        made: the logits, or a rank's part of them. The logits are gathered where tokens are drawn; else each rank tells
+        its own most likely ones.
+        """
+        kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the step
         state, slots, held = self.state, inputs.slots, inputs.held
         found = state.found, state.token_ids, state.positions
         draw = ("next token", lambda: kernels.advance(stream, logits, slots, held, limit, state.samplings, *found))
@@ -300,7 +323,7 @@ class Rank:
         ]
 
     def _bind_prompts(self, adapted: bool) -> Iterator[BoundBlock]:
-        """The blocks of a pass of prompts, bound to buffers for the largest."""
+        """Yield the blocks of a pass of prompts, bound to buffers for the largest."""
         arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
         values, mask = arrays.values(), self._mask_array(arrays, adapted)
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
@@ -329,7 +352,10 @@ class Rank:
     def _steps(
         self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
     ) -> list[_Run | _Sum]:
-        """What a block runs; `values` has its outputs afterwards. of: whose logits an exit makes."""
+        """Return what a block runs; `values` has its outputs afterwards.
+
+        of: whose logits an exit makes ("decode", "prompts").
+        """
         step_inputs = [io for io in block.signature.inputs if io.name not in block.adapters]
         read, made = {io.key for io in step_inputs}, {io.key for io in block.signature.outputs}
         # Later pieces, and later blocks, may read what is there, but for what this block makes anew.
@@ -366,7 +392,10 @@ class Rank:
             number += 1
 
     def _logits(self, of: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
-        """[num_requests, vocab_size], or a rank's part of them: a row for each slot is enough."""
+        """Return the buffer of logits, [num_requests, vocab_size] or a rank's part of it.
+
+        A row for each slot is enough.
+        """
         key: tuple[str, ...] = ("logits", of) if shape[1] == self.network.vocab_size else ("logits", of, "part")
         if key not in self._buffers:
             rows = self._num_slots + len(key) - 2  # what is sent to other ranks goes on behind its end
@@ -374,7 +403,10 @@ class Rank:
         return self._buffers[key][: shape[0]]
 
     def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
-        """The buffer of this name, as large as any step needs it: all plans and layers use the same."""
+        """Return the buffer of this name, as large as any step needs it.
+
+        All steps and layers use the same.
+        """
         key = (name, tuple(shape[1:]), np.dtype(dtype))
         array = self._buffers.get(key)
         if array is None:
@@ -391,7 +423,10 @@ class Rank:
 
 
 def _by_engine(step: _Run, mask: cuda.Array | None) -> Mapping[str, cuda.Array]:
-    """The inputs as the engine names them: of one that takes a mask, this by its rank in place of `IDS`."""
+    """Return the inputs as the engine names them.
+
+    Of an engine that takes a mask, this has the name of its rank in place of `IDS`.
+    """
     masks = [name for name in engine_of(step.piece).program.tensors if mask_rank(name)]
     if mask is None or not masks:
         return step.inputs
@@ -399,7 +434,10 @@ def _by_engine(step: _Run, mask: cuda.Array | None) -> Mapping[str, cuda.Array]:
 
 
 def _mask_of_engines(network: Network) -> tuple[int, int, np.dtype] | None:
-    """(columns, room of each adapter, dtype) of the mask that blocks take; None where none takes adapters."""
+    """Return (columns, room of each adapter, dtype) of the mask that blocks take.
+
+    None where no block takes adapters.
+    """
     for block in (*(block for block, _ in network.layers), network.exit):
         for piece in block.pieces:
             for name, tensor in engine_of(piece).program.tensors.items():
@@ -415,12 +453,18 @@ def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> li
 
 
 def engine_of(of: Block | Piece) -> TensorRTExecutable:
-    """A network that this executor is given has engines of this backend."""
+    """Return the executable of a block or piece, which is of this backend.
+
+    The executor is given networks of this backend's engines alone.
+    """
     return cast(TensorRTExecutable, of.run)
 
 
 def most_exchanged(network: Network, num_slots: int, max_num_tokens: int) -> tuple[int, int]:
-    """(bytes that a sum has at most, bytes that a rank's part of what is gathered has at most)."""
+    """Return the most bytes that a sum and a gather exchange.
+
+    These are (bytes of a sum, bytes of a rank's part of what is gathered).
+    """
     sizes = {"num_tokens": max_num_tokens + num_slots, "num_requests": num_slots}
 
     def nbytes(io: IO) -> int:

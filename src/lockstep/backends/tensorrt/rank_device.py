@@ -1,5 +1,7 @@
-"""The device of a rank. A model on one GPU has one rank; several ranks are on GPUs of one kind, which reach each
-other's memory."""
+"""The device of a rank.
+
+A model on one GPU has one rank; several ranks are on GPUs of one kind, which reach each other's memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ ONE_GPU = "LOCKSTEP_RANKS_ON_ONE_GPU"  # of the environment: set, all ranks run 
 
 
 class Device:
-    """What all programs of a rank share: its device, a stream there, and the memory that contexts work in."""
+    """A rank's device, its stream, and the memory that contexts work in.
+
+    All programs of a rank share them.
+    """
 
     _instances: dict[int, Device] = {}
 
@@ -28,8 +33,11 @@ class Device:
 
     @classmethod
     def get(cls, rank: int = 0) -> Device:
-        """The device of a rank: of the rank's number, unless all are to share the first. Raises CheckError where it is
-        not there, another kind than the first, or out of reach of another rank's."""
+        """Return the device of a rank: that of the rank's number, or the first for all.
+
+        `ONE_GPU` says which. Raises CheckError where the device is not there, another kind than the first, or out of
+        reach of another rank's.
+        """
         if rank not in cls._instances:
             number = 0 if os.environ.get(ONE_GPU) else rank
             _check_peers(number)
@@ -37,17 +45,22 @@ class Device:
         return cls._instances[rank]
 
     def use(self) -> None:
-        """What the calling thread does from now on is done on this device."""
+        """Use this device in what the calling thread does from now on."""
         cuda.use_device(self.number)
 
     def reserve(self, nbytes: int) -> None:
-        """Make the shared memory large enough for the contexts to come. Those that are there, and graphs captured with
-        them, keep what they have."""
+        """Make the shared memory large enough for the contexts to come.
+
+        Those that are there, and graphs captured with them, keep what they have.
+        """
         if nbytes > self._scratch.nbytes:
             self._scratch = cuda.empty((nbytes,), "u1", "engines to work in")
 
     def context(self, library: Library, engine: Any, profile: int, where: str, own: bool) -> tuple[Any, cuda.Array]:
-        """A context, and the memory that must live as long as it runs. own: its shapes will not change."""
+        """Return a context, and the memory that must live as long as it runs.
+
+        own: its shapes will not change.
+        """
         context = library.create_context(engine, where, own)
         library.set_device_memory(context, self._scratch.address, self._scratch.nbytes)
         library.set_profile(context, profile, self.stream.handle)
@@ -55,7 +68,10 @@ class Device:
 
 
 def _check_peers(number: int) -> None:
-    """Let a device and those before it, which are the same kind, reach each other's memory."""
+    """Let a device and those before it reach each other's memory.
+
+    Raises CheckError where one is not there, not of the same kind, or out of reach.
+    """
     if number >= (count := cuda.device_count()):
         raise CheckError(
             f"tensor_parallel: expected a GPU for each rank, {number + 1} or more, found {count}; make more visible "

@@ -23,7 +23,7 @@ _TICK = 0.5
 
 
 class RankWatch:
-    """Of the ranks' exchanges, as long as it lives."""
+    """A watchdog of the ranks' exchanges, as long as it lives."""
 
     def __init__(self, exchanges: Sequence[Exchange]):
         self._exchanges = exchanges
@@ -32,7 +32,7 @@ class RankWatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The host waits for devices inside."""
+        """Tell the watchdog that the host waits for devices inside."""
         self._waits += 1
         try:
             yield
@@ -40,7 +40,10 @@ class RankWatch:
             self._waits -= 1
 
     def hanging(self) -> str:
-        """What is said of a rank that others gave up, while the host waits; "" otherwise."""
+        """Return what is said of a rank that others gave up; "" for none.
+
+        It is "" too while the host does not wait.
+        """
         try:
             for exchange in self._exchanges if self._waits else ():
                 exchange.check()

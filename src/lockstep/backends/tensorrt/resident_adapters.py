@@ -1,5 +1,7 @@
-"""Adapters on a device: each is kept in page-locked memory as the blocks read it, and copied from there into the arrays
-of all resident adapters, where it has columns of every A and rows of every B.
+"""Resident adapters on a device.
+
+Each adapter is kept in page-locked memory as the blocks read it, and copied from there into the arrays of all resident
+adapters, where it has columns of every A and rows of every B.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from lockstep.weights.adapters import LoadedAdapter, LoraArrays, scaled
 
 
 class ResidentAdapters:
-    """Writes adapters into device arrays, which it clears first. Copies are put on `stream`, and nobody waits: steps
-    before them have the adapter that was there, steps behind them the new one.
+    """A writer of adapters into device arrays, which it clears first.
 
-    loads: by place the number of the load that brought its adapter; the last entry, of place -1, stays -1."""
+    Copies are put on `stream`, and nobody waits: steps before them have the adapter that was there, steps behind them
+    the new one.
+
+    loads: by place the number of the load that brought its adapter; the last entry, of place -1, stays -1.
+    """
 
     def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int, stream: cuda.Stream):
         self._arrays, self._rank, self._stream = arrays, max_lora_rank, stream
@@ -28,14 +33,20 @@ class ResidentAdapters:
                 stream.fill_zero(array.address, array.nbytes, array.nbytes, 1)
 
     def prepare(self, adapter: LoadedAdapter) -> None:
-        """Keep an adapter as `write` copies it: as it lies in the arrays, its B with the scale, in their dtype."""
+        """Keep an adapter in page-locked memory, ready for `write`.
+
+        It is laid out as in the arrays, its B with the scale, in their dtype.
+        """
         packed = self._packed[adapter.name] = self._pack(adapter)
         if packed.size > self._staging.shape[0]:
             self._stream.synchronize()  # the old array is freed now
             self._staging = cuda.empty(packed.shape, packed.dtype, "an adapter on its way")
 
     def write(self, adapter: LoadedAdapter, place: int) -> None:
-        """Put the copies of an adapter to its place on the stream. What it does not have becomes zero."""
+        """Put the copies of an adapter to its place on the stream.
+
+        Modules that the adapter does not have become zero.
+        """
         self.loads[place] = self.loads.max() + 1
         packed = self._packed[adapter.name]
         staging = self._staging[: packed.size]
@@ -56,15 +67,18 @@ class ResidentAdapters:
             self._stream.fill_zero(to, pitch, width, rows)
 
     def _place(self, each: LoraArrays, place: int, rank: int, at: int) -> int:
-        """Copy a module's two matrices from `at`; gives the address behind them."""
+        """Copy a module's two matrices from `at`; return the address behind them."""
         for to, pitch, width, rows in self._pieces(each, place, rank):
             self._stream.copy_rows(to, pitch, at, width, width, rows)
             at += width * rows
         return at
 
     def _pieces(self, each: LoraArrays, place: int, rank: int) -> list[tuple[int, int, int, int]]:
-        """Of A and of B where `rank` rows or columns of a place lie: (address, bytes from one row to the next, bytes of
-        a row, rows); rows that lie one behind another are one."""
+        """Return where `rank` rows or columns of a place lie, of A and of B.
+
+        Each is (address, bytes from one row to the next, bytes of a row, rows); rows that lie one behind another are
+        one.
+        """
         first, unit = place * self._rank, each.a.dtype.itemsize
 
         def by_rows(array: cuda.Array) -> tuple[int, int, int, int]:
@@ -77,7 +91,7 @@ class ResidentAdapters:
         return [(each.a.address + first * unit, columns * unit, rank * unit, size), by_rows(each.b)]
 
     def _pack(self, adapter: LoadedAdapter) -> np.ndarray:
-        """One after another the matrices of each module, as they lie in the arrays."""
+        """Return the matrices of each module one after another, as they lie in the arrays."""
         dtype = self._arrays[0].a.dtype
         matrices = list(self._matrices(adapter, dtype))
         packed, at = cuda.pinned((sum(matrix.size for matrix in matrices),), dtype), 0

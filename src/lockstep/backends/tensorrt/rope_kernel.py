@@ -1,13 +1,13 @@
-"""The kernel for tokens of prompts: rotary encoding, and the new keys and values into the paged cache. cuDNN's
-attention follows it.
+"""The kernel for tokens of prompts: RoPE, then new keys and values into the cache.
 
-It moves 16 bytes at a time, and its sizes are known when it is compiled, so that nothing is divided by an argument.
+cuDNN's attention follows it. It moves 16 bytes at a time, and its sizes are known when it is compiled, so that nothing
+is divided by an argument.
 """
 
 from __future__ import annotations
 
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.fused_form import THREADS, WORDS, Form, Rotation
+from lockstep.backends.tensorrt.fused_spec import THREADS, WORDS, AttentionKernelSpec, DeviceRopeTables
 
 _KERNEL = r"""
 constexpr int QUERIES = KV_HEADS * GROUP * DIM / 8, KEYS = KV_HEADS * DIM / 8, VALUES = KV_HEADS * VALUE_DIM / 8;  // pieces of 8 numbers that a token has
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load(float (&out)[8], const float* from) {
     }
 }
 __device__ __forceinline__ void load(float (&out)[8], const unsigned short* from) {
-    const Piece found = *(const Piece*)from;
+    const Vec8 found = *(const Vec8*)from;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
         out[2 * e] = number((unsigned short)(found.w[e] & 0xffff));
@@ -29,9 +29,9 @@ __device__ __forceinline__ void load(float (&out)[8], const unsigned short* from
     }
 }
 
-// Blocks (token, slice of its pieces). A token of row -1 is turned, and cached nowhere.
+// Blocks (token, slice of its pieces). A token of row -1 gets its RoPE, and is cached nowhere.
 extern "C" __global__ void __launch_bounds__(THREADS)
-rotate(const Given* query, const Given* key, const Bits* value, Bits* query_out, Bits* keys, Bits* values, const float* own, const float* other,
+apply_rope(const Given* query, const Given* key, const Bits* value, Bits* query_out, Bits* keys, Bits* values, const float* own, const float* other,
        const int* partner, const int* rows, const void* positions, const int* pages, int pages_per_row) {
     const long long token = blockIdx.x, position = WIDE ? ((const long long*)positions)[token] : ((const int*)positions)[token];
     const int row = rows[token];
@@ -47,12 +47,12 @@ rotate(const Given* query, const Given* key, const Bits* value, Bits* query_out,
             load(owns, own + position * DIM + j);
             load(others, other + position * DIM + j);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) x[e] = rotated(x[e], owns[e], number(from[partner[j + e]]), others[e]);
+            for (int e = 0; e < 8; ++e) x[e] = rope(x[e], owns[e], number(from[partner[j + e]]), others[e]);
             Bits* to = is_query ? query_out + (token * KV_HEADS * GROUP + head) * DIM : keys + (place + head * PAGE) * DIM;
-            if (is_query || row >= 0) *(Piece*)(to + j) = Piece{{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])}};
+            if (is_query || row >= 0) *(Vec8*)(to + j) = Vec8{{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])}};
         } else if (row >= 0) {
             const int at = piece - QUERIES - KEYS, head = at / (VALUE_DIM / 8), j = at % (VALUE_DIM / 8) * 8;
-            *(Piece*)(values + (place + head * PAGE) * VALUE_DIM + j) = *(const Piece*)(value + token * VALUES * 8 + at * 8);
+            *(Vec8*)(values + (place + head * PAGE) * VALUE_DIM + j) = *(const Vec8*)(value + token * VALUES * 8 + at * 8);
         }
     }
 }
@@ -60,13 +60,13 @@ rotate(const Given* query, const Given* key, const Bits* value, Bits* query_out,
 _PIECES = 2  # of a thread
 
 
-class Rotate:
-    """The kernel of a form, compiled for this GPU."""
+class RopeKernel:
+    """The RoPE kernel of a spec, compiled for this GPU."""
 
-    def __init__(self, form: Form):
-        pieces = (form.heads * form.head_dim + form.kv_heads * (form.head_dim + form.value_dim)) // 8
+    def __init__(self, spec: AttentionKernelSpec):
+        pieces = (spec.heads * spec.head_dim + spec.kv_heads * (spec.head_dim + spec.value_dim)) // 8
         self._slices = -(-pieces // (_PIECES * THREADS))
-        self._kernel = cuda.compile_kernels(WORDS + _KERNEL, form.options)["rotate"]
+        self._kernel = cuda.compile_kernels(WORDS + _KERNEL, spec.options)["apply_rope"]
 
     def launch(
         self,
@@ -77,15 +77,18 @@ class Rotate:
         query_out: cuda.Array,
         keys: cuda.Array,
         values: cuda.Array,
-        rotation: Rotation,
+        tables: DeviceRopeTables,
         rows: cuda.Array,
         positions: cuda.Array,
         pages: cuda.Array,
     ) -> None:
-        """query [num_tokens, num_heads, head_dim] -> query_out, rotated; key, rotated, and value [num_tokens,
-        num_kv_heads, dim] into keys, values [pages, num_kv_heads, 64, dim], each token into row `rows[token]` (int32;
-        -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the page of each piece of a row. Queries
-        and keys may be float32 where all else is not."""
+        """Put RoPE and the write to the paged cache on the stream.
+
+        query [num_tokens, num_heads, head_dim] -> query_out, with RoPE. key, with RoPE, and value [num_tokens,
+        num_kv_heads, dim] go into keys, values [pages, num_kv_heads, 64, dim], each token into row `rows[token]`
+        (int32; -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the page table. Queries and keys
+        may be float32 where all else is not.
+        """
         self._kernel.launch(
             stream,
             (query.shape[0], self._slices, 1),
@@ -96,9 +99,9 @@ class Rotate:
             query_out,
             keys,
             values,
-            rotation.own,
-            rotation.other,
-            rotation.partner,
+            tables.own,
+            tables.other,
+            tables.partner,
             rows,
             positions,
             pages,

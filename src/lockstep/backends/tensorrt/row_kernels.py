@@ -1,8 +1,8 @@
-"""CUDA kernels of what stands between products of a block: sums, activation functions, norms.
+"""CUDA kernels of what stands between products: sums, activation functions, norms.
 
 In: a piece of a graph that was cut at its products (`onnx_tools.cut_products`), whose values are rows, one of each
 token or request. Out: CUDA C++ of one kernel that computes the piece: a row in a block of threads where something is
-added up over the row, else in several. Values are float32 inside, and rounded where they are stored. Each value that
+accumulated over the row, else in several. Values are float32 inside, and rounded where they are stored. Each value that
 is read twice is read twice from the cache: rows are a few kilobytes.
 
 The text depends on the graph alone: no library chooses, and the same graph gives the same bytes anywhere.
@@ -116,9 +116,12 @@ _SHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 
 @dataclass(frozen=True)
 class RowKernel:
-    """arguments: (name, kind) in order: of rows, an fp16 array [rows, ...] and how many numbers lie between two rows;
-    an index, integers [rows] and whether they are 64 bits wide; a weight, an fp16 array. outputs: as rows, behind them.
-    rows: the name of the dimension that is their number. blocks: of threads, for each row."""
+    """A kernel of a piece, as CUDA C++, and its arguments.
+
+    arguments: (name, kind) in order: of rows, an fp16 array [rows, ...] and how many numbers lie between two rows; an
+    index, integers [rows] and whether they are 64 bits wide; a weight, an fp16 array. outputs: as rows, behind them.
+    rows: the name of the dimension that is their number. blocks: of threads, for each row.
+    """
 
     name: str
     source: str
@@ -138,12 +141,14 @@ class RowKernel:
 
 
 class _HasNoKernel(Exception):
-    """The piece computes what is not made here."""
+    """The piece computes what has no kernel here."""
 
 
 def row_kernel(piece: onnx.ModelProto, name: str) -> RowKernel | None:
-    """The kernel of a piece whose inputs and outputs are fp16; None for one with an operator, or a form of it, that has
-    none here."""
+    """Return the kernel of a piece whose inputs and outputs are fp16.
+
+    None for a piece with an operator, or a form of one, that has none here.
+    """
     for wide in (_WIDE, 1):
         try:
             return _Writer(piece, name, wide).written()
@@ -165,7 +170,10 @@ class _Index:
 
 @dataclass(frozen=True)
 class _Value:
-    """What a name of the graph is. rows: whether there is one of each row, of `sizes`; else `sizes` are all."""
+    """What a name of the graph is.
+
+    rows: whether there is one of each row, of `sizes`; else `sizes` are all.
+    """
 
     rows: bool
     sizes: tuple[int, ...]
@@ -192,7 +200,7 @@ class _Writer:
         }
         self._values: dict[str, _Value] = {}
         self._used: dict[str, None] = {}
-        self._sums: dict[str, str] = {}  # what is added up over a row, by name: how it is read
+        self._sums: dict[str, str] = {}  # what is accumulated over a row, by name: how it is read
         self._shared: list[str] = []
         self._lines: list[str] = []
         self._memo: dict[tuple[str, _Index, str], tuple[str, bool]] = {}
@@ -298,7 +306,7 @@ class _Writer:
         return f"t{self._count}"
 
     def _loop(self, width: int, body: Callable[[_Index], None]) -> None:
-        """A row's numbers, some of each thread."""
+        """Write a loop over a row's numbers, some of each thread."""
         self._memo = {}
         vectors = width // self._wide
         self._lines.append(f"EACH(v, {vectors}) {{")
@@ -320,7 +328,7 @@ class _Writer:
             self._lines.append(f"store8({at}, {text});")
 
     def _each(self, form: str, operands: Sequence[tuple[str, bool]]) -> str:
-        """A vector of what `form` makes of operands."""
+        """Write a vector of what `form` makes of operands; return its variable."""
         made = self._new()
         texts = [f"{text}[j]" if vector else text for text, vector in operands]
         self._lines += [
@@ -331,7 +339,10 @@ class _Writer:
         return made
 
     def _number(self, name: str, index: _Index, row: str) -> tuple[str, bool]:
-        """A value's numbers at `index` of `row`: a variable, and whether it has one for each of a vector's."""
+        """Return a value's numbers at `index` of `row`.
+
+        It is a variable, and whether that has a number for each of a vector's.
+        """
         key = (name, index, row)
         if key not in self._memo:
             self._memo[key] = self._written(name, index, row)
@@ -401,7 +412,7 @@ class _Writer:
         return made, index.unit
 
     def _gathered(self, node: onnx.NodeProto, index: _Index, row: str) -> tuple[str, bool]:
-        """Rows of another number of rows, or of a weight, by an input of integers."""
+        """Read rows of another number of rows, or of a weight, by an input of integers."""
         axis = {each.name: helper.get_attribute_value(each) for each in node.attribute}.get("axis", 0)
         source, ids = node.input
         if axis or ids not in self._index or len(self._dims(ids)) != 1 or row != "row":
@@ -422,7 +433,7 @@ class _Writer:
         return self._load(source, _Index(f"{at} * {width} + {index.base}", index.unit), row)
 
     def _part(self, node: onnx.NodeProto, name: str, index: _Index) -> _Index:
-        """Where in the input of a Split or Slice a number of its output is."""
+        """Return where in the input of a Split or Slice a number of its output is."""
         source, value = self._value(node.input[0]), self._value(name)
         attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
         if not source.rows:
@@ -451,7 +462,10 @@ class _Writer:
         return _Index(f"({index.base}) / {part} * {whole} + {offset} + ({index.base}) % {part}", index.unit)
 
     def _place(self, operand: str, value: _Value, index: _Index) -> _Index:
-        """Where in an operand the number is that goes to `index` of a value, as operators broadcast."""
+        """Return where in an operand the number is that goes to `index` of a value.
+
+        Operands are broadcast as operators do.
+        """
         given = self._value(operand)
         sizes = given.sizes
         if not given.rows and value.rows and len(sizes) > len(value.sizes):
@@ -480,7 +494,10 @@ class _Writer:
         raise _HasNoKernel
 
     def _sum(self, node: onnx.NodeProto) -> None:
-        """Add up over the last dimensions: over the row by all threads, over a part of it by a warp."""
+        """Accumulate over the last dimensions.
+
+        All threads accumulate over the row; over a part of it a warp does.
+        """
         source, (name,) = self._value(node.input[0]), node.output
         attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
         axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
@@ -524,7 +541,10 @@ class _Writer:
 
 
 def _plain_norms(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with each LayerNormalization over the last dimension as what it is made of."""
+    """Return the model with each LayerNormalization as the operators it is made of.
+
+    Those over the last dimension are meant; others stay.
+    """
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
     if not norms:
         return model

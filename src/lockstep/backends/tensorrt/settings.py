@@ -1,4 +1,4 @@
-"""What TensorRT brings to the config: its section `backends.tensorrt`."""
+"""The config of TensorRT: its section `backends.tensorrt`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TensorRTConfig(Section):
     optimization_level: Annotated[int, Field(ge=0, le=5)] = Field(
         default=4,
         description="TensorRT's builder optimization level: lower builds sooner. Level 0 ignores the timing "
-        "cache. TensorRT 8.6 adds up fp16 products in fp16 "
+        "cache. TensorRT 8.6 accumulates fp16 products in fp16 "
         "where it does not fuse them, which at levels 4 and 5 is seldom; the build says so. What is built as "
         "one region (`one_region`) is at level 3 at most.",
     )
@@ -37,7 +37,7 @@ class TensorRTConfig(Section):
         default=True,
         description="With TensorRT 8.6, have the fp16 graphs of blocks compiled as one fused region each, "
         "which builds them sooner than the search at levels 4 and 5, and fuses all products, "
-        "which are then added up in fp32 but for a few that the build names. A graph that TensorRT cannot "
+        "which are then accumulated in fp32 but for a few that the build names. A graph that TensorRT cannot "
         "build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
     )
     products: Literal["cublas", "tensorrt"] | None = Field(
@@ -64,7 +64,7 @@ class TensorRTConfig(Section):
     attention: Literal["fused", "traced"] = Field(
         default="fused",
         description="`fused`: on a paged KV cache, cuDNN's attention for prompts and a kernel of our own for "
-        "rows that decode, for the kinds that these can run (needs "
+        "rows that decode, for the attention variants that these can run (needs "
         "nvidia-cudnn-frontend and cuDNN 9); "
         "`traced`: the model's own graph, in TensorRT.",
     )

@@ -1,4 +1,7 @@
-"""Uploads that nobody waits for: small host arrays go through page-locked memory, two pieces in turn."""
+"""Uploads that nobody waits for, through page-locked memory.
+
+Small host arrays are copied to one of two pieces in turn.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _ALIGNMENT = 16  # bytes
 
 
 class Staging:
-    """Page-locked memory that uploads of up to `nbytes` in `arrays` arrays go through.
+    """Page-locked memory for uploads of up to `nbytes` in `arrays` arrays.
 
     A piece is written again once its last copies are through, which an event tells: the host waits only when it is two
     uploads ahead of the device.
@@ -23,8 +26,11 @@ class Staging:
         self._pieces = [(cuda.pinned((size,), np.uint8), cuda.Event()) for _ in range(2)]
 
     def send(self, stream: cuda.Stream, pairs: Sequence[tuple[cuda.Array, np.ndarray]]) -> None:
-        """Put copies on the stream: of each pair a host array, of any integer or floating dtype, into a device array of
-        the same shape. The host arrays may change as soon as this returns."""
+        """Put copies to device arrays on the stream.
+
+        pairs: a device array, and a host array of the same shape and of any integer or floating dtype. The host arrays
+        may change as soon as this returns.
+        """
         self._pieces.reverse()
         piece, sent = self._pieces[0]
         sent.wait()

@@ -1,4 +1,4 @@
-"""Which tactics an engine set is built with: chosen freely, recorded, or those of a record and no other.
+"""The tactics of an engine set: chosen freely, recorded, or held to a record.
 
 A record lies beside the engines: `timing.cache`, which TensorRT chooses by, and `tactics.json`, what was chosen, layer
 by layer. TensorRT does not promise that the same cache makes the same engine: what was chosen is compared after the
@@ -13,7 +13,8 @@ from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, sha256_json, write_bytes, write_json
-from lockstep.backends.tensorrt.layers import compare
+from lockstep.backends.tensorrt.layers import ChosenLayer, differences
+from lockstep.backends.tensorrt.v8_6.regions import remedy
 from lockstep.errors import CheckError, InputError
 
 MODES = ("free", "record", "verified")
@@ -21,13 +22,24 @@ CACHE, RECORD = "timing.cache", "tactics.json"
 _AGAIN = "build with tactics: record"
 
 
+def compare(recorded: Sequence[ChosenLayer], found: Sequence[ChosenLayer], where: str) -> None:
+    """Raise CheckError with the first difference between recorded and found layers."""
+    if line := next(differences(recorded, found, where), None):
+        raise CheckError(line + remedy((*recorded, *found)))
+
+
 class Tactics:
-    """The tactics of one engine set in `folder`. made_by: JSON of all else that decides them (version, device,
-    options)."""
+    """The tactics of one engine set in `folder`.
+
+    made_by: JSON of all else that decides them (version, device, options).
+    """
 
     def __init__(self, mode: str, folder: Path, made_by: Mapping[str, Any]):
-        """Raises InputError for an unknown mode; with `verified` CheckError for a record that is absent, damaged or
-        made otherwise."""
+        """Read the record of `folder`, unless the mode is free.
+
+        Raises InputError for an unknown mode; with `verified` CheckError for a record that is absent, damaged or made
+        with something else than `made_by`.
+        """
         if mode not in MODES:
             raise InputError(f"tactics: expected one of {', '.join(MODES)}, found {mode!r}")
         self.mode, self.folder, self.made_by = mode, folder, made_by
@@ -39,11 +51,14 @@ class Tactics:
             raise CheckError(f"{problem}; {_AGAIN}")
 
     def keeps(self, name: str, digest: str) -> bool:
-        """Whether an engine whose tactics have this digest is the one that the record speaks of."""
+        """Return whether an engine of this digest of tactics is the recorded one.
+
+        With mode `free` every engine is kept.
+        """
         return self.mode == "free" or name in self.engines and sha256_json(self.engines[name]["layers"]) == digest
 
     def _read(self) -> str | None:
-        """Take the record that lies there; gives what is wrong with it."""
+        """Read the record into this object; return what is wrong with it, or None."""
         path, cache = self.folder / RECORD, self.folder / CACHE
         try:
             record = read_json(path, formats.TACTICS)
@@ -61,23 +76,27 @@ class Tactics:
         self.engines, self.cached, self.cache = record["engines"], record["cached"], cache.read_bytes()
         return None
 
-    def take(self, name: str, graph_sha256: str, layers: Sequence[Mapping[str, Any]], where: str) -> str:
-        """Compare what was chosen for an engine with the record, or record it; gives its digest. Raises CheckError
-        naming the layer that differs."""
+    def take(self, name: str, graph_sha256: str, layers: Sequence[ChosenLayer], where: str) -> str:
+        """Compare what was chosen for an engine with the record, or record it.
+
+        Returns the digest of the choices. With `verified`: raises CheckError naming the layer that differs, or for an
+        engine or graph that the record does not have.
+        """
         if self.mode == "verified":
             recorded = self.engines.get(name)
             if recorded is None or recorded["graph_sha256"] != graph_sha256:
                 found = "none of this engine" if recorded is None else "those of another graph"
                 raise CheckError(f"{self.folder / RECORD}: expected the tactics of {name}, found {found}; {_AGAIN}")
-            compare(recorded["layers"], layers, where)
-        self.engines[name] = {"graph_sha256": graph_sha256, "layers": list(layers)}
-        return sha256_json(list(layers))
+            compare([ChosenLayer.from_json(layer) for layer in recorded["layers"]], layers, where)
+        chosen = [layer.to_json() for layer in layers]
+        self.engines[name] = {"graph_sha256": graph_sha256, "layers": chosen}
+        return sha256_json(chosen)
 
     def take_cache(self, cache: bytes, cached: Mapping[str, str], where: str) -> None:
-        """The timing cache after an engine. A record is written each time, so that a build that is interrupted goes on
-        from it.
+        """Record the timing cache after an engine was built, or check it.
 
-        With `verified`: raises CheckError naming an entry that the record lacks or has another tactic for.
+        A record is written each time, so that a build that is interrupted goes on from it. With `verified`: raises
+        CheckError naming an entry that the record lacks or has another tactic for.
         """
         if self.mode == "verified":
             for key, tactic in cached.items():
@@ -92,8 +111,10 @@ class Tactics:
             self._write()
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        """What the engine set's manifest says: the mode and the record's files. Forgets engines that are not of the
-        set."""
+        """Return the manifest's entry of the set: the mode and the record's files.
+
+        Engines that are not of the set (`names`) are dropped from the record.
+        """
         if self.mode == "free":
             return {"mode": self.mode}
         if self.mode == "record" and set(self.engines) != set(names):
@@ -114,7 +135,10 @@ class Tactics:
 
 
 def _text(value: object, other: object) -> str:
-    """A mapping by those of its values that differ from the other's, and those that it lacks."""
+    """Return a value as messages show it.
+
+    Of a mapping only what differs from the other one, and what that one lacks, is shown.
+    """
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         differing = [f"{key} {item}" for key, item in value.items() if key not in other or other[key] != item]
         return ", ".join(differing + [f"no {key}" for key in other if key not in value])

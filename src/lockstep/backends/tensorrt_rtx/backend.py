@@ -1,4 +1,6 @@
-"""The TensorRT-RTX backend. Engine: a plan whose weights are inputs, the same bytes on every machine.
+"""The TensorRT-RTX backend.
+
+Engine: an engine plan whose weights are inputs, the same bytes on every machine.
 
 Nothing is timed when an engine is built: kernels are chosen and compiled where it is loaded. So a build needs no GPU,
 and what is known of an engine without one is what is known of its network: names, types, sizes and profiles are held to
@@ -31,8 +33,11 @@ _PLAN = ".engine"
 
 
 class TensorRTRTXBackend:
-    """TensorRT-RTX 1.7 and later. Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays it.
-    w8a16 and w4a16 are dequantised to float32 in the engine."""
+    """TensorRT-RTX 1.7 and later.
+
+    Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays float32. w8a16 and w4a16 are
+    dequantised to float32 in the engine.
+    """
 
     library = TENSORRT_RTX
     name = "tensorrt_rtx"
@@ -51,11 +56,14 @@ class TensorRTRTXBackend:
         return self.library.version_text()
 
     def describe_device(self) -> dict[str, Any]:
-        """What engines are for, with `compute_capabilities` of the options: no one device."""
+        """Return what engines are for: no one device.
+
+        With `compute_capabilities` of the options this says for which GPUs an engine is.
+        """
         return {"type": "gpu", "name": "NVIDIA RTX GPUs"}
 
     def describe_hardware(self) -> dict[str, Any]:
-        """The GPU here, which runs them."""
+        """Return the description of the GPU here, which runs engines."""
         from lockstep.backends.tensorrt.device import describe_gpu
 
         return describe_gpu(self.name)
@@ -64,14 +72,17 @@ class TensorRTRTXBackend:
         return {"name": device.get("name")}
 
     def default_options(self) -> dict[str, Any]:
-        """compute_capabilities: None is portable. Limits: what the profiles are made for."""
+        """Return the build options as they are recorded.
+
+        compute_capabilities: None is portable. Limits: what the profiles are made for.
+        """
         return {"compute_capabilities": None, **{name: getattr(Limits(), name) for name in LIMITS}}
 
     def options_key(self, options: Mapping[str, Any]) -> Any:
         return dict(options)
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        """All: attention is the model's own graph."""
+        """Return all graphs: attention is the model's own graph."""
         yield from assembly.engine_graphs()
 
     def file(self, name: str) -> str:
@@ -88,14 +99,17 @@ class TensorRTRTXBackend:
         return {"typing": "strong", "attention": "traced"}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
-        """In a process of its own: see `compiler`."""
+        """Build an engine in a process of its own: see `compiler`."""
         self._compiler.build(graph_path, out_path, options)
         return Built()
 
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> Program:
-        """Raises InputError where no GPU here runs the engine."""
+        """Load an engine file.
+
+        Raises InputError where no GPU here runs the engine.
+        """
         self.require_gpu()
         from lockstep.backends.tensorrt.program import TensorRTProgram
 
@@ -106,11 +120,17 @@ class TensorRTRTXBackend:
             raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
 
     def choices(self, engine_path: Path) -> Any:
-        """Nothing is chosen before an engine is loaded: its serialization is all there is."""
+        """Return the digest of the engine's serialization.
+
+        Nothing is chosen before an engine is loaded: the serialization is all there is.
+        """
         return {"serialization": sha256_file(engine_path)}
 
     def layer_information(self, engine_path: Path) -> Any:
-        """The library tells layers where a GPU loads the engine, and there is not always one."""
+        """Return the digest of the engine's serialization.
+
+        The library tells layers where a GPU loads the engine, and there is not always one.
+        """
         return {"serialization": sha256_file(engine_path)}
 
     def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:

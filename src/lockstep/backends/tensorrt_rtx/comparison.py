@@ -1,6 +1,6 @@
-"""Polygraphy's runner for engines on a GPU, called as the runtime calls them. Polygraphy's own is for TensorRT alone.
+"""A Polygraphy runner for engines on a GPU, called as the runtime calls them.
 
-Needs tensorrt-rtx, cuda-python, polygraphy and a GPU.
+Polygraphy's own runner is for TensorRT alone. Needs tensorrt-rtx, cuda-python, polygraphy and a GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep.onnx_tools.dequantized import sign_of
 def open_engine(
     file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
 ) -> Callable[[int], EngineRunner]:
-    """What makes the engine's runner for an optimization profile: see `lockstep.verify.compare.run`.
+    """Return a function that makes the engine's runner for an optimization profile.
 
-    Raises InputError where no GPU here runs the engine.
+    See `lockstep.verify.compare.run`. Raises InputError where no GPU here runs the engine.
     """
     backend = TensorRTRTXBackend()
     backend.require_gpu()
@@ -36,7 +36,10 @@ def open_engine(
 
 
 class EngineRunner(BaseRunner):
-    """Runs an engine on one of its optimization profiles; weights are on the device, beside what the caller gives."""
+    """Runner of an engine on one of its optimization profiles.
+
+    Weights are on the device, beside what the caller gives.
+    """
 
     def __init__(
         self, name: str, inputs: Sequence[IO], program: TensorRTProgram, weights: Mapping[str, cuda.Array], profile: int
@@ -66,12 +69,15 @@ class EngineRunner(BaseRunner):
             program.device.stream.download(found[name], array)
         program.device.stream.synchronize()
         del scratch  # which had to live until here
-        self.inference_time = time.perf_counter() - start  # Polygraphy adds them up
+        self.inference_time = time.perf_counter() - start  # Polygraphy accumulates them
         return found
 
 
 def _upload(program: TensorRTProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, cuda.Array]:
-    """Copies on the device, of the engine's dtypes; integers of quantised weights with their sign."""
+    """Return copies on the device, of the engine's dtypes.
+
+    Integers of quantised weights are copied with their sign.
+    """
     found, stream = {}, program.device.stream
     for name, array in arrays.items():
         dtype = program.tensors[name].dtype

@@ -1,4 +1,6 @@
-"""TensorRT-RTX's builder in a process of its own, on a heap that makes its engines the same bytes everywhere.
+"""TensorRT-RTX's builder in a process and on a heap of its own.
+
+On that heap its engines are the same bytes everywhere.
 
     python -m lockstep.backends.tensorrt_rtx.compiler < requests
 
@@ -37,15 +39,21 @@ _ERRORS = {error.__name__: error for error in (InputError, CheckError, GraphRefu
 
 
 class Compiler:
-    """Builds engines in a process that is started with the first one, and ended after the last or some before it."""
+    """A builder of engines in another process.
+
+    That is started with the first engine, and ended after the last or some before it.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._built = 0
 
     def build(self, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
-        """Raises CheckError where the library refuses the graph, or makes something else of it, and where it ends the
-        process; OSError where the engine cannot be written."""
+        """Build one engine in the other process.
+
+        Raises CheckError where the library refuses the graph, or makes something else of it, and where it ends the
+        process; OSError where the engine cannot be written.
+        """
         if self._process is None:
             self._process, self._built = _start(), 0
             weakref.finalize(self, _end, self._process)
@@ -100,7 +108,7 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """It ends by itself when there is nothing more to read."""
+    """Wait for the builder's process, which ends when there is nothing more to read."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended
         process.stdin.close()
@@ -109,9 +117,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
-    """Build one engine in this process, products with quantised weights in the form of `onnx_tools.dequantized`. What
-    the library is given is held to the graph before: names, types, sizes and profiles of inputs and outputs, and the
-    type of each value."""
+    """Build one engine in this process.
+
+    Products with quantised weights are rewritten as of `onnx_tools.dequantized`. What the library is given is held to
+    the graph before: names, types, sizes and profiles of inputs and outputs, and the type of each value.
+    """
     where, model = str(out), onnx.load(graph)
     dequantize_products(model, where)
     builder = library.create_builder()
@@ -128,7 +138,10 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
 
 
 def _check_heap() -> None:
-    """Raises CheckError where this process allocates elsewhere: its engines would be other bytes."""
+    """Raise CheckError where this process allocates elsewhere.
+
+    Its engines would be other bytes.
+    """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     if not FIRST <= (libc.malloc(1) or 0) < LAST:

@@ -1,6 +1,7 @@
-"""Whether there is a GPU that runs TensorRT-RTX's engines: asked of the CUDA driver, without the library.
+"""Whether a GPU here runs TensorRT-RTX's engines, by the CUDA driver alone.
 
-In: the compute capabilities that engines were built for. Out: nothing, or why they cannot run here.
+The library is not asked. In: the compute capabilities that engines were built for. Out: nothing, or why they cannot run
+here.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MIN
 
 
 def why_not(built_for: Sequence[str] | None) -> str | None:
-    """Why engines that are built for these compute capabilities (None: portable) cannot run here; None where they
-    can."""
+    """Return why engines for these compute capabilities cannot run here.
+
+    built_for: None is portable. Returns None where they can run.
+    """
     wanted = PORTABLE if built_for is None else " or ".join(filter(None, [", ".join(built_for[:-1]), built_for[-1]]))
     found = compute_capability()
     if found and runs_on(found, built_for):
@@ -25,7 +28,10 @@ def why_not(built_for: Sequence[str] | None) -> str | None:
 
 
 def runs_on(capability: str, built_for: Sequence[str] | None) -> bool:
-    """A portable engine runs on everything from 12.0, as TensorRT-RTX says when it refuses a device."""
+    """Return whether a GPU of a compute capability runs such engines.
+
+    A portable engine runs on everything from 12.0, as TensorRT-RTX says when it refuses a device.
+    """
     if built_for is not None:
         return capability in built_for
     return capability in _PORTABLE_BELOW_12 or int(capability.partition(".")[0]) >= 12
@@ -33,7 +39,10 @@ def runs_on(capability: str, built_for: Sequence[str] | None) -> bool:
 
 @functools.cache
 def compute_capability() -> str | None:
-    """The compute capability of the first CUDA device ("8.9"); None where there is no driver or no device."""
+    """Return the compute capability of the first CUDA device ("8.9").
+
+    None where there is no driver or no device.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

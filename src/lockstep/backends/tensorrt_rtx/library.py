@@ -1,4 +1,4 @@
-"""TensorRT-RTX behind the class that TensorRT is behind: what it has of its own. The only module that imports it.
+"""TensorRT-RTX behind TensorRT's class, the only module that imports it.
 
 A build needs no GPU: kernels are compiled when an engine is loaded, for the GPU at hand, and kept in a runtime cache.
 """
@@ -57,14 +57,15 @@ class RTXLibrary(Library):
                 raise CheckError(f"{self.title} does not build for compute capability {capability}")
 
     def use_one_thread(self, builder: trt.Builder) -> None:
-        """Threads would allocate in another order each time."""
+        """Let the builder use one thread: more would allocate in another order each time."""
         builder.max_threads = 1
 
     def create_context(self, engine: trt.ICudaEngine, where: str, own: bool) -> trt.IExecutionContext:
-        """As of TensorRT, with kernels from the runtime cache, which keeps those that are compiled now.
+        """Return a context as of TensorRT, with kernels from the runtime cache.
 
-        A context of its own shapes is captured in a CUDA graph: its kernels are compiled for just them before it runs.
-        For any shape they are compiled in the background, and another kernel runs until then.
+        The cache keeps kernels that are compiled now. A context of its own shapes is captured in a CUDA graph: its
+        kernels are compiled for just them before it runs. For any shape they are compiled in the background, and
+        another kernel runs until then.
         """
         self.log.clear()
         config: trt.IRuntimeConfig = engine.create_runtime_config()
@@ -78,8 +79,11 @@ class RTXLibrary(Library):
         return context
 
     def _runtime_cache(self, config: trt.IRuntimeConfig, folder: Path) -> trt.IRuntimeCache:
-        """The kernels that were compiled for the engines of a folder, one cache for each GPU, driver and version. One
-        that the library refuses, for it is damaged or another version's, is begun anew."""
+        """Return the cache of kernels that were compiled for the engines of a folder.
+
+        There is one for each GPU, driver and version. One that the library refuses, for it is damaged or another
+        version's, is begun anew.
+        """
         path = folder / f"runtime.{sha256_json([self.version_text(), gpu_key(describe_gpu(self.backend))])[:12]}.cache"
         if path not in self._caches:
             cache: trt.IRuntimeCache = config.create_runtime_cache()
@@ -92,8 +96,10 @@ class RTXLibrary(Library):
 
 
 def _save(path: Path, cache: Any, before: bytes) -> None:
-    """At the end of the process. A folder that cannot be written to, or is gone, goes without: next time the kernels
-    are compiled again."""
+    """Write a runtime cache at the end of the process.
+
+    For a folder that cannot be written to, or is gone, nothing is kept: next time the kernels are compiled again.
+    """
     data = bytes(cache.serialize())
     if data != before and path.parent.is_dir():
         with contextlib.suppress(OSError, InputError):

@@ -1,9 +1,9 @@
-"""A heap that never goes back: each allocation lies above the one before it, at addresses that are always the same.
+"""A heap of fixed addresses, on which each allocation lies above the one before.
 
-TensorRT-RTX numbers some of an engine's values in the order of their addresses, so that with the C library's heap,
-which gives out again what was freed, at addresses that the kernel draws by lot, two builds of one graph differ in a few
-of these numbers. On this heap the order of addresses is the order of allocations, which the library's code decides
-alone: the same bytes in every process, Python and machine.
+TensorRT-RTX numbers some of an engine's values in the order of their addresses. The C library's heap gives out again
+what was freed, at addresses that the kernel draws by lot, so that two builds of one graph differ in a few of these
+numbers. On this heap the order of addresses is the order of allocations, which the library's code decides alone: the
+same bytes in every process, Python and machine.
 
 In: nothing. Out: a shared object for LD_PRELOAD, x86-64 and Linux, that has the allocator as machine code of 256 bytes;
 what it stands for is written beside it, in Intel's notation. Nothing is freed: it is for a process that builds some
@@ -121,7 +121,7 @@ _READ_RUN, _READ_WRITE = 5, 6
 
 
 def shared_object() -> bytes:
-    """The ELF file (System V ABI, generic and AMD64)."""
+    """Return the ELF file (System V ABI, generic and AMD64)."""
     code, labels = _assemble()
     names, offsets = b"\0", {}
     for name in _EXPORTED:
@@ -144,7 +144,7 @@ def shared_object() -> bytes:
 
 
 def _assemble() -> tuple[bytes, dict[str, int]]:
-    """The listing's machine code, and where each label stands in it."""
+    """Return the listing's machine code, and where each label stands in it."""
     code, labels = b"", {}
     for line in _LISTING.split("\n"):
         if line.endswith(":"):
@@ -155,8 +155,10 @@ def _assemble() -> tuple[bytes, dict[str, int]]:
 
 
 def _headers(run: int, written: int, dynamic: int) -> bytes:
-    """The ELF header of a shared object without sections, and its program headers: two parts that are loaded, the
-    dynamic section, and a stack on which nothing is run."""
+    """Return the ELF header of a shared object without sections, and program headers.
+
+    The program headers are of two parts that are loaded, the dynamic section, and a stack on which nothing is run.
+    """
     elf = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
     elf += struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, _HEADER, 0, 0, _HEADER, _PROGRAM, 4, 0, 0, 0)
     load, dynamic_part, stack = 1, 2, 0x6474E551

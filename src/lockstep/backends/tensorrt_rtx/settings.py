@@ -1,5 +1,7 @@
-"""What TensorRT-RTX brings to the config: its section `backends.tensorrt_rtx`, and whether its engines can be built and
-run here."""
+"""The config of TensorRT-RTX: its section `backends.tensorrt_rtx`.
+
+It also says whether engines can be built and run here.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from lockstep.artifacts.assembly import Assembly, GraphFile, Part
 from lockstep.artifacts.reports import PASS, ComparedEngine, ComparedRun, ComparisonReport, OutputError
 from lockstep.artifacts.signature import IO
 from lockstep.backends.engine_set import EngineSet
-from lockstep.backends.graphs import BaseGraph, RotaryGraph, graph_file
+from lockstep.backends.graphs import BaseGraph, RopeGraph, graph_file
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
 from lockstep.onnx_tools.sessions import open_session
@@ -106,7 +106,7 @@ def run(
     graphs = dict(engines.backend.graphs(assembly, engines.manifest.options))
     compared: dict[str, ComparedEngine] = {}
     failures: list[str] = []
-    for name in (name for name in engines.names() if not isinstance(graphs[name], RotaryGraph)):
+    for name in (name for name in engines.names() if not isinstance(graphs[name], RopeGraph)):
         pair = _Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads)
         compared[name] = pair.compare(tolerance)
         failures += pair.failures[:1]

@@ -1,5 +1,7 @@
-"""What fused attention, and what our own kernels need besides TensorRT: asked for when a build starts and when engines
-are opened, not in the middle."""
+"""What fused attention and our own kernels need besides TensorRT.
+
+It is asked for when a build starts and when engines are opened, not later.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ _CUBLAS_FOLDERS = ("nvidia/cublas/lib", "nvidia/cu13/lib")
 
 
 def require_cudnn() -> Any:
-    """The module `cudnn`. Raises InputError where it, or the library cuDNN 9, is not found or does not start."""
+    """Return the module `cudnn`.
+
+    Raises InputError where it, or the library cuDNN 9, is not found or does not start.
+    """
     try:
         import cudnn
 
@@ -46,8 +51,10 @@ def require_cudnn() -> Any:
 
 
 def require_capability(device: Mapping[str, Any]) -> None:
-    """Raises InputError for a GPU (device.describe_gpu) that is too old for the kernels of fused attention, cuDNN's and
-    ours."""
+    """Raise InputError for a GPU that is too old for the kernels of fused attention.
+
+    These are cuDNN's and ours. device: of `device.describe_gpu`.
+    """
     found = device["compute_capability"]
     if tuple(map(int, found.split("."))) < (8, 0):
         raise InputError(
@@ -57,7 +64,7 @@ def require_capability(device: Mapping[str, Any]) -> None:
 
 
 def require_nvrtc() -> None:
-    """Raises InputError where the library NVRTC, which compiles our own kernels, is not found."""
+    """Raise InputError where NVRTC, which compiles our own kernels, is not found."""
     from cuda.bindings import nvrtc
 
     try:
@@ -74,8 +81,11 @@ def require_nvrtc() -> None:
 
 
 def require_cublas() -> Any:
-    """The library cuBLAS, which multiplies with weights between pieces of blocks: that of `site-packages/nvidia`, or
-    what the loader finds. Raises InputError where there is none."""
+    """Return the library cuBLAS, which multiplies with weights between pieces.
+
+    The pieces are those of blocks that are cut at their products. It is the library of `site-packages/nvidia`, or else
+    what the loader finds. Raises InputError where there is none.
+    """
     folders = [Path(entry) / folder for entry in sys.path if entry for folder in _CUBLAS_FOLDERS]
     wheels = [str(folder / name) for folder in folders for name in _CUBLAS if (folder / name).is_file()]
     for name in (*wheels, *_CUBLAS):
@@ -91,7 +101,10 @@ def require_cublas() -> Any:
 
 
 def open_library(name: str) -> Any:
-    """A shared library, through ctypes. Raises OSError."""
+    """Open a shared library through ctypes.
+
+    Raises OSError where there is none of this name.
+    """
     return ctypes.CDLL(name)
 
 

@@ -1,10 +1,10 @@
-"""Have TensorRT 8.6 take a whole fp16 graph as one fused region at a low optimization level, by nodes that change
-nothing.
+"""Have TensorRT 8.6 take a whole fp16 graph as one fused region at a low level.
 
-8.6 gives its compiler of fused regions only those parts of a graph that it expects to gain from; where a Gather of fp16
-numbers makes the result, it gives it all. Levels 4 and 5 come to that too, by trying many ways to divide the graph and
-building each. (Seen, not documented.) The Gather stands at an output, where the last kernel writes through the index.
-On the vector of a norm's weights, which kernels of one row read in their innermost loop, it made those slower.
+Nodes that change no value are added for that. 8.6 gives its compiler of fused regions only those parts of a graph that
+it expects to gain from; where a Gather of fp16 numbers makes the result, it gives it all. Levels 4 and 5 come to that
+too, by trying many ways to divide the graph and building each. (Seen, not documented.) The Gather stands at an output,
+where the last kernel writes through the index. On the vector of a norm's weights, which kernels of one row read in
+their innermost loop, it made those slower.
 
 As far as seen, a region has one floating type for all its inputs and outputs: a graph with fp16 and fp32 ones is
 refused. So is one in which the parser must bring an fp32 operand to the rank of the other, since the layer that it puts
@@ -27,12 +27,14 @@ _BROADCASTS = ("Add", "Sub", "Mul", "Div")
 
 
 def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """A copy whose last fp16 output [N, W] is element 0 of itself as [1, N, W]: the same bits. None where there is no
-    such output, or a Gather makes it. What is made of weights and constants and added, subtracted, multiplied or
-    divided in fp32 has the rank of the other operand from the start.
+    """Return a copy of the graph that TensorRT 8.6 takes as one fused region.
 
-    The last and not the first, which a block has in its midst: what follows it would be slower. Raises CheckError when
-    the copy computes something else.
+    Its last fp16 output [N, W] is element 0 of itself as [1, N, W]: the same bits. It is the last and not the first,
+    which a block has in its midst: what follows that would be slower. An operand that is made of weights and constants,
+    and is added, subtracted, multiplied or divided in fp32, has the rank of the other operand from the start.
+
+    Returns None where there is no such output, or a Gather makes it already. Raises CheckError when the copy computes
+    something else.
     """
     outputs = [
         value
@@ -65,8 +67,11 @@ def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
 
 
 def _bring_to_rank(model: onnx.ModelProto) -> bool:
-    """Where an fp32 operand made of weights and constants is broadcast to a higher rank, compute it from such that have
-    its leading ones. Whether there was one."""
+    """Give fp32 operands made of weights and constants the rank of their result.
+
+    Where such an operand is broadcast to a higher rank, it is computed from weights and constants that have the leading
+    ones. Returns whether there was one.
+    """
     graph = model.graph
     values = typed_values(model)
     shapes = {name: shape for name, (_, shape) in values.items()}
@@ -79,7 +84,10 @@ def _bring_to_rank(model: onnx.ModelProto) -> bool:
 
     @functools.cache
     def fixed(name: str) -> bool:
-        """Whether it is made of weights and constants alone, element by element."""
+        """Return whether a value is made of weights and constants alone.
+
+        Only operators that work element by element count.
+        """
         node = made.get(name)
         return (
             name in weights
@@ -88,7 +96,7 @@ def _bring_to_rank(model: onnx.ModelProto) -> bool:
         )
 
     def at_rank(name: str, rank: int) -> str:
-        """What `name` is called with leading ones; a scalar needs none."""
+        """Return the name of a value with leading ones; a scalar needs none."""
         new = f"{name}/rank {rank}"
         if not shapes[name]:
             return name

@@ -1,9 +1,11 @@
-"""Read a rotary encoding out of its graph, as numbers that kernels apply (decode_kernel.py, rotate_kernel.py).
+"""RoPE tables: an attention variant's RoPE, read out of its graph as numbers.
 
-In: the rotary graph of a kind (engine/rotary.py) in ONNX Runtime, on the host. Out: for each position and element of a
-head the weight of the element itself and of one partner, which is what rotary encodings come to, partial, interleaved,
-scaled or none at all. They are read with unit vectors. Before, when the engines are built, they are held against the
-graph on random numbers at all positions; a graph that does something else is refused. Needs no GPU.
+In: the RoPE graph of an attention variant (onnx_tools/rope.py) in ONNX Runtime, on the host. Out: for each position and
+element of a head the weight of the element itself and that of its partner. All kinds of RoPE come to that: partial,
+interleaved, scaled, or none at all. The kernels that apply the tables are paged_decode_attention.py and rope_kernel.py.
+
+The tables are read with unit vectors. When the engines are built, they are first compared with the graph on random
+numbers at all positions; a graph that computes something else is refused. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from lockstep.errors import CheckError
 from lockstep.step.executable import HostExecutable
 
 _PROBES = 12  # positions at which all elements are looked at
-_NUMBERS = 1 << 17  # of queries and keys that are turned at a time: few enough to stay in the processor's cache
+_NUMBERS = 1 << 17  # of queries and keys that get RoPE at a time: few enough to stay in the processor's cache
 
 
 @dataclass(frozen=True)
-class Tables:
-    """A rotary encoding: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads of
-    queries and keys.
+class RopeTables:
+    """RoPE as numbers, the same for all heads of queries and keys.
 
-    own, other [positions, head_dim] float32; partner [head_dim] int32, an element's own number where it has none.
+    The result is `x[j] * own[position, j] + x[partner[j]] * other[position, j]`. own, other [positions, head_dim]
+    float32; partner [head_dim] int32, an element's own number where it has no partner.
     """
 
     own: np.ndarray
@@ -33,33 +35,34 @@ class Tables:
     partner: np.ndarray
 
 
-def read_rotation(executable: HostExecutable, positions: int, where: str) -> Tables:
-    """The encoding of a rotary graph (an executable of ONNX Runtime) at positions 0 to positions-1, if it is one: see
-    `check_rotation`.
+def read_rope_tables(executable: HostExecutable, positions: int, where: str) -> RopeTables:
+    """Return the RoPE tables of a RoPE graph at positions 0 to positions-1.
 
-    Raises CheckError, beginning with `where`, for elements that are not made of pairs.
+    executable: the graph in ONNX Runtime. Whether the tables are all that the graph computes is for `check_rope_tables`
+    to say. Raises CheckError, beginning with `where`, for elements that are not made of pairs.
     """
-    graph = _Graph(executable, where)
+    graph = _RopeGraph(executable, where)
     partner = _partners(graph, positions)
     numbers = np.arange(graph.dim)
     first = numbers <= partner  # one element of each pair
     own, other = (np.empty((positions, graph.dim), np.float32) for _ in range(2))
     for piece in _pieces(positions, graph.most):
-        found = graph.turned(np.stack([first, ~first]), piece)
+        found = graph.apply_to_rows(np.stack([first, ~first]), piece)
         own[piece], other[piece] = np.where(first, found, found[::-1])
     other[:, partner == numbers] = 0
-    return Tables(own, other, partner.astype(np.int32))
+    return RopeTables(own, other, partner.astype(np.int32))
 
 
-def check_rotation(executable: HostExecutable, positions: int, where: str) -> None:
-    """Turn random numbers at positions 0 to positions-1 by the graph and by what is read out of it. Raises CheckError
-    where they differ.
+def check_rope_tables(executable: HostExecutable, positions: int, where: str) -> None:
+    """Raise CheckError where a RoPE graph and its RoPE tables give different results.
+
+    Both are applied to random numbers at positions 0 to positions-1.
 
     Three numbers may be rounded on the graph's side alone: the weight, where the graph has it more exactly than it can
-    be read, the product and the sum. Each is then off by half a unit in the last place, or of the smallest number there
-    is. float32, in which the tables are applied, adds its own.
+    be read, the product and the sum. Each is then off by half a unit in the last place, or half the smallest subnormal
+    number. float32, in which the tables are applied, adds its own.
     """
-    graph, tables = _Graph(executable, where), read_rotation(executable, positions, where)
+    graph, tables = _RopeGraph(executable, where), read_rope_tables(executable, positions, where)
     random, kind = np.random.default_rng(0), np.finfo(graph.dtype)
     # in fp16 it would be 0
     last, tiny = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps, float(kind.smallest_subnormal) / 2
@@ -70,8 +73,8 @@ def check_rotation(executable: HostExecutable, positions: int, where: str) -> No
     for piece in _pieces(positions, graph.most):
         at = np.append(piece, positions - 1)  # beside the last one, which must not matter
         query, key = (numbers[: len(at)] for numbers in given)
-        for turned, found in zip((query, key), graph.rotate(query, key, at)):
-            x = turned.astype(np.float32)
+        for numbers, found in zip((query, key), graph.apply(query, key, at)):
+            x = numbers.astype(np.float32)
             y = x[:, :, tables.partner]
             one, two = x * tables.own[at, None], y * tables.other[at, None]
             allowed = last * (np.abs(one) + np.abs(two)) + tiny * (np.abs(x) + np.abs(y) + 3)
@@ -81,8 +84,11 @@ def check_rotation(executable: HostExecutable, positions: int, where: str) -> No
 
 
 def _pieces(positions: int, most: int) -> Iterator[np.ndarray]:
-    """All positions in order, at most `most` at a time; the first pieces are small, so that an encoding which depends
-    on the largest position of a step is not always read as of a long one."""
+    """Yield all positions in order, at most `most` at a time.
+
+    The first pieces are small, so that RoPE which depends on the largest position of a step is not always read as that
+    of a long one.
+    """
     low = 0
     while low < positions:
         high = min(positions, low + most, max(1, 2 * low))
@@ -90,11 +96,11 @@ def _pieces(positions: int, most: int) -> Iterator[np.ndarray]:
         low = high
 
 
-def _partners(graph: _Graph, positions: int) -> np.ndarray:
-    """For each element the other one that it is made of, itself where there is none."""
+def _partners(graph: _RopeGraph, positions: int) -> np.ndarray:
+    """Return for each element its partner, the element itself where it has none."""
     numbers = np.arange(graph.dim)
     probes = np.unique(np.linspace(0, positions - 1, _PROBES).astype(np.int64))
-    made = (graph.turned(np.eye(graph.dim), probes) != 0).any(axis=1)  # [of, into]
+    made = (graph.apply_to_rows(np.eye(graph.dim), probes) != 0).any(axis=1)  # [of, into]
     made[numbers, numbers] = False
     counts = made.sum(axis=0)
     if (counts > 1).any():
@@ -106,9 +112,11 @@ def _partners(graph: _Graph, positions: int) -> np.ndarray:
     return partner
 
 
-class _Graph:
-    """A rotary graph on host arrays: query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim], position_ids
-    [n]."""
+class _RopeGraph:
+    """A RoPE graph on host arrays.
+
+    query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim], position_ids [n].
+    """
 
     def __init__(self, executable: HostExecutable, where: str):
         self._executable, self._where = executable, where
@@ -126,23 +134,25 @@ class _Graph:
 
     def refuse(self, found: str) -> None:
         raise CheckError(
-            f"{self._where}: expected a rotary encoding that mixes pairs of elements, in all heads alike, by "
+            f"{self._where}: expected RoPE that mixes pairs of elements, in all heads alike, by "
             f"their position alone, "
             f"found {found}; build with attention: traced"
         )
 
-    def turned(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Each of rows [count, head_dim] turned to each position [n], in the heads of the query; [count, n, head_dim]
-        float32."""
+    def apply_to_rows(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Apply RoPE to each of `rows` at each position, in the heads of the query.
+
+        rows [count, head_dim], positions [n] -> [count, n, head_dim] float32.
+        """
         heads, found = self.heads[0], []
         for low in range(0, len(rows), heads):
             some = rows[low : low + heads]
             query, key = (np.zeros((len(positions), count, self.dim), self.dtype) for count in self.heads)
             query[:, : len(some)] = some
-            found.append(self.rotate(query, key, positions)[0][:, : len(some)].swapaxes(0, 1))
+            found.append(self.apply(query, key, positions)[0][:, : len(some)].swapaxes(0, 1))
         return np.concatenate(found).astype(np.float32)
 
-    def rotate(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def apply(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         given = {"query": query.reshape(len(query), -1), "key": key.reshape(len(key), -1), "position_ids": positions}
         inputs = {name: given[name].astype(dtype, copy=False) for name, dtype in self._types.items()}
         outputs = {"query_out": np.empty(query.shape, self.dtype), "key_out": np.empty(key.shape, self.dtype)}

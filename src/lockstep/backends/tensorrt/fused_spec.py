@@ -1,7 +1,7 @@
-"""What the kernels of fused attention share: the form that they are compiled for, the rotary encoding as numbers, and
-their words for numbers of a form.
+"""The kernels of fused attention: what they are compiled for, and shared CUDA C++.
 
-decode_kernel.py: rows that decode. rotate_kernel.py: tokens of prompts. Both need compute capability 8.0 or higher.
+The kernels are paged_decode_attention.py for rows that decode and rope_kernel.py for tokens of prompts. Both need
+compute capability 8.0 or higher.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from lockstep.backends.tensorrt.kernels import NUMBERS
 
 PAGE = 64  # tokens of a page of the cache
 THREADS = 128  # of a block
-# In CUDA C++, with the macros of Form.options.
+# In CUDA C++, with the macros of AttentionKernelSpec.options.
 WORDS = r"""
 typedef unsigned short Bits;  // a number of KIND
-struct __align__(16) Piece { unsigned w[4]; };  // 8 numbers of KIND
+struct __align__(16) Vec8 { unsigned w[4]; };  // 8 numbers of KIND
 struct __align__(16) Four { float w[4]; };
 
 #if GIVEN == 0
@@ -44,17 +44,17 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return result;
 }
 
-// Of a rotary encoding: in words that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
-__device__ __forceinline__ float rotated(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
+// RoPE of one element, by intrinsics that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
+__device__ __forceinline__ float rope(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
 """  # noqa: E501
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """A rotary encoding as numbers: `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all
-    heads.
+class DeviceRopeTables:
+    """RoPE tables (`rope_tables.RopeTables`) on the device.
 
-    own, other [positions, head_dim] float32; partner [head_dim] int32.
+    The result is `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads. own, other
+    [positions, head_dim] float32; partner [head_dim] int32.
     """
 
     own: Array
@@ -63,10 +63,12 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a kernel is compiled for. dtype: of the cache, and of all but queries and keys, which are `given`; both by
-    NumPy's names. wide: positions are int64. window: the tokens that a token sees, itself among them; 0: all before
-    it."""
+class AttentionKernelSpec:
+    """What an attention kernel is compiled for.
+
+    dtype: of the cache, and of all but queries and keys, whose dtype is `given`; both by NumPy's names. wide: positions
+    are int64. window: the number of tokens that a token sees, itself among them; 0: all before it.
+    """
 
     dtype: str
     given: str
@@ -96,17 +98,26 @@ class Form:
 
     @property
     def block_heads(self) -> int:
-        """Query heads of a block: a product's eight columns, or as many as its registers hold."""
+        """Return the query heads of a block.
+
+        These are the eight columns of a product, or, for heads of more than 128 numbers, four: as many as the registers
+        hold. It is never more than the query heads of a KV head.
+        """
         return min(self.heads // self.kv_heads, 4 if self.head_dim > 128 else 8)
 
     @property
     def blocks(self) -> int:
-        """Of a request, and split: KV heads times the chunks of their query heads."""
+        """Return the blocks of a request and split.
+
+        These are the KV heads times the chunks of their query heads.
+        """
         return self.kv_heads * -(-self.heads // self.kv_heads // self.block_heads)
 
     def splits(self, requests: int, multiprocessors: int) -> int:
-        """Of a row: a power of two from 2 to 16, the largest with at most two blocks for each of the GPU's
-        multiprocessors."""
+        """Return into how many splits a row is divided: a power of two from 2 to 16.
+
+        It is the largest with at most two blocks for each of the GPU's multiprocessors.
+        """
         splits = 2
         while splits < 16 and 2 * splits * requests * self.blocks <= 2 * multiprocessors:
             splits *= 2
