@@ -28,7 +28,7 @@ from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import parity
 from lockstep.export.lora import linear_layers
-from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.run import with_adapters
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.pipeline.stages import STAGES
@@ -171,7 +171,7 @@ def test_every_family_computes_what_transformers_does_with_the_adapter(family: s
     adapter = loading.LoadedAdapter(
         "random", 5, 2.0, "", {name: (get(name, "A"), get(name, "B")) for name in modules}, "here"
     )
-    walk = Walk(files, assembly, base, 2, 24)
+    walk = ReferenceRunner(files, assembly, base, 2, 24)
     loading.write_adapter(adapter, 1, ROOM["max_lora_rank"], walk.lora_arrays())
     ids = np.random.default_rng(2).integers(3, assembly.vocab_size, 9)
     forward = lambda: model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
@@ -180,8 +180,8 @@ def test_every_family_computes_what_transformers_does_with_the_adapter(family: s
         attach(model, adapter)
         expected = forward()
     walk.adapters = np.array([1, -1])  # the same tokens with the adapter, and with none
-    first = walk.step([Part(0, ids[:6]), Part(1, ids[:6])])
-    then = walk.step([Part(0, ids[6:]), Part(1, ids[6:])])
+    first = walk.step([PackedRequest(0, ids[:6]), PackedRequest(1, ids[:6])])
+    then = walk.step([PackedRequest(0, ids[6:]), PackedRequest(1, ids[6:])])
     spread = without.std()
     assert np.abs(np.concatenate([first[0], then[0]]) - expected).max() < TOLERANCE * spread
     assert np.abs(np.concatenate([first[1], then[1]]) - without).max() < TOLERANCE * spread

@@ -1,7 +1,7 @@
 """Cut a packed trace at its attention nodes, by data flow.
 
 In: a packed trace (simplify.pack). Out: a block before each attention, the exit block after the last, and for each
-layer its batchless region: the nodes between the block's flat query, key, value and the attention that see positions
+layer its batchless graph: the nodes between the block's flat query, key, value and the attention that see positions
 (RoPE) and hold no weight, with the data movement around them.
 """
 
@@ -25,7 +25,7 @@ INPUT_ORDER = ("hidden", "attention", "token_ids", "position_ids", "logit_rows")
 
 
 @dataclass(frozen=True)
-class Region:
+class BatchlessGraph:
     """A layer's batchless part, not yet a prefill or decode graph.
 
     graph: query, key, value (flat), position_ids -> rotated query, key and value `[num_tokens, heads, head_dim]`.
@@ -43,11 +43,14 @@ class Region:
 
 @dataclass(frozen=True)
 class Cut:
-    """blocks[i] comes before the attention of layer i, exit after the last; regions[i] is layer i's batchless part."""
+    """The graphs of a cut model.
+
+    blocks[i] comes before the attention of layer i, exit after the last; batchless[i] is layer i's batchless graph.
+    """
 
     blocks: tuple[Graph, ...]
     exit: Graph
-    regions: tuple[Region, ...]
+    batchless: tuple[BatchlessGraph, ...]
 
 
 def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
@@ -59,7 +62,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
     flat: set[ir.Value] = set()
     plans = [_plan(graph, flow, marker, flat) for marker in markers]
     spans = _spans(graph, flow, markers, plans)
-    regions = tuple(_region(graph, marker, cuts) for marker, (cuts, _) in zip(markers, plans, strict=True))
+    batchless = tuple(_batchless_graph(graph, marker, cuts) for marker, (cuts, _) in zip(markers, plans, strict=True))
     blocks = []
     for layer, (inputs, outputs) in enumerate(spans):
         part = convenience.extract(graph, list(inputs), list(outputs.values()))
@@ -78,7 +81,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
                 part, "exit" if last else "entry" if layer == 0 else "middle", (*INPUT_ORDER, *_carried(inputs)), slots
             )
         )
-    return Cut(tuple(blocks[:-1]), blocks[-1], regions)
+    return Cut(tuple(blocks[:-1]), blocks[-1], batchless)
 
 
 def _flatten_attention(graph: ir.Graph) -> None:
@@ -108,8 +111,8 @@ def _plan(graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]) -> 
                 f"cannot be split: expected the {role} of a layer as [num_tokens, heads, "
                 f"head_dim], found shape {at.shape}"
             )
-        _, region = flow.walk(value, stops={at})
-        cuts.append(at if layout == "flat" else _flatten(graph, flow, at, layout, {marker, *region}))
+        _, between = flow.walk(value, stops={at})
+        cuts.append(at if layout == "flat" else _flatten(graph, flow, at, layout, {marker, *between}))
     flat.update(cuts)
     merge_movement(graph, flat)
     if len(set(cuts)) != 3:
@@ -176,7 +179,7 @@ def _spans(
     between them.
     """
     level = {marker: index for index, marker in enumerate(markers)}
-    batchless = set(markers).union(*(region for _, region in plans))
+    batchless = set(markers).union(*(behind for _, behind in plans))
     hidden = next(value for value in graph.inputs if value is not flow.positions)
     stage = {hidden: 0}
     for node in graph:
@@ -299,7 +302,7 @@ def _carried(inputs: dict[ir.Value, str]) -> list[str]:
     return sorted(name for name in inputs.values() if name not in INPUT_ORDER)
 
 
-def _region(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Region:
+def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> BatchlessGraph:
     positions = next(value for value in graph.inputs if value.name == "position_ids")
     part = convenience.extract(graph, [*cuts, positions], [required(value) for value in marker.inputs])
     for value, name in zip(part.inputs, ("query", "key", "value", "position_ids"), strict=True):
@@ -307,7 +310,7 @@ def _region(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Region:
         value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
     query, key, values = (shape_of(given) for given in marker.inputs)
     attributes = marker.attributes
-    return Region(
+    return BatchlessGraph(
         part,
         attributes["scale"].as_float(),
         attributes["softcap"].as_float(),

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.torch_model import eager_attention
 
 _BEHIND = "lockstep_behind"
@@ -178,7 +178,7 @@ def expected(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
     return results
 
 
-def found(run: Walk, filled: Filled) -> list[np.ndarray]:
+def found(run: ReferenceRunner, filled: Filled) -> list[np.ndarray]:
     """The same from the split form: each request prefills its tokens, then all decode one together."""
     lengths = filled.context.lengths
     capacity = max(lengths) + NEW + 2
@@ -193,6 +193,6 @@ def found(run: Walk, filled: Filled) -> list[np.ndarray]:
             stores.append(store)
         caches.append(stores)
     behind = run.behind(caches, lengths, np.subtract(filled.context.positions, lengths))
-    first = behind.step([Part(request, tokens[:NEW]) for request, tokens in enumerate(filled.tokens)])
-    last = behind.step([Part(request, tokens[NEW:]) for request, tokens in enumerate(filled.tokens)])
+    first = behind.step([PackedRequest(request, tokens[:NEW]) for request, tokens in enumerate(filled.tokens)])
+    last = behind.step([PackedRequest(request, tokens[NEW:]) for request, tokens in enumerate(filled.tokens)])
     return [np.concatenate(rows) for rows in zip(first, last, strict=True)]

@@ -57,7 +57,7 @@ class Flow:
     def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
         """The token values that `value` is made of by positions and movement alone, and the nodes in between."""
         found: list[ir.Value] = []
-        region: set[ir.Node] = set()
+        between: set[ir.Node] = set()
         seen: set[ir.Value] = set()
         stack: list[ir.Value | None] = [value]
         while stack:
@@ -71,11 +71,11 @@ class Flow:
             )
             if reached not in stops and (reached in self.positional or moved):
                 assert node is not None  # what positions are in was computed
-                region.add(node)
+                between.add(node)
                 stack.extend(node.inputs)
             elif reached in self.tokens:
                 found.append(reached)
-        return found, region
+        return found, between
 
     def cut_value(self, value: ir.Value) -> ir.Value:
         """Where to cut for one input of an attention: of the single values that hold just its numbers in the narrowest
@@ -85,9 +85,9 @@ class Flow:
         that is put together from two tensors), the cut is at the attention and RoPE stays batchful.
         """
         width = number(shape_of(value)[1]) * number(shape_of(value)[2])
-        _, region = self.walk(value)
-        made = {output for node in region for output in node.outputs} | {
-            v for node in region for v in node.inputs if v is not None
+        _, between = self.walk(value)
+        made = {output for node in between for output in node.outputs} | {
+            v for node in between for v in node.inputs if v is not None
         }
         candidates = [
             v for v in made if v in self.tokens and v not in self.positional and layout_of(v, width) is not None

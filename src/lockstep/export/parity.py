@@ -25,7 +25,7 @@ from lockstep.artifacts.assembly import Assembly, AttentionVariant
 from lockstep.errors import InputError
 from lockstep.export import far_positions
 from lockstep.export.quiet import quiet
-from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import rope_settings
 from lockstep.export.small_configs import shallow_config, small_configs
@@ -103,12 +103,12 @@ def make_small(
 
     Raises InputError when there is none.
     """
-    looks = signatures(meta)
+    layer_signatures = signatures(meta)
     reasons = []
-    for candidate in (smaller for depth in depths_to_try(looks) for smaller in _candidates(config, depth)):
+    for candidate in (smaller for depth in depths_to_try(layer_signatures) for smaller in _candidates(config, depth)):
         try:
             small = meta_model(candidate, "fp32")
-            _compare_looks(signatures(small), looks)
+            _compare_signatures(signatures(small), layer_signatures)
             if (count := _parameters(small)) > _TOO_LARGE:
                 raise InputError(f"it has {count:,} parameters, expected at most {_TOO_LARGE:,}")
             if assembly.precision == "fp32" and small.config.to_dict() == meta.config.to_dict():
@@ -135,25 +135,30 @@ def _candidates(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any
     yield from small_configs(config, depth)
 
 
-def depths_to_try(looks: Sequence[str]) -> list[int]:
+def depths_to_try(layer_signatures: Sequence[str]) -> list[int]:
     """How many layers from the first show every pair of neighbours that the model has (three at least, where it has
     them).
 
     Some classes insist on what their last layer is, so the next depth at which the model ends as it really does comes
     second.
     """
-    pairs = list(zip(looks, looks[1:]))
+    pairs = list(zip(layer_signatures, layer_signatures[1:]))
     last = max((pairs.index(pair) for pair in set(pairs)), default=0)
-    depth = min(len(looks), max(3, last + 2))
-    return sorted({depth, next(n for n in range(depth, len(looks) + 1) if looks[n - 1] == looks[-1])})
+    depth = min(len(layer_signatures), max(3, last + 2))
+    return sorted(
+        {
+            depth,
+            next(n for n in range(depth, len(layer_signatures) + 1) if layer_signatures[n - 1] == layer_signatures[-1]),
+        }
+    )
 
 
 def _parameters(meta: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in meta.parameters())
 
 
-def _compare_looks(found: Sequence[str], expected: Sequence[str]) -> None:
-    pattern = lambda looks: [list(looks).index(look) for look in looks]
+def _compare_signatures(found: Sequence[str], expected: Sequence[str]) -> None:
+    pattern = lambda found: [list(found).index(signature) for signature in found]
     if pattern(found) != pattern(expected[: len(found)]):
         raise InputError(
             f"expected layers that look alike as in {pattern(expected[: len(found)])}, found {pattern(found)}"
@@ -238,7 +243,7 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
     filled = [far_positions.fill(context, small.assembly, random) for context in contexts]
     expected_far = [far_positions.expected(model, each) for each in filled]
     try:
-        run = Walk(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1)
+        run = ReferenceRunner(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1)
         found, found_far = walk(run, sequences), [far_positions.found(run, each) for each in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
@@ -274,13 +279,14 @@ def _forward(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> list[np
         return [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
 
 
-def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+def walk(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Logits of all tokens of each sequence, brought in the steps of `_STEPS`."""
     logits: list[list[np.ndarray]] = [[] for _ in sequences]
     at = [0] * len(sequences)
     for counts in _STEPS:
         parts = [
-            Part(request, ids[at[request] : at[request] + counts[request]]) for request, ids in enumerate(sequences)
+            PackedRequest(request, ids[at[request] : at[request] + counts[request]])
+            for request, ids in enumerate(sequences)
         ]
         for part, rows in zip(parts, run.step(parts), strict=True):
             logits[part.request].append(rows)

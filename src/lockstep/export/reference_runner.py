@@ -1,4 +1,4 @@
-"""Walk an assembly's graphs in ONNX Runtime, in memory: what the runtime does, in its plainest form.
+"""Run an assembly's graphs in ONNX Runtime, in memory: what the runtime does, in its plainest form.
 
 In: the bytes of the graphs, the assembly, tensors by checkpoint name. Out: logits of every token of a step. A step
 takes any mix of requests; one that brings several tokens goes through the prefill graph of each attention variant,
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.artifacts import assembly as documents
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.assembly import Assembly, Part
 from lockstep.artifacts.tensor_parallel import attention_shards
 from lockstep.onnx_tools.run_ranks import run_sharded_attention, run_sharded_block
 from lockstep.onnx_tools.sessions import open_session
@@ -24,14 +23,14 @@ from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedRequest:
     """A request's share of a step: `tokens` (int64) of request `request`, behind the tokens that it already brought."""
 
     request: int
     tokens: np.ndarray
 
 
-class Walk:
+class ReferenceRunner:
     """`num_requests` requests with room for `capacity` tokens each. fp32 only. What no token has filled holds noise,
     not zeros."""
 
@@ -65,7 +64,7 @@ class Walk:
             ]
             self.caches.append([10 * noise.standard_normal(shape, np.float32) for shape in shapes])
 
-    def behind(self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray) -> Walk:
+    def behind(self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray) -> ReferenceRunner:
         """The same graphs with other requests: for each layer [key, value] stores of [num_requests, num_kv_heads,
         capacity, dim], of which `lengths` tokens are filled; new tokens stand `shift` positions further than that."""
         other = copy.copy(self)
@@ -78,7 +77,7 @@ class Walk:
         parts = (*(layer.block for layer in layers), layers[-1].exit)
         return [each for part in parts for each in arrays_of(slots, part, self._lora[id(part)])] if slots else []
 
-    def step(self, parts: Sequence[Part]) -> list[np.ndarray]:
+    def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
         """Advance the requests; gives for each part the logits of all its tokens, [len(tokens), vocab_size] float32."""
         parts = [*parts]
         env: dict[str, np.ndarray] = {
@@ -97,13 +96,13 @@ class Walk:
             self.lengths[part.request] += len(part.tokens)
         return np.split(env["logits"], np.cumsum([len(part.tokens) for part in parts])[:-1])
 
-    def _positions(self, part: Part) -> np.ndarray:
+    def _positions(self, part: PackedRequest) -> np.ndarray:
         return self.lengths[part.request] + np.arange(len(part.tokens))
 
     def _run(self, name: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.outputs[name], self.sessions[name].run(self.outputs[name], dict(feeds)), strict=True))
 
-    def _block(self, part: documents.Part, env: dict[str, np.ndarray]) -> None:
+    def _block(self, part: Part, env: dict[str, np.ndarray]) -> None:
         signature, ranks = self.assembly.classes[part.graph].signature, self.assembly.tensor_parallel
         known = {**env, **self._lora.get(id(part), {})}
         feeds, slots = {io.name: known[io.name] for io in signature.inputs}, {}
@@ -133,7 +132,7 @@ class Walk:
         return np.concatenate([array.reshape(-1) for array in arrays]).reshape(shape)
 
     def _attention(
-        self, variant: str, cache: list[np.ndarray], parts: Sequence[Part], env: Mapping[str, np.ndarray]
+        self, variant: str, cache: list[np.ndarray], parts: Sequence[PackedRequest], env: Mapping[str, np.ndarray]
     ) -> np.ndarray:
         starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
         calls = [

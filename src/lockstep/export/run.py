@@ -35,15 +35,15 @@ from lockstep.errors import InputError
 from lockstep.export import attention
 from lockstep.export.canonical import Graph
 from lockstep.export.checkpoint_layout import check_tensors
-from lockstep.export.compose import Step, compose
-from lockstep.export.cut import Region
+from lockstep.export.compose import ComposedBlock, compose
+from lockstep.export.cut import BatchlessGraph
 from lockstep.export.lora import adapted, linear_layers
 from lockstep.export.parity import prove
 from lockstep.export.quantize import quantize
 from lockstep.export.rope import position_limit
-from lockstep.export.shards import Heads, as_shard, check_plan, shard_block, shard_region
+from lockstep.export.shards import Heads, as_shard, check_plan, shard_batchless, shard_block
 from lockstep.export.tracer import meta_model
-from lockstep.export.unique_layers import Parts, parts_of
+from lockstep.export.unique_layers import TracedModel, parts_of
 from lockstep.onnx_tools.signature import signature_of
 
 # Of the checkpoint's folder; config.json stands in the manifest.
@@ -175,7 +175,7 @@ def assemble(
     precision: str,
     trace_unique_layers: bool = True,
     tensor_parallel: int = 1,
-    parts: Parts | None = None,
+    parts: TracedModel | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """All graph files by name, and the assembly without tokenizer and end-of-sequence ids. parts: of the model, where
     they are there already."""
@@ -185,14 +185,17 @@ def assemble(
     entries = [
         Layer(
             Part(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
-            variants.add(layer.region),
+            variants.add(layer.batchless),
             Part(classes.add(layer.exit, "exit"), layer.exit_slots),
         )
         for index, layer in enumerate(layers)
     ]
     embedding = Part(classes.add(parts.embedding, "embedding"), parts.embedding_slots)
-    steps = [Step(layer.block, layer.block_slots, entry.variant) for layer, entry in zip(layers, entries, strict=True)]
-    steps.append(Step(layers[-1].exit, layers[-1].exit_slots, None))
+    steps = [
+        ComposedBlock(layer.block, layer.block_slots, entry.variant)
+        for layer, entry in zip(layers, entries, strict=True)
+    ]
+    steps.append(ComposedBlock(layers[-1].exit, layers[-1].exit_slots, None))
     batchful, batchful_slots = compose(steps, variants.functions)
     files = {"batchful.onnx": batchful}
     for name, graph in {**classes.graphs, **variants.graphs}.items():
@@ -200,9 +203,9 @@ def assemble(
         onnx.checker.check_model(graph.proto, full_check=True)
     ranks = None
     if tensor_parallel > 1:
-        regions = [variants.regions[entry.variant] for entry in entries]
+        batchless = [variants.batchless[entry.variant] for entry in entries]
         plan = getattr(meta.config, "base_model_tp_plan", None) or {}
-        made, ranks = shard(classes.graphs, variants.described, entries, regions, plan, tensor_parallel)
+        made, ranks = shard(classes.graphs, variants.described, entries, batchless, plan, tensor_parallel)
         files |= made
     hidden = layers[0].block.signature.inputs[0]
     positions, limited_by = position_limit(meta.config)
@@ -233,15 +236,15 @@ def shard(
     classes: Mapping[str, Graph],
     variants: Mapping[str, AttentionVariant],
     layers: Sequence[Layer],
-    regions: Sequence[Region],
+    batchless: Sequence[BatchlessGraph],
     plan: Mapping[str, str],
     degree: int,
 ) -> tuple[dict[str, bytes], TensorParallel]:
-    """The files of the graphs that `degree` ranks run, and the table of them. regions: of each layer's attention.
+    """The files of the graphs that `degree` ranks run, and the table of them. batchless: of each layer's attention.
 
     Raises InputError for a model that cannot be split over so many."""
     pieces, sharded = _Registry(), dict[str, ShardedClass]()
-    heads = [Heads.of(region) for region in regions]
+    heads = [Heads.of(each) for each in batchless]
     places: list[tuple[str, Heads | None, Heads | None]] = [
         (layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)
     ]
@@ -263,8 +266,8 @@ def shard(
             raise InputError(f"tensor_parallel: the block {name} stands between attentions of different heads")
     files = {f"{name}.onnx": graph.data for name, graph in pieces.graphs.items()}
     described = {}
-    for name, region in {layer.variant: region for layer, region in zip(layers, regions, strict=True)}.items():
-        part = shard_region(region, degree)
+    for name, whole in {layer.variant: graph for layer, graph in zip(layers, batchless, strict=True)}.items():
+        part = shard_batchless(whole, degree)
         prefill, decode = attention.prefill(part), attention.decode(part)
         files |= {f"{name}.rank.prefill.onnx": prefill.data, f"{name}.rank.decode.onnx": decode.data}
         described[name] = replace(
@@ -288,32 +291,32 @@ class _Variants:
         self.graphs: dict[str, Graph] = {}
         self.functions: dict[str, Graph] = {}
         self.described: dict[str, AttentionVariant] = {}
-        self.regions: dict[str, Region] = {}
+        self.batchless: dict[str, BatchlessGraph] = {}
         self._seen: dict[int, str] = {}
 
-    def add(self, region: Region) -> str:
-        if id(region) in self._seen:  # layers that are alike share one region
-            return self._seen[id(region)]
-        prefill, decode = attention.prefill(region), attention.decode(region)
+    def add(self, batchless: BatchlessGraph) -> str:
+        if id(batchless) in self._seen:  # layers that are alike share one
+            return self._seen[id(batchless)]
+        prefill, decode = attention.prefill(batchless), attention.decode(batchless)
         key = (prefill.sha256, decode.sha256)
         if key not in self.names:
             name = "attention" if not self.names else f"attention_{len(self.names) + 1}"
             self.names[key] = name
-            self.functions[name] = attention.without_cache(region)
+            self.functions[name] = attention.without_cache(batchless)
             self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
-            self.regions[name] = region
+            self.batchless[name] = batchless
             self.described[name] = AttentionVariant(
-                num_heads=region.num_heads,
-                num_kv_heads=region.num_kv_heads,
-                head_dim=region.head_dim,
-                value_head_dim=region.value_head_dim,
-                scale=region.scale,
-                softcap=region.softcap,
-                window=region.window,
+                num_heads=batchless.num_heads,
+                num_kv_heads=batchless.num_kv_heads,
+                head_dim=batchless.head_dim,
+                value_head_dim=batchless.value_head_dim,
+                scale=batchless.scale,
+                softcap=batchless.softcap,
+                window=batchless.window,
                 prefill=_file(prefill, f"{name}.prefill"),
                 decode=_file(decode, f"{name}.decode"),
             )
-        self._seen[id(region)] = self.names[key]
+        self._seen[id(batchless)] = self.names[key]
         return self.names[key]
 
 

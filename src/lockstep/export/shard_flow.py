@@ -19,7 +19,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from lockstep.errors import InputError
-from lockstep.export.shard_parts import Held, NotSplit, Uneven, even, merged
+from lockstep.export.shard_parts import NotSplit, ShardIndices, Uneven, even, merged
 from lockstep.export.shard_rules import BROADCAST, Rules
 
 _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Neg"}
@@ -34,8 +34,8 @@ class Flow:
     though a split one was asked for}.
     """
 
-    held: dict[str, Held] = field(default_factory=dict)
-    weights: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, ShardIndices] = field(default_factory=dict)
+    weights: dict[str, ShardIndices] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
     first: set[str] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
@@ -45,7 +45,11 @@ class Flow:
 
 
 def find_flow(
-    model: onnx.ModelProto, slots: Iterable[str], given: Mapping[str, Held], wanted: Mapping[str, Held], ranks: int
+    model: onnx.ModelProto,
+    slots: Iterable[str],
+    given: Mapping[str, ShardIndices],
+    wanted: Mapping[str, ShardIndices],
+    ranks: int,
 ) -> Flow:
     """given: what ranks hold of inputs; those that are not named are whole. wanted: of outputs, where it can be had;
     other outputs must be whole. Raises NotSplit where an input that is split cannot be used."""
@@ -67,7 +71,12 @@ class _Product:
 
 class _Finder:
     def __init__(
-        self, model: onnx.ModelProto, slots: set[str], given: dict[str, Held], wanted: dict[str, Held], ranks: int
+        self,
+        model: onnx.ModelProto,
+        slots: set[str],
+        given: dict[str, ShardIndices],
+        wanted: dict[str, ShardIndices],
+        ranks: int,
     ):
         self.graph, self.slots, self.given, self.wanted, self.ranks = model.graph, slots, given, wanted, ranks
         self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.graph.initializer}
@@ -198,16 +207,16 @@ class _Finder:
 
     def _propagate(
         self, members: set[str], reads: Sequence[_Product], outputs: Sequence[str], inputs: Sequence[str]
-    ) -> tuple[dict[str, Held], dict[str, Held]]:
+    ) -> tuple[dict[str, ShardIndices], dict[str, ShardIndices]]:
         """Go from what is asked for back to where the values of the group come from."""
-        wants: dict[str, list[Held]] = defaultdict(list)
+        wants: dict[str, list[ShardIndices]] = defaultdict(list)
         for name in outputs:
             if name not in self.wanted:
                 raise NotSplit(f"{name} is needed whole")
             wants[name].append(self.wanted[name])
         reading = {product.node.output[0]: product for product in reads}
-        held: dict[str, Held] = {}
-        weights: dict[str, Held] = {}
+        held: dict[str, ShardIndices] = {}
+        weights: dict[str, ShardIndices] = {}
         uneven: Uneven | None = None  # said once nothing else is in the way
         for node in reversed(self.graph.node):
             product = reading.get(node.output[0])
@@ -217,7 +226,7 @@ class _Finder:
                 part = given or even(product.value_axis, size, self.ranks)
                 if part is None or (given is None and part.indices.size != size):
                     uneven = Uneven(f"{product.weight}: {size} inputs do not divide by {self.ranks} ranks")
-                    part = Held(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
+                    part = ShardIndices(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
                 wants[product.value].append(part)
             made = [name for name in node.output if name in members]
             if not made:
@@ -250,7 +259,7 @@ class _Finder:
             raise uneven
         return held, weights
 
-    def _given_for(self, name: str, members: set[str]) -> Held | None:
+    def _given_for(self, name: str, members: set[str]) -> ShardIndices | None:
         """What an input that comes split means for the product that reads it, through movement alone."""
         for given, part in self.given.items():
             if given in members:
@@ -261,14 +270,16 @@ class _Finder:
                     return part
         return None
 
-    def _needs(self, node: onnx.NodeProto, found: Mapping[str, Held]) -> list[tuple[str, Held]]:
+    def _needs(self, node: onnx.NodeProto, found: Mapping[str, ShardIndices]) -> list[tuple[str, ShardIndices]]:
         product = self.products.get(node.output[0])
         if product is None:
             return self.rules.needs(node, found)
         (part,) = found.values()
         return self._product_needs(node, product, part)
 
-    def _product_needs(self, node: onnx.NodeProto, product: _Product, part: Held) -> list[tuple[str, Held]]:
+    def _product_needs(
+        self, node: onnx.NodeProto, product: _Product, part: ShardIndices
+    ) -> list[tuple[str, ShardIndices]]:
         if part.axis != product.result_axis:
             raise NotSplit(f"{node.output[0]} is needed along axis {part.axis}")
         found = [(product.weight, part.at(product.weight_result_axis))]

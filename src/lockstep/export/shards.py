@@ -1,6 +1,6 @@
 """Cut a block into pieces for several ranks, between which partial sums are added.
 
-In: a canonical block or a rotary region, and the number of ranks. Out: canonical graphs with a rank's sizes, the same
+In: a canonical block or a batchless graph, and the number of ranks. Out: canonical graphs with a rank's sizes, the same
 for every rank, and which part of each weight a rank takes. `shard_flow` decides what is split.
 """
 
@@ -17,13 +17,13 @@ from onnx import helper, numpy_helper
 from lockstep.artifacts.tensor_parallel import Shard, heads_divide
 from lockstep.errors import InputError
 from lockstep.export.canonical import OPSET, Graph, canonical
-from lockstep.export.cut import INPUT_ORDER, Region
+from lockstep.export.cut import INPUT_ORDER, BatchlessGraph
 from lockstep.export.shard_flow import Flow, find_flow, shapes_of
-from lockstep.export.shard_parts import Held, NotSplit, even
+from lockstep.export.shard_parts import NotSplit, ShardIndices, even
 from lockstep.export.shard_sums import join_sums
 
 
-def as_shard(held: Held) -> Shard:
+def as_shard(held: ShardIndices) -> Shard:
     """The same in an assembly's words."""
     ranges = []
     for indices in held.indices:
@@ -33,7 +33,7 @@ def as_shard(held: Held) -> Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardGraph:
     """What a rank runs between two sums. sums: {partial sum that it gives: the name under which later pieces read their
     sum}."""
 
@@ -47,9 +47,9 @@ class Shards:
     what they take of its slots, of which `rows` are those of row-parallel products; first: slots of which all but the
     first rank take zeros. whole: {output: why each rank has all of it, though a part would do}."""
 
-    pieces: tuple[Piece, ...]
-    held: Mapping[str, Held]
-    weights: Mapping[str, Held]
+    pieces: tuple[ShardGraph, ...]
+    held: Mapping[str, ShardIndices]
+    weights: Mapping[str, ShardIndices]
     rows: frozenset[str]
     first: frozenset[str]
     whole: Mapping[str, str]
@@ -65,10 +65,10 @@ class Heads:
     value_head_dim: int
 
     @classmethod
-    def of(cls, region: Region) -> Heads:
-        return cls(region.num_heads, region.num_kv_heads, region.head_dim, region.value_head_dim)
+    def of(cls, batchless: BatchlessGraph) -> Heads:
+        return cls(batchless.num_heads, batchless.num_kv_heads, batchless.head_dim, batchless.value_head_dim)
 
-    def held(self, ranks: int) -> dict[str, Held]:
+    def held(self, ranks: int) -> dict[str, ShardIndices]:
         """What a rank holds of query, key, value [num_tokens, heads * head_dim] and of the attention's result. Key and
         value heads of which there are fewer than ranks are held by several. Raises InputError for heads that do not
         divide."""
@@ -124,16 +124,16 @@ def check_plan(shards: Shards, plan: Mapping[str, str]) -> None:
             )
 
 
-def shard_region(region: Region, ranks: int) -> Region:
-    """A rank's part of the rotary region of an attention. Raises InputError where that is none by heads."""
-    heads = Heads.of(region)
+def shard_batchless(batchless: BatchlessGraph, ranks: int) -> BatchlessGraph:
+    """A rank's part of the batchless graph of an attention. Raises InputError where that is none by heads."""
+    heads = Heads.of(batchless)
     given = {name: part for name, part in heads.held(ranks).items() if name != "attention"}
-    model = ir.to_proto(ir.Model(region.graph, ir_version=10))
+    model = ir.to_proto(ir.Model(batchless.graph, ir_version=10))
     if not model.opset_import:
         model.opset_import.append(helper.make_opsetid("", OPSET))
     outputs = [value.name for value in model.graph.output]
     wanted = {
-        output: Held(1, part.indices[:, ::size] // size)
+        output: ShardIndices(1, part.indices[:, ::size] // size)
         for output, part, size in zip(
             outputs,
             (given["query"], given["key"], given["value"]),
@@ -148,7 +148,7 @@ def shard_region(region: Region, ranks: int) -> Region:
         raise InputError(f"tensor_parallel: the attention of this model cannot be split: {reason}") from None
     made = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)).graph
     counts = [wanted[output].count for output in outputs]
-    return replace(region, graph=made, num_heads=counts[0], num_kv_heads=counts[1])
+    return replace(batchless, graph=made, num_heads=counts[0], num_kv_heads=counts[1])
 
 
 class _Cutter:
@@ -172,7 +172,7 @@ class _Cutter:
             raise NotSplit("an attention without weights has sums over heads")
         return self._graph(list(self.graph.node), [v.name for v in self.graph.input], self.outputs, {})
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ShardGraph]:
         """One more than there are sums in a row. What depends on positions alone is computed wherever it is read."""
         anywhere = {value.name for value in self.graph.input if value.name in ("position_ids", "logit_rows")}
         free: dict[str, onnx.NodeProto] = {}
@@ -217,7 +217,7 @@ class _Cutter:
         reads: Mapping[str, None],
         summed: Mapping[str, str],
         kept: Mapping[str, str],
-    ) -> Piece:
+    ) -> ShardGraph:
         made = {name for node in nodes for name in node.output}
         inputs = [name for name in reads if name not in made and name not in self.constants]
         rename = {name: summed.get(name) or kept.get(name) or name for name in inputs}
@@ -230,7 +230,7 @@ class _Cutter:
         order = [name for name in INPUT_ORDER if name in names] + sorted(set(names) - set(INPUT_ORDER))
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
         slots = {name: name for name in self.slots & set(inputs)}
-        return Piece(
+        return ShardGraph(
             canonical(ir.from_proto(model).graph, "shard", order, slots),
             {name: summed[original] for original, name in partial.items()},
         )
@@ -296,7 +296,7 @@ class _Cutter:
                         taken = np.take(self.constants[given], part.indices[0], axis)
                         node.input[position] = self._constant(node, taken, f"{position}")
 
-    def _localise_split(self, node: onnx.NodeProto, parts: Mapping[str, Held]) -> None:
+    def _localise_split(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices]) -> None:
         axis = next((helper.get_attribute_value(a) for a in node.attribute if a.name == "axis"), 0)
         if axis % len(self.shapes[node.input[0]]) != next(iter(parts.values())).axis:
             return
@@ -307,7 +307,7 @@ class _Cutter:
         del node.input[1:]
         node.input.append(self._constant(node, counts))
 
-    def _localise_slice(self, node: onnx.NodeProto, part: Held) -> None:
+    def _localise_slice(self, node: onnx.NodeProto, part: ShardIndices) -> None:
         whole = self.flow.held[node.input[0]]
         starts, ends, axes = (self.constants[each].copy() for each in node.input[1:4])
         for position, axis in enumerate(axes.tolist()):
