@@ -48,7 +48,7 @@ class ReferenceRunner:
         self.outputs = {name: [io.name for io in graph.signature.outputs] for name, graph in graphs.items()}
         self.sessions = {name: open_session(files[graph.file], threads=1) for name, graph in graphs.items()}
         self.lengths = np.zeros(num_requests, np.int64)
-        self.adapters = np.full(num_requests, -1, np.int64)  # the place of each request's adapter
+        self.adapters = np.full(num_requests, -1, np.int64)  # the slot of each request's adapter
         self._lora = {
             id(part): empty_arrays(assembly.adapters, part, np.dtype(np.float32))
             for part in (*(layer.block for layer in assembly.layers), assembly.layers[-1].exit)

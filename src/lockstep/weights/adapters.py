@@ -78,8 +78,8 @@ class AdapterWriter(Protocol):
         """Do once for an adapter what need not be done at each `write`."""
         ...
 
-    def write(self, adapter: LoadedAdapter, place: int) -> None:
-        """Write an adapter to its place in all arrays, before the next step: see `write_adapter`."""
+    def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
+        """Write an adapter to its slot in all arrays, before the next step: see `write_adapter`."""
         ...
 
     def forget(self, adapter: LoadedAdapter) -> None:
@@ -153,10 +153,12 @@ def check_adapter(adapter: LoadedAdapter, slots: LoraSlots, modules: Iterable[st
                 )
 
 
-def write_adapter(adapter: LoadedAdapter | None, place: int, max_lora_rank: int, arrays: Iterable[LoraArrays]) -> None:
-    """Write an adapter to its place in all arrays; None: zeros. Modules that it does not have become zero, and so does
+def write_adapter(
+    adapter: LoadedAdapter | None, adapter_slot: int, max_lora_rank: int, arrays: Iterable[LoraArrays]
+) -> None:
+    """Write an adapter to its slot in all arrays; None: zeros. Modules that it does not have become zero, and so does
     what lies between its rank and `max_lora_rank`."""
-    first = place * max_lora_rank
+    first = adapter_slot * max_lora_rank
     own = slice(first, first + max_lora_rank)
     for each in arrays:
         found = adapter.modules.get(each.module) if adapter is not None else None

@@ -189,17 +189,19 @@ class GpuExecutor:
         if changed[0]:
             self._leave_flight(slot)
 
-    def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray) -> AdapterWriter:
+    def take_adapters(
+        self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
+    ) -> AdapterWriter:
         """See `Executor.take_adapters`. Adapters are of one rank: a model that is split takes none."""
         (rank,) = self.ranks
-        rank.state.adapters = places
+        rank.state.adapters = adapter_slots
         self._resident = ResidentAdapters(arrays, max_lora_rank, rank.stream)
         return self._resident
 
     def _loads(self) -> np.ndarray | None:
         """Of each slot's adapter the number of the load that brought it, -1 for none; None where blocks take none."""
-        places = self.ranks[0].state.adapters
-        return None if self._resident is None or places is None else self._resident.loads[places]
+        adapter_slots = self.ranks[0].state.adapters
+        return None if self._resident is None or adapter_slots is None else self._resident.loads[adapter_slots]
 
     def _leave_flight(self, slot: int) -> None:
         """What the step in flight finds for the slot is not asked for: it was launched for another request."""
@@ -496,8 +498,8 @@ class GpuExecutor:
 
     def _adapted(self, slots: Iterable[int]) -> bool:
         """Whether one of these slots is computed with an adapter."""
-        places = self.ranks[0].state.adapters
-        return places is not None and bool((places[list(slots)] >= 0).any())
+        adapter_slots = self.ranks[0].state.adapters
+        return adapter_slots is not None and bool((adapter_slots[list(slots)] >= 0).any())
 
     def _drawn(self, slots: Iterable[int]) -> bool:
         """Whether the whole logits choose the tokens of these slots: of ranks with parts of them, where one is

@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Adapters:
-    """ids: integers [tokens], each token's place among the resident adapters, -1 for none. rows: which of them a row
+    """ids: integers [tokens], each token's adapter slot, -1 for none. rows: which of them a row
     of a product has; None: in order. rank: numbers of each adapter between its two products."""
 
     ids: cuda.Array
