@@ -117,7 +117,7 @@ def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.d
         )
 
 
-def slot_array(weights: Tensors, names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
+def slot_array(weights: Tensors | Mapping[str, np.ndarray], names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
     """What a slot of `shape` takes, without gaps: the tensor itself, or a copy of several, one after another. Check the
     slot first."""
     if len(names) == 1:
