@@ -31,6 +31,7 @@ from lockstep.export.rope import rope_settings
 from lockstep.export.small_configs import shallow_config, small_configs
 from lockstep.export.tracer import build_config, meta_model
 from lockstep.export.unique_layers import signatures
+from lockstep.onnx_tools.metrics import max_abs_error
 
 # fp32 rounding over a few layers, relative to the standard deviation of the logits: 1e-6 to 2e-5 is seen. The faults
 # that the tests plant, each as small as a wrong export can be, give 1e-3 and more.
@@ -262,9 +263,7 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
 def _difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
     """Largest difference of two lists of logits over the standard deviation of the second; infinity for what is no
     number."""
-    largest = max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True)) / float(
-        np.concatenate(other).std()
-    )
+    largest = max(max_abs_error(b, a) for a, b in zip(one, other, strict=True)) / float(np.concatenate(other).std())
     return largest if np.isfinite(largest) else float("inf")
 
 

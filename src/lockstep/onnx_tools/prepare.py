@@ -23,13 +23,11 @@ from lockstep.onnx_tools.adapter_mask import ids_as_mask, mask_of
 from lockstep.onnx_tools.adapter_rows import shrink_in_rows, slot_rows
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
 from lockstep.onnx_tools.signature import io_of
 from lockstep.onnx_tools.widened import widened
 
 _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
-# Relative to the largest value: the same products in another blocking. fp16 anywhere: its last bits, in what is
-# computed from them in fp32 too.
-_TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 # So many random numbers are drawn, and repeated where a weight has more: hundreds of millions take seconds. A prime, so
 # that no two rows of a weight are the same.
 _BLOCK = 1_048_583
@@ -80,12 +78,13 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     rest = {value.name: _feed(value, feeds) for value in rewritten.graph.input if value.name not in weights}
     found = _run(rewritten, {**rest, **weights})
     relative = max(
-        _TOLERANCE[array.dtype.name] for array in (*feeds.values(), *expected.values()) if array.dtype.kind == "f"
+        REWRITE_TOLERANCE[array.dtype.name]
+        for array in (*feeds.values(), *expected.values())
+        if array.dtype.kind == "f"
     )
     for name, values in expected.items():
         exact, other = values.astype(np.float64), found[name].astype(np.float64)
-        allowed = relative * max(1.0, float(np.abs(exact).max(initial=0)))
-        error = float(np.abs(exact - other).max(initial=0))
+        allowed, error = relative * peak(exact), max_abs_error(exact, other)
         if not error <= allowed:
             raise CheckError(
                 f"graph {model.graph.name}: output {name}: expected the rewritten graph to give "

@@ -18,12 +18,10 @@ from onnx import helper, numpy_helper
 from lockstep.artifacts.assembly import AttentionVariant
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import prune
+from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
 from lockstep.onnx_tools.widened import widened
 
 _REQUESTS, _CAPACITY = 3, 7
-# Relative to the largest value: the products of attention in another order; fp16 rounds the weights before the last
-# product.
-_TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 _BF16 = 2**-7  # its eps
 
 
@@ -112,10 +110,9 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVari
         lengths,
         variant,
     )
-    allowed = _TOLERANCE[expected["attention"].dtype.name] * max(
-        1.0, float(np.abs(expected["attention"].astype(np.float32)).max())
-    )
-    error = float(np.abs(expected["attention"].astype(np.float32) - found).max())
+    exact = expected["attention"].astype(np.float32)
+    allowed = REWRITE_TOLERANCE[expected["attention"].dtype.name] * peak(exact)
+    error = max_abs_error(exact, found)
     if not error <= allowed or not np.array_equal(expected["key_out"], rotated["key_out"]):
         raise CheckError(
             f"graph {decode.graph.name}: expected RoPE followed by attention, found a difference of {error:.1e}; build "

@@ -18,13 +18,14 @@ import numpy as np
 from lockstep.artifacts.adapted import AdaptedPrompt, AdaptedReference, AdaptedReport
 from lockstep.artifacts.reports import PASS, TokenDifference
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
 from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_logits, short
 from lockstep.verify.golden.text import new_text
-from lockstep.verify.metrics import difference, finish, largest
+from lockstep.verify.metrics import finish, largest
 
 
 @dataclass(frozen=True)

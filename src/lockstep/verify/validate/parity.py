@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.verify.metrics import Difference, difference
+from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.verify.validate.graphs import Graphs
 from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
