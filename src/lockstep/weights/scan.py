@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Unsigned type of the same width, mask of all but the sign, and the first bit pattern that is not finite (all exponent
-# bits set).
+from lockstep.artifacts.dtypes import DTYPE_BITS, INFINITY_BITS
+
+# Unsigned type of the same width, mask of all but the sign, and the first bit pattern that is not finite.
 _LAYOUT = {
-    "F16": (np.uint16, 0x7FFF, 0x7C00),
-    "BF16": (np.uint16, 0x7FFF, 0x7F80),
-    "F32": (np.uint32, 0x7FFF_FFFF, 0x7F80_0000),
-    "F64": (np.uint64, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    dtype: (np.dtype(f"u{DTYPE_BITS[dtype] // 8}").type, (1 << DTYPE_BITS[dtype] - 1) - 1, infinity)
+    for dtype, infinity in INFINITY_BITS.items()
 }
 
 
