@@ -1,4 +1,6 @@
-"""The batchless graphs: a layer's RoPE, then parameter-free causal attention over a KV cache.
+"""The batchless graphs: RoPE, then causal attention over a KV cache.
+
+The attention has no parameters.
 
 In: a BatchlessGraph (cut.py). Out: canonical prefill and decode graphs, and the cache-free form that the uncut
 `batchful.onnx` calls. Shapes: see `prefill` and `decode`. Products run in the graph's dtype, softmax in float32.
@@ -24,7 +26,7 @@ _ORDER = ("query", "key", "value", "position_ids", "past_key", "past_value", "pa
 
 
 def prefill(batchless: BatchlessGraph) -> Graph:
-    """Attention of one request's new tokens over its cache and themselves.
+    """Build the attention of one request's new tokens over its cache and themselves.
 
     query [num_tokens, num_heads*head_dim], key, value [num_tokens, num_kv_heads*head_dim], position_ids [num_tokens]
     int64, past_key, past_value [1, num_kv_heads, past_capacity, head_dim] of which past_lengths [1] int64 rows are
@@ -43,14 +45,19 @@ def prefill(batchless: BatchlessGraph) -> Graph:
 
 
 def without_cache(batchless: BatchlessGraph) -> Graph:
-    """Attention of one whole sequence: as `prefill` with nothing in the cache; gives `attention` alone."""
+    """Build the attention of one whole sequence.
+
+    As `prefill` with nothing in the cache; gives `attention` alone.
+    """
     build = _Builder(batchless)
     attention = build.attend(build.to_cache(build.key), build.to_cache(build.value), build.position_ids)
     return build.finish("attention", attention, cache_rows=False)
 
 
 def decode(batchless: BatchlessGraph) -> Graph:
-    """Attention of one new token for each of several requests; the cache is read in place, never copied.
+    """Build the attention of one new token for each of several requests.
+
+    The cache is read in place, never copied.
 
     As `prefill`, with num_requests for num_tokens and past_key, past_value [num_requests, num_kv_heads, past_capacity,
     head_dim], past_lengths [num_requests]. A new token's position is its request's past length.
@@ -82,7 +89,10 @@ def decode(batchless: BatchlessGraph) -> Graph:
 
 
 class _Builder:
-    """A copy of the batchless graph to which attention is appended, operator by operator."""
+    """A copy of a batchless graph to which attention is appended.
+
+    Operators are appended one by one.
+    """
 
     def __init__(self, batchless: BatchlessGraph, tokens: str = "num_tokens"):
         self.batchless, self.graph, self.tokens = batchless, batchless.graph.clone(), tokens
@@ -115,7 +125,7 @@ class _Builder:
         return self.const(np.array(values, dtype=np.int64))
 
     def past(self, requests: str) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The cache inputs past_key, past_value and past_lengths."""
+        """Add the cache inputs past_key, past_value and past_lengths, and return them."""
         count = int(requests) if requests.isdigit() else requests
         heads, batchless = self.batchless.num_kv_heads, self.batchless
         made = []
@@ -129,7 +139,7 @@ class _Builder:
         return made[0], made[1], made[2]
 
     def capacity(self, past_key: ir.Value) -> ir.Value:
-        """past_capacity as a scalar."""
+        """Return past_capacity as a scalar."""
         return self.op("Gather", self.op("Shape", past_key), self.const(np.int64(2)), axis=0)
 
     def to_float(self, value: ir.Value) -> ir.Value:
@@ -142,19 +152,27 @@ class _Builder:
         return self.op("Mul", self.query, self.const(np.asarray(self.batchless.scale).astype(self.dtype.numpy())))
 
     def softcap(self, scores: ir.Value) -> ir.Value:
-        """cap * tanh(scores / cap), where the model caps its scores."""
+        """Return cap * tanh(scores / cap), where the model caps its scores.
+
+        Else `scores` as they are.
+        """
         if not self.batchless.softcap:
             return scores
         cap = self.const(np.float32(self.batchless.softcap))
         return self.op("Mul", self.op("Tanh", self.op("Div", scores, cap)), cap)
 
     def to_cache(self, value: ir.Value) -> ir.Value:
-        """[num_tokens, num_kv_heads, head_dim] -> [1, num_kv_heads, num_tokens, head_dim]."""
+        """Return keys or values in the cache's layout.
+
+        [num_tokens, num_kv_heads, head_dim] -> [1, num_kv_heads, num_tokens, head_dim].
+        """
         return self.op("Unsqueeze", self.op("Transpose", value, perm=[1, 0, 2]), self.ints(0))
 
     def attend(self, keys: ir.Value, values: ir.Value, positions: ir.Value) -> ir.Value:
-        """All new tokens over keys, values [1, num_kv_heads, num_keys, head_dim] at `positions` [num_keys] ->
-        [num_tokens, heads*dim]."""
+        """Return the attention of all new tokens, [num_tokens, num_heads * head_dim].
+
+        keys, values: [1, num_kv_heads, num_keys, head_dim], at `positions` [num_keys].
+        """
         batchless, group = self.batchless, self.group
         query = self.op(
             "Reshape", self.scaled_query(), self.ints(-1, batchless.num_kv_heads, group, batchless.head_dim)

@@ -21,8 +21,10 @@ DOMAIN = "lockstep"
 
 @dataclass(frozen=True)
 class ComposedBlock:
-    """One block in the sequence: its graph, {slot: checkpoint tensors}, and the variant of the attention after it (None
-    after the exit)."""
+    """One block of the uncut model.
+
+    slots: {slot: checkpoint tensors}. variant: of the attention after the block; None after the exit.
+    """
 
     graph: Graph
     slots: Mapping[str, Sequence[str]]
@@ -30,8 +32,11 @@ class ComposedBlock:
 
 
 def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
-    """The uncut model, and {weight input: checkpoint tensors}; `functions` maps a variant to its attention without a
-    cache."""
+    """Compose the uncut model of its blocks.
+
+    functions: {variant: its attention without a cache}. Returns the model's bytes and {weight input: checkpoint
+    tensors}.
+    """
     graph = onnx.GraphProto(name="batchful")
     constants: dict[tuple, str] = {}
     weights: dict[str, IO] = {}

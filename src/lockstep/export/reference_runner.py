@@ -1,4 +1,6 @@
-"""Run an assembly's graphs in ONNX Runtime, in memory: what the runtime does, in its plainest form.
+"""Run an assembly's graphs in ONNX Runtime, in memory.
+
+It is what the runtime does, in its plainest form.
 
 In: the bytes of the graphs, the assembly, tensors by checkpoint name. Out: logits of every token of a step. A step
 takes any mix of requests; one that brings several tokens goes through the prefill graph of each attention variant,
@@ -24,15 +26,20 @@ from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 
 @dataclass(frozen=True)
 class PackedRequest:
-    """A request's share of a step: `tokens` (int64) of request `request`, behind the tokens that it already brought."""
+    """A request's share of a step.
+
+    tokens: int64, behind those that the request `request` already brought.
+    """
 
     request: int
     tokens: np.ndarray
 
 
 class ReferenceRunner(GraphRunner):
-    """`num_requests` requests with room for `capacity` tokens each. fp32 only. What no token has filled holds noise,
-    not zeros."""
+    """Runs steps of `num_requests` requests with room for `capacity` tokens each.
+
+    fp32 only. Cache rows that no token has filled hold noise, not zeros.
+    """
 
     def __init__(
         self,
@@ -65,20 +72,26 @@ class ReferenceRunner(GraphRunner):
             self.caches.append([10 * noise.standard_normal(shape, np.float32) for shape in shapes])
 
     def behind(self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray) -> ReferenceRunner:
-        """The same graphs with other requests: for each layer [key, value] stores of [num_requests, num_kv_heads,
-        capacity, dim], of which `lengths` tokens are filled; new tokens stand `shift` positions further than that."""
+        """Return a runner of the same graphs with other requests.
+
+        caches: for each layer [key, value] stores of [num_requests, num_kv_heads, capacity, dim], of which `lengths`
+        tokens are filled. New tokens stand `shift` positions further than that.
+        """
         other = copy.copy(self)
         other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
         return other
 
     def lora_arrays(self) -> list[LoraArrays]:
-        """Where adapters go, of all blocks."""
+        """Return the arrays that adapters are written to, of all blocks."""
         layers, slots = self.assembly.layers, self.assembly.adapters
         parts = (*(layer.block for layer in layers), layers[-1].exit)
         return [each for part in parts for each in arrays_of(slots, part, self._lora[id(part)])] if slots else []
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
-        """Advance the requests; gives for each part the logits of all its tokens, [len(tokens), vocab_size] float32."""
+        """Advance the requests by a step.
+
+        Returns for each part the logits of all its tokens, [len(tokens), vocab_size] float32.
+        """
         parts = [*parts]
         env: dict[str, np.ndarray] = {
             "token_ids": np.concatenate([part.tokens for part in parts]),

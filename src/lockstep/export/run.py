@@ -1,5 +1,6 @@
-"""The export stage: checkpoint manifest -> assembly.json, block classes, attention, embedding, tokenizer, chat
-template, uncut batchful.onnx.
+"""The export stage: from a checkpoint's manifest to graphs and their assembly.
+
+Out: assembly.json, block classes, attention, embedding, tokenizer, chat template, uncut batchful.onnx.
 
 Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy, and
 where a chat template stands), never its weights: only the headers, where they are there, to refuse names and shapes
@@ -73,9 +74,11 @@ def export(
     adapters: Mapping[str, Any] | None = None,
     group_size: int | None = None,
 ) -> Path:
-    """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie
-    beside it. tensor_parallel: for how many ranks. adapters: arguments of `lora.adapted`, for graphs that take
-    adapters. group_size: numbers that share a scale in w8a16 and w4a16; None: 32, or as the checkpoint has them.
+    """Export the model of the manifest `checkpoint` at `precision`.
+
+    out: the path of assembly.json, which is returned; graphs lie beside it. tensor_parallel: for how many ranks.
+    adapters: arguments of `lora.adapted`, for graphs that take adapters. group_size: numbers that share a scale in
+    w8a16 and w4a16; None: 32, or as the checkpoint has them.
 
     Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
     groups.
@@ -120,8 +123,11 @@ def export_config(
     group_size: int = GROUP_SIZE,
     adapters: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives
-    {file: size, sha256}. adapters: arguments of `lora.adapted`, for graphs that take some."""
+    """Export a config.json mapping alone, without checkpoint and tokenizer.
+
+    Graphs and assembly are written to `folder`. adapters: arguments of `lora.adapted`, for graphs that take some.
+    Returns {file: size, sha256}.
+    """
     files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size)
     assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
     files["assembly.json"] = dump_json(assembly.to_json()).encode()
@@ -139,7 +145,9 @@ def _proven(
     group_size: int,
     quantized: QuantizedTensors | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
+    """Return what `assemble` gives, once it is known to be right.
+
+    A small model of the same kind has then shown that it computes what transformers does.
 
     folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
     quantized: what the checkpoint has quantised already.
@@ -162,8 +170,10 @@ def _proven(
 def with_adapters(
     files: Mapping[str, bytes], assembly: Assembly, adapters: Mapping[str, Any], linears: Collection[str] | None = None
 ) -> tuple[dict[str, bytes], Assembly]:
-    """The same with blocks that take adapters; the uncut graph stays without. adapters, linears: arguments of
-    `lora.adapted`."""
+    """Return files and assembly with blocks that take adapters.
+
+    The uncut graph stays without. adapters, linears: arguments of `lora.adapted`.
+    """
     made, slots, graphs = adapted(dict(files), assembly, **adapters, linears=linears)
     classes = {name: _file(graphs[name], name) if name in graphs else file for name, file in assembly.classes.items()}
     return made, replace(assembly, classes=classes, adapters=slots)
@@ -177,8 +187,10 @@ def assemble(
     tensor_parallel: int = 1,
     parts: TracedModel | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """All graph files by name, and the assembly without tokenizer and end-of-sequence ids. parts: of the model, where
-    they are there already."""
+    """Return all graph files by name, and the assembly.
+
+    It is without tokenizer and end-of-sequence ids. parts: of the model, where it is traced already.
+    """
     parts = parts or parts_of(meta, trace_unique_layers)
     layers = parts.layers
     classes, variants = _Registry(), _Variants()
@@ -240,9 +252,11 @@ def shard(
     plan: Mapping[str, str],
     degree: int,
 ) -> tuple[dict[str, bytes], TensorParallel]:
-    """The files of the graphs that `degree` ranks run, and the table of them. batchless: of each layer's attention.
+    """Return the files of the graphs that `degree` ranks run, and their table.
 
-    Raises InputError for a model that cannot be split over so many."""
+    batchless: of each layer's attention. plan: transformers' own. Raises InputError for a model that cannot be split
+    over so many.
+    """
     pieces, sharded = _Registry(), dict[str, ShardedClass]()
     heads = [Heads.of(each) for each in batchless]
     places: list[tuple[str, Heads | None, Heads | None]] = [
@@ -284,7 +298,10 @@ def shard(
 
 
 class _Variants:
-    """Distinct attention, each with its prefill and decode graph and its form without a cache."""
+    """The distinct attention variants of a model.
+
+    Of each the prefill and decode graph, and the form without a cache.
+    """
 
     def __init__(self) -> None:
         self.names: dict[tuple[str, str], str] = {}
@@ -325,14 +342,20 @@ def _file(graph: Graph, name: str) -> GraphFile:
 
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids as `generate` takes them: generation_config.json before config.json."""
+    """Return the end-of-sequence ids as `generate` takes them.
+
+    generation_config.json goes before config.json.
+    """
     generation = folder / "generation_config.json"
     source = read_json(generation) if generation.is_file() else config
     return _token_ids(source.get("eos_token_id", config.get("eos_token_id")), str(folder))
 
 
 def _token_ids(found: Any, where: str) -> tuple[int, ...]:
-    """One id, several or none, as generation_config.json and config.json have them."""
+    """Return token ids as generation_config.json and config.json have them.
+
+    found: one id, several or none. Raises InputError for what is no id.
+    """
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(i, int) and i >= 0 for i in ids):
         raise InputError(

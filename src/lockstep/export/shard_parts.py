@@ -1,4 +1,7 @@
-"""What ranks hold of a tensor: parts along one axis, and what becomes of them behind a reshape."""
+"""The parts of a tensor that ranks hold, and what a reshape makes of them.
+
+Parts lie along one axis.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class ShardIndices:
-    """What ranks hold of a tensor: `indices[rank]` along `axis`, [ranks, held] int64, ascending within a section."""
+    """The indices along one axis of a tensor that each rank holds.
+
+    `indices[rank]` along `axis`: [ranks, held] int64, ascending within a section.
+    """
 
     axis: int
     indices: np.ndarray
@@ -30,8 +36,10 @@ class ShardIndices:
 
 
 def even(axis: int, size: int, ranks: int, unit: int = 1) -> ShardIndices | None:
-    """Successive parts of `size` numbers, in whole units; where there are fewer units than ranks, successive ranks hold
-    the same unit. None where that does not come out even."""
+    """Return successive parts of `size` numbers, in whole units.
+
+    Where there are fewer units than ranks, successive ranks hold the same unit. None where that does not come out even.
+    """
     units = size // unit
     if units % ranks == 0:
         whole = np.arange(units).reshape(ranks, -1)
@@ -47,12 +55,17 @@ class NotSplit(Exception):
 
 
 class Uneven(NotSplit):
-    """It could be split, but its size does not divide by the ranks: left whole, each rank would do all the work."""
+    """A part that could be split, but whose size does not divide by the ranks.
+
+    Left whole, each rank would do all the work.
+    """
 
 
 def merged(name: str, wants: Sequence[ShardIndices]) -> ShardIndices:
-    """One part for all readers of a value: the same, or those of sections of it, one after another. Raises NotSplit
-    where there is none."""
+    """Return one part for all readers of a value.
+
+    It is the same for all, or those of sections of it, one after another. Raises NotSplit where there is none.
+    """
     if all(want == wants[0] for want in wants):
         return wants[0]
     if len({want.axis for want in wants}) > 1:
@@ -69,8 +82,11 @@ def merged(name: str, wants: Sequence[ShardIndices]) -> ShardIndices:
 
 
 def reshaped(before: Sequence[int | str], after: Sequence[int | str], part: ShardIndices) -> ShardIndices:
-    """What is held of a value of shape `before`, once it has the shape `after`. Sizes that are names stand for a number
-    of tokens, which no axis is joined with. Raises NotSplit where it is no part along one axis."""
+    """Return what is held of a value once its shape `before` becomes `after`.
+
+    Sizes that are names stand for a number of tokens, which no axis is joined with. Raises NotSplit where it is no part
+    along one axis.
+    """
     for old, new in _axes_kept(before, after):
         if part.axis not in old:
             continue
@@ -99,7 +115,10 @@ def _number(size: int | str) -> int:
 
 
 def _axes_kept(before: Sequence[int | str], after: Sequence[int | str]) -> list[tuple[list[int], list[int]]]:
-    """Axes of the one and of the other shape that hold the same numbers, group by group."""
+    """Return the axes of two shapes that hold the same numbers, group by group.
+
+    Each group has axes of the one shape and of the other. Raises NotSplit where there are none.
+    """
     groups, i, j = [], 0, 0
     while i < len(before) and j < len(after):
         old, new = [i], [j]

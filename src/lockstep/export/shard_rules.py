@@ -1,4 +1,7 @@
-"""What an operator needs of its inputs where ranks hold parts of its outputs: a rule for each operator, backwards."""
+"""What an operator needs of its inputs where ranks hold parts of its outputs.
+
+There is a rule for each operator, which goes backwards.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ _WITHIN = {"ReduceMean", "ReduceSum", "ReduceMax", "Softmax", "LayerNormalizatio
 
 @dataclass(frozen=True)
 class Rules:
-    """shapes: of every value of the graph, unknown sizes are names. constants: its initializers."""
+    """The rules for the operators of one graph.
+
+    shapes: of every value of the graph, unknown sizes are names. constants: its initializers.
+    """
 
     shapes: Mapping[str, Sequence[int | str]]
     constants: Mapping[str, np.ndarray]
@@ -34,8 +40,10 @@ class Rules:
         return size
 
     def needs(self, node: onnx.NodeProto, found: Mapping[str, ShardIndices]) -> list[tuple[str, ShardIndices]]:
-        """(input, part) of each input that must be split for the parts in `found` of the node's outputs. Raises
-        NotSplit."""
+        """Return (input, part) of each input that must be split.
+
+        found: the parts of the node's outputs. Raises NotSplit.
+        """
         name, part = next(iter(found.items()))
         if node.op_type in _UNARY:
             return [(node.input[0], part)]
@@ -66,7 +74,10 @@ class Rules:
         return found
 
     def _check_constant(self, name: str, axis: int, part: ShardIndices) -> None:
-        """Engines are the same at all ranks, so a constant must look the same to each."""
+        """Check that a constant looks the same to each rank.
+
+        Engines are the same at all ranks. Raises NotSplit.
+        """
         taken = [np.take(self.constants[name], indices, axis) for indices in part.indices]
         if any(not np.array_equal(each, taken[0]) for each in taken):
             raise NotSplit(f"a constant of {self.constants[name].shape} differs between the ranks' parts")

@@ -24,7 +24,7 @@ from lockstep.export.shard_sums import join_sums
 
 
 def as_shard(held: ShardIndices) -> Shard:
-    """The same in an assembly's words."""
+    """Return the same in the assembly's form."""
     ranges = []
     for indices in held.indices:
         ends = np.flatnonzero(np.diff(indices) != 1) + 1
@@ -34,8 +34,10 @@ def as_shard(held: ShardIndices) -> Shard:
 
 @dataclass(frozen=True)
 class ShardGraph:
-    """What a rank runs between two sums. sums: {partial sum that it gives: the name under which later pieces read their
-    sum}."""
+    """What a rank runs between two sums.
+
+    sums: {partial sum that it gives: the name under which later pieces read their sum}.
+    """
 
     graph: Graph
     sums: Mapping[str, str]
@@ -43,9 +45,12 @@ class ShardGraph:
 
 @dataclass(frozen=True)
 class Shards:
-    """A block in pieces. held: what ranks hold of its inputs and outputs; those that are not named are whole. weights:
-    what they take of its slots, of which `rows` are those of row-parallel products; first: slots of which all but the
-    first rank take zeros. whole: {output: why each rank has all of it, though a part would do}."""
+    """A block in pieces, for several ranks.
+
+    held: what ranks hold of its inputs and outputs; those that are not named are whole. weights: what they take of its
+    slots, of which `rows` are those of row-parallel products; first: slots of which all but the first rank take zeros.
+    whole: {output: why each rank has all of it, though a part would do}.
+    """
 
     pieces: tuple[ShardGraph, ...]
     held: Mapping[str, ShardIndices]
@@ -69,9 +74,11 @@ class Heads:
         return cls(batchless.num_heads, batchless.num_kv_heads, batchless.head_dim, batchless.value_head_dim)
 
     def held(self, ranks: int) -> dict[str, ShardIndices]:
-        """What a rank holds of query, key, value [num_tokens, heads * head_dim] and of the attention's result. Key and
-        value heads of which there are fewer than ranks are held by several. Raises InputError for heads that do not
-        divide."""
+        """Return what a rank holds of query, key, value and attention.
+
+        They are [num_tokens, heads * head_dim]. Key and value heads of which there are fewer than ranks are held by
+        several. Raises InputError for heads that do not divide.
+        """
         if not heads_divide(self.num_heads, self.num_kv_heads, ranks):
             raise InputError(
                 f"tensor_parallel: expected a divisor of the {self.num_heads} attention heads, and a divisor or a "
@@ -88,8 +95,11 @@ class Heads:
 
 
 def shard_block(block: Graph, before: Heads | None, behind: Heads | None, ranks: int) -> Shards:
-    """before, behind: the attentions around the block; None: there is none. Raises InputError where its input or its
-    weights cannot be split."""
+    """Cut a block into pieces for `ranks` ranks.
+
+    before, behind: the attentions around the block; None: there is none. Raises InputError where its input or its
+    weights cannot be split.
+    """
     slots = {slot.name for slot in block.signature.slots}
     given = {"attention": before.held(ranks)["attention"]} if before else {}
     wanted = {name: part for name, part in (behind.held(ranks) if behind else {}).items() if name != "attention"}
@@ -111,8 +121,11 @@ def shard_block(block: Graph, before: Heads | None, behind: Heads | None, ranks:
 
 
 def check_plan(shards: Shards, plan: Mapping[str, str]) -> None:
-    """Hold what the data flow says against transformers' own plan, {"layers.*.mlp.up_proj": "colwise"}. What the plan
-    splits and the flow leaves whole is right, if larger. Raises InputError for a weight that they split differently."""
+    """Hold the data flow against transformers' own plan.
+
+    plan: {"layers.*.mlp.up_proj": "colwise"}. What the plan splits and the flow leaves whole is right, if larger.
+    Raises InputError for a weight that they split differently.
+    """
     for slot in shards.weights:
         name = slot.partition(".")[2].removesuffix(".weight")
         style = next((style for key, style in plan.items() if key.partition("*.")[2] == name), "")
@@ -125,7 +138,10 @@ def check_plan(shards: Shards, plan: Mapping[str, str]) -> None:
 
 
 def shard_batchless(batchless: BatchlessGraph, ranks: int) -> BatchlessGraph:
-    """A rank's part of the batchless graph of an attention. Raises InputError where that is none by heads."""
+    """Return a rank's part of the batchless graph of an attention.
+
+    Raises InputError where that is none by heads.
+    """
     heads = Heads.of(batchless)
     given = {name: part for name, part in heads.held(ranks).items() if name != "attention"}
     model = ir.to_proto(ir.Model(batchless.graph, ir_version=10))
@@ -167,13 +183,19 @@ class _Cutter:
         self._declared = {value.name for value in (*self.graph.input, *self.graph.output)}
 
     def whole_graph(self) -> onnx.GraphProto:
-        """All in one, where nothing is summed over the ranks."""
+        """Return all in one graph, where nothing is summed over the ranks.
+
+        Raises NotSplit where something is.
+        """
         if self.flow.summed:
             raise NotSplit("an attention without weights has sums over heads")
         return self._graph(list(self.graph.node), [v.name for v in self.graph.input], self.outputs, {})
 
     def pieces(self) -> list[ShardGraph]:
-        """One more than there are sums in a row. What depends on positions alone is computed wherever it is read."""
+        """Return the pieces, one more than there are sums in a row.
+
+        What depends on positions alone is computed wherever it is read.
+        """
         anywhere = {value.name for value in self.graph.input if value.name in ("position_ids", "logit_rows")}
         free: dict[str, onnx.NodeProto] = {}
         summed = {
@@ -201,7 +223,7 @@ class _Cutter:
         return [self._piece(nodes, reads, summed, kept) for nodes, reads in zip(at, reads_of, strict=True)]
 
     def _with_free(self, nodes: list[onnx.NodeProto], free: Mapping[str, onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """`nodes`, and before them what they need of `free`."""
+        """Return `nodes`, and before them what they need of `free`."""
         needed: set[str] = set()
         stack = [name for node in nodes for name in node.input if name in free]
         while stack:
@@ -271,7 +293,7 @@ class _Cutter:
         return next((size for size in first if isinstance(size, str) and size != "?"), "num_tokens")
 
     def _localise(self, node: onnx.NodeProto) -> None:
-        """Sizes in a node's constants become a rank's."""
+        """Turn the sizes in a node's constants into a rank's."""
         held = self.flow.held
         parts = {name: held[name] for name in node.output if name in held}
         if not parts:

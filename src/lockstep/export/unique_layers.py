@@ -1,4 +1,6 @@
-"""Trace each unique layer once: which blocks, exits and attention variants a model of any depth is made of.
+"""Trace each unique layer of a model once.
+
+It tells which blocks, exits and attention variants a model of any depth is made of.
 
 In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut
 there, its batchless graph, and the tensors that the slots take. Layers are alike when their modules, shapes and
@@ -25,7 +27,9 @@ from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
 @dataclass(frozen=True)
 class Layer:
-    """block comes before the layer's attention (batchless); exit follows it when the model ends here.
+    """One layer of a traced model.
+
+    block comes before the layer's attention (batchless); exit follows it when the model ends here.
 
     Slots: {slot: checkpoint tensors whose bytes, one after another, it takes}.
     """
@@ -39,8 +43,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """All layers of a model, and what comes before the first: `token_ids [num_tokens]` -> `hidden [num_tokens,
-    hidden_size]`."""
+    """All layers of a model, and its embedding.
+
+    The embedding comes before the first layer: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`.
+    """
 
     layers: tuple[Layer, ...]
     embedding: Graph
@@ -48,8 +54,10 @@ class TracedModel:
 
 
 def parts_of(meta: PreTrainedModel, trace_unique_layers: bool = True) -> TracedModel:
-    """All parts of the model. With `trace_unique_layers=False` every depth is traced whole (slow; the result is the
-    same, a test holds it)."""
+    """Trace all parts of a model.
+
+    With `trace_unique_layers=False` every depth is traced whole (slow; the result is the same, a test holds it).
+    """
     layer_signatures, prefix = signatures(meta), layer_list(meta)[0]
     cuts = _Cuts(meta, layer_signatures) if trace_unique_layers else _FullCuts(meta, len(layer_signatures))
     layout = checkpoint_layout(meta)
@@ -72,7 +80,10 @@ class _Cuts:
         self.single: _Traced | None = None
 
     def pair(self, index: int) -> _Traced:
-        """The cut of layers index-1 and index, or of the first pair with their signatures."""
+        """Return the cut of layers index-1 and index.
+
+        Or of the first pair with their signatures.
+        """
         key = (self.layer_signatures[index - 1], self.layer_signatures[index])
         if key not in self.pairs:
             self.pairs[key] = _cut(self.meta, [index - 1, index])
@@ -145,8 +156,10 @@ def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]
 
 
 def signatures(meta: PreTrainedModel) -> list[str]:
-    """One text for each layer, equal for layers that trace alike: module tree, tensor shapes, plain settings, per-layer
-    config lists."""
+    """Return one text for each layer, equal for layers that trace alike.
+
+    It holds module tree, tensor shapes, plain settings and per-layer config lists.
+    """
     _, layers = layer_list(meta)
     lists = per_layer_settings(meta.config.get_text_config(), len(layers))
     return [

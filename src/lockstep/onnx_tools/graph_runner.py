@@ -1,4 +1,4 @@
-"""Run an assembly's blocks and attentions, of one rank or of all, over whatever runs a single graph.
+"""Run an assembly's blocks and attentions, of one rank or of all.
 
 In: an assembly, arrays by name. Out: the outputs of a block or an attention, whole; the logits of a run through layers.
 A subclass says how one graph is run, and where weights and the adapters' inputs come from.
@@ -20,20 +20,27 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class GraphRunner(abc.ABC):
-    """Runs blocks and attentions of an assembly; those of several ranks one rank after another."""
+    """Runs blocks and attentions of an assembly.
+
+    Those of several ranks run one rank after another.
+    """
 
     assembly: Assembly
 
     @abc.abstractmethod
     def run_graph(self, name: str, inputs: Arrays, weights: Arrays) -> dict[str, np.ndarray]:
-        """Return the outputs by name of one graph of `Assembly.engine_graphs`, or of a whole block.
+        """Return the outputs by name of one graph.
 
-        inputs: what there is by name, from which the graph takes the inputs that it declares. weights: {slot: array}.
+        name: as in `Assembly.engine_graphs`, or of a whole block. inputs: what there is by name, from which the graph
+        takes the inputs that it declares. weights: {slot: array}.
         """
 
     @abc.abstractmethod
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
-        """Return the weights of a slot, made of these tensors of the checkpoint, in the dtype of the computation."""
+        """Return the weights of a slot, in the dtype of the computation.
+
+        tensors: of the checkpoint, of which they are made.
+        """
 
     def adapter_inputs(self, part: Part, env: Arrays) -> Arrays:
         """Return what a block reads of adapters beside `env`, by input name."""
@@ -77,10 +84,10 @@ class GraphRunner(abc.ABC):
     def run_layers(
         self, layers: Sequence[Layer], env: dict[str, np.ndarray], attend: Callable[[int, Arrays], np.ndarray]
     ) -> np.ndarray:
-        """Run the blocks of `layers` and the exit behind the last one on `env`, to which their outputs are added.
+        """Run the blocks of `layers`, and the exit behind the last one, on `env`.
 
-        attend: (layer number, env) -> that layer's attention [num_tokens, num_heads * head_dim]. Returns the logits of
-        the tokens that `logit_rows` names, [num_requests, vocab_size].
+        The blocks' outputs are added to `env`. attend: (layer number, env) -> that layer's attention [num_tokens,
+        num_heads * head_dim]. Returns the logits of the tokens that `logit_rows` names, [num_requests, vocab_size].
         """
         for index, layer in enumerate(layers):
             env |= self.run_block(layer.block, env)

@@ -57,14 +57,18 @@ def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
 
 
 def error_scale(expected: np.ndarray) -> np.ndarray:
-    """Return what errors of float64 numbers are relative to: max(1, rms of the array, |value|), of each number."""
+    """Return what the error of each float64 number is relative to.
+
+    It is max(1, rms of the array, |value|).
+    """
     return np.maximum(max(1.0, float(np.sqrt(np.mean(expected * expected)))), np.abs(expected))
 
 
 def max_abs_error(expected: np.ndarray, found: np.ndarray) -> float:
-    """Return the largest |found - expected|, computed in the common dtype of the two; 0 of empty arrays.
+    """Return the largest |found - expected|; 0 of empty arrays.
 
-    Infinity where a difference is NaN or infinite. Raises ValueError for another shape.
+    It is computed in the common dtype of the two, and infinity where a difference is NaN or infinite. Raises ValueError
+    for another shape.
     """
     if expected.shape != found.shape:
         raise ValueError(f"expected shape {expected.shape}, found {found.shape}")
@@ -74,5 +78,8 @@ def max_abs_error(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def peak(expected: np.ndarray) -> float:
-    """Return max(1, largest magnitude): what the error of a rewritten graph's output is relative to."""
+    """Return max(1, largest magnitude) of a rewritten graph's output.
+
+    Its error is relative to that.
+    """
     return max(1.0, float(np.abs(expected).max(initial=0)))

@@ -1,4 +1,6 @@
-"""Bring a canonical graph into the form that a backend asks for, and prove that it is the same computation.
+"""Bring a canonical graph into the form that a backend asks for.
+
+It is shown to be the same computation.
 
 In: a graph of the assembly and the backend's options `opset` (None: as it is) and `fuse_projections`. Out: the graph to
 build, its slots, and for each slot the assembly's slots that it is made of. Whatever was rewritten is run beside the
@@ -35,8 +37,11 @@ _BLOCK = 1_048_583
 
 @dataclass(frozen=True)
 class Prepared:
-    """model is what is built; slots are its weight inputs; parts: {slot: [slots of the assembly, and inputs that
-    adapters are written to]}."""
+    """A graph in the form that a backend asks for.
+
+    model: what is built. slots: its weight inputs. parts: {slot: [slots of the assembly, and inputs that adapters are
+    written to]}.
+    """
 
     model: onnx.ModelProto
     slots: Sequence[IO]
@@ -46,8 +51,10 @@ class Prepared:
 def prepare(
     model: onnx.ModelProto, slots: Sequence[IO], options: Mapping[str, Any], adapter_rows: bool = False
 ) -> Prepared | None:
-    """The form that `options` ask for; None when that is the graph as it is. adapter_rows: with adapters' first
-    products as rows of weights (adapter_rows.py), chosen by a mask (adapter_mask.py).
+    """Return the form that `options` ask for; None when that is the graph itself.
+
+    adapter_rows: with adapters' first products as rows of weights (adapter_rows.py), chosen by a mask
+    (adapter_mask.py).
 
     Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the
     rewritten graph computes something else.
@@ -69,8 +76,10 @@ def prepare(
 
 
 def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
-    """Run both on the same random numbers. Raises CheckError naming the first output that differs by more than
-    rounding."""
+    """Run both graphs on the same random numbers and compare their outputs.
+
+    Raises CheckError naming the first output that differs by more than rounding.
+    """
     canonical, rewritten = widened(model), widened(prepared.model)
     feeds = random_inputs(canonical)
     expected = _run(canonical, feeds)
@@ -101,8 +110,10 @@ def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.nda
 
 
 def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Seeded values for all inputs, weights too; integers are positions, lengths, rows and ids that are valid at
-    `_SIZES`."""
+    """Return seeded values for all inputs, weights too.
+
+    Integers are positions, lengths, rows and ids that are valid at `_SIZES`.
+    """
     random = np.random.default_rng(0)
     block = random.standard_normal(_BLOCK, np.float32)
     integers = np.frombuffer(block.tobytes()[:_BLOCK], np.uint8)  # any

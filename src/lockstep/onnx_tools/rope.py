@@ -26,7 +26,10 @@ _BF16 = 2**-7  # its eps
 
 
 def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProto:
-    """Cut RoPE out of a decode graph. Raises CheckError where the graph is not RoPE and then attention."""
+    """Cut RoPE out of a decode graph.
+
+    Raises CheckError where the graph is not RoPE and then attention.
+    """
     given, decode = decode, widened(decode)
     graph = decode.graph
     query, scale = _rotated_query(graph, variant, None if decode is given else _BF16)
@@ -51,9 +54,12 @@ def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProt
 
 
 def _rotated_query(graph: onnx.GraphProto, variant: AttentionVariant, eps: float | None) -> tuple[str, float]:
-    """The value that attention scales: what a product with the variant's scale reads, whose result is brought into
-    groups of heads; and the scale as the graph has it, rounded to its type, whose `eps` is that of the constant unless
-    given."""
+    """Return the name of the value that attention scales, and the scale.
+
+    The value is what a product with the variant's scale reads, whose result is brought into groups of heads. The scale
+    is as the graph has it, rounded to its type; `eps` is that of the type unless given. Raises CheckError where there
+    is no such product, or more than one.
+    """
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -129,8 +135,10 @@ def attention(
     lengths: np.ndarray,
     variant: AttentionVariant,
 ) -> np.ndarray:
-    """One new token for each request over its cache and itself, in float32; shapes as in the decode graph, query and
-    key rotated."""
+    """Return the attention of one new token for each request, in float32.
+
+    It is over the request's cache and the token itself. Shapes are as in the decode graph; query and key are rotated.
+    """
     heads, kv = variant.num_heads, variant.num_kv_heads
     rows = []
     for row, length in enumerate(lengths):

@@ -1,5 +1,7 @@
-"""Look at floating-point numbers through their bits: is each finite, and how large is the largest? No torch, one
-pass."""
+"""Floating-point numbers seen through their bits.
+
+Whether each is finite, and how large the largest is. No torch, one pass.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class NonFinite:
 
 
 def largest_bits(dtype: str, raw: np.ndarray) -> int:
-    """Bits of the largest magnitude in `raw` (uint8, 1-D, the bytes of `dtype` numbers); 0 when empty.
+    """Return the bits of the largest magnitude in `raw`; 0 when empty.
+
+    raw: uint8, 1-D, the bytes of `dtype` numbers.
 
     Without their sign, IEEE numbers order as their bits do, with infinity above all finite numbers and NaN above
     infinity.
@@ -37,17 +41,17 @@ def largest_bits(dtype: str, raw: np.ndarray) -> int:
 
 
 def is_finite(dtype: str, bits: int) -> bool:
-    """Whether a magnitude, given as its bits, is a finite number."""
+    """Return whether a magnitude, given as its bits, is a finite number."""
     return bits < _LAYOUT[dtype][2]
 
 
 def from_bits(dtype: str, bits: int, number: np.dtype) -> np.ndarray:
-    """The magnitude as an array of one `number`, the NumPy type of `dtype`."""
+    """Return the magnitude as an array of one `number`, the NumPy dtype of `dtype`."""
     return np.array([bits], _LAYOUT[dtype][0]).view(number)
 
 
 def count_non_finite(dtype: str, raw: np.ndarray) -> NonFinite | None:
-    """Where and how many numbers in `raw` are not finite; None when all are."""
+    """Count the numbers in `raw` that are not finite; None when all are."""
     unsigned, mask, infinity = _LAYOUT[dtype]
     bits = raw.view(unsigned) & unsigned(mask)
     at = np.flatnonzero(bits >= unsigned(infinity))
