@@ -51,7 +51,7 @@ def even(axis: int, size: int, ranks: int, unit: int = 1) -> ShardIndices | None
 
 
 class NotSplit(Exception):
-    """This part cannot be split, for the reason given."""
+    """Raised for a part that cannot be split, with the reason."""
 
 
 class Uneven(NotSplit):

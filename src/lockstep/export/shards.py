@@ -34,7 +34,7 @@ def as_shard(held: ShardIndices) -> Shard:
 
 @dataclass(frozen=True)
 class ShardGraph:
-    """What a rank runs between two sums.
+    """A graph that each rank runs between two sums over the ranks.
 
     sums: {partial sum that it gives: the name under which later pieces read their sum}.
     """

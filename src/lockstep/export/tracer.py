@@ -55,7 +55,7 @@ _TRACE_TOKENS = 7  # any number that no dimension of a model equals by chance
 
 @dataclass(frozen=True)
 class Trace:
-    """What one trace gives.
+    """The result of one trace.
 
     graph: the ONNX model; weights: names of its weight initializers (as in the checkpoint, ties resolved);
     layer_prefix: what precedes the layer's number in weight names ("model.layers"). Numbers count the traced layers.

@@ -134,7 +134,7 @@ class _FullCuts:
 
 @dataclass(frozen=True)
 class _Traced:
-    """What one trace gives."""
+    """The result of one trace: its cut, and the embedding."""
 
     cut: Cut
     embedding: Graph

@@ -29,7 +29,9 @@ _NAMES = ("num_tokens", "num_requests")  # of the first dimension of what crosse
 
 @dataclass(frozen=True)
 class Lora:
-    """What a product's resident adapters add to it.
+    """The share of a product that its resident adapters add.
+
+    It is (input times a) times b, of a row's own adapter.
 
     It is (input times a) times b, of a row's own adapter.
 

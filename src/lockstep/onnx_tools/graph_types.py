@@ -1,6 +1,6 @@
-"""What several rewritings of ONNX graphs need.
+"""Helpers of passes that rewrite ONNX graphs.
 
-Types and shapes of all values, and the removal of what is not read.
+They give types and shapes of all values, and remove what is not read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ONNX Runtime made of a graph.
+"""A graph as ONNX Runtime optimised it.
 
 In: an engine file, which is the saved optimised graph. Out: its operators and its layers as JSON.
 """

@@ -84,7 +84,10 @@ def arrays_of(
 
 
 class AdapterWriter(Protocol):
-    """What brings adapters into the arrays that blocks read, which are zero at first."""
+    """Brings adapters into the arrays that blocks read.
+
+    The arrays are zero at first.
+    """
 
     def prepare(self, adapter: LoadedAdapter) -> None:
         """Do once for an adapter what need not be done at each `write`."""

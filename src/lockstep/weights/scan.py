@@ -20,7 +20,10 @@ _LAYOUT = {
 
 @dataclass(frozen=True)
 class NonFinite:
-    """`first`: flat index of the first number that is not finite."""
+    """How many numbers of an array are not finite.
+
+    first: flat index of the first of them.
+    """
 
     first: int
     nans: int

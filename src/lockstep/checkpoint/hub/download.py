@@ -32,7 +32,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class _Interrupted(Exception):
-    """The main thread wants to end."""
+    """Raised in a download when the main thread wants to end."""
 
 
 def cache_folder(repository: str) -> Path:
