@@ -58,5 +58,5 @@ INSIDE = {
     "backends.tensorrt.tactics": "records of tactics",
     "weights.adapters": "adapters that lie in memory",
     "targets": "which precisions have quantised weights",
-    "verify.metrics": "how far logits are apart",
+    "onnx_tools.metrics": "how far logits are apart",
 }

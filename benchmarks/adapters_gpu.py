@@ -215,24 +215,24 @@ def _load(model: Model, names: Sequence[str], rounds: int) -> dict[str, Any]:
     host, through, steps, quiet = [], [], [], []
     assert model.adapters is not None
     executor: Any = model._executor
-    loading, place = model.adapters.residency.loading, len(names) - 1  # which nobody holds
+    loading, adapter_slot = model.adapters.residency.loading, len(names) - 1  # which nobody holds
     tokens, position = batches.begin(model, ROWS - 1), batches.CONTEXT
     for number in range(4 * rounds + 2):
         if number % 2:
-            loading[place] = "small"
+            loading[adapter_slot] = "small"
             executor._synchronize()
             started = time.perf_counter()
             model.adapters.load()
             host.append(time.perf_counter() - started)
             executor._synchronize()
             through.append(time.perf_counter() - started)
-            loading[place] = "small"
+            loading[adapter_slot] = "small"
         started = time.perf_counter()
         advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(ROWS - 1)]
         tokens[: ROWS - 1] = model.step_tokens(advances)
         (steps if number % 2 else quiet).append(time.perf_counter() - started)
         position += 1
-    model.adapters.residency.forget(place)
+    model.adapters.residency.forget(adapter_slot)
     batches.release(model)
     milliseconds = lambda values: spread([1e3 * value for value in values[1:]], 2)
     return {

@@ -36,8 +36,8 @@ from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.layers import ChosenLayer, differences
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD
+from lockstep.onnx_tools.metrics import difference
 from lockstep.pipeline import worker
-from lockstep.verify.metrics import difference
 
 _DTYPES = {graph_dtype(name): name for name in DTYPE_BITS}  # safetensors' name of each
 PARTS = "parts.json"  # of the record, while it is made

@@ -85,8 +85,13 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
         kind = type(meta)
         if traces_anew or is_patched(kind.__module__):
             return own(meta, indices)
-        look = unique_layers._look(meta, {})  # the module tree, its tensors and plain settings
-        content = [f"{kind.__module__}.{kind.__qualname__}", meta.config.to_json_string(False), look, list(indices)]
+        signature = unique_layers._layer_signature(meta, {})  # the module tree, its tensors and plain settings
+        content = [
+            f"{kind.__module__}.{kind.__qualname__}",
+            meta.config.to_json_string(False),
+            signature,
+            list(indices),
+        ]
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         make = lambda folder: (folder / "cut.pickle").write_bytes(pickle.dumps(own(meta, indices)))
         return pickle.loads((shared.folder(f"traces/{digest}", make) / "cut.pickle").read_bytes())

@@ -13,7 +13,7 @@ from lockstep.artifacts.files import sha256_json
 
 if TYPE_CHECKING:
     from lockstep.artifacts.assembly import Assembly
-    from lockstep.export.unique_layers import Parts
+    from lockstep.export.unique_layers import TracedModel
 
 WORKER = "PYTEST_XDIST_WORKER"  # set by pytest-xdist in each of its processes
 
@@ -40,7 +40,7 @@ class Shared:
                 done.touch()
         return folder
 
-    def parts(self, config: dict[str, Any], precision: str) -> Parts:
+    def parts(self, config: dict[str, Any], precision: str) -> TracedModel:
         """The parts that a model of a config.json is traced to, which takes longer than all that is made of them."""
         from lockstep.export.tracer import meta_model  # loads torch
         from lockstep.export.unique_layers import parts_of

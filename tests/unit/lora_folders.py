@@ -127,7 +127,7 @@ def requests() -> list[tuple[np.ndarray, str | None]]:
 
 
 def served_lora(demo: Results, shared: Shared) -> Results:
-    """A results tree of config/adapters.yaml in fp32, two adapters at a time in one place each."""
+    """A results tree of config/adapters.yaml in fp32, two adapters at a time, each in a slot."""
 
     def make(folder: Path) -> None:
         tree = Results(folder)

@@ -28,7 +28,7 @@ from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import parity
 from lockstep.export.lora import linear_layers
-from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.run import with_adapters
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.pipeline.stages import STAGES
@@ -80,8 +80,8 @@ def test_engines_compute_what_peft_computes(lora: Results, precision: str, toler
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_place(lora: Results, precision: str) -> None:
-    """Three adapters take turns in two places."""
+def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_slot(lora: Results, precision: str) -> None:
+    """Three adapters take turns in two slots."""
     model, given = opened(lora, precision), requests()
     together = logits_of(model, given)
     turned = logits_of(model, given[::-1])[::-1]
@@ -89,7 +89,7 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_place(lora: Res
     for one, *others in zip(together, turned, alone):
         assert all(np.array_equal(one, other) for other in others)
     assert model.adapters is not None and model.adapters.residency.loads > 3
-    assert (model.adapters.places == -1).all()
+    assert (model.adapters.adapter_slots == -1).all()
 
 
 def test_a_request_without_adapter_has_the_bits_of_the_model_without_adapters(demo: Results, lora: Results) -> None:
@@ -103,9 +103,9 @@ def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:
     model = opened(lora, "fp16")
     (expected,) = logits_of(model, [(PEFT["ids"], "captain")])
     assert model.adapters is not None
-    place = model.adapters.residency._resident["captain"]
+    adapter_slot = model.adapters.residency._resident["captain"]
     for each in model.adapters._arrays:
-        each.a[:, (1 - place) * 16 : (2 - place) * 16] = 60000
+        each.a[:, (1 - adapter_slot) * 16 : (2 - adapter_slot) * 16] = 60000
     (found,) = logits_of(model, [(PEFT["ids"], "captain")])
     assert np.isfinite(found).all() and np.array_equal(found, expected)
 
@@ -119,7 +119,7 @@ def test_prefixes_are_shared_within_an_adapter_only(lora: Results) -> None:
 def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
     lora: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three adapters take turns in two places, on memory for two requests of four."""
+    """Three adapters take turns in two slots, on memory for two requests of four."""
     monkeypatch.setattr(scheduler, "LOOKAHEAD", 16)
     page = opened(lora).tables.pool.page_nbytes
     prompt = np.random.default_rng(1).integers(0, 768, 70)
@@ -133,7 +133,7 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
         for made in engine.run(given):
             found.setdefault((made.request, made.choice), []).append(made.token)
         engine.scheduler.check()
-        assert model.adapters is not None and (model.adapters.places == -1).all()
+        assert model.adapters is not None and (model.adapters.adapter_slots == -1).all()
         return found, engine
 
     alone = {}
@@ -171,7 +171,7 @@ def test_every_family_computes_what_transformers_does_with_the_adapter(family: s
     adapter = loading.LoadedAdapter(
         "random", 5, 2.0, "", {name: (get(name, "A"), get(name, "B")) for name in modules}, "here"
     )
-    walk = Walk(files, assembly, base, 2, 24)
+    walk = ReferenceRunner(files, assembly, base, 2, 24)
     loading.write_adapter(adapter, 1, ROOM["max_lora_rank"], walk.lora_arrays())
     ids = np.random.default_rng(2).integers(3, assembly.vocab_size, 9)
     forward = lambda: model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
@@ -180,8 +180,8 @@ def test_every_family_computes_what_transformers_does_with_the_adapter(family: s
         attach(model, adapter)
         expected = forward()
     walk.adapters = np.array([1, -1])  # the same tokens with the adapter, and with none
-    first = walk.step([Part(0, ids[:6]), Part(1, ids[:6])])
-    then = walk.step([Part(0, ids[6:]), Part(1, ids[6:])])
+    first = walk.step([PackedRequest(0, ids[:6]), PackedRequest(1, ids[:6])])
+    then = walk.step([PackedRequest(0, ids[6:]), PackedRequest(1, ids[6:])])
     spread = without.std()
     assert np.abs(np.concatenate([first[0], then[0]]) - expected).max() < TOLERANCE * spread
     assert np.abs(np.concatenate([first[1], then[1]]) - without).max() < TOLERANCE * spread
@@ -232,33 +232,35 @@ def _swapped(adapter: loading.LoadedAdapter) -> loading.LoadedAdapter:
 _WRITE = loading.write_adapter
 
 
-def _neighbour(adapter: Any, place: int, rank: int, arrays: Any) -> None:
-    _WRITE(adapter, 1 - place, rank, arrays)
+def _neighbour(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
+    _WRITE(adapter, 1 - adapter_slot, rank, arrays)
 
 
-def _unscaled(adapter: Any, place: int, rank: int, arrays: Any) -> None:
-    _WRITE(replace(adapter, scale=1.0), place, rank, arrays)
+def _unscaled(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
+    _WRITE(replace(adapter, scale=1.0), adapter_slot, rank, arrays)
 
 
-def _garbage(adapter: Any, place: int, rank: int, arrays: Any) -> None:
-    _WRITE(adapter, place, rank, arrays)
+def _garbage(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
+    _WRITE(adapter, adapter_slot, rank, arrays)
     for each in arrays:
-        each.a[:, place * rank + adapter.rank : (place + 1) * rank] = 0.1
-        each.b[place * rank + adapter.rank : (place + 1) * rank] = 0.1
+        each.a[:, adapter_slot * rank + adapter.rank : (adapter_slot + 1) * rank] = 0.1
+        each.b[adapter_slot * rank + adapter.rank : (adapter_slot + 1) * rank] = 0.1
 
 
-def _not_cleared(adapter: Any, place: int, rank: int, arrays: Any) -> None:
+def _not_cleared(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
     """Modules and rows that the adapter does not have keep what the one before it left."""
     own = [each for each in arrays if each.module in adapter.modules]
     before = [(each.a.copy(), each.b.copy()) for each in own]
-    _WRITE(adapter, place, rank, own)
+    _WRITE(adapter, adapter_slot, rank, own)
     for each, (a, b) in zip(own, before):
-        rows = slice(place * rank + adapter.rank, (place + 1) * rank)
+        rows = slice(adapter_slot * rank + adapter.rank, (adapter_slot + 1) * rank)
         each.a[:, rows], each.b[rows] = a[:, rows], b[rows]
 
 
-def _without_a_module(adapter: Any, place: int, rank: int, arrays: Any) -> None:
-    _WRITE(adapter, place, rank, [each for each in arrays if not each.module.endswith("layers.5.self_attn.v_proj")])
+def _without_a_module(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
+    _WRITE(
+        adapter, adapter_slot, rank, [each for each in arrays if not each.module.endswith("layers.5.self_attn.v_proj")]
+    )
 
 
 @pytest.mark.parametrize("fault", [_neighbour, _unscaled, _garbage, _not_cleared, _without_a_module])
@@ -297,7 +299,7 @@ def test_the_check_finds_a_token_with_the_neighbours_adapter(
     def wrong(self: Residency, slot: int, adapter: str | None) -> bool:
         done = claim(self, slot, adapter)
         if adapter == "captain" and len(self.resident) > 1:
-            self.places[slot] = 1 - self.places[slot]
+            self.adapter_slots[slot] = 1 - self.adapter_slots[slot]
         return done
 
     monkeypatch.setattr(Residency, "claim", wrong)
@@ -326,15 +328,15 @@ def test_a_reference_of_another_adapter_is_refused(lora: Results, tmp_path: Path
         max_size=40,
     ),
 )
-def test_no_adapter_that_a_request_holds_leaves_its_place(places: int, steps: list[tuple[int, Any, bool]]) -> None:
-    residency, held, there = Residency(4, places), dict[int, str | None](), dict[int, str]()
+def test_no_adapter_that_a_request_holds_leaves_its_slot(num_slots: int, steps: list[tuple[int, Any, bool]]) -> None:
+    residency, held, there = Residency(4, num_slots), dict[int, str | None](), dict[int, str]()
     for slot, adapter, leaves in steps:
         if leaves:
             residency.release(slot)
             held.pop(slot, None)
         else:
             others = {name for other, name in held.items() if other != slot and name is not None}
-            possible = adapter is None or adapter in others or len(others) < places
+            possible = adapter is None or adapter in others or len(others) < num_slots
             assert residency.can_claim(slot, adapter) == possible
             assert residency.claim(slot, adapter) == possible
             if possible:
@@ -342,11 +344,11 @@ def test_no_adapter_that_a_request_holds_leaves_its_place(places: int, steps: li
             there |= residency.loading
             residency.loading.clear()
         for slot_, name in held.items():
-            place = int(residency.places[slot_])
-            assert place == -1 if name is None else there[place] == name
+            adapter_slot = int(residency.adapter_slots[slot_])
+            assert adapter_slot == -1 if name is None else there[adapter_slot] == name
 
 
-def test_a_request_waits_for_a_place_and_lets_those_pass_that_need_none(lora: Results) -> None:
+def test_a_request_waits_for_a_slot_and_lets_those_pass_that_need_none(lora: Results) -> None:
     model = opened(lora)
     given = [(np.array([5, 6, 7]), name) for name in ("captain", "shakespeare", "random", None, "captain")]
     requests_ = [Request(ids, 4 + 3 * (n == 0), adapter=name) for n, (ids, name) in enumerate(given)]

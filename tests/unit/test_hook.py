@@ -109,7 +109,7 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
     if expected is None:
         expected = [WINDOW if kind == "sliding_attention" else 0 for kind in meta.config.layer_types]
         assert len(set(expected)) == 2
-    assert [layer.region.window for layer in parts_of(meta).layers] == expected
+    assert [layer.batchless.window for layer in parts_of(meta).layers] == expected
 
 
 @pytest.mark.exports

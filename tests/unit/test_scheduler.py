@@ -21,11 +21,11 @@ def make(
     admission="guaranteed",
     chunk_size=CHUNK,
     threshold=CHUNK,
-    places=0,
+    adapter_slots=0,
     prefill=None,
 ):
-    tables, residency = PageTables(PagePool(pages, 1), num_slots, shares=shares), Residency(num_slots, places)
-    residency = residency if places else None
+    tables, residency = PageTables(PagePool(pages, 1), num_slots, shares=shares), Residency(num_slots, adapter_slots)
+    residency = residency if adapter_slots else None
     return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold, residency, prefill)
 
 
@@ -399,8 +399,8 @@ def test_what_is_swapped_out_does_not_take_the_pages_back_that_others_were_short
     scheduler.check()
 
 
-def test_a_request_whose_adapter_has_no_place_lets_those_behind_it_pass():
-    scheduler = make(num_slots=4, pages=99, places=1)
+def test_a_request_whose_adapter_has_no_slot_lets_those_behind_it_pass():
+    scheduler = make(num_slots=4, pages=99, adapter_slots=1)
     names = ["a", "b", "b", None, "a", "c"]
     requests = [Scheduled(4, 30 + number, adapter=name) for number, name in enumerate(names)]
     for request in requests:
@@ -421,7 +421,7 @@ def test_a_request_whose_adapter_has_no_place_lets_those_behind_it_pass():
 @pytest.mark.parametrize("admission", ["guaranteed", "optimistic"])
 def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
     """Without an end come requests of the adapter that is there; and of none, which go on."""
-    scheduler = make(num_slots=4, pages=99, places=1, admission=admission)
+    scheduler = make(num_slots=4, pages=99, adapter_slots=1, admission=admission)
     add = lambda adapter: (scheduler.add(request := Scheduled(4, 8, adapter=adapter)), request)[1]
     running, number = [add("a"), add("a")], 0
     late = add("b")
@@ -466,10 +466,10 @@ def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
     st.booleans(),
 )
 def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
-    given_requests, num_slots, places, pages, shares, admission, every, patience, forks
+    given_requests, num_slots, adapter_slots, pages, shares, admission, every, patience, forks
 ):
     policy.LOOKAHEAD, policy.PATIENCE = 16, patience
-    scheduler = make(num_slots, pages, 512, shares, admission, places=places)
+    scheduler = make(num_slots, pages, 512, shares, admission, adapter_slots=adapter_slots)
     residency, waiting, aborts, added, count, passed = scheduler._residency, list(given_requests), {}, [], 0, 0
     while waiting or scheduler.num_running or scheduler.num_waiting:
         count += 1
@@ -489,16 +489,20 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         residency.loading.clear()
         assert made.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
         held = {request.adapter for request, _ in made.shares} - {None}
-        assert len(held) <= places
+        assert len(held) <= adapter_slots
         for request, _ in made.shares:
             there = residency._resident.get(request.adapter, -1)
-            assert residency.places[request.slot] == there and (there >= 0) == (request.adapter is not None)
+            assert residency.adapter_slots[request.slot] == there and (there >= 0) == (request.adapter is not None)
         queued = [each for each in added if each.status is Status.WAITING]
         swapped = [each for each in added if each.status is Status.SWAPPED]
-        there = {adapter for adapter, place in residency._resident.items() if (residency.places == place).any()}
+        there = {
+            adapter
+            for adapter, adapter_slot in residency._resident.items()
+            if (residency.adapter_slots == adapter_slot).any()
+        }
         first = next((each for each in queued if each.adapter is None or each.adapter in there), None)
         ahead = queued[: queued.index(first)] if first is not None else []
-        full = len(there) == places and not forks  # further choices may end within `step`, and make room
+        full = len(there) == adapter_slots and not forks  # further choices may end within `step`, and make room
         if first is not None and not swapped and full and (first.adapter is None or patience > count):
             # Those ahead of it have no place, so it waits for a slot or for pages, for nothing else.
             assert all(each.adapter not in there for each in ahead)
@@ -514,4 +518,4 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         abort_due(scheduler, aborts)
         scheduler.check()
     event("others were passed" if passed else "nobody was passed")
-    assert (residency.places == -1).all() and scheduler.tables.pool.num_available == pages
+    assert (residency.adapter_slots == -1).all() and scheduler.tables.pool.num_available == pages

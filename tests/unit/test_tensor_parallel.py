@@ -30,7 +30,7 @@ from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export, parity
-from lockstep.export.reference_runner import Walk
+from lockstep.export.reference_runner import ReferenceRunner
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.runtime import Advance, Model, Sampling
@@ -66,7 +66,9 @@ class Split:
 
     def error(self, assembly: Assembly) -> float:
         """Of the logits of all tokens, brought in chunks and mixed with another request's, over their deviation."""
-        found = parity.walk(Walk(self.files, assembly, self.tensors, len(self.sequences), 24), self.sequences)
+        found = parity.walk(
+            ReferenceRunner(self.files, assembly, self.tensors, len(self.sequences), 24), self.sequences
+        )
         return parity._difference(found, self.expected)
 
     @property
@@ -94,7 +96,7 @@ def make_split(shared: Shared, family: str, degree: int) -> Split:
     random = np.random.default_rng(0)
     sequences = [random.integers(0, assembly.vocab_size, length) for length in parity.LENGTHS]
     found = Split(files, assembly, tensors, sequences, [])
-    one = Walk(files, replace(assembly, tensor_parallel=None), tensors, len(sequences), 24)
+    one = ReferenceRunner(files, replace(assembly, tensor_parallel=None), tensors, len(sequences), 24)
     found.expected += parity.walk(one, sequences)
     return found
 

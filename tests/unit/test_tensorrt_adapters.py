@@ -78,14 +78,14 @@ def open_model(lora: Results, form: Form, gpu: fake_gpu.Gpu, shared: Shared) -> 
 def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
     lora: Results, form: Form, open_model: Open
 ) -> None:
-    """Three adapters take turns in two places, with prompts beside rows that decode."""
+    """Three adapters take turns in two slots, with prompts beside rows that decode."""
     expected = logits_of(opened(lora, form[1], **SIZES), requests())
     model = open_model()
     for _ in range(2):
         for one, other in zip(expected, logits_of(model, requests()), strict=True):
             np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE[form[1]])
     assert model.adapters is not None and model.adapters.residency.loads > 4
-    assert (model.adapters.places == -1).all()
+    assert (model.adapters.adapter_slots == -1).all()
 
 
 @pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
@@ -133,7 +133,7 @@ def test_a_slot_that_gets_another_adapter_in_its_place_is_not_given_the_step_und
     assert tokens(open_model()) == tokens(opened(lora, form[1], **SIZES))
 
 
-def test_a_place_holds_nothing_of_the_adapter_before(open_model: Open, gpu: fake_gpu.Gpu, form: Any) -> None:
+def test_an_adapter_slot_holds_nothing_of_the_adapter_before(open_model: Open, gpu: fake_gpu.Gpu, form: Any) -> None:
     model = open_model()
     model.set_adapter(0, "random")  # of rank 16, of all modules
     model.step([Advance(0, np.arange(5), 0)])

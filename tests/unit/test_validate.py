@@ -12,8 +12,9 @@ from lockstep.artifacts.files import read_json
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.export import export
+from lockstep.onnx_tools.metrics import difference
 from lockstep.verify import validate
-from lockstep.verify.metrics import difference, failed_path, largest
+from lockstep.verify.metrics import failed_path, largest
 from lockstep.weights import convert
 
 

@@ -42,7 +42,7 @@ class AdaptedPrompt:
 
     from_base: the largest difference of the reference's first logits from those without an adapter. alone_equal: the
     same tokens, and where the backend is batch invariant the same bits of all logits, as alone, and as with other
-    adapters in other places.
+    adapters in other slots.
     """
 
     adapter: str

@@ -17,11 +17,11 @@ from lockstep.artifacts.typed import Document
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names an adapter's files
 _MASK = "adapter_mask."
-IDS = "adapter_ids"  # the input of a block: each token's place among the resident adapters, -1 for none
+IDS = "adapter_ids"  # the input of a block: each token's adapter slot, -1 for none
 A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"  # of the inputs that their matrices are written to
 BETWEEN = " + "  # the parts of an engine's slot, in its name
 MOST_ADAPTERS = 256  # resident together
-# Parts of 128: sums over the ranks of all places may be cut at multiples of it, and an adapter shall lie in one piece.
+# Parts of 128: sums over the ranks of all slots may be cut at multiples of it, and an adapter shall lie in one piece.
 RANKS = (8, 16, 32, 64, 128)
 
 LORA_SLOTS = record(

@@ -20,13 +20,14 @@ class ElementType:
     """An element type of safetensors files.
 
     bits: of an element. name: in graphs, in NumPy (with ml_dtypes) and in PyTorch; None for what is not read yet. onnx:
-    where ONNX calls it otherwise. precision: of a model whose weights are of this type.
+    where ONNX calls it otherwise. precision: of a model whose weights are of this type. infinity: bits of the positive
+    one (all exponent bits set), of a floating-point type.
     """
 
     safetensors: str
     bits: int
     name: str | None = None
-    is_float: bool = False
+    infinity: int | None = None
     onnx: str | None = None
     precision: str | None = None
 
@@ -45,24 +46,25 @@ _TABLE = (
     ElementType("F8_E8M0", 8),
     ElementType("I16", 16, "int16"),
     ElementType("U16", 16, "uint16"),
-    ElementType("F16", 16, "float16", is_float=True, precision="fp16"),
-    ElementType("BF16", 16, "bfloat16", is_float=True, precision="bf16"),
+    ElementType("F16", 16, "float16", infinity=0x7C00, precision="fp16"),
+    ElementType("BF16", 16, "bfloat16", infinity=0x7F80, precision="bf16"),
     ElementType("I32", 32, "int32"),
     ElementType("U32", 32, "uint32"),
-    ElementType("F32", 32, "float32", is_float=True, onnx="float", precision="fp32"),
+    ElementType("F32", 32, "float32", infinity=0x7F80_0000, onnx="float", precision="fp32"),
     ElementType("C64", 64),
-    ElementType("F64", 64, "float64", is_float=True, onnx="double"),
+    ElementType("F64", 64, "float64", infinity=0x7FF0_0000_0000_0000, onnx="double"),
     ElementType("I64", 64, "int64"),
     ElementType("U64", 64, "uint64"),
 )
 _NAMES = {entry.safetensors: entry.name for entry in _TABLE if entry.name is not None}
 _ONNX_NAMES = {entry.onnx: entry.name for entry in _TABLE if entry.onnx is not None and entry.name is not None}
-_FLOATS = sorted((entry for entry in _TABLE if entry.is_float), key=lambda entry: -entry.bits)
+_FLOATS = sorted((entry for entry in _TABLE if entry.infinity is not None), key=lambda entry: -entry.bits)
 
 # By safetensors' names.
 DTYPE_BITS = {entry.safetensors: entry.bits for entry in _TABLE}
 DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BITS)}
 FLOAT_DTYPES = tuple(entry.safetensors for entry in _FLOATS)
+INFINITY_BITS = {entry.safetensors: entry.infinity for entry in _FLOATS if entry.infinity is not None}
 INTEGER_DTYPES = tuple(name for name in _NAMES if name not in FLOAT_DTYPES)
 
 # {precision: safetensors' name}, {precision: name in graphs, NumPy and PyTorch}, and the latter the other way round.

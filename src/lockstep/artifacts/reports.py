@@ -27,7 +27,7 @@ class Report(Document):
 
 @dataclass(frozen=True)
 class TensorError:
-    """How far a tensor is off (`verify.metrics.Difference`), and the tolerance that it is held to."""
+    """How far a tensor is off (`onnx_tools.metrics.Difference`), and the tolerance that it is held to."""
 
     max_abs_error: float | None
     relative_error: float | None

@@ -1,4 +1,6 @@
-"""Find the chat template of a checkpoint: its folder in, the template and the special tokens that it may name out.
+"""Find the chat template of a checkpoint.
+
+In: the checkpoint's folder. Out: the template, and the special tokens that it may name.
 
 As transformers 5 finds them: `chat_template.jinja` before the `chat_template` of tokenizer_config.json, which is one
 template or several with names. Tokens stand in tokenizer_config.json and, in older checkpoints, in
@@ -22,9 +24,9 @@ FILES = (_CONFIG, _JINJA, _MAP)
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Read the chat template of a checkpoint; None where it has none. Its syntax is not checked.
+    """Read the chat template of a checkpoint; None where it has none.
 
-    Raises InputError for what is no template, and for several of which none is the default.
+    Its syntax is not checked. Raises InputError for what is no template, and for several of which none is the default.
     """
     config = read_source_json(folder / _CONFIG) if present(folder / _CONFIG) else {}
     path = folder / _JINJA
@@ -54,7 +56,10 @@ def _check(path: Path, name: str, text: str, longest: int) -> None:
 
 
 def _default(found: Any, path: Path) -> str | None:
-    """The template that chats use, of one or of a list of {"name", "template"}."""
+    """Return the template that chats use.
+
+    found: one template, or a list of {"name", "template"}.
+    """
     if found is None or isinstance(found, str):
         return found
     if isinstance(found, list):

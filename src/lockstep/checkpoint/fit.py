@@ -1,8 +1,8 @@
-"""Check that a checkpoint's tensors fit its config.json, by headers and plain settings.
+"""Check that a checkpoint's headers fit its config.json.
 
 In: the config as a mapping, names, dtypes and shapes. Out: nothing, or one line. The names and shapes that the model
-type asks for are known to transformers alone: `split.layout.check_tensors` holds the tensors to those when the model is
-made, before anything is traced or loaded.
+type asks for are known to transformers alone: `export.checkpoint_layout.check_tensors` holds the tensors to those when
+the model is made, before anything is traced or loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 def check_fit(
     folder: Path, config: Mapping[str, Any], found: CheckpointTensors, packed: Mapping[str, PackedWeight]
 ) -> None:
-    """Hold layers, vocabulary and width of the weights to the config. packed: those that are quantised already.
+    """Hold layers, vocabulary and width of the weights to the config.
+
+    packed: weights that are quantised already.
 
     Raises InputError where they differ, and for weights that are no floats or hold no numbers.
     """

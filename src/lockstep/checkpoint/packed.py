@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are weights that are quantised already, by headers alone.
+"""Find the weights of a checkpoint that are quantised already.
 
 In: how config.json says that they are packed, and the tensors' places. Out: each packed weight with the tensors that it
 is kept as, or one line for what is absent, of another shape or type.
@@ -35,8 +35,11 @@ _REFUSED = {"weight_zero_point": "symmetric", "weight_g_idx": "actorder", "weigh
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out_features, in_features]. place: of its integers. parts: names of the tensors that it is kept as, by
-    what they are: data, scales, and as the layout has them zero_points, order and shape."""
+    """A weight [out_features, in_features] that the checkpoint holds packed.
+
+    place: of its integers. parts: names of the tensors that it is kept as, by role: data, scales, and as the layout has
+    them zero_points, order and shape.
+    """
 
     shape: tuple[int, int]
     place: TensorPlace
@@ -44,15 +47,18 @@ class PackedWeight:
 
     @property
     def dequantized(self) -> TensorPlace:
-        """As a tensor of floats, for whoever asks for shapes; no bytes lie there."""
+        """Return the weight as a tensor of floats, for shapes; no bytes lie there."""
         return TensorPlace(self.place.file, 0, 4 * math.prod(self.shape), "F32", self.shape)
 
 
 def packed_weights(
     packing: Packing | None, tensors: Mapping[str, TensorPlace], folder: Path
 ) -> dict[str, PackedWeight]:
-    """{name of the weight: what it is kept as}, sorted; empty of a model in floating point. Raises InputError, naming a
-    file of `folder`, for parts that are absent or do not fit together."""
+    """Find the packed weights: {name of the weight: what it is kept as}.
+
+    Sorted; empty of a model in floating point. Raises InputError, naming a file of `folder`, for parts that are absent
+    or do not fit together.
+    """
     if packing is None:
         return {}
     by_row = packing.layout in ("packed", "int8")
@@ -92,16 +98,20 @@ def packed_weights(
 
 
 def unpacked_places(tensors: Mapping[str, TensorPlace], packed: Mapping[str, PackedWeight]) -> dict[str, TensorPlace]:
-    """The tensors as a model in floating point has them: packed weights are one each, as floats."""
+    """Return the tensors as a model in floating point has them.
+
+    Packed weights are one each, as floats.
+    """
     parts = {name for weight in packed.values() for name in weight.parts.values()}
     whole = {name: place for name, place in tensors.items() if name not in parts}
     return whole | {name: weight.dequantized for name, weight in packed.items()}
 
 
 def quantized_tensors(packing: Packing, packed: Mapping[str, PackedWeight], folder: Path) -> QuantizedTensors:
-    """What graphs of these weights take: of groups that are longer than ours, ours are the largest that divide them.
+    """Return what graphs of packed weights take.
 
-    Raises InputError for rows that no group size divides.
+    Of groups that are longer than ours, ours are the largest that divide them. Raises InputError for rows that no group
+    size divides.
     """
     columns = math.gcd(*(weight.shape[1] for weight in packed.values()))
     group_size = largest_group(packing.group_size or columns)

@@ -1,4 +1,6 @@
-"""Resolve: a source named in the config in, the checkpoint's manifest (`checkpoint.json`) out. Needs no torch.
+"""Resolve a source named in the config to a checkpoint's manifest.
+
+Out: `checkpoint.json`. Needs no torch.
 
 The manifest pins every file that later stages may read by size and sha256, and gives each tensor's place in bytes.
 """
@@ -56,8 +58,10 @@ def resolve(source: str, folder: Path, out: Path) -> Path:
 
 
 def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
-    """As `resolve`, without reading weights: the manifest has no tensors, and names the files of config and tokenizer
-    only. Of weights that are quantised already the headers are read: graphs hang on what is packed, and how.
+    """Resolve a checkpoint without reading weights.
+
+    As `resolve`, but the manifest has no tensors, and names the files of config and tokenizer only. Of weights that are
+    quantised already the headers are read: graphs depend on what is packed, and how.
 
     Graphs are made from it, so that other weights of the same model, a fine-tune, leave graphs and engines alone.
     """
@@ -65,9 +69,9 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
 
 
 def resolve_fetched(source_json: Path, out: Path) -> Path:
-    """As `resolve`, of a checkpoint that was fetched or made; its commit is recorded too.
+    """Resolve a checkpoint that was fetched or made.
 
-    Raises InputError also when a file is not the one that was fetched.
+    As `resolve`; its commit is recorded too. Raises InputError also when a file is not the one that was fetched.
     """
     fetched, out = read_fetched(Path(source_json)), Path(out)
     manifest = _manifest(fetched.source, fetched.folder, out, weights=True)
@@ -97,9 +101,9 @@ def _save(manifest: CheckpointManifest, out: Path) -> Path:
 
 
 def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
-    """The manifest of a local checkpoint folder, without a source, as it would stand in that folder.
+    """Return the manifest of a local checkpoint folder, without a source.
 
-    Without `weights` it lists none of their files and no tensors.
+    It is as it would stand in that folder. Without `weights` it lists none of their files and no tensors.
     """
     if not folder.is_dir():
         raise InputError(
@@ -165,7 +169,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _layer_count(folder: Path, config: dict[str, Any]) -> int:
-    """Under the name that the architecture gives it; models of text and images keep it in `text_config`."""
+    """Return the number of layers that config.json gives.
+
+    It stands under the name that the architecture gives it; models of text and images keep it in `text_config`. Raises
+    InputError where it is absent.
+    """
     depth = model_config.setting(config, model_config.DEPTH_KEYS)
     if depth is None:
         raise InputError(
@@ -175,7 +183,10 @@ def _layer_count(folder: Path, config: dict[str, Any]) -> int:
 
 
 def _check_stops(folder: Path, config: dict[str, Any]) -> None:
-    """Where decoding stops: token ids, in generation_config.json or config.json."""
+    """Check the token ids that decoding stops at.
+
+    They stand in generation_config.json or config.json. Raises InputError for what is no token id.
+    """
     generation = folder / "generation_config.json"
     for path, settings in (
         (folder / "config.json", config),
@@ -192,12 +203,18 @@ def _check_stops(folder: Path, config: dict[str, Any]) -> None:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint folder that hold no weights: config and tokenizer, sorted."""
+    """Return the files of a checkpoint folder that hold no weights, sorted.
+
+    They are those of config and tokenizer.
+    """
     return sorted(folder / name for name in SIDE_FILES if present(folder / name))
 
 
 def weight_files(folder: Path, found: CheckpointTensors) -> list[Path]:
-    """The files that hold the tensors found in a checkpoint folder, and their index, sorted."""
+    """Return the files that hold a checkpoint folder's tensors, sorted.
+
+    Their index is among them.
+    """
     index = [INDEX] if found.files and found.files != (SINGLE,) else []
     return sorted(folder / name for name in [*index, *found.files])
 

@@ -1,5 +1,6 @@
-"""Read the header of a safetensors file: path in, byte ranges of its tensors out. Every byte of the file is accounted
-for.
+"""Read the header of a safetensors file.
+
+In: its path. Out: byte ranges of its tensors. Every byte of the file is accounted for.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes (little-endian length of the header), the header
 (a JSON object: tensor name -> dtype, shape, data_offsets), then the tensors' bytes, without holes or overlaps, up to
@@ -30,7 +31,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
-    """All tensors of the safetensors file `path`, by name, in file order.
+    """Return all tensors of the safetensors file `path` by name, in file order.
 
     Raises InputError (one line: the file, what was expected, what was found, what to do) on any damage of the header
     and on a file that is longer or shorter than its header says.
@@ -71,7 +72,10 @@ def _refuse(path: Path, expected: str, found: str) -> NoReturn:
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
-    """The header as a dict of unique names. Refuses all that `json` takes but the format does not."""
+    """Return the header as a dict of unique names.
+
+    Refuses all that `json` takes but the format does not.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -129,7 +133,11 @@ def _all_sizes(values: Any) -> bool:
 
 
 def _check_layout(path: Path, places: dict[str, TensorPlace], start: int, size: int) -> None:
-    """Each tensor begins where the one before it ends, the first after the header, and the last ends with the file."""
+    """Check that the tensors fill the file without holes or overlaps.
+
+    Each begins where the one before it ends, the first after the header, and the last ends with the file. Raises
+    InputError.
+    """
     position = start
     for name, place in places.items():
         if place.offset != position:

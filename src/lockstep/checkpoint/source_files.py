@@ -1,4 +1,7 @@
-"""Read what a user's checkpoint folder holds: nothing in it is trusted, and each fault is one line about that file."""
+"""Read what a user's checkpoint folder holds.
+
+Nothing in it is trusted, and each fault is one line about that file.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ _TEXTS = (".txt", ".jinja")
 
 
 def present(path: Path) -> bool:
-    """Whether `path` is a file, also through a link. A link to nowhere, as an interrupted hub download leaves it, is an
-    error."""
+    """Return whether `path` is a file, also through a link.
+
+    Raises InputError for a link to nowhere, as an interrupted hub download leaves it.
+    """
     if path.is_symlink() and not path.exists():
         raise InputError(
             f"{path}: expected a file, found a link to {os.readlink(path)}, which is absent; "
@@ -26,7 +31,10 @@ def present(path: Path) -> bool:
 
 
 def read_source_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, in UTF-8 as transformers reads it. Raises InputError when it is something else."""
+    """Read the JSON object in `path`, in UTF-8 as transformers reads it.
+
+    Raises InputError when it is something else.
+    """
     try:
         value = json.loads(read_source_text(path))
     except (ValueError, RecursionError) as error:
@@ -48,7 +56,10 @@ def check_side_file(path: Path) -> None:
 
 
 def read_source_text(path: Path) -> str:
-    """The text in `path`. Raises InputError when it is not UTF-8, or very large."""
+    """Read the text in `path`.
+
+    Raises InputError when it is not UTF-8, or very large.
+    """
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise InputError(
@@ -61,10 +72,10 @@ def read_source_text(path: Path) -> str:
 
 
 def shorten(value: Any) -> str:
-    """`repr` of something found in a damaged file, cut to fit on the one line of an error."""
+    """Return `repr` of something found in a damaged file, cut to fit on one line."""
     return cut(repr(value))
 
 
 def cut(text: str) -> str:
-    """`text`, or its beginning if it is long."""
+    """Return `text`, or its beginning if it is long."""
     return text if len(text) <= 120 else text[:117] + "..."

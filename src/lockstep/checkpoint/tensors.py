@@ -1,4 +1,7 @@
-"""Which tensors a checkpoint folder holds, and in which file: one `model.safetensors`, or shards and their index."""
+"""Find the tensors of a checkpoint folder, and the file of each.
+
+They lie in one `model.safetensors`, or in shards with an index.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,11 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """files: their names. tensors: by name. unindexed: (file name, tensor name) of what a shard holds but the index
-    does not name."""
+    """The tensors of a checkpoint folder.
+
+    files: names of their files. tensors: by name. unindexed: (file name, tensor name) of what a shard holds but the
+    index does not name.
+    """
 
     files: tuple[str, ...]
     tensors: dict[str, TensorPlace]
@@ -28,12 +34,17 @@ class CheckpointTensors:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the folder has what `find_tensors` reads. Raises InputError for a link to nowhere."""
+    """Return whether the folder has what `find_tensors` reads.
+
+    Raises InputError for a link to nowhere.
+    """
     return present(folder / SINGLE) or present(folder / INDEX)
 
 
 def find_tensors(folder: Path) -> CheckpointTensors:
-    """Read the headers of the folder's safetensors files; as in transformers a single file goes before an index.
+    """Read the headers of the folder's safetensors files.
+
+    As in transformers, a single file goes before an index.
 
     Raises InputError when there are none, when a shard is absent or damaged, and when index and shards disagree.
     """
@@ -83,7 +94,10 @@ def _check_unique(folder: Path, shards: dict[str, dict[str, TensorPlace]]) -> No
 
 
 def indexed_shards(index: Path) -> list[str]:
-    """The files that an index of shards names, sorted. Raises InputError for an index that is damaged."""
+    """Return the files that an index of shards names, sorted.
+
+    Raises InputError for an index that is damaged.
+    """
     return sorted(set(_read_index(index).values()))
 
 
@@ -110,7 +124,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_shard(folder: Path, shard: str, count: int) -> dict[str, TensorPlace]:
-    """count: how many tensors the index has in it."""
+    """Read the header of a shard.
+
+    count: how many tensors the index has in it. Raises InputError where the shard is absent.
+    """
     if not present(folder / shard):
         raise InputError(
             f"{folder / shard}: expected this shard, which {INDEX} names for {count} tensors, "

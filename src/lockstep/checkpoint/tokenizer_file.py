@@ -1,6 +1,6 @@
-"""Check that a tokenizer.json is a tokenizer: the file in; nothing, or one line, out.
+"""Check that a tokenizer.json is a tokenizer.
 
-The library loads it in another process, which can be ended.
+In: the file. Out: nothing, or one line. The library loads it in another process, which can be ended.
 """
 
 from __future__ import annotations

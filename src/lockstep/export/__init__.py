@@ -1,4 +1,7 @@
-"""The split export: from a checkpoint's config.json to weight-free graphs and the recipe that assembles them."""
+"""The split export of a model.
+
+In: a checkpoint's config.json. Out: weight-free graphs and the recipe that assembles them.
+"""
 
 import gc
 

@@ -1,9 +1,11 @@
-"""The batchless graphs: a layer's rotary region, then parameter-free causal attention over a KV cache.
+"""The batchless graphs: RoPE, then causal attention over a KV cache.
 
-In: a Region (cut.py). Out: canonical prefill and decode graphs, and the cache-free form that the uncut `batchful.onnx`
-calls. Shapes: see `prefill` and `decode`. Products run in the graph's dtype, softmax in float32. Queries are scaled
-before the product, which keeps float16 scores in range. Reference: scaled dot-product attention, Vaswani et al. 2017;
-grouped heads, Ainslie et al. 2023.
+The attention has no parameters.
+
+In: a BatchlessGraph (cut.py). Out: canonical prefill and decode graphs, and the cache-free form that the uncut
+`batchful.onnx` calls. Shapes: see `prefill` and `decode`. Products run in the graph's dtype, softmax in float32.
+Queries are scaled before the product, which keeps float16 scores in range. Reference: scaled dot-product attention,
+Vaswani et al. 2017; grouped heads, Ainslie et al. 2023.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
-from lockstep.export.cut import Region
+from lockstep.export.cut import BatchlessGraph
 from lockstep.export.known import dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
@@ -23,15 +25,15 @@ _NEVER = np.int64(2**31 - 1)
 _ORDER = ("query", "key", "value", "position_ids", "past_key", "past_value", "past_lengths")
 
 
-def prefill(region: Region) -> Graph:
-    """Attention of one request's new tokens over its cache and themselves.
+def prefill(batchless: BatchlessGraph) -> Graph:
+    """Build the attention of one request's new tokens over its cache and themselves.
 
     query [num_tokens, num_heads*head_dim], key, value [num_tokens, num_kv_heads*head_dim], position_ids [num_tokens]
     int64, past_key, past_value [1, num_kv_heads, past_capacity, head_dim] of which past_lengths [1] int64 rows are
     filled -> attention [num_tokens, num_heads*head_dim], key_out (rotated), value_out [num_tokens, num_kv_heads,
     head_dim].
     """
-    build = _Builder(region)
+    build = _Builder(batchless)
     past_key, past_value, lengths = build.past("1")
     rows = build.op("Range", build.const(np.int64(0)), build.capacity(past_key), build.const(np.int64(1)))
     filled = build.op("Less", rows, lengths)
@@ -42,21 +44,26 @@ def prefill(region: Region) -> Graph:
     return build.finish("prefill", build.attend(keys, values, positions))
 
 
-def without_cache(region: Region) -> Graph:
-    """Attention of one whole sequence: as `prefill` with nothing in the cache; gives `attention` alone."""
-    build = _Builder(region)
+def without_cache(batchless: BatchlessGraph) -> Graph:
+    """Build the attention of one whole sequence.
+
+    As `prefill` with nothing in the cache; gives `attention` alone.
+    """
+    build = _Builder(batchless)
     attention = build.attend(build.to_cache(build.key), build.to_cache(build.value), build.position_ids)
     return build.finish("attention", attention, cache_rows=False)
 
 
-def decode(region: Region) -> Graph:
-    """Attention of one new token for each of several requests; the cache is read in place, never copied.
+def decode(batchless: BatchlessGraph) -> Graph:
+    """Build the attention of one new token for each of several requests.
+
+    The cache is read in place, never copied.
 
     As `prefill`, with num_requests for num_tokens and past_key, past_value [num_requests, num_kv_heads, past_capacity,
     head_dim], past_lengths [num_requests]. A new token's position is its request's past length.
     """
-    build = _Builder(region, tokens="num_requests")
-    group, kv, dim, vdim = build.group, region.num_kv_heads, region.head_dim, region.value_head_dim
+    build = _Builder(batchless, tokens="num_requests")
+    group, kv, dim, vdim = build.group, batchless.num_kv_heads, batchless.head_dim, batchless.value_head_dim
     past_key, past_value, lengths = build.past("num_requests")
     query = build.op("Reshape", build.scaled_query(), build.ints(-1, kv, group, dim))
     # [R, kv, S, dim] x [R, kv, dim, group]: the cache is the left operand as it lies
@@ -68,8 +75,8 @@ def decode(region: Region) -> Graph:
     rows = build.op("Range", build.const(np.int64(0)), build.capacity(past_key), build.const(np.int64(1)))
     lengths = build.op("Unsqueeze", lengths, build.ints(1))
     allowed = build.op("Less", rows, lengths)
-    if region.window:
-        near = build.op("Less", build.op("Sub", lengths, rows), build.const(np.int64(region.window)))
+    if batchless.window:
+        near = build.op("Less", build.op("Sub", lengths, rows), build.const(np.int64(batchless.window)))
         allowed = build.op("And", allowed, near)
     allowed = build.op("Unsqueeze", allowed, build.ints(1, 2))
     past_scores = build.op("Where", allowed, past_scores, build.const(_LOWEST))
@@ -78,15 +85,18 @@ def decode(region: Region) -> Graph:
     new_weights = build.op("Slice", weights, build.ints(-1), build.ints(2**31 - 1), build.ints(3))
     new_value = build.op("Mul", new_weights, build.op("Unsqueeze", build.value, build.ints(2)))
     attention = build.op("Add", build.op("MatMul", past_weights, past_value), new_value)
-    return build.finish("decode", build.op("Reshape", attention, build.ints(-1, region.num_heads * vdim)))
+    return build.finish("decode", build.op("Reshape", attention, build.ints(-1, batchless.num_heads * vdim)))
 
 
 class _Builder:
-    """A copy of the region's graph to which attention is appended, operator by operator."""
+    """A copy of a batchless graph to which attention is appended.
 
-    def __init__(self, region: Region, tokens: str = "num_tokens"):
-        self.region, self.graph, self.tokens = region, region.graph.clone(), tokens
-        self.group = region.num_heads // region.num_kv_heads
+    Operators are appended one by one.
+    """
+
+    def __init__(self, batchless: BatchlessGraph, tokens: str = "num_tokens"):
+        self.batchless, self.graph, self.tokens = batchless, batchless.graph.clone(), tokens
+        self.group = batchless.num_heads // batchless.num_kv_heads
         for value in self.graph.inputs:
             value.shape = ir.Shape([tokens, *shape_of(value)[1:]])
         self.position_ids = next(value for value in self.graph.inputs if value.name == "position_ids")
@@ -115,13 +125,13 @@ class _Builder:
         return self.const(np.array(values, dtype=np.int64))
 
     def past(self, requests: str) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The cache inputs past_key, past_value and past_lengths."""
+        """Add the cache inputs past_key, past_value and past_lengths, and return them."""
         count = int(requests) if requests.isdigit() else requests
-        heads, region = self.region.num_kv_heads, self.region
+        heads, batchless = self.batchless.num_kv_heads, self.batchless
         made = []
         for name, shape, dtype in (
-            ("past_key", [count, heads, "past_capacity", region.head_dim], self.dtype),
-            ("past_value", [count, heads, "past_capacity", region.value_head_dim], self.dtype),
+            ("past_key", [count, heads, "past_capacity", batchless.head_dim], self.dtype),
+            ("past_value", [count, heads, "past_capacity", batchless.value_head_dim], self.dtype),
             ("past_lengths", [count], ir.DataType.INT64),
         ):
             made.append(ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype)))
@@ -129,7 +139,7 @@ class _Builder:
         return made[0], made[1], made[2]
 
     def capacity(self, past_key: ir.Value) -> ir.Value:
-        """past_capacity as a scalar."""
+        """Return past_capacity as a scalar."""
         return self.op("Gather", self.op("Shape", past_key), self.const(np.int64(2)), axis=0)
 
     def to_float(self, value: ir.Value) -> ir.Value:
@@ -139,24 +149,34 @@ class _Builder:
         return value if self.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=self.dtype)
 
     def scaled_query(self) -> ir.Value:
-        return self.op("Mul", self.query, self.const(np.asarray(self.region.scale).astype(self.dtype.numpy())))
+        return self.op("Mul", self.query, self.const(np.asarray(self.batchless.scale).astype(self.dtype.numpy())))
 
     def softcap(self, scores: ir.Value) -> ir.Value:
-        """cap * tanh(scores / cap), where the model caps its scores."""
-        if not self.region.softcap:
+        """Return cap * tanh(scores / cap), where the model caps its scores.
+
+        Else `scores` as they are.
+        """
+        if not self.batchless.softcap:
             return scores
-        cap = self.const(np.float32(self.region.softcap))
+        cap = self.const(np.float32(self.batchless.softcap))
         return self.op("Mul", self.op("Tanh", self.op("Div", scores, cap)), cap)
 
     def to_cache(self, value: ir.Value) -> ir.Value:
-        """[num_tokens, num_kv_heads, head_dim] -> [1, num_kv_heads, num_tokens, head_dim]."""
+        """Return keys or values in the cache's layout.
+
+        [num_tokens, num_kv_heads, head_dim] -> [1, num_kv_heads, num_tokens, head_dim].
+        """
         return self.op("Unsqueeze", self.op("Transpose", value, perm=[1, 0, 2]), self.ints(0))
 
     def attend(self, keys: ir.Value, values: ir.Value, positions: ir.Value) -> ir.Value:
-        """All new tokens over keys, values [1, num_kv_heads, num_keys, head_dim] at `positions` [num_keys] ->
-        [num_tokens, heads*dim]."""
-        region, group = self.region, self.group
-        query = self.op("Reshape", self.scaled_query(), self.ints(-1, region.num_kv_heads, group, region.head_dim))
+        """Return the attention of all new tokens, [num_tokens, num_heads * head_dim].
+
+        keys, values: [1, num_kv_heads, num_keys, head_dim], at `positions` [num_keys].
+        """
+        batchless, group = self.batchless, self.group
+        query = self.op(
+            "Reshape", self.scaled_query(), self.ints(-1, batchless.num_kv_heads, group, batchless.head_dim)
+        )
         query = self.op("Transpose", query, perm=[1, 2, 0, 3])  # [kv, group, N, dim]
         scores = self.op("MatMul", query, self.op("Transpose", keys, perm=[1, 0, 3, 2]))  # [kv, group, N, num_keys]
         scores = self.softcap(self.to_float(scores))
@@ -164,20 +184,20 @@ class _Builder:
             "Sub", self.op("Unsqueeze", self.position_ids, self.ints(1)), self.op("Unsqueeze", positions, self.ints(0))
         )
         allowed = self.op("GreaterOrEqual", distance, self.const(np.int64(0)))
-        if region.window:
-            allowed = self.op("And", allowed, self.op("Less", distance, self.const(np.int64(region.window))))
+        if batchless.window:
+            allowed = self.op("And", allowed, self.op("Less", distance, self.const(np.int64(batchless.window))))
         scores = self.op("Where", allowed, scores, self.const(_LOWEST))
         weights = self.from_float(self.op("Softmax", scores, axis=-1))
         attention = self.op("MatMul", weights, self.op("Transpose", values, perm=[1, 0, 2, 3]))
         attention = self.op("Transpose", attention, perm=[2, 0, 1, 3])
-        return self.op("Reshape", attention, self.ints(-1, region.num_heads * region.value_head_dim))
+        return self.op("Reshape", attention, self.ints(-1, batchless.num_heads * batchless.value_head_dim))
 
     def finish(self, name: str, attention: ir.Value, cache_rows: bool = True) -> Graph:
-        region = self.region
-        results = [(attention, "attention", [region.num_heads * region.value_head_dim])]
+        batchless = self.batchless
+        results = [(attention, "attention", [batchless.num_heads * batchless.value_head_dim])]
         if cache_rows:
-            results.append((self.key, "key_out", [region.num_kv_heads, region.head_dim]))
-            results.append((self.value, "value_out", [region.num_kv_heads, region.value_head_dim]))
+            results.append((self.key, "key_out", [batchless.num_kv_heads, batchless.head_dim]))
+            results.append((self.value, "value_out", [batchless.num_kv_heads, batchless.value_head_dim]))
         for value, label, shape in results:
             value.name, value.shape, value.type = label, ir.Shape([self.tokens, *shape]), ir.TensorType(self.dtype)
         self.graph.outputs[:] = [value for value, _, _ in results]

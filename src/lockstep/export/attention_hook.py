@@ -1,4 +1,4 @@
-"""The function that transformers calls for attention during a trace, and the mask that it is called with.
+"""The attention and the mask that transformers calls during a trace.
 
 In: what a model hands to transformers' `AttentionInterface`. Out: one `lockstep::attention` operator, with the scale,
 the soft cap and the sliding window that the layer really has; an InputError with the reason for attention that cannot
@@ -75,7 +75,10 @@ _MEANING = {
 
 
 def refused_arguments(given: dict[str, Any]) -> list[str]:
-    """What stands against carrying these arguments: one text each, empty when all are harmless."""
+    """Return the reasons against carrying these arguments of attention.
+
+    One text each, empty when all are harmless.
+    """
     reasons = []
     for name, value in sorted(given.items()):
         if value is None or name in HARMLESS:
@@ -102,7 +105,10 @@ def _attention_hook(
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls instead of its own attention; shapes [1, heads, num_tokens, head_dim]."""
+    """Emit the attention operator; transformers calls this for its own attention.
+
+    query, key, value: [1, heads, num_tokens, head_dim]. Raises InputError for what the batchless graphs cannot carry.
+    """
     if reasons := refused_arguments(rest):
         raise InputError(f"its attention uses {'; '.join(reasons)}: parameter-free causal attention cannot carry that")
     # made by the model itself or not at all: what flash attention would be told is all there is
@@ -126,7 +132,9 @@ def _attention_hook(
 
 @dataclass(frozen=True)
 class Mask:
-    """A causal mask with a sliding window (0: none), in place of the tensor that transformers would make.
+    """A causal mask with a sliding window (0: none).
+
+    It stands in place of the tensor that transformers would make.
 
     A model may hand it on, and nothing else: one that changes its mask, or computes with it, attends in a way that is
     not known.
@@ -163,13 +171,15 @@ def _mask_hook(
     config: Any = None,
     **_: Any,
 ) -> Mask:
-    """What transformers calls to make a mask: `mask_function(batch, head, query, key)` says whether a query sees a
-    key."""
+    """Make a mask; transformers calls this for its own masks.
+
+    mask_function: (batch, head, query, key) -> whether the query sees the key.
+    """
     return Mask(window_of(mask_function, local_size, getattr(config, "attention_chunk_size", None)))
 
 
 def window_of(mask_function: Callable, local_size: int | None = None, chunk: int | None = None) -> int:
-    """The sliding window of a causal mask, 0 when every earlier token is seen.
+    """Return the sliding window of a causal mask, 0 without one.
 
     local_size: the window or chunk as transformers names it; chunk: the config's chunk size, for the reason. Raises
     InputError for a mask that lets a token see later ones, is cut into chunks, or depends on more than the distance.
@@ -200,7 +210,10 @@ def window_of(mask_function: Callable, local_size: int | None = None, chunk: int
 
 
 def _keys_seen(mask_function: Callable, query: int, keys: int) -> list[int]:
-    """Which of the first `keys` keys the query at position `query` sees, computed in the middle of a trace."""
+    """Return which of the first `keys` keys the query at position `query` sees.
+
+    Computed in the middle of a trace.
+    """
     with disable_proxy_modes_tracing(), _disable_current_modes():
         zero = torch.zeros((), dtype=torch.int64, device="cpu")
         at = torch.arange(keys, device="cpu")
@@ -216,8 +229,11 @@ def _keys_seen(mask_function: Callable, query: int, keys: int) -> list[int]:
 
 @contextlib.contextmanager
 def unpacked() -> Iterator[None]:
-    """transformers takes positions that do not follow one another for several sequences, and makes masks of their
-    values; a trace has no values, and the graphs get one sequence after another."""
+    """Let a trace have one sequence, whatever its positions.
+
+    transformers takes positions that do not follow one another for several sequences, and makes masks of their values;
+    a trace has no values, and the graphs get one sequence after another.
+    """
     found = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:

@@ -1,4 +1,6 @@
-"""Canonical graphs: one form, hence one digest, for graphs that compute the same in the same order.
+"""Canonical graphs: one form, hence one digest, for equal computations.
+
+Graphs have it in common where they compute the same in the same order.
 
 In: an onnx_ir graph and names for its inputs and outputs. Out: ONNX bytes in which every name is derived from the
 structure alone; no metadata, doc string, intermediate shape or unused constant is left.
@@ -40,7 +42,7 @@ class Graph:
 
 
 def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
-    """Canonicalise `graph`.
+    """Bring `graph` into canonical form.
 
     order: names of the inputs that are not weights, in the order they shall have (absent ones are skipped, unused ones
     dropped);
@@ -98,7 +100,10 @@ def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[s
 
 
 def _structural_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """The nodes that the outputs need, each behind what it reads, in an order that only the structure decides."""
+    """Return the nodes that the outputs need, in canonical order.
+
+    Each stands behind what it reads, in an order that only the structure decides.
+    """
     producer = {output: index for index, node in enumerate(graph.node) for output in node.output if output}
     order: dict[int, None] = {}
     stack = [(producer[value.name], False) for value in reversed(graph.output) if value.name in producer]

@@ -1,4 +1,4 @@
-"""Under which names, and in which order, a checkpoint holds the parameters of a model.
+"""The names and the order in which a checkpoint holds a model's parameters.
 
 Current transformers keeps some parameters together that checkpoints hold apart: the experts of a layer are one tensor
 in the model and one file entry each on disk. In: a meta model. Out: for each parameter the checkpoint tensors whose
@@ -25,10 +25,10 @@ _SMALL = 4  # size of a shrunk dimension: even, so that a tensor of two halves c
 
 
 def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
-    """{parameter: names of the checkpoint tensors that it is made of, in order}, tied parameters left out.
+    """Return {parameter: names of its checkpoint tensors, in order}.
 
-    Raises InputError for a model whose checkpoint tensors would have to be transposed or mixed, not only placed side by
-    side.
+    Tied parameters are left out. Raises InputError for a model whose checkpoint tensors would have to be transposed or
+    mixed, not only placed side by side.
     """
     numbered, spans, count = {}, {}, 0
     for name, tensor in _parameters(meta).items():
@@ -66,7 +66,10 @@ def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def checkpoint_shapes(meta: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a checkpoint of the model holds, sorted, tied ones once."""
+    """Return names and shapes of the tensors that a model's checkpoint holds.
+
+    Sorted, tied ones once.
+    """
     saved = _saved(meta, {name: tensor.to("meta") for name, tensor in _parameters(meta).items()})
     return {name: tuple(tensor.shape) for name, tensor in sorted(saved.items())}
 

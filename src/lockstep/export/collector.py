@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way while something makes many objects that live."""
+"""A pause of Python's garbage collector while many lasting objects are made."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collections inside: each would walk all objects so far again, half a million of them once torch and
-    transformers are loaded."""
+    """Pause the garbage collector.
+
+    Each collection would walk all objects so far again, half a million of them once torch and transformers are loaded.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -20,45 +20,50 @@ DOMAIN = "lockstep"
 
 
 @dataclass(frozen=True)
-class Step:
-    """One block in the sequence: its graph, {slot: checkpoint tensors}, and the kind of the attention after it (None
-    after the exit)."""
+class ComposedBlock:
+    """One block of the uncut model.
+
+    slots: {slot: checkpoint tensors}. variant: of the attention after the block; None after the exit.
+    """
 
     graph: Graph
     slots: Mapping[str, Sequence[str]]
-    kind: str | None
+    variant: str | None
 
 
-def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
-    """The uncut model, and {weight input: checkpoint tensors}; `functions` maps a kind to its attention without a
-    cache."""
+def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
+    """Compose the uncut model of its blocks.
+
+    functions: {variant: its attention without a cache}. Returns the model's bytes and {weight input: checkpoint
+    tensors}.
+    """
     graph = onnx.GraphProto(name="batchful")
     constants: dict[tuple, str] = {}
     weights: dict[str, IO] = {}
     slots: dict[str, list[str]] = {}
     env: dict[str, str] = {}
     inputs: dict[str, IO] = {}
-    for index, step in enumerate(steps):
+    for index, block in enumerate(blocks):
         names = {}
-        for io in step.graph.signature.inputs:
+        for io in block.graph.signature.inputs:
             names[io.name] = env.setdefault(io.name, io.name)
             if env[io.name] == io.name:
                 inputs.setdefault(io.name, io)
-        for slot in step.graph.signature.slots:
-            tensors = list(step.slots[slot.name])
+        for slot in block.graph.signature.slots:
+            tensors = list(block.slots[slot.name])
             name = tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
             names[slot.name] = name
             weights[name], slots[name] = slot, tensors
-        block = step.graph.proto.graph
-        for initializer in block.initializer:
+        proto = block.graph.proto.graph
+        for initializer in proto.initializer:
             key = (initializer.data_type, tuple(initializer.dims), initializer.raw_data)
             if key not in constants:
                 constants[key] = f"const_{len(constants)}"
                 graph.initializer.add().CopyFrom(initializer)
                 graph.initializer[-1].name = constants[key]
             names[initializer.name] = constants[key]
-        last = step.kind is None
-        for node in block.node:
+        last = block.variant is None
+        for node in proto.node:
             new = graph.node.add()
             new.CopyFrom(node)
             new.name = f"block_{index}/{node.name}"
@@ -66,13 +71,13 @@ def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[byte
             for output in node.output:
                 names[output] = output if last and output == "logits" else f"block_{index}/{output}"
             new.output[:] = [names[o] if o else "" for o in node.output]
-        for io in step.graph.signature.outputs:
+        for io in block.graph.signature.outputs:
             env[io.key] = names[io.name]
         if not last:
             env.setdefault("position_ids", "position_ids")
             attention = f"layer_{index}/attention"
             graph.node.add(
-                op_type=step.kind, domain=DOMAIN, name=attention, input=[env[n] for n in _CALL], output=[attention]
+                op_type=block.variant, domain=DOMAIN, name=attention, input=[env[n] for n in _CALL], output=[attention]
             )
             env["attention"] = attention
     inputs["position_ids"] = IO("position_ids", "int64", ("num_tokens",))
@@ -80,7 +85,7 @@ def compose(steps: Sequence[Step], functions: Mapping[str, Graph]) -> tuple[byte
         _value_info(inputs[name], name) for name in ("hidden", "position_ids", "logit_rows") if name in inputs
     )
     graph.input.extend(_value_info(weights[name], name) for name in weights)
-    graph.output.extend(_value_info(io, io.name) for io in steps[-1].graph.signature.outputs)
+    graph.output.extend(_value_info(io, io.name) for io in blocks[-1].graph.signature.outputs)
     opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, 1)]
     model = onnx.ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
     model.functions.extend(_function(name, functions[name]) for name in sorted(functions))

@@ -1,7 +1,7 @@
 """Cut a packed trace at its attention nodes, by data flow.
 
 In: a packed trace (simplify.pack). Out: a block before each attention, the exit block after the last, and for each
-layer its batchless region: the nodes between the block's flat query, key, value and the attention that see positions
+layer its batchless graph: the nodes between the block's flat query, key, value and the attention that see positions
 (RoPE) and hold no weight, with the data movement around them.
 """
 
@@ -25,7 +25,7 @@ INPUT_ORDER = ("hidden", "attention", "token_ids", "position_ids", "logit_rows")
 
 
 @dataclass(frozen=True)
-class Region:
+class BatchlessGraph:
     """A layer's batchless part, not yet a prefill or decode graph.
 
     graph: query, key, value (flat), position_ids -> rotated query, key and value `[num_tokens, heads, head_dim]`.
@@ -43,15 +43,22 @@ class Region:
 
 @dataclass(frozen=True)
 class Cut:
-    """blocks[i] comes before the attention of layer i, exit after the last; regions[i] is layer i's batchless part."""
+    """The graphs of a cut model.
+
+    blocks[i] comes before the attention of layer i, exit after the last; batchless[i] is layer i's batchless graph.
+    """
 
     blocks: tuple[Graph, ...]
     exit: Graph
-    regions: tuple[Region, ...]
+    batchless: tuple[BatchlessGraph, ...]
 
 
 def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
-    """Cut `model` (changed on the way). Raises InputError with the reason where a clean cut does not exist."""
+    """Cut `model`, which is changed on the way.
+
+    weights: names of its weights. layer_prefix: of the layers' parameters. Raises InputError with the reason where a
+    clean cut does not exist.
+    """
     graph = model.graph
     _flatten_attention(graph)
     flow = Flow(graph, weights)
@@ -59,7 +66,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
     flat: set[ir.Value] = set()
     plans = [_plan(graph, flow, marker, flat) for marker in markers]
     spans = _spans(graph, flow, markers, plans)
-    regions = tuple(_region(graph, marker, cuts) for marker, (cuts, _) in zip(markers, plans, strict=True))
+    batchless = tuple(_batchless_graph(graph, marker, cuts) for marker, (cuts, _) in zip(markers, plans, strict=True))
     blocks = []
     for layer, (inputs, outputs) in enumerate(spans):
         part = convenience.extract(graph, list(inputs), list(outputs.values()))
@@ -78,11 +85,14 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
                 part, "exit" if last else "entry" if layer == 0 else "middle", (*INPUT_ORDER, *_carried(inputs)), slots
             )
         )
-    return Cut(tuple(blocks[:-1]), blocks[-1], regions)
+    return Cut(tuple(blocks[:-1]), blocks[-1], batchless)
 
 
 def _flatten_attention(graph: ir.Graph) -> None:
-    """Let each attention give `[num_tokens, num_heads*head_dim]`; the reshapes behind it then mostly vanish."""
+    """Let each attention give `[num_tokens, num_heads * head_dim]`.
+
+    The reshapes behind it then mostly vanish.
+    """
     for marker in [node for node in graph if node.domain == DOMAIN]:
         out = marker.outputs[0]
         tokens, heads, width = shape_of(out)[0], number(shape_of(out)[1]), number(shape_of(out)[2])
@@ -96,8 +106,11 @@ def _flatten_attention(graph: ir.Graph) -> None:
 
 
 def _plan(graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]) -> tuple[list[ir.Value], set[ir.Node]]:
-    """Make query, key and value flat where they are cut; give the three flat values (added to `flat`) and the batchless
-    nodes behind."""
+    """Make query, key and value flat where they are cut.
+
+    Returns the three flat values, which are added to `flat`, and the batchless nodes behind them. Raises InputError
+    where they cannot be cut.
+    """
     cuts = []
     for role, value in zip(("query", "key", "value"), map(required, marker.inputs), strict=True):
         at = flow.cut_value(value)
@@ -108,8 +121,8 @@ def _plan(graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]) -> 
                 f"cannot be split: expected the {role} of a layer as [num_tokens, heads, "
                 f"head_dim], found shape {at.shape}"
             )
-        _, region = flow.walk(value, stops={at})
-        cuts.append(at if layout == "flat" else _flatten(graph, flow, at, layout, {marker, *region}))
+        _, between = flow.walk(value, stops={at})
+        cuts.append(at if layout == "flat" else _flatten(graph, flow, at, layout, {marker, *between}))
     flat.update(cuts)
     merge_movement(graph, flat)
     if len(set(cuts)) != 3:
@@ -124,7 +137,10 @@ def _plan(graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]) -> 
 
 
 def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
-    """Put `value` through [num_tokens, width] for `readers`; give the flat value. Others go on reading `value`."""
+    """Put `value` through [num_tokens, width] for `readers`; return the flat value.
+
+    Other nodes go on reading `value`.
+    """
     shape = shape_of(value)
     tokens, heads = (shape[1], number(shape[0])) if layout == "heads" else (shape[0], number(shape[1]))
     dim, producer = number(shape[2]), value.producer()
@@ -157,7 +173,7 @@ def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers:
 
 
 def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
-    """An initializer that a Reshape takes its target from."""
+    """Add an initializer that a Reshape takes its target from."""
     while name in graph.initializers:
         name += "_"
     value = ir.Value(
@@ -170,13 +186,13 @@ def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
 def _spans(
     graph: ir.Graph, flow: Flow, markers: Sequence[ir.Node], plans: Sequence[tuple[list[ir.Value], set[ir.Node]]]
 ) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
-    """For each block its inputs {value: name} and outputs {name: value}.
+    """Return the inputs {value: name} and outputs {name: value} of each block.
 
     A value belongs to the stage after the last attention it depends on; what a later stage reads crosses the cut
     between them.
     """
     level = {marker: index for index, marker in enumerate(markers)}
-    batchless = set(markers).union(*(region for _, region in plans))
+    batchless = set(markers).union(*(behind for _, behind in plans))
     hidden = next(value for value in graph.inputs if value is not flow.positions)
     stage = {hidden: 0}
     for node in graph:
@@ -246,12 +262,15 @@ def _spans(
 def _put_behind(
     index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value], batchless: Collection[ir.Node]
 ) -> None:
-    """Move what attention `index` does not need from the block before it to the one behind, where no more values cross
-    the cut then: a parallel MLP, which several ranks then add in one sum with the attention, and of which the exit
-    computes no more than the rows of its logits."""
+    """Move a parallel MLP from the block before an attention to the one behind.
+
+    It is what attention `index` does not need from the block before it, and is moved where no more values cross the cut
+    then. Several ranks then add it in one sum with the attention, and the exit computes no more of it than the rows of
+    its logits.
+    """
 
     def upstream(values: Iterable[ir.Value]) -> set[ir.Value]:
-        """`values` of this block, and those that they are made of in it."""
+        """Return `values` of this block, and those that they are made of in it."""
         found: set[ir.Value] = set()
         stack: list[ir.Value | None] = [*values]
         while stack:
@@ -264,7 +283,7 @@ def _put_behind(
         return found
 
     def crossing(moved: Collection[ir.Value]) -> set[ir.Value]:
-        """What the blocks behind the attention read of those before it."""
+        """Return what the blocks behind the attention read of those before it."""
         behind = lambda value: stage.get(value, -1) > index or value in moved
         readers = lambda value: (node for node in value.consumers() if node not in batchless)
         return {
@@ -299,7 +318,7 @@ def _carried(inputs: dict[ir.Value, str]) -> list[str]:
     return sorted(name for name in inputs.values() if name not in INPUT_ORDER)
 
 
-def _region(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Region:
+def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> BatchlessGraph:
     positions = next(value for value in graph.inputs if value.name == "position_ids")
     part = convenience.extract(graph, [*cuts, positions], [required(value) for value in marker.inputs])
     for value, name in zip(part.inputs, ("query", "key", "value", "position_ids"), strict=True):
@@ -307,7 +326,7 @@ def _region(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Region:
         value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
     query, key, values = (shape_of(given) for given in marker.inputs)
     attributes = marker.attributes
-    return Region(
+    return BatchlessGraph(
         part,
         attributes["scale"].as_float(),
         attributes["softcap"].as_float(),
@@ -320,8 +339,10 @@ def _region(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Region:
 
 
 def _pick_rows(part: ir.Graph) -> None:
-    """Let the exit block start by taking the rows of `logit_rows [num_requests]`: nothing else needs computing for
-    them."""
+    """Let the exit block start by taking the rows of `logit_rows [num_requests]`.
+
+    Nothing else needs computing for them.
+    """
     rows = ir.Value(name="logit_rows", shape=ir.Shape(["num_requests"]), type=ir.TensorType(ir.DataType.INT64))
     first = next(iter(part))
     for value in list(part.inputs):
@@ -335,8 +356,11 @@ def _pick_rows(part: ir.Graph) -> None:
 
 
 def _slot(name: str, layer: int, prefix: str) -> str:
-    """A weight's name relative to its block: "current." for layer `layer`, "previous." for the one before, else the
-    full name."""
+    """Return a weight's name relative to its block.
+
+    "current." for layer `layer`, "previous." for the one before, else the full name. Raises InputError for a weight of
+    another layer.
+    """
     match = re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.(.+)", name)
     if match is None:
         return name
@@ -347,6 +371,9 @@ def _slot(name: str, layer: int, prefix: str) -> str:
 
 
 def bind_slot(slot: str, layer: int, prefix: str) -> str:
-    """The inverse of the naming above: the parameter that `slot` takes in the block before layer `layer`."""
+    """Return the parameter that `slot` takes in the block before layer `layer`.
+
+    It is the inverse of `_slot`.
+    """
     where, _, rest = slot.partition(".")
     return f"{prefix}.{layer - (where == 'previous')}.{rest}" if where in ("current", "previous") else slot

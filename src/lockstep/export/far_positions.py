@@ -1,5 +1,6 @@
-"""The parity check of long contexts: new tokens behind a long synthetic KV cache, and at far positions, against
-transformers.
+"""The parity check of long contexts and far positions.
+
+New tokens behind a long synthetic KV cache are compared with transformers.
 
 In: a small model in split form and transformers' own model with the same weights. Out: logits of both. A fault may
 begin at some length: a position that is clamped, cache rows that are forgotten from some number on, a wide window that
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.torch_model import eager_attention
 
 _BEHIND = "lockstep_behind"
@@ -34,16 +35,22 @@ _EDGE_SHARE = 4  # a scaled row weighs as much as a quarter of all others togeth
 
 @dataclass(frozen=True)
 class Context:
-    """A step's requests: how many cached tokens each has, and at which position its first new token stands (in all, its
-    cached tokens count from 0: a greater position leaves a gap)."""
+    """The requests of a step: their cached tokens and positions.
+
+    lengths: of each, the number of its cached tokens. positions: where its first new token stands; the cached tokens
+    count from 0, and a greater position leaves a gap.
+    """
 
     lengths: tuple[int, ...]
     positions: tuple[int, ...]
 
 
 def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
-    """Where to look at a model: within its positions, around its windows, and behind each length of `originals` (that
-    its ropes name)."""
+    """Return the contexts in which a model is checked.
+
+    They are within its positions, around its windows, and behind each length of `originals`, which its RoPE settings
+    name.
+    """
     limit = (assembly.max_position_embeddings or LONGEST + NEW + 1) - NEW - 1
     windows = sorted({variant.window for variant in assembly.variants.values() if variant.window})
     near = [*_LENGTHS, *((window - 2,) for window in windows if 2 < window <= LONGEST)]
@@ -61,8 +68,10 @@ def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
 
 @dataclass(frozen=True)
 class Filled:
-    """A context with its seeded caches, [1, num_kv_heads, length, head_dim] for each request and layer (key, value),
-    and new tokens."""
+    """A context with seeded caches and new tokens.
+
+    caches: (key, value) for each request and layer, [1, num_kv_heads, length, head_dim].
+    """
 
     context: Context
     caches: list[list[tuple[np.ndarray, np.ndarray]]]
@@ -70,7 +79,10 @@ class Filled:
 
 
 def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> Filled:
-    """Seeded keys and values of rotated form; those of rows where something may begin or end are large."""
+    """Fill a context with seeded keys and values of rotated form.
+
+    Those of rows where something may begin or end are large.
+    """
     caches = []
     for length in context.lengths:
         layers = []
@@ -89,7 +101,10 @@ def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> F
 
 
 def _edges(length: int, window: int) -> list[int]:
-    """First and last rows, those around powers of two, and those that leave the window of the new tokens."""
+    """Return the cache rows at which something may begin or end, sorted.
+
+    They are the first and last rows, those around powers of two, and those that leave the window of the new tokens.
+    """
     rows = {0, 1, length - 2, length - 1}
     rows |= {power + shift for power in (1 << n for n in range(5, 20)) for shift in (-1, 0, 1)}
     if window:
@@ -98,8 +113,9 @@ def _edges(length: int, window: int) -> list[int]:
 
 
 class _Elsewhere(DynamicCache):
-    """A cache of `length` tokens as far as masks and positions go; it stores nothing, for attention itself gets the
-    rows before the new ones.
+    """A cache of `length` tokens as far as masks and positions go.
+
+    It stores nothing: attention itself gets the rows before the new ones.
 
     What models keep in their caches is their own matter (some keep a latent form); what attention gets is what the
     split form keeps.
@@ -134,8 +150,10 @@ def _attend_behind(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers calls this for attention: the layer's past rows come before the new ones, which join them; the rest
-    is the model's own."""
+    """Attend over a layer's past rows and the new ones.
+
+    transformers calls this for attention; all but the rows is the model's own.
+    """
     past = _past.get()
     key, value = (
         torch.cat([old.to(new.dtype), new], dim=2)
@@ -150,7 +168,10 @@ AttentionMaskInterface.register(_BEHIND, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def expected(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
-    """transformers' logits of all new tokens of each request, [NEW + 1, vocab_size], each request alone."""
+    """Return transformers' logits of all new tokens of each request.
+
+    [NEW + 1, vocab_size] each; each request runs alone.
+    """
     results, own = [], model.config._attn_implementation
     model.config._attn_implementation = _BEHIND
     try:
@@ -178,8 +199,11 @@ def expected(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
     return results
 
 
-def found(run: Walk, filled: Filled) -> list[np.ndarray]:
-    """The same from the split form: each request prefills its tokens, then all decode one together."""
+def found(run: ReferenceRunner, filled: Filled) -> list[np.ndarray]:
+    """Return the split form's logits of all new tokens of each request.
+
+    [NEW + 1, vocab_size] each. Each request prefills its tokens, then all decode one together.
+    """
     lengths = filled.context.lengths
     capacity = max(lengths) + NEW + 2
     caches = []
@@ -193,6 +217,6 @@ def found(run: Walk, filled: Filled) -> list[np.ndarray]:
             stores.append(store)
         caches.append(stores)
     behind = run.behind(caches, lengths, np.subtract(filled.context.positions, lengths))
-    first = behind.step([Part(request, tokens[:NEW]) for request, tokens in enumerate(filled.tokens)])
-    last = behind.step([Part(request, tokens[NEW:]) for request, tokens in enumerate(filled.tokens)])
+    first = behind.step([PackedRequest(request, tokens[:NEW]) for request, tokens in enumerate(filled.tokens)])
+    last = behind.step([PackedRequest(request, tokens[NEW:]) for request, tokens in enumerate(filled.tokens)])
     return [np.concatenate(rows) for rows in zip(first, last, strict=True)]

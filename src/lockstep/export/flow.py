@@ -1,4 +1,6 @@
-"""The data flow of a packed trace: which values depend on tokens, which see positions, and where attention may be cut.
+"""The data flow of a packed trace.
+
+It tells which values depend on tokens, which see positions, and where attention may be cut.
 
 In: a graph with its attention nodes, and the names of its weights. Out: for an input of an attention the value to cut
 at, and the nodes between the two.
@@ -29,7 +31,10 @@ _MOVEMENT = {
 
 
 class Flow:
-    """Which values depend on tokens, and which of those see positions without a weight in between."""
+    """The values that depend on tokens, and those of them that see positions.
+
+    The latter see them without a weight in between.
+    """
 
     def __init__(self, graph: ir.Graph, weights: frozenset[str]):
         self.graph = graph
@@ -51,13 +56,19 @@ class Flow:
         return any(value in self.weights for value in node.inputs)
 
     def position_only(self, value: ir.Value) -> bool:
-        """Computed from positions alone: cheap, so that every block that needs it computes it."""
+        """Return whether a value is computed from positions alone.
+
+        It is then cheap, so that every block that needs it computes it.
+        """
         return value in self.positional and value not in self.tokens
 
     def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
-        """The token values that `value` is made of by positions and movement alone, and the nodes in between."""
+        """Return the token values that `value` is made of, and the nodes in between.
+
+        It is made of them by positions and movement alone.
+        """
         found: list[ir.Value] = []
-        region: set[ir.Node] = set()
+        between: set[ir.Node] = set()
         seen: set[ir.Value] = set()
         stack: list[ir.Value | None] = [value]
         while stack:
@@ -71,23 +82,24 @@ class Flow:
             )
             if reached not in stops and (reached in self.positional or moved):
                 assert node is not None  # what positions are in was computed
-                region.add(node)
+                between.add(node)
                 stack.extend(node.inputs)
             elif reached in self.tokens:
                 found.append(reached)
-        return found, region
+        return found, between
 
     def cut_value(self, value: ir.Value) -> ir.Value:
-        """Where to cut for one input of an attention: of the single values that hold just its numbers in the narrowest
-        type, the earliest.
+        """Return where to cut for one input of an attention.
+
+        It is the earliest of the single values that hold just the input's numbers in the narrowest type.
 
         RoPE then falls into the batchless part. Where no such value exists before positions come in (a key
         that is put together from two tensors), the cut is at the attention and RoPE stays batchful.
         """
         width = number(shape_of(value)[1]) * number(shape_of(value)[2])
-        _, region = self.walk(value)
-        made = {output for node in region for output in node.outputs} | {
-            v for node in region for v in node.inputs if v is not None
+        _, between = self.walk(value)
+        made = {output for node in between for output in node.outputs} | {
+            v for node in between for v in node.inputs if v is not None
         }
         candidates = [
             v for v in made if v in self.tokens and v not in self.positional and layout_of(v, width) is not None
@@ -101,8 +113,10 @@ class Flow:
 
 
 def layout_of(value: ir.Value, width: int) -> str | None:
-    """How `width` numbers a token lie: "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim]; None for
-    anything else."""
+    """Return how `width` numbers a token lie in a value.
+
+    "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim]; None for anything else.
+    """
     if value.shape is None:
         return None
     fixed = [isinstance(dim, int) for dim in value.shape]

@@ -1,4 +1,6 @@
-"""Prove that no value of a traced graph is carried from one token to another outside attention.
+"""Prove that a traced graph keeps tokens apart outside attention.
+
+No value may be carried from one token to another.
 
 In: a packed trace (simplify.pack). Out: nothing, or an InputError that names the first operator that mixes tokens. In a
 step the tokens of all requests lie one after another, and a prompt may come in pieces: a value that depends on another
@@ -27,7 +29,10 @@ class _Mixes(Exception):
 
 
 def check_independence(graph: ir.Graph, domain: str, model_type: str) -> None:
-    """Raise InputError when a token-wise part of `graph` mixes tokens; operators of `domain` (attention) may."""
+    """Check that no token-wise part of `graph` mixes tokens.
+
+    Operators of `domain` (attention) may. Raises InputError, which names the first that does.
+    """
     tokens, sizes = set(graph.inputs), _Sizes()
     for node in graph:
         try:
@@ -65,7 +70,10 @@ _ARITHMETIC = frozenset(
 
 
 class _Sizes:
-    """Values computed from how many tokens a step has. They may say how large something is, and nothing else."""
+    """Values computed from the number of tokens of a step.
+
+    They may say how large something is, and nothing else.
+    """
 
     def __init__(self) -> None:
         self.dims: dict[ir.Value, list] = {}  # of those that are a shape, or part of one
@@ -84,8 +92,10 @@ class _Sizes:
         self.dims[node.outputs[0]] = list(source.shape)[start:end]
 
     def follow(self, node: ir.Node) -> list[ir.Value]:
-        """Note what a node that reads sizes gives; constants that are as long as the tokens are returned, to be
-        followed as tokens are."""
+        """Note what a node that reads sizes gives.
+
+        Constants that are as long as the tokens are returned, to be followed as tokens are.
+        """
         if node.op_type == "ConstantOfShape" and node.inputs[0] in self.dims:
             node.outputs[0].shape = ir.Shape(self.dims[node.inputs[0]])  # what inference may have left open
         if node.op_type in ("ConstantOfShape", "Expand") and (node.op_type != "Expand" or node.inputs[0] not in self):
@@ -111,7 +121,7 @@ def _known(value: ir.Value | None) -> ir.Shape:
 
 
 def _axis(value: ir.Value) -> int:
-    """Where the tokens of a value that depends on them lie."""
+    """Return the axis of the tokens in a value that depends on them."""
     found = [axis for axis, dim in enumerate(_known(value)) if not isinstance(dim, int)]
     if len(found) != 1:
         raise _Mixes("combines all tokens into one value" if not found else "combines each token with each other")
@@ -119,7 +129,7 @@ def _axis(value: ir.Value) -> int:
 
 
 def _moving(node: ir.Node, tokens: set[ir.Value]) -> list[tuple[int, ir.Value, int]]:
-    """(position, value, token axis) of the inputs that depend on tokens."""
+    """Return (position, value, token axis) of the inputs that depend on tokens."""
     return [(position, value, _axis(value)) for position, value in enumerate(node.inputs) if value in tokens]
 
 
@@ -136,13 +146,19 @@ def _rule(node: ir.Node, tokens: set[ir.Value]) -> None:
 
 
 def _elementwise(node: ir.Node, moving: list) -> None:
-    """Trailing dimensions are aligned: all tokens must lie at the same place from the end."""
+    """Check an element-wise operator.
+
+    Broadcasting aligns trailing dimensions: all tokens must lie at the same place from the end.
+    """
     if len({len(_known(value)) - axis for _, value, axis in moving}) != 1:
         raise _Mixes("combines each token with each other")
 
 
 def _along(node: ir.Node, moving: list, axes: list[int]) -> None:
-    """An operator that mixes along `axes` of its first input, which alone may depend on tokens."""
+    """Check an operator that mixes along `axes` of its first input.
+
+    No other input may depend on tokens.
+    """
     (position, value, axis), *more = moving
     if position or more:
         raise _Mixes("chooses by the values of tokens")
@@ -165,7 +181,7 @@ def _attribute_axis(default: int) -> Callable[[ir.Node, list], None]:
 
 
 def _from_axis_on(node: ir.Node, moving: list) -> None:
-    """Normalisation over an axis and all that follow."""
+    """Check a normalisation over an axis and all that follow."""
     rank = len(_known(node.inputs[0]))
     _along(node, moving, list(range(_axis_attribute(node, -1) % rank, rank)))
 
@@ -186,11 +202,14 @@ def _concat(node: ir.Node, moving: list) -> None:
 
 
 def _transpose(node: ir.Node, moving: list) -> None:
-    """Moves whole dimensions."""
+    """Check a transpose, which moves whole dimensions."""
 
 
 def _reshape(node: ir.Node, moving: list) -> None:
-    """What stands before the tokens must go on standing there, and what follows each token must go on following it."""
+    """Check that a reshape keeps what stands before and behind the tokens.
+
+    What stands before them must go on standing there, and what follows each token must go on following it.
+    """
     (position, value, axis), *more = moving
     out = node.outputs[0]
     if position or more:
@@ -215,7 +234,7 @@ def _matmul(node: ir.Node, moving: list) -> None:
 
 
 def _gemm(node: ir.Node, moving: list) -> None:
-    """Tokens are the rows of the first factor, and of what is added."""
+    """Check a Gemm: tokens are the rows of the first factor, and of what is added."""
     if any(position == 1 for position, _, _ in moving) or (
         "transA" in node.attributes and node.attributes["transA"].as_int()
     ):
@@ -223,7 +242,10 @@ def _gemm(node: ir.Node, moving: list) -> None:
 
 
 def _gather(node: ir.Node, moving: list) -> None:
-    """Tokens may choose rows of a table, or fixed columns be taken of each token; not rows of tokens."""
+    """Check a Gather: tokens may choose rows of a table, not rows of tokens.
+
+    Fixed columns may be taken of each token.
+    """
     if len(moving) != 1 or (
         moving[0][0] == 0 and moving[0][2] == _axis_attribute(node, 0) % len(_known(node.inputs[0]))
     ):
@@ -231,7 +253,10 @@ def _gather(node: ir.Node, moving: list) -> None:
 
 
 def _gather_nd(node: ir.Node, moving: list) -> None:
-    """Each token's indices into a table; with batch dimensions, into its own values."""
+    """Check a GatherND: each token's indices into a table.
+
+    With batch dimensions they go into the token's own values.
+    """
     batch = node.attributes["batch_dims"].as_int() if "batch_dims" in node.attributes else 0
     for position, value, axis in moving:
         if (position == 0 and axis >= batch) or (position == 1 and axis == len(_known(value)) - 1):
@@ -239,8 +264,10 @@ def _gather_nd(node: ir.Node, moving: list) -> None:
 
 
 def _by_element(node: ir.Node, moving: list) -> None:
-    """Takes or puts elements along one axis; in all others indices and values lie at the same place. Tokens may choose
-    from a table."""
+    """Check an operator that takes or puts elements along one axis.
+
+    In all other axes indices and values lie at the same place. Tokens may choose from a table.
+    """
     axis = _axis_attribute(node, 0) % len(_known(node.inputs[0]))
     if node.op_type == "GatherElements" and [(position, found) for position, _, found in moving] == [(1, axis)]:
         return
@@ -249,8 +276,10 @@ def _by_element(node: ir.Node, moving: list) -> None:
 
 
 def _scatter_nd(node: ir.Node, moving: list) -> None:
-    """Puts slices in places that fixed indices name: the tokens must lie in the slices, at the same place in values and
-    updates."""
+    """Check a ScatterND, which puts slices where fixed indices name.
+
+    The tokens must lie in the slices, at the same place in values and updates.
+    """
     rank, indices = len(_known(node.inputs[0])), _known(node.inputs[1])
     for position, _value, axis in moving:
         if position == 1 or axis < (indices[-1] if position == 0 else len(indices) - 1):
@@ -300,7 +329,7 @@ def _axis_attribute(node: ir.Node, default: int) -> int:
 
 
 def _ints(node: ir.Node, position: int) -> list[int] | None:
-    """A constant input as numbers; None when it is absent or no constant."""
+    """Return a constant input as numbers; None where it is absent or no constant."""
     value = node.inputs[position] if len(node.inputs) > position else None
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else np.atleast_1d(tensor.numpy()).tolist()

@@ -1,4 +1,7 @@
-"""What onnx_ir leaves optional and the values of a traced graph always have: in a value, out its shape or type."""
+"""Shapes and types, which onnx_ir leaves optional, of the values of a trace.
+
+There they are always set.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def dtype_of(value: ir.Value) -> ir.DataType:
 
 
 def number(dim: int | ir.SymbolicDim) -> int:
-    """Return a dimension that the model's config decides. Raises InputError for one that a step decides."""
+    """Return a dimension that the model's config decides.
+
+    Raises InputError for one that a step decides.
+    """
     if not isinstance(dim, int):
         raise InputError(f"cannot be split: expected a dimension of one size, found {dim}")
     return dim

@@ -34,21 +34,29 @@ _ROWS = "logit_rows"
 
 
 def module_of(slot: str) -> str:
-    """The name of a linear layer within its decoder layer, from its weight slot, of a quantised one that of its
-    integers: `self_attn.q_proj`."""
+    """Return the name of a linear layer within its decoder layer.
+
+    slot: its weight slot, of a quantised one that of its integers. An example is `self_attn.q_proj`.
+    """
     return quantized.module_of(slot.partition(".")[2])
 
 
 def fits(module: str, targets: Collection[str] | None) -> bool:
-    """Whether a module is one of `targets`, as PEFT matches names: whole, or behind a dot. None: all are."""
+    """Return whether a module is one of `targets`, as PEFT matches names.
+
+    A name fits whole, or behind a dot. None: all fit.
+    """
     return targets is None or any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def add_lora(
     graph: Graph, slots: Collection[str], max_adapters: int, max_lora_rank: int
 ) -> tuple[Graph, dict[str, LoraSlot]]:
-    """The graph with room for adapters of the linear layers with these weight slots, and where each is; the graph as it
-    is, where it has none."""
+    """Give a graph room for adapters of the linear layers with these weight slots.
+
+    Returns the new graph, and where each layer takes its adapters; the graph as it is, where it has none of these
+    layers.
+    """
     model = graph.proto
     nodes = {node.output[0]: node for node in model.graph.node if node.op_type == "Gemm" and node.input[1] in slots}
     if not nodes:
@@ -113,12 +121,15 @@ def adapted(
     targets: Collection[str] | None = None,
     linears: Collection[str] | None = None,
 ) -> tuple[dict[str, bytes], LoraSlots, dict[str, Graph]]:
-    """Of an assembly and its files: the files with graphs that take adapters, where they take them, and these graphs
-    by class. targets: names of modules that adapters may be of, as PEFT has them; None: all linear layers of the
-    decoder layers. linears: names of the model's linear layers; what else is such a product (a router of experts) takes
-    no adapters. None: all such products are taken for linear layers.
+    """Return an assembly's files with graphs that take adapters.
 
-    Raises InputError where none of a name, or none at all, is there."""
+    targets: names of modules that adapters may be of, as PEFT has them; None: all linear layers of the decoder layers.
+    linears: names of the model's linear layers; what else is such a product (a router of experts) takes no adapters.
+    None: all such products are taken for linear layers.
+
+    Returns the files, where the graphs take adapters, and these graphs by class. Raises InputError where none of a
+    name, or none at all, is there.
+    """
     classes: dict[str, dict[str, LoraSlot]] = {}
     graphs: dict[str, Graph] = {}
     known: set[str] = set()
@@ -145,13 +156,15 @@ def adapted(
 
 
 def linear_layers(model: PreTrainedModel) -> set[str]:
-    """The names of a model's linear layers, as PEFT finds them."""
+    """Return the names of a model's linear layers, as PEFT finds them."""
     return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
 
 
 def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str] | None) -> bool:
-    """Whether the slot takes the weight of one linear layer of a decoder layer, under the layer's own name in the
-    checkpoint."""
+    """Return whether a slot takes the weight of one linear layer.
+
+    The layer is one of a decoder layer, and the checkpoint has the weight under the layer's own name.
+    """
     if not slot.startswith(_LAYER_SLOTS) or not slot.endswith(".weight"):
         return False
     parts = [part for layer in assembly.layers for part in (layer.block, layer.exit) if part.graph == name]
@@ -171,7 +184,10 @@ def _element(graph: onnx.GraphProto) -> int:
 
 
 def _rows_of(model: onnx.ModelProto) -> dict[str, str]:
-    """By value of two dimensions what its rows are: num_tokens or num_requests."""
+    """Return what the rows are of each value of two dimensions, by name.
+
+    num_tokens or num_requests.
+    """
     inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
     return {
         value.name: value.type.tensor_type.shape.dim[0].dim_param
@@ -181,7 +197,10 @@ def _rows_of(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _mask(size: str, name: str) -> list[onnx.NodeProto]:
-    """Which columns are of each row's adapter, [rows, n*R]. Rows of requests are those of their last tokens."""
+    """Return nodes that make a mask of each row's adapter, [rows, n*R].
+
+    It says which columns are of the row's adapter. Rows of requests are those of their last tokens.
+    """
     nodes, ids = [], IDS
     if size == "num_requests":
         ids = f"{name}/ids"

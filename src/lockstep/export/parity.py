@@ -1,4 +1,6 @@
-"""The export's numeric gate: is a model's split form the same computation as transformers' own?
+"""The export's numeric gate against transformers.
+
+It asks whether a model's split form is the same computation as transformers' own.
 
 In: a config.json mapping and the assembly that was made from it. A small model of the same class and settings gets
 random weights; it is split in the same way, and its graphs run in ONNX Runtime (chunked prefill, decode, two requests
@@ -25,12 +27,13 @@ from lockstep.artifacts.assembly import Assembly, AttentionVariant
 from lockstep.errors import InputError
 from lockstep.export import far_positions
 from lockstep.export.quiet import quiet
-from lockstep.export.reference_runner import Part, Walk
+from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import rope_settings
 from lockstep.export.small_configs import shallow_config, small_configs
 from lockstep.export.tracer import build_config, meta_model
 from lockstep.export.unique_layers import signatures
+from lockstep.onnx_tools.metrics import max_abs_error
 
 # fp32 rounding over a few layers, relative to the standard deviation of the logits: 1e-6 to 2e-5 is seen. The faults
 # that the tests plant, each as small as a wrong export can be, give 1e-3 and more.
@@ -65,10 +68,11 @@ class Small:
 def prove(
     config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Assembly, assemble: Assemble
 ) -> float:
-    """Largest error of the logits of the small model's split form, relative to their standard deviation.
+    """Return the largest error of a small model's logits in split form.
 
-    meta: the model of `config`; files, assembly: what `assemble` made of it. Raises InputError for a model whose split
-    form differs from transformers, or of which no small model could be made.
+    It is relative to the standard deviation of the logits. meta: the model of `config`; files, assembly: what
+    `assemble` made of it. Raises InputError for a model whose split form differs from transformers, or of which no
+    small model could be made.
     """
     small = make_small(config, meta, files, assembly, assemble)
     refusal = f"model type {config['model_type']!r} cannot be split: "
@@ -98,17 +102,16 @@ def prove(
 def make_small(
     config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Assembly, assemble: Assemble
 ) -> Small:
-    """The smallest model of the class that has the same layers and kinds, in split form: the model itself, when it is
-    that small.
+    """Return the smallest model with the same layers and kinds, in split form.
 
-    Raises InputError when there is none.
+    It is of the same class; the model itself, when it is that small. Raises InputError when there is none.
     """
-    looks = signatures(meta)
+    layer_signatures = signatures(meta)
     reasons = []
-    for candidate in (smaller for depth in depths_to_try(looks) for smaller in _candidates(config, depth)):
+    for candidate in (smaller for depth in depths_to_try(layer_signatures) for smaller in _candidates(config, depth)):
         try:
             small = meta_model(candidate, "fp32")
-            _compare_looks(signatures(small), looks)
+            _compare_signatures(signatures(small), layer_signatures)
             if (count := _parameters(small)) > _TOO_LARGE:
                 raise InputError(f"it has {count:,} parameters, expected at most {_TOO_LARGE:,}")
             if assembly.precision == "fp32" and small.config.to_dict() == meta.config.to_dict():
@@ -135,25 +138,31 @@ def _candidates(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any
     yield from small_configs(config, depth)
 
 
-def depths_to_try(looks: Sequence[str]) -> list[int]:
-    """How many layers from the first show every pair of neighbours that the model has (three at least, where it has
-    them).
+def depths_to_try(layer_signatures: Sequence[str]) -> list[int]:
+    """Return numbers of layers that show every pair of neighbours.
+
+    They count from the first layer, and are three at least, where the model has them.
 
     Some classes insist on what their last layer is, so the next depth at which the model ends as it really does comes
     second.
     """
-    pairs = list(zip(looks, looks[1:]))
+    pairs = list(zip(layer_signatures, layer_signatures[1:]))
     last = max((pairs.index(pair) for pair in set(pairs)), default=0)
-    depth = min(len(looks), max(3, last + 2))
-    return sorted({depth, next(n for n in range(depth, len(looks) + 1) if looks[n - 1] == looks[-1])})
+    depth = min(len(layer_signatures), max(3, last + 2))
+    return sorted(
+        {
+            depth,
+            next(n for n in range(depth, len(layer_signatures) + 1) if layer_signatures[n - 1] == layer_signatures[-1]),
+        }
+    )
 
 
 def _parameters(meta: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in meta.parameters())
 
 
-def _compare_looks(found: Sequence[str], expected: Sequence[str]) -> None:
-    pattern = lambda looks: [list(looks).index(look) for look in looks]
+def _compare_signatures(found: Sequence[str], expected: Sequence[str]) -> None:
+    pattern = lambda found: [list(found).index(signature) for signature in found]
     if pattern(found) != pattern(expected[: len(found)]):
         raise InputError(
             f"expected layers that look alike as in {pattern(expected[: len(found)])}, found {pattern(found)}"
@@ -161,7 +170,10 @@ def _compare_looks(found: Sequence[str], expected: Sequence[str]) -> None:
 
 
 def _compare_variants(found: Assembly, expected: Assembly) -> None:
-    """Each layer's attention must be the same but for head counts and the size of the window."""
+    """Check that each layer's attention is that of the real model.
+
+    Head counts and the size of the window may differ. Raises InputError.
+    """
     for index, (small, real) in enumerate(zip(found.layers, expected.layers)):
         one, other = (
             _essence(assembly.variants[layer.variant]) for assembly, layer in ((found, small), (expected, real))
@@ -171,8 +183,10 @@ def _compare_variants(found: Assembly, expected: Assembly) -> None:
 
 
 def _compare_graphs(found: tuple[Files, Assembly], expected: tuple[Files, Assembly]) -> None:
-    """Each layer's graphs must have the same operators in the same order: what the small model shows then holds for the
-    real one."""
+    """Check that each layer's graphs have the operators of the real model's.
+
+    They must be in the same order: what the small model shows then holds for the real one. Raises InputError.
+    """
     for index, (small, real) in enumerate(zip(found[1].layers, expected[1].layers)):
         for part, *blocks in (("block", small.block, real.block), ("exit", small.exit, real.exit)):
             one, other = (
@@ -188,7 +202,10 @@ def _compare_graphs(found: tuple[Files, Assembly], expected: tuple[Files, Assemb
 
 @functools.lru_cache(maxsize=64)
 def _operators(graph: bytes) -> tuple[str, ...]:
-    """The operators of a canonical graph but for casts, which precisions differ by."""
+    """Return the operators of a canonical graph but for casts.
+
+    Precisions differ by casts.
+    """
     return tuple(node.op_type for node in onnx.ModelProto.FromString(graph).graph.node if node.op_type != "Cast")
 
 
@@ -199,24 +216,30 @@ def _essence(variant: AttentionVariant) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Largest differences of a logit, over the logits' standard deviation. error: the split form from transformers,
-    both in fp32;
-    own: transformers in fp32 from itself in fp64."""
+    """Largest errors of a logit, over the standard deviation of the logits.
+
+    error: the split form from transformers, both in fp32. own: transformers in fp32 from itself in fp64.
+    """
 
     error: float
     own: float
 
 
 def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
-    """Of all tokens of two requests, with the random weights of `draw`. Raises InputError for a split form that does
-    not run."""
+    """Measure the errors of all tokens of two requests.
+
+    draw: which random weights. Raises InputError for a split form that does not run.
+    """
     with _one_thread():
         return _measure(small, draw)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products this small take longer to share among threads than to compute: on a busy machine a second."""
+    """Let torch compute with one thread.
+
+    Products this small take longer to share among threads than to compute: on a busy machine a second.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -238,7 +261,7 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
     filled = [far_positions.fill(context, small.assembly, random) for context in contexts]
     expected_far = [far_positions.expected(model, each) for each in filled]
     try:
-        run = Walk(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1)
+        run = ReferenceRunner(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1)
         found, found_far = walk(run, sequences), [far_positions.found(run, each) for each in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
@@ -255,16 +278,19 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
 
 
 def _difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Largest difference of two lists of logits over the standard deviation of the second; infinity for what is no
-    number."""
-    largest = max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True)) / float(
-        np.concatenate(other).std()
-    )
+    """Return the largest difference of two lists of logits, relative.
+
+    It is over the standard deviation of the second; infinity for what is no number.
+    """
+    largest = max(max_abs_error(b, a) for a, b in zip(one, other, strict=True)) / float(np.concatenate(other).std())
     return largest if np.isfinite(largest) else float("inf")
 
 
 def _original_lengths(config: Any) -> list[int]:
-    """The lengths that a config's ropes were made for, behind which their frequencies are stretched."""
+    """Return the lengths that a config's RoPE settings were made for.
+
+    Behind them their frequencies are stretched.
+    """
     found = [parameters.get("original_max_position_embeddings") for parameters in rope_settings(config)]
     return [int(length) for length in found if length]
 
@@ -274,13 +300,14 @@ def _forward(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> list[np
         return [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
 
 
-def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Logits of all tokens of each sequence, brought in the steps of `_STEPS`."""
+def walk(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the logits of all tokens of each sequence, run in the steps of `_STEPS`."""
     logits: list[list[np.ndarray]] = [[] for _ in sequences]
     at = [0] * len(sequences)
     for counts in _STEPS:
         parts = [
-            Part(request, ids[at[request] : at[request] + counts[request]]) for request, ids in enumerate(sequences)
+            PackedRequest(request, ids[at[request] : at[request] + counts[request]])
+            for request, ids in enumerate(sequences)
         ]
         for part, rows in zip(parts, run.step(parts), strict=True):
             logits[part.request].append(rows)
@@ -289,8 +316,10 @@ def walk(run: Walk, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> PreTrainedModel:
-    """transformers' own model with random weights in fp32, eager: gains and biases vary too, so that none can stand for
-    another."""
+    """Return transformers' own model with random weights, in fp32 and eager.
+
+    Gains and biases vary too, so that none can stand for another.
+    """
     made = build_config(config)
     made._experts_implementation = "eager"  # not what the trace needs, and it also runs in fp64
     with quiet():
@@ -308,7 +337,7 @@ def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> PreTra
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
-    """The model's tensors under the names, and in the form, of a checkpoint."""
+    """Return the model's tensors under the names, and in the form, of a checkpoint."""
     with quiet():
         saved = revert_weight_conversion(model, dict(model.state_dict()))
     return {name: tensor.numpy() for name, tensor in saved.items()}

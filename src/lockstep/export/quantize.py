@@ -1,4 +1,6 @@
-"""Graphs of quantised weights: an assembly in fp32 and its graphs in, those of w8a16 or w4a16 out.
+"""Graphs of quantised weights, made of those in full precision.
+
+In: an assembly in fp32 and its graphs. Out: those of w8a16 or w4a16.
 
 Each `Gemm(transB=1)` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
 and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one, and of a checkpoint
@@ -33,8 +35,10 @@ Slots = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class _Use:
-    """A weight slot of a block at its place. bits: None where it stays in full precision. columns: the length of its
-    rows."""
+    """A weight slot of a block in one layer.
+
+    bits: None where it stays in full precision. columns: the length of its rows.
+    """
 
     tensors: tuple[str, ...]
     bits: int | None
@@ -48,10 +52,10 @@ def quantize(
     group_size: int,
     already: QuantizedTensors | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """The files and the assembly of `precision`, made of those in fp32. already: what the checkpoint has quantised;
-    then it is these and no others.
+    """Return the files and the assembly of `precision`, made of those in fp32.
 
-    Raises InputError where no weight can be quantised, or the rows of one are no multiple of `group_size`.
+    already: what the checkpoint has quantised; then it is these tensors and no others. Raises InputError where no
+    weight can be quantised, or the rows of one are no multiple of `group_size`.
     """
     quantized = _choose(files, assembly, precision, group_size, already)
     made, classes = dict(files), {}
@@ -76,7 +80,7 @@ def quantize(
 
 
 def _adapters_of(slots: LoraSlots, classes: Mapping[str, GraphFile]) -> LoraSlots:
-    """The same linear layers, by the slots that the rewritten graphs have."""
+    """Return the adapters' linear layers, by the slots of the rewritten graphs."""
     held = {name: {slot.name for slot in graph.signature.slots} for name, graph in classes.items()}
     own = lambda name, slot: slot if slot in held[name] else data_name(slot)
     named = {name: {own(name, slot): each for slot, each in found.items()} for name, found in slots.classes.items()}
@@ -90,8 +94,11 @@ def _of_ranks(
     quantized: QuantizedTensors,
     made: dict[str, bytes],
 ) -> TensorParallel:
-    """What ranks run of the quantised weights; their graphs go to `made`. A rank takes the same rows of a weight as in
-    full precision, or the same columns where these are whole groups. Raises InputError where they are not."""
+    """Return what ranks run of the quantised weights; their graphs go to `made`.
+
+    A rank takes the same rows of a weight as in full precision, or the same columns where these are whole groups.
+    Raises InputError where they are not.
+    """
     graphs: dict[str, GraphFile] = {}
     classes: dict[str, ShardedClass] = {}
     for name, sharded in ranks.classes.items():
@@ -115,8 +122,11 @@ def _of_ranks(
 
 
 def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
-    """A rank's part of `<tensor>.data` and of `<tensor>.scales`, or of another tensor with an element for each
-    `group_size` numbers of a row."""
+    """Return a rank's part of `<tensor>.data` and of `<tensor>.scales`.
+
+    Or of another tensor with an element for each `group_size` numbers of a row. Raises InputError where a part is not
+    made of whole groups.
+    """
     if shard.axis == 0:
         return shard
     if any(number % group_size for rank in shard.ranges for pair in rank for number in pair):
@@ -131,7 +141,10 @@ def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
 def _choose(
     files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int, already: QuantizedTensors | None
 ) -> QuantizedTensors:
-    """A tensor is quantised where all slots that take it can be, and a slot where all its tensors are."""
+    """Choose the tensors that are quantised.
+
+    A tensor is where all slots that take it can be, and a slot where all its tensors are.
+    """
     uses = list(_uses(files, assembly, precision))
     if already is not None:
         uses = [replace(use, bits=_bits_already(use, already)) for use in uses]
@@ -171,19 +184,19 @@ def _uses(files: Mapping[str, bytes], assembly: Assembly, precision: str) -> Ite
 
 
 def _places(assembly: Assembly, name: str) -> list[Slots]:
-    """The slots of each place of the model that has the graph `name`."""
+    """Return the slots of each block of the model that has the graph `name`."""
     parts = [assembly.embedding, *(part for layer in assembly.layers for part in (layer.block, layer.exit))]
     return [part.slots for part in parts if part.graph == name]
 
 
 def _bits(places: Sequence[Slots], quantized: QuantizedTensors) -> dict[str, int]:
-    """{slot: bits} of the slots of a graph that are quantised."""
+    """Return {slot: bits} of the slots of a graph that are quantised."""
     taken = {slot: tensors[0] for slots in places for slot, tensors in slots.items()}
     return {slot: quantized.bits[name] for slot, name in taken.items() if name in quantized.bits}
 
 
 def _bound(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
-    """{slot: tensors} of the rewritten graph."""
+    """Return {slot: tensors} of the rewritten graph."""
     bound: dict[str, list[str]] = {}
     for slot, tensors in slots.items():
         if tensors[0] in quantized.bits:
@@ -195,7 +208,10 @@ def _bound(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
 
 
 def _products(graph: onnx.GraphProto, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
-    """{slot: its product} of weights `[out_features, in_features]` that one plain Gemm reads, and nothing else."""
+    """Return {slot: its product} of weights that one plain Gemm reads.
+
+    Weights are `[out_features, in_features]`, and nothing else reads them.
+    """
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
@@ -214,7 +230,10 @@ def _products(graph: onnx.GraphProto, slots: Collection[str]) -> dict[str, onnx.
 def _rewritten(
     graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors
 ) -> tuple[GraphFile, bytes]:
-    """The graph with `MatMulNBits` in place of the products of the slots `bits`; itself where there are none."""
+    """Rewrite the products of the slots `bits` as `MatMulNBits`.
+
+    Returns the graph and its bytes, as they are where there are no such slots.
+    """
     if not bits:
         return graph, data
     model = onnx.ModelProto.FromString(data)

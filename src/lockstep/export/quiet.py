@@ -1,4 +1,7 @@
-"""Silence while transformers and torch work, on the terminal and on the network. Needs transformers."""
+"""Silence while transformers and torch work.
+
+On the terminal and on the network. Needs transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from huggingface_hub import constants
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Switch off progress bars, load reports, logs and warnings of transformers, torch and its exporter; errors raise.
+    """Switch off what transformers, torch and its exporter print.
+
+    Progress bars, load reports, logs and warnings are off; errors raise.
 
     The Hugging Face hub counts as offline meanwhile: transformers works on files that are here, and asks for others by
     default.

@@ -1,4 +1,6 @@
-"""A checkpoint of any shape with random weights: a config.json in, a checkpoint folder out.
+"""A checkpoint of any shape with random weights.
+
+In: a config.json. Out: a checkpoint folder.
 
 For shape work, speed and tests. Each tensor is drawn from a generator seeded by (seed, tensor name), streamed into
 sharded safetensors; the scales keep logits near a standard deviation of 1. Needs torch and transformers to know the
@@ -33,8 +35,10 @@ _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 
 
 def fetch(source: str, config_json: str | os.PathLike, out: str | os.PathLike) -> Path:
-    """Make the checkpoint of a `random:` source, whose config is `config_json`, in `checkpoint/` beside the manifest
-    `out`."""
+    """Make the checkpoint of a `random:` source, beside its manifest `out`.
+
+    config_json: its config. The checkpoint is in `checkpoint/`. Returns `out`.
+    """
     out, parsed = Path(out), parse_source(source)
     assert isinstance(parsed, RandomSource)  # the hub's are fetched by `hub.fetch`
     seed = parsed.seed
@@ -46,8 +50,9 @@ def fetch(source: str, config_json: str | os.PathLike, out: str | os.PathLike) -
 
 
 def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the checkpoint of `config_json` with random weights of `seed` to `folder`; the dtype is the config's
-    (float32 if it names none).
+    """Write the checkpoint of `config_json`, random weights of `seed`, to `folder`.
+
+    The dtype is the config's (float32 if it names none).
 
     A tokenizer.json beside the config is copied, else one of single bytes is made. What an earlier call left in the
     folder is replaced. Raises InputError for a config that is no causal LM's, and when the disk has no room for the
@@ -92,8 +97,10 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
 
 
 def _earlier(folder: Path) -> list[Path]:
-    """Weights that an earlier call left in `folder`, whole or not. Of another shape, they would be read beside or
-    before the new ones."""
+    """Return weights that an earlier call left in `folder`, whole or not.
+
+    Of another shape, they would be read beside or before the new ones.
+    """
     return [
         path
         for path in folder.iterdir()
@@ -104,7 +111,7 @@ def _earlier(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a checkpoint of the model of `config` holds."""
+    """Return names and shapes of the tensors of a checkpoint of `config`'s model."""
     from lockstep.export.checkpoint_layout import checkpoint_shapes
     from lockstep.export.tracer import meta_model
 
@@ -112,7 +119,10 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token for each byte, nothing merged: any text, any vocabulary of 256 or more."""
+    """Return a tokenizer with one token for each byte, nothing merged.
+
+    It takes any text, and any vocabulary of 256 or more.
+    """
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -153,7 +163,10 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) ->
 
 
 def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, label: str, dtype: np.dtype) -> None:
-    """safetensors: 8-byte header length, JSON header padded to 8 bytes, then the tensors one after another."""
+    """Write tensors to a safetensors file.
+
+    Its format: 8-byte header length, JSON header padded to 8 bytes, then the tensors one after another.
+    """
     header, offset = {}, 0
     for name, shape in shapes.items():
         length = math.prod(shape) * dtype.itemsize
@@ -169,8 +182,10 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, l
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
-    """float32 pieces of the tensor: gains near 1, biases near 0, matrices scaled by 1/sqrt(inputs) so that they keep a
-    vector's size."""
+    """Yield a tensor's random numbers in pieces, float32.
+
+    Gains are near 1, biases near 0, matrices scaled by 1/sqrt(inputs) so that they keep a vector's size.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
     if len(shape) < 2:

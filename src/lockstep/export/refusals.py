@@ -1,4 +1,6 @@
-"""Why a model cannot be split, in the words of what it does: for the one line that a refusal is.
+"""The reasons why models cannot be split, in the words of what they do.
+
+They are for the one line of a refusal.
 
 In: a model whose trace or parity check failed. Out: what its config and modules are known to do that a split form over
 a KV cache does not have, if anything. Nothing is refused here: a model that traces and agrees with transformers is
@@ -20,7 +22,10 @@ _OWN_SCHEMES = {"bloom"}  # ALiBi without a setting that says so
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
-    """What the model is known to do that cannot be split, None when nothing is known."""
+    """Return what the model is known to do that cannot be split.
+
+    None when nothing is known.
+    """
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         return (

@@ -1,4 +1,4 @@
-"""RoPE whose frequencies change with length, held to the frequencies of the lengths at which they do not.
+"""RoPE whose frequencies change with length, held to its first frequencies.
 
 `longrope` takes other frequencies for all positions as soon as one position of the batch passes
 `original_max_position_embeddings`, and `dynamic` beyond `max_position_embeddings`. transformers' `generate` then drops
@@ -20,8 +20,10 @@ from lockstep.errors import InputError
 
 
 def freeze_ropes(model: transformers.PreTrainedModel) -> None:
-    """Let every rotary module of `model` keep the frequencies that it has up to the limit that `position_limit`
-    gives."""
+    """Let every rotary module of `model` keep its first frequencies.
+
+    They are those that it has up to the limit that `position_limit` gives.
+    """
     modules: Iterator[Any] = model.modules()  # those with a rope_type are of any class
     for module in modules:
         _freeze_kind(module)
@@ -48,8 +50,11 @@ def _freeze_kind(module: Any) -> None:
 
 
 def _keep_frequencies(module: Any) -> None:
-    """Where a rotary module computes its frequencies in each call (phimoe), let it have them once, by torch: folded by
-    another library a power may differ in its last bit, which positions beyond 100,000 make visible."""
+    """Compute a rotary module's frequencies once, by torch.
+
+    Some compute them in each call (phimoe): folded by another library a power may differ in its last bit, which
+    positions beyond 100,000 make visible.
+    """
     if "rope_init_fn" not in getattr(inspect.unwrap(type(module).forward), "__code__", _NO_CODE).co_names:
         return
     module.inv_freq, module.attention_scaling = module.rope_init_fn(module.config)
@@ -64,8 +69,10 @@ def _changes(kind: str) -> bool:
 
 
 def position_limit(config: transformers.PreTrainedConfig) -> tuple[int | None, str | None]:
-    """How many positions the model has (None: it does not say), and why when that is fewer than its config names or
-    beyond changing."""
+    """Return how many positions the model has, and the reason of a lower limit.
+
+    None: it does not say. The reason is given when they are fewer than its config names or beyond changing, else None.
+    """
     text = config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
     limits: list[tuple[int, str | None]] = [(known, None)] if isinstance(known, int) else []
@@ -87,7 +94,10 @@ def position_limit(config: transformers.PreTrainedConfig) -> tuple[int | None, s
 
 
 def rope_settings(config: transformers.PreTrainedConfig) -> list[Mapping[str, Any]]:
-    """A text config's rope settings: none, one mapping, or one for each layer type."""
+    """Return a text config's RoPE settings.
+
+    None, one mapping, or one for each layer type.
+    """
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, Mapping):
         return []

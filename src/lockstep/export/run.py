@@ -1,5 +1,6 @@
-"""The export stage: checkpoint manifest -> assembly.json, block classes, attention, embedding, tokenizer, chat
-template, uncut batchful.onnx.
+"""The export stage: from a checkpoint's manifest to graphs and their assembly.
+
+Out: assembly.json, block classes, attention, embedding, tokenizer, chat template, uncut batchful.onnx.
 
 Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy, and
 where a chat template stands), never its weights: only the headers, where they are there, to refuse names and shapes
@@ -35,15 +36,15 @@ from lockstep.errors import InputError
 from lockstep.export import attention
 from lockstep.export.canonical import Graph
 from lockstep.export.checkpoint_layout import check_tensors
-from lockstep.export.compose import Step, compose
-from lockstep.export.cut import Region
+from lockstep.export.compose import ComposedBlock, compose
+from lockstep.export.cut import BatchlessGraph
 from lockstep.export.lora import adapted, linear_layers
 from lockstep.export.parity import prove
 from lockstep.export.quantize import quantize
 from lockstep.export.rope import position_limit
-from lockstep.export.shards import Heads, as_shard, check_plan, shard_block, shard_region
+from lockstep.export.shards import Heads, as_shard, check_plan, shard_batchless, shard_block
 from lockstep.export.tracer import meta_model
-from lockstep.export.unique_layers import Parts, parts_of
+from lockstep.export.unique_layers import TracedModel, parts_of
 from lockstep.onnx_tools.signature import signature_of
 
 # Of the checkpoint's folder; config.json stands in the manifest.
@@ -73,9 +74,11 @@ def export(
     adapters: Mapping[str, Any] | None = None,
     group_size: int | None = None,
 ) -> Path:
-    """Export the model of the manifest `checkpoint` at `precision`; `out` is the path of assembly.json, graphs lie
-    beside it. tensor_parallel: for how many ranks. adapters: arguments of `lora.adapted`, for graphs that take
-    adapters. group_size: numbers that share a scale in w8a16 and w4a16; None: 32, or as the checkpoint has them.
+    """Export the model of the manifest `checkpoint` at `precision`.
+
+    out: the path of assembly.json, which is returned; graphs lie beside it. tensor_parallel: for how many ranks.
+    adapters: arguments of `lora.adapted`, for graphs that take adapters. group_size: numbers that share a scale in
+    w8a16 and w4a16; None: 32, or as the checkpoint has them.
 
     Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
     groups.
@@ -120,8 +123,11 @@ def export_config(
     group_size: int = GROUP_SIZE,
     adapters: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Export a config.json mapping alone, without checkpoint and tokenizer: graphs and assembly in `folder`; gives
-    {file: size, sha256}. adapters: arguments of `lora.adapted`, for graphs that take some."""
+    """Export a config.json mapping alone, without checkpoint and tokenizer.
+
+    Graphs and assembly are written to `folder`. adapters: arguments of `lora.adapted`, for graphs that take some.
+    Returns {file: size, sha256}.
+    """
     files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size)
     assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
     files["assembly.json"] = dump_json(assembly.to_json()).encode()
@@ -139,7 +145,9 @@ def _proven(
     group_size: int,
     quantized: QuantizedTensors | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """What `assemble` gives, once a small model of the same kind has shown that it computes what transformers does.
+    """Return what `assemble` gives, once it is known to be right.
+
+    A small model of the same kind has then shown that it computes what transformers does.
 
     folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
     quantized: what the checkpoint has quantised already.
@@ -162,8 +170,10 @@ def _proven(
 def with_adapters(
     files: Mapping[str, bytes], assembly: Assembly, adapters: Mapping[str, Any], linears: Collection[str] | None = None
 ) -> tuple[dict[str, bytes], Assembly]:
-    """The same with blocks that take adapters; the uncut graph stays without. adapters, linears: arguments of
-    `lora.adapted`."""
+    """Return files and assembly with blocks that take adapters.
+
+    The uncut graph stays without. adapters, linears: arguments of `lora.adapted`.
+    """
     made, slots, graphs = adapted(dict(files), assembly, **adapters, linears=linears)
     classes = {name: _file(graphs[name], name) if name in graphs else file for name, file in assembly.classes.items()}
     return made, replace(assembly, classes=classes, adapters=slots)
@@ -175,24 +185,29 @@ def assemble(
     precision: str,
     trace_unique_layers: bool = True,
     tensor_parallel: int = 1,
-    parts: Parts | None = None,
+    parts: TracedModel | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """All graph files by name, and the assembly without tokenizer and end-of-sequence ids. parts: of the model, where
-    they are there already."""
+    """Return all graph files by name, and the assembly.
+
+    It is without tokenizer and end-of-sequence ids. parts: of the model, where it is traced already.
+    """
     parts = parts or parts_of(meta, trace_unique_layers)
     layers = parts.layers
     classes, variants = _Registry(), _Variants()
     entries = [
         Layer(
             Part(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
-            variants.add(layer.region),
+            variants.add(layer.batchless),
             Part(classes.add(layer.exit, "exit"), layer.exit_slots),
         )
         for index, layer in enumerate(layers)
     ]
     embedding = Part(classes.add(parts.embedding, "embedding"), parts.embedding_slots)
-    steps = [Step(layer.block, layer.block_slots, entry.variant) for layer, entry in zip(layers, entries, strict=True)]
-    steps.append(Step(layers[-1].exit, layers[-1].exit_slots, None))
+    steps = [
+        ComposedBlock(layer.block, layer.block_slots, entry.variant)
+        for layer, entry in zip(layers, entries, strict=True)
+    ]
+    steps.append(ComposedBlock(layers[-1].exit, layers[-1].exit_slots, None))
     batchful, batchful_slots = compose(steps, variants.functions)
     files = {"batchful.onnx": batchful}
     for name, graph in {**classes.graphs, **variants.graphs}.items():
@@ -200,9 +215,9 @@ def assemble(
         onnx.checker.check_model(graph.proto, full_check=True)
     ranks = None
     if tensor_parallel > 1:
-        regions = [variants.regions[entry.variant] for entry in entries]
+        batchless = [variants.batchless[entry.variant] for entry in entries]
         plan = getattr(meta.config, "base_model_tp_plan", None) or {}
-        made, ranks = shard(classes.graphs, variants.described, entries, regions, plan, tensor_parallel)
+        made, ranks = shard(classes.graphs, variants.described, entries, batchless, plan, tensor_parallel)
         files |= made
     hidden = layers[0].block.signature.inputs[0]
     positions, limited_by = position_limit(meta.config)
@@ -233,15 +248,17 @@ def shard(
     classes: Mapping[str, Graph],
     variants: Mapping[str, AttentionVariant],
     layers: Sequence[Layer],
-    regions: Sequence[Region],
+    batchless: Sequence[BatchlessGraph],
     plan: Mapping[str, str],
     degree: int,
 ) -> tuple[dict[str, bytes], TensorParallel]:
-    """The files of the graphs that `degree` ranks run, and the table of them. regions: of each layer's attention.
+    """Return the files of the graphs that `degree` ranks run, and their table.
 
-    Raises InputError for a model that cannot be split over so many."""
+    batchless: of each layer's attention. plan: transformers' own. Raises InputError for a model that cannot be split
+    over so many.
+    """
     pieces, sharded = _Registry(), dict[str, ShardedClass]()
-    heads = [Heads.of(region) for region in regions]
+    heads = [Heads.of(each) for each in batchless]
     places: list[tuple[str, Heads | None, Heads | None]] = [
         (layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)
     ]
@@ -263,8 +280,8 @@ def shard(
             raise InputError(f"tensor_parallel: the block {name} stands between attentions of different heads")
     files = {f"{name}.onnx": graph.data for name, graph in pieces.graphs.items()}
     described = {}
-    for name, region in {layer.variant: region for layer, region in zip(layers, regions, strict=True)}.items():
-        part = shard_region(region, degree)
+    for name, whole in {layer.variant: graph for layer, graph in zip(layers, batchless, strict=True)}.items():
+        part = shard_batchless(whole, degree)
         prefill, decode = attention.prefill(part), attention.decode(part)
         files |= {f"{name}.rank.prefill.onnx": prefill.data, f"{name}.rank.decode.onnx": decode.data}
         described[name] = replace(
@@ -281,39 +298,42 @@ def shard(
 
 
 class _Variants:
-    """Distinct attention, each with its prefill and decode graph and its form without a cache."""
+    """The distinct attention variants of a model.
+
+    Of each the prefill and decode graph, and the form without a cache.
+    """
 
     def __init__(self) -> None:
         self.names: dict[tuple[str, str], str] = {}
         self.graphs: dict[str, Graph] = {}
         self.functions: dict[str, Graph] = {}
         self.described: dict[str, AttentionVariant] = {}
-        self.regions: dict[str, Region] = {}
+        self.batchless: dict[str, BatchlessGraph] = {}
         self._seen: dict[int, str] = {}
 
-    def add(self, region: Region) -> str:
-        if id(region) in self._seen:  # layers that are alike share one region
-            return self._seen[id(region)]
-        prefill, decode = attention.prefill(region), attention.decode(region)
+    def add(self, batchless: BatchlessGraph) -> str:
+        if id(batchless) in self._seen:  # layers that are alike share one
+            return self._seen[id(batchless)]
+        prefill, decode = attention.prefill(batchless), attention.decode(batchless)
         key = (prefill.sha256, decode.sha256)
         if key not in self.names:
             name = "attention" if not self.names else f"attention_{len(self.names) + 1}"
             self.names[key] = name
-            self.functions[name] = attention.without_cache(region)
+            self.functions[name] = attention.without_cache(batchless)
             self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
-            self.regions[name] = region
+            self.batchless[name] = batchless
             self.described[name] = AttentionVariant(
-                num_heads=region.num_heads,
-                num_kv_heads=region.num_kv_heads,
-                head_dim=region.head_dim,
-                value_head_dim=region.value_head_dim,
-                scale=region.scale,
-                softcap=region.softcap,
-                window=region.window,
+                num_heads=batchless.num_heads,
+                num_kv_heads=batchless.num_kv_heads,
+                head_dim=batchless.head_dim,
+                value_head_dim=batchless.value_head_dim,
+                scale=batchless.scale,
+                softcap=batchless.softcap,
+                window=batchless.window,
                 prefill=_file(prefill, f"{name}.prefill"),
                 decode=_file(decode, f"{name}.decode"),
             )
-        self._seen[id(region)] = self.names[key]
+        self._seen[id(batchless)] = self.names[key]
         return self.names[key]
 
 
@@ -322,14 +342,20 @@ def _file(graph: Graph, name: str) -> GraphFile:
 
 
 def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids as `generate` takes them: generation_config.json before config.json."""
+    """Return the end-of-sequence ids as `generate` takes them.
+
+    generation_config.json goes before config.json.
+    """
     generation = folder / "generation_config.json"
     source = read_json(generation) if generation.is_file() else config
     return _token_ids(source.get("eos_token_id", config.get("eos_token_id")), str(folder))
 
 
 def _token_ids(found: Any, where: str) -> tuple[int, ...]:
-    """One id, several or none, as generation_config.json and config.json have them."""
+    """Return token ids as generation_config.json and config.json have them.
+
+    found: one id, several or none. Raises InputError for what is no id.
+    """
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(i, int) and i >= 0 for i in ids):
         raise InputError(

@@ -1,4 +1,6 @@
-"""Which weights of a block may be split over ranks, and where their partial sums are added: decided by data flow.
+"""The split of a block's weights over ranks, decided by data flow.
+
+It tells which weights may be split, and where their partial sums are added.
 
 In: a canonical block, or the rotary part of an attention, and what a rank holds of its inputs and outputs. Out: for
 each value and each weight what a rank holds of it. A product whose weight is split by its outputs (column parallel)
@@ -19,7 +21,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from lockstep.errors import InputError
-from lockstep.export.shard_parts import Held, NotSplit, Uneven, even, merged
+from lockstep.export.shard_parts import NotSplit, ShardIndices, Uneven, even, merged
 from lockstep.export.shard_rules import BROADCAST, Rules
 
 _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Neg"}
@@ -27,15 +29,17 @@ _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Ne
 
 @dataclass
 class Flow:
-    """The result: what ranks hold of values and weights. Values and weights that are not named are whole at each.
+    """What ranks hold of values and weights.
+
+    Those that are not named are whole at each.
 
     rows: weights of row-parallel products. first: weights that only the first rank adds, the others zeros. partial:
     values that are partial sums. summed: those of them that are added over the ranks. whole: {value: why it is whole,
     though a split one was asked for}.
     """
 
-    held: dict[str, Held] = field(default_factory=dict)
-    weights: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, ShardIndices] = field(default_factory=dict)
+    weights: dict[str, ShardIndices] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
     first: set[str] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
@@ -45,16 +49,26 @@ class Flow:
 
 
 def find_flow(
-    model: onnx.ModelProto, slots: Iterable[str], given: Mapping[str, Held], wanted: Mapping[str, Held], ranks: int
+    model: onnx.ModelProto,
+    slots: Iterable[str],
+    given: Mapping[str, ShardIndices],
+    wanted: Mapping[str, ShardIndices],
+    ranks: int,
 ) -> Flow:
-    """given: what ranks hold of inputs; those that are not named are whole. wanted: of outputs, where it can be had;
-    other outputs must be whole. Raises NotSplit where an input that is split cannot be used."""
+    """Find what ranks hold of a graph's values and weights.
+
+    given: what ranks hold of inputs; those that are not named are whole. wanted: of outputs, where it can be had; other
+    outputs must be whole. Raises NotSplit where an input that is split cannot be used.
+    """
     return _Finder(model, set(slots), dict(given), dict(wanted), ranks).find()
 
 
 @dataclass(frozen=True)
 class _Product:
-    """value x weight: axes that the sum runs over, and the axes of result and weight that are the same."""
+    """A product value x weight.
+
+    It has the axes that the sum runs over, and the axes of result and weight that are the same.
+    """
 
     node: onnx.NodeProto
     value: str
@@ -67,7 +81,12 @@ class _Product:
 
 class _Finder:
     def __init__(
-        self, model: onnx.ModelProto, slots: set[str], given: dict[str, Held], wanted: dict[str, Held], ranks: int
+        self,
+        model: onnx.ModelProto,
+        slots: set[str],
+        given: dict[str, ShardIndices],
+        wanted: dict[str, ShardIndices],
+        ranks: int,
     ):
         self.graph, self.slots, self.given, self.wanted, self.ranks = model.graph, slots, given, wanted, ranks
         self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.graph.initializer}
@@ -117,7 +136,10 @@ class _Finder:
         return None
 
     def _groups(self) -> list[list[str]]:
-        """Values that operators other than products link, in the order of their first."""
+        """Return values that operators other than products link.
+
+        Groups are in the order of their first values.
+        """
         parent: dict[str, str] = {}
 
         def root(name: str) -> str:
@@ -148,7 +170,10 @@ class _Finder:
         return name not in self.slots and name not in self.constants and name not in self.stacks
 
     def _is_wide(self, name: str, node: onnx.NodeProto) -> bool:
-        """Not just one number a token, which any rank can know, beside values that are wider."""
+        """Return whether an operand is worth splitting.
+
+        One number a token, which any rank can know, is not, beside values that are wider.
+        """
         if node.op_type not in BROADCAST:
             return True
         sizes = lambda name: [size for size in self.shapes[name] if isinstance(size, int)]
@@ -178,8 +203,10 @@ class _Finder:
         self.flow.weights |= weights
 
     def _reaches_residual(self, product: _Product) -> bool:
-        """Whether the result of a product is added to what goes through all layers, behind linear operators alone:
-        where a norm or another product follows, a sum over the ranks would buy little."""
+        """Return whether a product's result is added to the residual stream.
+
+        Behind linear operators alone: where a norm or another product follows, a sum over the ranks would buy little.
+        """
         seen: set[str] = set()
         stack = [product.node.output[0]]
         while stack:
@@ -198,16 +225,16 @@ class _Finder:
 
     def _propagate(
         self, members: set[str], reads: Sequence[_Product], outputs: Sequence[str], inputs: Sequence[str]
-    ) -> tuple[dict[str, Held], dict[str, Held]]:
+    ) -> tuple[dict[str, ShardIndices], dict[str, ShardIndices]]:
         """Go from what is asked for back to where the values of the group come from."""
-        wants: dict[str, list[Held]] = defaultdict(list)
+        wants: dict[str, list[ShardIndices]] = defaultdict(list)
         for name in outputs:
             if name not in self.wanted:
                 raise NotSplit(f"{name} is needed whole")
             wants[name].append(self.wanted[name])
         reading = {product.node.output[0]: product for product in reads}
-        held: dict[str, Held] = {}
-        weights: dict[str, Held] = {}
+        held: dict[str, ShardIndices] = {}
+        weights: dict[str, ShardIndices] = {}
         uneven: Uneven | None = None  # said once nothing else is in the way
         for node in reversed(self.graph.node):
             product = reading.get(node.output[0])
@@ -217,7 +244,7 @@ class _Finder:
                 part = given or even(product.value_axis, size, self.ranks)
                 if part is None or (given is None and part.indices.size != size):
                     uneven = Uneven(f"{product.weight}: {size} inputs do not divide by {self.ranks} ranks")
-                    part = Held(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
+                    part = ShardIndices(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
                 wants[product.value].append(part)
             made = [name for name in node.output if name in members]
             if not made:
@@ -250,8 +277,11 @@ class _Finder:
             raise uneven
         return held, weights
 
-    def _given_for(self, name: str, members: set[str]) -> Held | None:
-        """What an input that comes split means for the product that reads it, through movement alone."""
+    def _given_for(self, name: str, members: set[str]) -> ShardIndices | None:
+        """Return what a split input means for the product that reads it.
+
+        The product reads it through movement alone.
+        """
         for given, part in self.given.items():
             if given in members:
                 if name == given:
@@ -261,14 +291,16 @@ class _Finder:
                     return part
         return None
 
-    def _needs(self, node: onnx.NodeProto, found: Mapping[str, Held]) -> list[tuple[str, Held]]:
+    def _needs(self, node: onnx.NodeProto, found: Mapping[str, ShardIndices]) -> list[tuple[str, ShardIndices]]:
         product = self.products.get(node.output[0])
         if product is None:
             return self.rules.needs(node, found)
         (part,) = found.values()
         return self._product_needs(node, product, part)
 
-    def _product_needs(self, node: onnx.NodeProto, product: _Product, part: Held) -> list[tuple[str, Held]]:
+    def _product_needs(
+        self, node: onnx.NodeProto, product: _Product, part: ShardIndices
+    ) -> list[tuple[str, ShardIndices]]:
         if part.axis != product.result_axis:
             raise NotSplit(f"{node.output[0]} is needed along axis {part.axis}")
         found = [(product.weight, part.at(product.weight_result_axis))]
@@ -279,8 +311,10 @@ class _Finder:
     # -- partial sums
 
     def _partial_sums(self) -> None:
-        """Which values are partial sums, and which of them are summed over the ranks: all that something reads which
-        is not linear, or which is whole."""
+        """Find the partial sums, and those of them that are summed over the ranks.
+
+        All are summed that something reads which is not linear, or which is whole.
+        """
         flow = self.flow
         rows = {p.node.output[0]: p for p in self.products.values() if p.value in flow.held}
         for product in rows.values():
@@ -311,7 +345,10 @@ class _Finder:
                 flow.first |= {given for given in operands if given in self.slots}
 
     def _keeps_partial(self, node: onnx.NodeProto, partial: Collection[str]) -> bool:
-        """Whether the sum over ranks of what the node makes of partial sums is what it makes of their sum."""
+        """Return whether a node may be applied before the sum over ranks.
+
+        So it is where the sum of what it makes of partial sums is what it makes of their sum.
+        """
         found = [given for given in node.input if given in partial]
         if not found:
             return False
@@ -327,7 +364,10 @@ class _Finder:
 
 
 def shapes_of(model: onnx.ModelProto) -> dict[str, list[int | str]]:
-    """The shape of each value, weight and constant; unknown sizes are "?". Raises InputError where there is none."""
+    """Return the shape of each value, weight and constant.
+
+    Unknown sizes are "?". Raises InputError where there is no shape.
+    """
     inferred = onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True).graph
     found: dict[str, list[int | str]] = {tensor.name: list(tensor.dims) for tensor in inferred.initializer}
     for value in (*inferred.input, *inferred.value_info, *inferred.output):

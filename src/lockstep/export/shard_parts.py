@@ -1,4 +1,7 @@
-"""What ranks hold of a tensor: parts along one axis, and what becomes of them behind a reshape."""
+"""The parts of a tensor that ranks hold, and what a reshape makes of them.
+
+Parts lie along one axis.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,33 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """What ranks hold of a tensor: `indices[rank]` along `axis`, [ranks, held] int64, ascending within a section."""
+class ShardIndices:
+    """The indices along one axis of a tensor that each rank holds.
+
+    `indices[rank]` along `axis`: [ranks, held] int64, ascending within a section.
+    """
 
     axis: int
     indices: np.ndarray
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and self.axis == other.axis and np.array_equal(self.indices, other.indices)
+        return (
+            isinstance(other, ShardIndices) and self.axis == other.axis and np.array_equal(self.indices, other.indices)
+        )
 
     @property
     def count(self) -> int:
         return self.indices.shape[1]
 
-    def at(self, axis: int, indices: np.ndarray | None = None) -> Held:
-        return Held(axis, self.indices if indices is None else indices)
+    def at(self, axis: int, indices: np.ndarray | None = None) -> ShardIndices:
+        return ShardIndices(axis, self.indices if indices is None else indices)
 
 
-def even(axis: int, size: int, ranks: int, unit: int = 1) -> Held | None:
-    """Successive parts of `size` numbers, in whole units; where there are fewer units than ranks, successive ranks hold
-    the same unit. None where that does not come out even."""
+def even(axis: int, size: int, ranks: int, unit: int = 1) -> ShardIndices | None:
+    """Return successive parts of `size` numbers, in whole units.
+
+    Where there are fewer units than ranks, successive ranks hold the same unit. None where that does not come out even.
+    """
     units = size // unit
     if units % ranks == 0:
         whole = np.arange(units).reshape(ranks, -1)
@@ -37,25 +47,30 @@ def even(axis: int, size: int, ranks: int, unit: int = 1) -> Held | None:
         whole = np.repeat(np.arange(units), ranks // units)[:, None]
     else:
         return None
-    return Held(axis, (whole[:, :, None] * unit + np.arange(unit)).reshape(ranks, -1))
+    return ShardIndices(axis, (whole[:, :, None] * unit + np.arange(unit)).reshape(ranks, -1))
 
 
 class NotSplit(Exception):
-    """This part cannot be split, for the reason given."""
+    """Raised for a part that cannot be split, with the reason."""
 
 
 class Uneven(NotSplit):
-    """It could be split, but its size does not divide by the ranks: left whole, each rank would do all the work."""
+    """A part that could be split, but whose size does not divide by the ranks.
+
+    Left whole, each rank would do all the work.
+    """
 
 
-def merged(name: str, wants: Sequence[Held]) -> Held:
-    """One part for all readers of a value: the same, or those of sections of it, one after another. Raises NotSplit
-    where there is none."""
+def merged(name: str, wants: Sequence[ShardIndices]) -> ShardIndices:
+    """Return one part for all readers of a value.
+
+    It is the same for all, or those of sections of it, one after another. Raises NotSplit where there is none.
+    """
     if all(want == wants[0] for want in wants):
         return wants[0]
     if len({want.axis for want in wants}) > 1:
         raise NotSplit(f"{name} is read along different axes")
-    distinct: list[Held] = []
+    distinct: list[ShardIndices] = []
     for want in wants:
         if not any(want == other for other in distinct):
             distinct.append(want)
@@ -63,12 +78,15 @@ def merged(name: str, wants: Sequence[Held]) -> Held:
     for one, other in zip(ordered, ordered[1:]):
         if one.indices.max() >= other.indices.min():
             raise NotSplit(f"{name} is read in parts that overlap")
-    return Held(ordered[0].axis, np.concatenate([want.indices for want in ordered], axis=1))
+    return ShardIndices(ordered[0].axis, np.concatenate([want.indices for want in ordered], axis=1))
 
 
-def reshaped(before: Sequence[int | str], after: Sequence[int | str], part: Held) -> Held:
-    """What is held of a value of shape `before`, once it has the shape `after`. Sizes that are names stand for a number
-    of tokens, which no axis is joined with. Raises NotSplit where it is no part along one axis."""
+def reshaped(before: Sequence[int | str], after: Sequence[int | str], part: ShardIndices) -> ShardIndices:
+    """Return what is held of a value once its shape `before` becomes `after`.
+
+    Sizes that are names stand for a number of tokens, which no axis is joined with. Raises NotSplit where it is no part
+    along one axis.
+    """
     for old, new in _axes_kept(before, after):
         if part.axis not in old:
             continue
@@ -86,7 +104,7 @@ def reshaped(before: Sequence[int | str], after: Sequence[int | str], part: Held
                 np.array_equal(np.take(whole, indices, position).reshape(-1), each)
                 for indices, each in zip(kept, taken, strict=True)
             ):
-                return Held(axis, np.stack(kept))
+                return ShardIndices(axis, np.stack(kept))
     raise NotSplit(f"a reshape of {list(before)} to {list(after)} does not keep the ranks' parts together")
 
 
@@ -97,7 +115,10 @@ def _number(size: int | str) -> int:
 
 
 def _axes_kept(before: Sequence[int | str], after: Sequence[int | str]) -> list[tuple[list[int], list[int]]]:
-    """Axes of the one and of the other shape that hold the same numbers, group by group."""
+    """Return the axes of two shapes that hold the same numbers, group by group.
+
+    Each group has axes of the one shape and of the other. Raises NotSplit where there are none.
+    """
     groups, i, j = [], 0, 0
     while i < len(before) and j < len(after):
         old, new = [i], [j]

@@ -1,4 +1,4 @@
-"""Bring partial sums together that are added one after another: two branches of a layer, one sum over the ranks.
+"""Join the partial sums of two branches of a layer: one sum over the ranks.
 
 In: a canonical block and what its data flow says. Out: the same block with `(hidden + attention) + mlp` written as
 `(attention + mlp) + hidden`, where both branches are partial sums. They are then added before the sum over the ranks,
@@ -17,8 +17,10 @@ from lockstep.export.shard_flow import Flow
 
 
 def join_sums(model: onnx.ModelProto, flow: Flow) -> onnx.ModelProto | None:
-    """The block with its chains of additions in the order that needs the fewest sums; None where that is the order
-    they have."""
+    """Return the block with chains of additions that need the fewest sums.
+
+    None where they are in that order already.
+    """
     reads = Counter(name for node in model.graph.node for name in node.input)
     reads.update(value.name for value in model.graph.output)
     additions = (node for node in model.graph.node if node.op_type == "Add")
@@ -46,7 +48,7 @@ def join_sums(model: onnx.ModelProto, flow: Flow) -> onnx.ModelProto | None:
 
 
 def _terms(name: str, links: dict[str, onnx.NodeProto], inner: set[str]) -> Iterable[str]:
-    """What a chain adds, from the left."""
+    """Yield what a chain adds, from the left."""
     for given in links[name].input:
         if given in inner:
             yield from _terms(given, links, inner)
@@ -55,7 +57,7 @@ def _terms(name: str, links: dict[str, onnx.NodeProto], inner: set[str]) -> Iter
 
 
 def _links(name: str, links: dict[str, onnx.NodeProto], inner: set[str]) -> Iterable[str]:
-    """The additions of a chain behind its last."""
+    """Yield the additions of a chain behind its last."""
     for given in links[name].input:
         if given in inner:
             yield given

@@ -1,6 +1,6 @@
 """Cut a block into pieces for several ranks, between which partial sums are added.
 
-In: a canonical block or a rotary region, and the number of ranks. Out: canonical graphs with a rank's sizes, the same
+In: a canonical block or a batchless graph, and the number of ranks. Out: canonical graphs with a rank's sizes, the same
 for every rank, and which part of each weight a rank takes. `shard_flow` decides what is split.
 """
 
@@ -17,14 +17,14 @@ from onnx import helper, numpy_helper
 from lockstep.artifacts.tensor_parallel import Shard, heads_divide
 from lockstep.errors import InputError
 from lockstep.export.canonical import OPSET, Graph, canonical
-from lockstep.export.cut import INPUT_ORDER, Region
+from lockstep.export.cut import INPUT_ORDER, BatchlessGraph
 from lockstep.export.shard_flow import Flow, find_flow, shapes_of
-from lockstep.export.shard_parts import Held, NotSplit, even
+from lockstep.export.shard_parts import NotSplit, ShardIndices, even
 from lockstep.export.shard_sums import join_sums
 
 
-def as_shard(held: Held) -> Shard:
-    """The same in an assembly's words."""
+def as_shard(held: ShardIndices) -> Shard:
+    """Return the same in the assembly's form."""
     ranges = []
     for indices in held.indices:
         ends = np.flatnonzero(np.diff(indices) != 1) + 1
@@ -33,9 +33,11 @@ def as_shard(held: Held) -> Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a rank runs between two sums. sums: {partial sum that it gives: the name under which later pieces read their
-    sum}."""
+class ShardGraph:
+    """A graph that each rank runs between two sums over the ranks.
+
+    sums: {partial sum that it gives: the name under which later pieces read their sum}.
+    """
 
     graph: Graph
     sums: Mapping[str, str]
@@ -43,13 +45,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shards:
-    """A block in pieces. held: what ranks hold of its inputs and outputs; those that are not named are whole. weights:
-    what they take of its slots, of which `rows` are those of row-parallel products; first: slots of which all but the
-    first rank take zeros. whole: {output: why each rank has all of it, though a part would do}."""
+    """A block in pieces, for several ranks.
 
-    pieces: tuple[Piece, ...]
-    held: Mapping[str, Held]
-    weights: Mapping[str, Held]
+    held: what ranks hold of its inputs and outputs; those that are not named are whole. weights: what they take of its
+    slots, of which `rows` are those of row-parallel products; first: slots of which all but the first rank take zeros.
+    whole: {output: why each rank has all of it, though a part would do}.
+    """
+
+    pieces: tuple[ShardGraph, ...]
+    held: Mapping[str, ShardIndices]
+    weights: Mapping[str, ShardIndices]
     rows: frozenset[str]
     first: frozenset[str]
     whole: Mapping[str, str]
@@ -65,13 +70,15 @@ class Heads:
     value_head_dim: int
 
     @classmethod
-    def of(cls, region: Region) -> Heads:
-        return cls(region.num_heads, region.num_kv_heads, region.head_dim, region.value_head_dim)
+    def of(cls, batchless: BatchlessGraph) -> Heads:
+        return cls(batchless.num_heads, batchless.num_kv_heads, batchless.head_dim, batchless.value_head_dim)
 
-    def held(self, ranks: int) -> dict[str, Held]:
-        """What a rank holds of query, key, value [num_tokens, heads * head_dim] and of the attention's result. Key and
-        value heads of which there are fewer than ranks are held by several. Raises InputError for heads that do not
-        divide."""
+    def held(self, ranks: int) -> dict[str, ShardIndices]:
+        """Return what a rank holds of query, key, value and attention.
+
+        They are [num_tokens, heads * head_dim]. Key and value heads of which there are fewer than ranks are held by
+        several. Raises InputError for heads that do not divide.
+        """
         if not heads_divide(self.num_heads, self.num_kv_heads, ranks):
             raise InputError(
                 f"tensor_parallel: expected a divisor of the {self.num_heads} attention heads, and a divisor or a "
@@ -88,8 +95,11 @@ class Heads:
 
 
 def shard_block(block: Graph, before: Heads | None, behind: Heads | None, ranks: int) -> Shards:
-    """before, behind: the attentions around the block; None: there is none. Raises InputError where its input or its
-    weights cannot be split."""
+    """Cut a block into pieces for `ranks` ranks.
+
+    before, behind: the attentions around the block; None: there is none. Raises InputError where its input or its
+    weights cannot be split.
+    """
     slots = {slot.name for slot in block.signature.slots}
     given = {"attention": before.held(ranks)["attention"]} if before else {}
     wanted = {name: part for name, part in (behind.held(ranks) if behind else {}).items() if name != "attention"}
@@ -111,8 +121,11 @@ def shard_block(block: Graph, before: Heads | None, behind: Heads | None, ranks:
 
 
 def check_plan(shards: Shards, plan: Mapping[str, str]) -> None:
-    """Hold what the data flow says against transformers' own plan, {"layers.*.mlp.up_proj": "colwise"}. What the plan
-    splits and the flow leaves whole is right, if larger. Raises InputError for a weight that they split differently."""
+    """Hold the data flow against transformers' own plan.
+
+    plan: {"layers.*.mlp.up_proj": "colwise"}. What the plan splits and the flow leaves whole is right, if larger.
+    Raises InputError for a weight that they split differently.
+    """
     for slot in shards.weights:
         name = slot.partition(".")[2].removesuffix(".weight")
         style = next((style for key, style in plan.items() if key.partition("*.")[2] == name), "")
@@ -124,16 +137,19 @@ def check_plan(shards: Shards, plan: Mapping[str, str]) -> None:
             )
 
 
-def shard_region(region: Region, ranks: int) -> Region:
-    """A rank's part of the rotary region of an attention. Raises InputError where that is none by heads."""
-    heads = Heads.of(region)
+def shard_batchless(batchless: BatchlessGraph, ranks: int) -> BatchlessGraph:
+    """Return a rank's part of the batchless graph of an attention.
+
+    Raises InputError where that is none by heads.
+    """
+    heads = Heads.of(batchless)
     given = {name: part for name, part in heads.held(ranks).items() if name != "attention"}
-    model = ir.to_proto(ir.Model(region.graph, ir_version=10))
+    model = ir.to_proto(ir.Model(batchless.graph, ir_version=10))
     if not model.opset_import:
         model.opset_import.append(helper.make_opsetid("", OPSET))
     outputs = [value.name for value in model.graph.output]
     wanted = {
-        output: Held(1, part.indices[:, ::size] // size)
+        output: ShardIndices(1, part.indices[:, ::size] // size)
         for output, part, size in zip(
             outputs,
             (given["query"], given["key"], given["value"]),
@@ -148,7 +164,7 @@ def shard_region(region: Region, ranks: int) -> Region:
         raise InputError(f"tensor_parallel: the attention of this model cannot be split: {reason}") from None
     made = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)).graph
     counts = [wanted[output].count for output in outputs]
-    return replace(region, graph=made, num_heads=counts[0], num_kv_heads=counts[1])
+    return replace(batchless, graph=made, num_heads=counts[0], num_kv_heads=counts[1])
 
 
 class _Cutter:
@@ -167,13 +183,19 @@ class _Cutter:
         self._declared = {value.name for value in (*self.graph.input, *self.graph.output)}
 
     def whole_graph(self) -> onnx.GraphProto:
-        """All in one, where nothing is summed over the ranks."""
+        """Return all in one graph, where nothing is summed over the ranks.
+
+        Raises NotSplit where something is.
+        """
         if self.flow.summed:
             raise NotSplit("an attention without weights has sums over heads")
         return self._graph(list(self.graph.node), [v.name for v in self.graph.input], self.outputs, {})
 
-    def pieces(self) -> list[Piece]:
-        """One more than there are sums in a row. What depends on positions alone is computed wherever it is read."""
+    def pieces(self) -> list[ShardGraph]:
+        """Return the pieces, one more than there are sums in a row.
+
+        What depends on positions alone is computed wherever it is read.
+        """
         anywhere = {value.name for value in self.graph.input if value.name in ("position_ids", "logit_rows")}
         free: dict[str, onnx.NodeProto] = {}
         summed = {
@@ -201,7 +223,7 @@ class _Cutter:
         return [self._piece(nodes, reads, summed, kept) for nodes, reads in zip(at, reads_of, strict=True)]
 
     def _with_free(self, nodes: list[onnx.NodeProto], free: Mapping[str, onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """`nodes`, and before them what they need of `free`."""
+        """Return `nodes`, and before them what they need of `free`."""
         needed: set[str] = set()
         stack = [name for node in nodes for name in node.input if name in free]
         while stack:
@@ -217,7 +239,7 @@ class _Cutter:
         reads: Mapping[str, None],
         summed: Mapping[str, str],
         kept: Mapping[str, str],
-    ) -> Piece:
+    ) -> ShardGraph:
         made = {name for node in nodes for name in node.output}
         inputs = [name for name in reads if name not in made and name not in self.constants]
         rename = {name: summed.get(name) or kept.get(name) or name for name in inputs}
@@ -230,7 +252,7 @@ class _Cutter:
         order = [name for name in INPUT_ORDER if name in names] + sorted(set(names) - set(INPUT_ORDER))
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
         slots = {name: name for name in self.slots & set(inputs)}
-        return Piece(
+        return ShardGraph(
             canonical(ir.from_proto(model).graph, "shard", order, slots),
             {name: summed[original] for original, name in partial.items()},
         )
@@ -271,7 +293,7 @@ class _Cutter:
         return next((size for size in first if isinstance(size, str) and size != "?"), "num_tokens")
 
     def _localise(self, node: onnx.NodeProto) -> None:
-        """Sizes in a node's constants become a rank's."""
+        """Turn the sizes in a node's constants into a rank's."""
         held = self.flow.held
         parts = {name: held[name] for name in node.output if name in held}
         if not parts:
@@ -296,7 +318,7 @@ class _Cutter:
                         taken = np.take(self.constants[given], part.indices[0], axis)
                         node.input[position] = self._constant(node, taken, f"{position}")
 
-    def _localise_split(self, node: onnx.NodeProto, parts: Mapping[str, Held]) -> None:
+    def _localise_split(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices]) -> None:
         axis = next((helper.get_attribute_value(a) for a in node.attribute if a.name == "axis"), 0)
         if axis % len(self.shapes[node.input[0]]) != next(iter(parts.values())).axis:
             return
@@ -307,7 +329,7 @@ class _Cutter:
         del node.input[1:]
         node.input.append(self._constant(node, counts))
 
-    def _localise_slice(self, node: onnx.NodeProto, part: Held) -> None:
+    def _localise_slice(self, node: onnx.NodeProto, part: ShardIndices) -> None:
         whole = self.flow.held[node.input[0]]
         starts, ends, axes = (self.constants[each].copy() for each in node.input[1:4])
         for position, axis in enumerate(axes.tolist()):

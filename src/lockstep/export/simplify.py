@@ -1,4 +1,6 @@
-"""Bring a traced graph to packed form: drop the leading batch dimension of 1 that transformers' modules carry.
+"""Bring a traced graph to packed form.
+
+It drops the leading batch dimension of 1 that transformers' modules carry.
 
 In: a traced graph whose values are `[1, num_tokens, ...]`. Out: the same computation on `[num_tokens, ...]`, rebuilt
 node by node. Each value has a full form and a short one (without the leading 1); whichever a node needs is made from
@@ -27,8 +29,10 @@ _ALONG_AXIS = frozenset("Softmax LogSoftmax LayerNormalization RMSNormalization"
 
 
 def pack(model: ir.Model) -> ir.Model:
-    """A new model without leading ones and without movement that does nothing. Inputs, outputs and initializers keep
-    their names."""
+    """Return a new model without leading ones and without idle movement.
+
+    Inputs, outputs and initializers keep their names.
+    """
     packed = ir.Model(_Packer(model.graph).run(), ir_version=model.ir_version)
     merge_movement(packed.graph)
     passes.CommonSubexpressionEliminationPass()(packed)
@@ -134,13 +138,16 @@ class _Packer:
     # --- the rules ---
 
     def _leads(self, value: ir.Value | None) -> bool:
-        """Whether the value is computed and has a leading dimension of exactly 1."""
+        """Return whether a value is computed and has a leading dimension of exactly 1."""
         if value is None or value.shape is None or len(value.shape) < 2 or value.shape[0] != 1:
             return False
         return value.producer() is not None
 
     def _rewrite(self, node: ir.Node) -> bool:
-        """Emit the node in short form if a rule fits. True when all its outputs are served."""
+        """Emit the node in short form if a rule fits.
+
+        Returns True when all its outputs are served.
+        """
         if node.domain not in ("", "ai.onnx") or any(
             a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
         ):
@@ -192,7 +199,10 @@ class _Packer:
         return True
 
     def _elementwise(self, node: ir.Node) -> bool:
-        """Broadcasting aligns trailing dimensions: an input of full rank loses its 1, one of lower rank stays."""
+        """Emit an element-wise operator in short form.
+
+        Broadcasting aligns trailing dimensions: an input of full rank loses its 1, one of lower rank stays.
+        """
         rank = len(shape_of(node.outputs[0]))
         inputs: list[ir.Value | None] = []
         for value in node.inputs:
@@ -205,8 +215,10 @@ class _Packer:
         return self._serve(node, inputs, list(node.attributes.values()))
 
     def _by_axes_input(self, node: ir.Node) -> bool:
-        """Axes come as an input (second of a reduction, fourth of Slice); counted from the end they survive the
-        drop."""
+        """Emit an operator whose axes are an input.
+
+        It is the second of a reduction, the fourth of Slice. Axes that are counted from the end survive the drop.
+        """
         position, rank = 3 if node.op_type == "Slice" else 1, len(shape_of(node.inputs[0]))
         axes = _constant(node.inputs[position]) if len(node.inputs) > position else None
         keepdims = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
@@ -259,7 +271,10 @@ class _Packer:
         return True
 
     def _reshape(self, node: ir.Node) -> bool:
-        """A reshape keeps the element order, so it may read the short form and write the short form."""
+        """Emit a reshape, which may read the short form and write the short form.
+
+        It keeps the element order.
+        """
         data, out = required(node.inputs[0]), node.outputs[0]
         target = _constant(node.inputs[1])
         if target is None or not (self._leads(data) or self._leads(out)):
@@ -285,7 +300,10 @@ def _constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def _same(one: Iterable[object], other: Iterable[object]) -> bool:
-    """Equal static dimensions and at most one dynamic one, in the same place: then the dynamic ones are equal too."""
+    """Return whether two shapes are equal.
+
+    Static dimensions must be, and at most one may be dynamic, in the same place: then the dynamic ones are equal too.
+    """
     one, other = list(one), list(other)
     if len(one) != len(other):
         return False
@@ -294,7 +312,7 @@ def _same(one: Iterable[object], other: Iterable[object]) -> bool:
 
 
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
-    """Let reshapes and transposes read past reshapes and transposes, and drop those that do nothing.
+    """Let reshapes and transposes read past others, and drop idle ones.
 
     Values in `keep` stay, and nothing reads past them.
     """

@@ -1,4 +1,6 @@
-"""A checkpoint as transformers runs it: in float32, eager, cut after its first n layers. Needs torch and transformers.
+"""A checkpoint as transformers runs it, in float32 and eager.
+
+It may be cut after its first n layers. Needs torch and transformers.
 
 Nothing is fetched and no code of the checkpoint runs: `local_files_only`, `trust_remote_code` off, safetensors only.
 Independent of the exporter, so that a mistake there cannot hide in what it is compared with.
@@ -28,8 +30,9 @@ _NOT_PER_LAYER = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id
 
 
 def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.PreTrainedConfig:
-    """The transformers config of a config.json mapping for its first `layers` layers ("all": as it is), per-layer lists
-    cut too, and what it says of packed weights left out.
+    """Return the transformers config of a mapping for its first `layers` layers.
+
+    "all": as it is. Per-layer lists are cut too, and what it says of packed weights is left out.
 
     What is loaded with it keeps the constants of the whole model: see `keep_constants`.
 
@@ -59,8 +62,11 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
 
 
 def eager_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The plain attention function of a model, given one of its attention modules: transformers' own in the module's
-    file. Raises InputError where there is none."""
+    """Return the plain attention function of a model.
+
+    module: one of its attention modules. The function is transformers' own, in the module's file. Raises InputError
+    where there is none.
+    """
     found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if found is None:
         raise InputError(
@@ -71,8 +77,9 @@ def eager_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor
 
 
 def keep_constants(model: PreTrainedModel) -> None:
-    """Give a cut model the constants of the whole one, in place: its first layers are then those that the whole model
-    has.
+    """Give a cut model the constants of the whole one, in place.
+
+    Its first layers are then those that the whole model has.
 
     Some models scale by their depth (`scale_depth / sqrt(num_hidden_layers)`), so that a model built with fewer layers
     is another one.
@@ -100,17 +107,19 @@ def keep_constants(model: PreTrainedModel) -> None:
 
 
 def layer_of(name: str) -> int:
-    """The layer that a checkpoint tensor belongs to: the first number in its name; -1 for what stands outside the
-    layers."""
+    """Return the layer that a checkpoint tensor belongs to.
+
+    It is the first number in its name; -1 for what stands outside the layers.
+    """
     match = re.search(r"\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrainedModel:
-    """The causal LM of a checkpoint folder, its weights cast to float32; of a cut config only the tensors of its layers
-    are read.
+    """Load the causal LM of a checkpoint folder, cast to float32.
 
-    Raises InputError when the folder lacks tensors of the model.
+    Of a cut config only the tensors of its layers are read. Raises InputError when the folder lacks tensors of the
+    model.
     """
     with quiet(), _one_line(f"{folder}: expected a checkpoint that transformers can load"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -130,9 +139,11 @@ def load_tensors(
     where: str,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The causal LM of `config` with the given tensors (names as in the checkpoint), in `dtype`, with the attention
-    function registered as `attention`. `where` says whose tensors they are, for the message of the InputError when some
-    are missing."""
+    """Return the causal LM of `config` with the given tensors, in `dtype`.
+
+    tensors: names as in the checkpoint. attention: name of a registered attention function. where: whose tensors they
+    are, for the message. Raises InputError when some are missing.
+    """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
             f"config.json: model_type: expected a causal LM, found {config.model_type!r}; use a decoder-only model"
@@ -166,7 +177,10 @@ def _one_line(expected: str) -> Iterator[None]:
 
 
 def _check_loaded(where: str, info: Mapping[str, Any]) -> None:
-    """transformers fills what is missing with random numbers and a warning."""
+    """Check that transformers found all tensors of a model.
+
+    It fills what is missing with random numbers and a warning. Raises InputError.
+    """
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info[problem]:
             found = ", ".join(map(str, sorted(info[problem], key=str)[:3]))

@@ -1,4 +1,6 @@
-"""Trace the batchful part of a transformers causal LM, and its embedding, without its weights.
+"""Trace the batchful part of a transformers causal LM, without its weights.
+
+And its embedding.
 
 In: a model's config.json as a mapping and a dtype. Out: an ONNX graph (onnx_ir) of `hidden [num_tokens, hidden_size]`,
 `position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each attention is one `lockstep::Attention`
@@ -53,7 +55,7 @@ _TRACE_TOKENS = 7  # any number that no dimension of a model equals by chance
 
 @dataclass(frozen=True)
 class Trace:
-    """What one trace gives.
+    """The result of one trace.
 
     graph: the ONNX model; weights: names of its weight initializers (as in the checkpoint, ties resolved);
     layer_prefix: what precedes the layer's number in weight names ("model.layers"). Numbers count the traced layers.
@@ -100,12 +102,18 @@ def _to_marker(  # type: ignore[no-untyped-def]  # onnxscript reads annotations 
 
 
 def _ints(*values: int) -> Any:
-    """A constant, of any type to mypy: onnxscript declares all types that a Constant can have."""
+    """Return a constant, of any type to mypy.
+
+    onnxscript declares all types that a Constant can have.
+    """
     return opset20.Constant(value_ints=list(values))
 
 
 def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
-    """aten.linear as Gemm(transB=1): the weight stays in its checkpoint layout [out_features, in_features]."""
+    """Translate aten.linear to Gemm(transB=1).
+
+    The weight stays in its checkpoint layout [out_features, in_features].
+    """
     out_features, in_features = weight.shape
     if len(x.shape) == 2:
         return opset20.Gemm(x, weight, bias, transB=1) if bias is not None else opset20.Gemm(x, weight, transB=1)
@@ -117,14 +125,19 @@ def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
 
 @torch_op("aten::unsqueeze", complex=True, trace_only=True)
 def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
-    """A complex tensor travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for
-    other operators."""
+    """Translate Unsqueeze of a complex tensor.
+
+    It travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for other operators.
+    """
     return opset20.Unsqueeze(x, _ints(dim if dim >= 0 else dim - 1))
 
 
 @functools.cache
 def _registry() -> ONNXRegistry:
-    """What each torch operator becomes: the exporter's own table, and ours before it."""
+    """Return what each torch operator becomes.
+
+    The exporter's own table, and ours before it.
+    """
     registry = ONNXRegistry.from_torchlib(OPSET)
     registry.register_op(torch.ops.lockstep.attention.default, _to_marker)
     registry.register_op(torch.ops.aten.linear.default, _to_gemm)
@@ -135,7 +148,7 @@ def _registry() -> ONNXRegistry:
 
 
 def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """The transformers config of a config.json mapping.
+    """Return the transformers config of a config.json mapping.
 
     Raises InputError for a model type that the installed transformers does not know as a causal LM, and for values that
     its class refuses.
@@ -160,8 +173,9 @@ def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
 
 
 def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
-    """The model of a config.json mapping: parameters on the meta device, real values in computed buffers (rotary
-    frequencies ...).
+    """Return the model of a config.json mapping, on the meta device.
+
+    Parameters have no values; computed buffers (rotary frequencies ...) have theirs.
 
     precision: "fp32", "fp16" or "bf16". Raises InputError for a model that is no causal LM of transformers.
     """
@@ -212,7 +226,10 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """Name and module of the list of decoder layers. Raises InputError where there is none of the config's length."""
+    """Return name and module of the list of decoder layers.
+
+    Raises InputError where there is none of the config's length.
+    """
     depth = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
@@ -223,8 +240,10 @@ def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
 
 
 def select_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedModel:
-    """A copy of a meta model that runs only the layers `indices`, in that order; the config's per-layer lists
-    follow."""
+    """Return a copy of a meta model that runs only the layers `indices`.
+
+    They run in that order; the config's per-layer lists follow.
+    """
     name, layers = layer_list(model)
     parent, _, attribute = name.rpartition(".")
     owner = model.get_submodule(parent)
@@ -241,7 +260,10 @@ def select_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedM
 
 
 def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
-    """The config's lists with one entry for each layer; a list of the layers' own numbers is none."""
+    """Return the config's lists with one entry for each layer.
+
+    A list of the layers' own numbers is none.
+    """
     lists = {
         key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth
     }
@@ -273,9 +295,12 @@ def _to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
 
 
 class _Packed(torch.nn.Module):
-    """hidden [num_tokens, hidden_size] and position_ids [num_tokens] -> logits [num_tokens, vocab_size], through the
-    whole causal LM; beside it token_ids [num_tokens] -> embedded [num_tokens, hidden_size], through the model's own
-    embedding module (which may scale)."""
+    """The whole causal LM, and beside it its embedding, as traced.
+
+    hidden [num_tokens, hidden_size] and position_ids [num_tokens] -> logits [num_tokens, vocab_size], through the whole
+    causal LM. token_ids [num_tokens] -> embedded [num_tokens, hidden_size], through the model's own embedding module
+    (which may scale).
+    """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -291,7 +316,7 @@ class _Packed(torch.nn.Module):
 
 
 def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
-    """Trace the batchful part of the layers `indices` of a model that `meta_model` made.
+    """Trace the batchful part of the layers `indices` of a `meta_model`.
 
     Raises InputError with the reason when the model cannot be traced or does not use transformers' attention interface.
     """
@@ -327,7 +352,10 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
 
 
 def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
-    """A copy of what makes one output of a graph, with the named inputs, used or not."""
+    """Return a copy of what makes one output of a graph.
+
+    It has the named inputs, used or not.
+    """
     graph = convenience.extract(model.graph, list(inputs), [output])
     return ir.Model(graph, ir_version=model.ir_version)
 
@@ -379,8 +407,10 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> frozenset[str]:
-    """Give weight initializers their checkpoint names; what is not in the state dict (computed buffers) is no
-    weight."""
+    """Give weight initializers their checkpoint names, and return these.
+
+    What is not in the state dict (computed buffers) is no weight.
+    """
     weights = set()
     for value in list(model.graph.initializers.values()):
         assert value.name is not None  # what it is registered by

@@ -1,9 +1,11 @@
-"""Trace each unique layer once: which blocks, exits and attention variants a model of any depth is made of.
+"""Trace each unique layer of a model once.
+
+It tells which blocks, exits and attention variants a model of any depth is made of.
 
 In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut
-there, its batchless region, and the tensors that the slots take. Layers are alike when their modules, shapes and
+there, its batchless graph, and the tensors that the slots take. Layers are alike when their modules, shapes and
 settings are; a block depends on its own layer and the one before, an exit on the last layer. So each pair of neighbours
-that looks new is traced once, alone, whatever the depth.
+with new signatures is traced once, alone, whatever the depth.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
-from lockstep.export.cut import INPUT_ORDER, Cut, Region, bind_slot, cut
+from lockstep.export.cut import INPUT_ORDER, BatchlessGraph, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
 from lockstep.export.simplify import pack
 from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
@@ -25,55 +27,64 @@ from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
 @dataclass(frozen=True)
 class Layer:
-    """block comes before the layer's attention (region); exit follows it when the model ends here.
+    """One layer of a traced model.
+
+    block comes before the layer's attention (batchless); exit follows it when the model ends here.
 
     Slots: {slot: checkpoint tensors whose bytes, one after another, it takes}.
     """
 
     block: Graph
     block_slots: dict[str, list[str]]
-    region: Region
+    batchless: BatchlessGraph
     exit: Graph
     exit_slots: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """All layers of a model, and what comes before the first: `token_ids [num_tokens]` -> `hidden [num_tokens,
-    hidden_size]`."""
+class TracedModel:
+    """All layers of a model, and its embedding.
+
+    The embedding comes before the first layer: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`.
+    """
 
     layers: tuple[Layer, ...]
     embedding: Graph
     embedding_slots: dict[str, list[str]]
 
 
-def parts_of(meta: PreTrainedModel, trace_unique_layers: bool = True) -> Parts:
-    """All parts of the model. With `trace_unique_layers=False` every depth is traced whole (slow; the result is the
-    same, a test holds it)."""
-    looks, prefix = signatures(meta), layer_list(meta)[0]
-    cuts = _Cuts(meta, looks) if trace_unique_layers else _FullCuts(meta, len(looks))
+def parts_of(meta: PreTrainedModel, trace_unique_layers: bool = True) -> TracedModel:
+    """Trace all parts of a model.
+
+    With `trace_unique_layers=False` every depth is traced whole (slow; the result is the same, a test holds it).
+    """
+    layer_signatures, prefix = signatures(meta), layer_list(meta)[0]
+    cuts = _Cuts(meta, layer_signatures) if trace_unique_layers else _FullCuts(meta, len(layer_signatures))
     layout = checkpoint_layout(meta)
     layers = []
-    for index in range(len(looks)):
-        block, region, exit = cuts.block(index), cuts.region(index), cuts.exit(index)
+    for index in range(len(layer_signatures)):
+        block, batchless, exit = cuts.block(index), cuts.batchless(index), cuts.exit(index)
         layers.append(
-            Layer(block, _bind(block, index, prefix, layout), region, exit, _bind(exit, index + 1, prefix, layout))
+            Layer(block, _bind(block, index, prefix, layout), batchless, exit, _bind(exit, index + 1, prefix, layout))
         )
     embedding = cuts.embedding()
-    return Parts(tuple(layers), embedding, {slot.name: layout[slot.name] for slot in embedding.signature.slots})
+    return TracedModel(tuple(layers), embedding, {slot.name: layout[slot.name] for slot in embedding.signature.slots})
 
 
 class _Cuts:
-    """Cuts of two neighbours at a time, one for each pair of looks."""
+    """Cuts of two neighbours at a time, one for each pair of layer signatures."""
 
-    def __init__(self, meta: PreTrainedModel, looks: Sequence[str]):
-        self.meta, self.looks = meta, looks
+    def __init__(self, meta: PreTrainedModel, layer_signatures: Sequence[str]):
+        self.meta, self.layer_signatures = meta, layer_signatures
         self.pairs: dict[tuple[str, str], _Traced] = {}
         self.single: _Traced | None = None
 
     def pair(self, index: int) -> _Traced:
-        """The cut of layers index-1 and index, or of the first pair that looks like it."""
-        key = (self.looks[index - 1], self.looks[index])
+        """Return the cut of layers index-1 and index.
+
+        Or of the first pair with their signatures.
+        """
+        key = (self.layer_signatures[index - 1], self.layer_signatures[index])
         if key not in self.pairs:
             self.pairs[key] = _cut(self.meta, [index - 1, index])
         return self.pairs[key]
@@ -84,17 +95,17 @@ class _Cuts:
     def block(self, index: int) -> Graph:
         return self.pair(index).cut.blocks[1] if index else self._first().cut.blocks[0]
 
-    def region(self, index: int) -> Region:
-        return self.pair(index).cut.regions[1] if index else self._first().cut.regions[0]
+    def batchless(self, index: int) -> BatchlessGraph:
+        return self.pair(index).cut.batchless[1] if index else self._first().cut.batchless[0]
 
     def exit(self, index: int) -> Graph:
-        for later, look in enumerate(self.looks):
-            if later and look == self.looks[index]:
+        for later, signature in enumerate(self.layer_signatures):
+            if later and signature == self.layer_signatures[index]:
                 return self.pair(later).cut.exit
         return self._single().cut.exit
 
     def _first(self) -> _Traced:
-        return self.pair(1) if len(self.looks) > 1 else self._single()
+        return self.pair(1) if len(self.layer_signatures) > 1 else self._single()
 
     def _single(self) -> _Traced:
         if self.single is None:
@@ -114,8 +125,8 @@ class _FullCuts:
     def block(self, index: int) -> Graph:
         return self.cuts[-1].cut.blocks[index]
 
-    def region(self, index: int) -> Region:
-        return self.cuts[-1].cut.regions[index]
+    def batchless(self, index: int) -> BatchlessGraph:
+        return self.cuts[-1].cut.batchless[index]
 
     def exit(self, index: int) -> Graph:
         return self.cuts[index].cut.exit
@@ -123,7 +134,7 @@ class _FullCuts:
 
 @dataclass(frozen=True)
 class _Traced:
-    """What one trace gives."""
+    """The result of one trace: its cut, and the embedding."""
 
     cut: Cut
     embedding: Graph
@@ -145,14 +156,19 @@ def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]
 
 
 def signatures(meta: PreTrainedModel) -> list[str]:
-    """One text for each layer, equal for layers that trace alike: module tree, tensor shapes, plain settings, per-layer
-    config lists."""
+    """Return one text for each layer, equal for layers that trace alike.
+
+    It holds module tree, tensor shapes, plain settings and per-layer config lists.
+    """
     _, layers = layer_list(meta)
     lists = per_layer_settings(meta.config.get_text_config(), len(layers))
-    return [_look(layer, {key: value[index] for key, value in lists.items()}) for index, layer in enumerate(layers)]
+    return [
+        _layer_signature(layer, {key: value[index] for key, value in lists.items()})
+        for index, layer in enumerate(layers)
+    ]
 
 
-def _look(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
+def _layer_signature(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
     parts = [repr(layer), repr(sorted(settings.items(), key=lambda item: item[0]))]
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")

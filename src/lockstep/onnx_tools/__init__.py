@@ -1,1 +1,4 @@
-"""ONNX graphs in, ONNX graphs out: passes, sessions that compute them, text that shows them."""
+"""ONNX graphs in, ONNX graphs out.
+
+Passes, sessions that compute graphs, text that shows them.
+"""

@@ -1,5 +1,6 @@
-"""Let a block read which adapter a token has as numbers instead of ids: what it multiplies the adapters' first products
-by.
+"""Let a block read which adapter a token has as numbers instead of ids.
+
+The numbers are what it multiplies the adapters' first products by.
 
 In: a graph whose blocks take adapters, with y = x W^T + where(column's adapter == token's adapter, x A, 0) B. Out: the
 same with clip(x A) * mask for the choice, and the input `adapter_mask.<rank>` [num_tokens, max_adapters * rank] in
@@ -19,7 +20,10 @@ from lockstep.onnx_tools.graph_types import prune
 
 
 def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of `model` that takes a mask; `model` itself where it takes no ids."""
+    """Return a copy of `model` that takes a mask.
+
+    `model` itself where it takes no ids.
+    """
     if IDS not in {value.name for value in model.graph.input}:
         return model
     copy = onnx.ModelProto()
@@ -64,5 +68,5 @@ def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def mask_of(ids: np.ndarray, columns: int, rank: int, dtype: np.dtype) -> np.ndarray:
-    """The mask [num_tokens, columns] of adapter ids [num_tokens]."""
+    """Return the mask [num_tokens, columns] of adapter ids [num_tokens]."""
     return (ids[:, None] == np.arange(columns) // rank).astype(dtype)

@@ -1,4 +1,6 @@
-"""Let a layer's own product compute what its adapters' first product does: A as further rows of its weight.
+"""Let a layer's own product compute its adapters' first product, too.
+
+A becomes further rows of the layer's weight.
 
 In: a graph whose blocks take adapters, its weight slots and what each is made of. For each y = x W^T and all x A_i of
 the layers that are in it, the graph gets one product of x with W and behind it A_i^T, row by row, and a Split. Out: the
@@ -20,7 +22,10 @@ from lockstep.artifacts.adapters import A_SUFFIX, BETWEEN, rows_of
 def shrink_in_rows(
     model: onnx.ModelProto, parts: Mapping[str, list[str]]
 ) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """A copy of `model`, and {slot: what it is made of}. Products whose weights lie the other way stay as they are."""
+    """Return a copy of `model` with A as rows of weights, and its slots.
+
+    The slots are {slot: what it is made of}. Products whose weights lie the other way stay as they are.
+    """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     graph, mapping = copy.graph, dict(parts)
@@ -55,7 +60,10 @@ def shrink_in_rows(
 
 
 def slot_rows(feeds: Mapping[str, np.ndarray], parts: list[str], slot: str) -> np.ndarray:
-    """What a slot takes: its parts, and behind them the A that are rows of it, transposed."""
+    """Return what a slot takes: its parts, one after another.
+
+    Behind the others come the A that are rows of it, transposed.
+    """
     rows = rows_of(slot)
     return np.concatenate([feeds[part].T if part in rows else feeds[part] for part in parts])
 

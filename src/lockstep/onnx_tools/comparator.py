@@ -1,5 +1,7 @@
-"""What all uses of Polygraphy's Comparator share: a runner of graphs whose weights are inputs, and quiet. Needs
-polygraphy."""
+"""A runner for Polygraphy's Comparator of graphs whose weights are inputs.
+
+All uses of the Comparator share it, and the switch for its messages. Needs polygraphy.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from lockstep.artifacts.signature import IO
 
 
 class BoundRunner(OnnxrtRunner):
-    """Polygraphy's ONNX Runtime runner for a graph whose weights are inputs: they are fed beside what the caller
-    gives."""
+    """Polygraphy's ONNX Runtime runner for a graph whose weights are inputs.
+
+    Weights are fed beside what the caller gives.
+    """
 
     def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
         super().__init__(session, name=name)
@@ -31,7 +35,10 @@ class BoundRunner(OnnxrtRunner):
 
 
 def metadata(inputs: Sequence[IO]) -> TensorMetadata:
-    """Declared inputs as Polygraphy takes them; named dimensions are of any size."""
+    """Return declared inputs as Polygraphy takes them.
+
+    Named dimensions are of any size.
+    """
     found = TensorMetadata()
     for io in inputs:
         found.add(io.name, io.numpy_dtype, [None if isinstance(dim, str) else dim for dim in io.shape])
@@ -40,7 +47,7 @@ def metadata(inputs: Sequence[IO]) -> TensorMetadata:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Polygraphy's messages off; its errors come as exceptions."""
+    """Switch off Polygraphy's messages; its errors come as exceptions."""
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         yield
 

@@ -1,4 +1,6 @@
-"""Cut a graph at its products with weights: a graph in, products and what stands between them out.
+"""Cut a graph at its products with weights.
+
+In: a graph. Out: its products, and the pieces that stand between them.
 
 A product is a `MatMulNBits`, or a `Gemm(transB=1)` whose second factor is a weight `[out_features, in_features]`; its
 bias is added behind it. What a layer's adapters add to it is a part of the product. What stands between is pieces,
@@ -27,7 +29,11 @@ _NAMES = ("num_tokens", "num_requests")  # of the first dimension of what crosse
 
 @dataclass(frozen=True)
 class Lora:
-    """What a product's resident adapters add to it: (input times a) times b, of a row's own adapter.
+    """The share of a product that its resident adapters add.
+
+    It is (input times a) times b, of a row's own adapter.
+
+    It is (input times a) times b, of a row's own adapter.
 
     a, b: inputs [in_features, columns] and [columns, out_features]; `columns` are `rank` for each adapter. rows: the
     input by which rows of `IDS` are taken; "" where the product's rows are tokens.
@@ -68,8 +74,11 @@ class Product:
 
 @dataclass(frozen=True)
 class CutGraph:
-    """steps: pieces, by their number, and products of one input and kind, in the order in which they run. inner: what
-    crosses a cut, {name: shape}, its first dimension a name."""
+    """A graph that is cut at its products.
+
+    steps: pieces, by their number, and products of one input and kind, in the order in which they run. inner: what
+    crosses a cut, {name: shape}, its first dimension a name.
+    """
 
     pieces: tuple[onnx.ModelProto, ...]
     steps: tuple[int | tuple[Product, ...], ...]
@@ -77,12 +86,15 @@ class CutGraph:
 
 
 def has_quantized_products(model: onnx.ModelProto) -> bool:
-    """Whether there is a product with a quantised weight."""
+    """Return whether there is a product with a quantised weight."""
     return any(node.op_type == "MatMulNBits" for node in model.graph.node)
 
 
 def cut_products(given: onnx.ModelProto) -> CutGraph:
-    """Cut a graph. Raises CheckError for a value between two steps whose shape is not known."""
+    """Cut a graph at its products with weights.
+
+    Raises CheckError for a value between two steps whose shape is not known.
+    """
     model = onnx.ModelProto()
     model.CopyFrom(given)
     _add_biases_behind(model.graph)
@@ -146,7 +158,10 @@ class _Cut:
         return CutGraph(tuple(pieces), tuple(steps), inner)
 
     def _wanted(self, level: int) -> list[str]:
-        """What other steps, or whoever reads the graph, need of a level, and no product or input is."""
+        """Return the values of a level that other steps or the outputs need.
+
+        Those of products and inputs are left out.
+        """
         own = lambda name: self._level.get(name) == level and name not in self._products and name not in self._given
         needed = [each.input for each in self._products.values()] + self._results
         for node in self._between():
@@ -155,7 +170,7 @@ class _Cut:
         return list(dict.fromkeys(name for name in needed if own(name)))
 
     def _between(self) -> list[onnx.NodeProto]:
-        """The nodes that are no part of a product."""
+        """Return the nodes that are no part of a product."""
         found, wanted = list[onnx.NodeProto](), {*self._results, *(each.input for each in self._products.values())}
         for node in reversed(self._model.graph.node):
             if not wanted.isdisjoint(node.output) and node.output[0] not in self._products:
@@ -164,8 +179,11 @@ class _Cut:
         return found
 
     def _piece(self, wanted: Sequence[str], number: int) -> onnx.ModelProto:
-        """The graph of `wanted`, from inputs, products and what earlier pieces give. What depends on no activation is
-        computed where it is needed."""
+        """Return the graph of `wanted`.
+
+        It is computed from inputs, products and what earlier pieces give. What depends on no activation is computed
+        where it is needed.
+        """
         level = self._level[wanted[0]]
         nodes: dict[str, onnx.NodeProto] = {}
         read: dict[str, None] = {}
@@ -206,7 +224,10 @@ class _Cut:
         return helper.make_tensor_value_info(name, self._types[name], self._shape(name))
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
-        """Of a value that crosses a cut: rows of tokens, or of requests, and sizes."""
+        """Return the shape of a value that crosses a cut.
+
+        Rows of tokens, or of requests, and sizes. Raises CheckError for any other shape.
+        """
         first, *rest = self._shapes.get(name, ())
         if not rest or any(not isinstance(size, int) or not size for size in rest):
             raise CheckError(
@@ -217,13 +238,19 @@ class _Cut:
         return (first if first in _NAMES else self._rows(), *rest)
 
     def _rows(self) -> str:
-        """What rows are called whose name was lost in a reshape: an exit computes one of each request."""
+        """Return the name of rows whose name was lost in a reshape.
+
+        An exit computes one row of each request.
+        """
         return _NAMES["logit_rows" in self._given]
 
     def _typed(
         self, shapes: Mapping[str, tuple[int | str, ...]]
     ) -> tuple[dict[str, int], dict[str, tuple[int | str, ...]]]:
-        """Types and shapes of all values: ONNX's inference knows no `MatMulNBits`, and is given a Gemm for it."""
+        """Return types and shapes of all values.
+
+        ONNX's inference knows no `MatMulNBits`, and is given a Gemm for it.
+        """
         copy = onnx.ModelProto()
         copy.CopyFrom(self._model)
         del copy.graph.node[:]
@@ -259,7 +286,10 @@ def _product(
 
 
 def _add_biases_behind(graph: onnx.GraphProto) -> None:
-    """Make a Gemm with a bias two nodes, in place; where adapters add to it, the bias is added behind these."""
+    """Make a Gemm with a bias two nodes, in place.
+
+    Where adapters add to it, the bias is added behind these.
+    """
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
@@ -288,8 +318,11 @@ def _add_biases_behind(graph: onnx.GraphProto) -> None:
 
 
 def _adapted(graph: onnx.GraphProto, products: Mapping[str, Product]) -> dict[str, Product]:
-    """Products to which their adapters' products are added, base + where(a column's adapter is the row's, x A, 0) B, by
-    the output of the product without these."""
+    """Find the products to which their adapters' products are added.
+
+    That is base + where(a column's adapter is the row's, x A, 0) B. Returns them by the output of the product without
+    these.
+    """
     maker = {name: node for node in graph.node for name in node.output}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     found: dict[str, Product] = {}
@@ -325,7 +358,7 @@ Multiply = Callable[[Product, Mapping[str, np.ndarray]], np.ndarray]
 def run_cut(
     steps: Sequence[int | tuple[Product, ...]], feeds: Mapping[str, np.ndarray], run_piece: Pieces, multiply: Multiply
 ) -> dict[str, np.ndarray]:
-    """All values behind the steps, by name: what a CPU makes of them."""
+    """Run the steps on a CPU; return all values behind them, by name."""
     values = dict(feeds)
     for step in steps:
         if isinstance(step, int):

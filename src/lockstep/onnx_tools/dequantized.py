@@ -1,4 +1,6 @@
-"""Products with quantised weights for a library that has no `MatMulNBits`: a graph in, one in ONNX's own operators out.
+"""Products with quantised weights for a library that has no `MatMulNBits`.
+
+In: a graph. Out: one in ONNX's own operators.
 
 Each becomes `DequantizeLinear` in blocks, of a weight that is an input of signed int8 or int4 `[out_features,
 in_features]`, with scales `[out_features, num_groups]`, and a `Gemm`. Names of inputs stay. `MatMulNBits` counts its
@@ -19,13 +21,18 @@ SIGN = {"int4": 0x88, "int8": 0x80}
 
 
 def sign_of(dtype: str, stored: str) -> int:
-    """What bytes that are stored as `stored` are changed by for an input of `dtype`; 0: they are not."""
+    """Return the bits that stored integers are changed by for an input of `dtype`.
+
+    stored: their dtype as they are stored. 0: they are not changed.
+    """
     return SIGN.get(dtype, 0) if stored == "uint8" else 0
 
 
 def dequantize_products(model: onnx.ModelProto, where: str) -> None:
-    """Rewrite the graph, in place. Raises CheckError for zero points of their own: there is no library that takes them
-    as inputs."""
+    """Rewrite the products with quantised weights of a graph, in place.
+
+    Raises CheckError for zero points of their own: there is no library that takes them as inputs.
+    """
     shapes: dict[str, tuple[int, list[int]]] = {}
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:

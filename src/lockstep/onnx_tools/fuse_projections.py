@@ -15,8 +15,10 @@ from onnx import helper, numpy_helper
 
 
 def fuse(model: onnx.ModelProto, slots: Collection[str]) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """A copy of `model` with fused projections, and {slot: [slots of `model`]}; a slot that is not fused maps to
-    itself."""
+    """Return a copy of `model` with fused projections, and its slots.
+
+    The slots are {slot: [slots of `model`]}; a slot that is not fused maps to itself.
+    """
     fused = onnx.ModelProto()
     fused.CopyFrom(model)
     graph = fused.graph
@@ -57,7 +59,10 @@ def fuse(model: onnx.ModelProto, slots: Collection[str]) -> tuple[onnx.ModelProt
 
 
 def _groups(graph: onnx.GraphProto, declared: dict, slots: set[str]) -> list[list[onnx.NodeProto]]:
-    """Plain products of one value with weights that nothing else reads, at least two together."""
+    """Return groups of plain products of one value with weights.
+
+    Nothing else reads these weights; a group has at least two products.
+    """
     readers: dict[str, int] = {}
     for node in graph.node:
         for name in node.input:

@@ -1,4 +1,7 @@
-"""What several rewritings of ONNX graphs need: types and shapes of all values, and nothing kept that is not read."""
+"""Helpers of passes that rewrite ONNX graphs.
+
+They give types and shapes of all values, and remove what is not read.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from onnx import GraphProto, ModelProto
 
 
 def typed_values(model: ModelProto) -> dict[str, tuple[int, list[int]]]:
-    """{name: (element type, shape)} of all values that ONNX's shape inference knows, constants too; 0 for a dynamic
-    dimension."""
+    """Return {name: (element type, shape)} of all values.
+
+    They are those that ONNX's shape inference knows, constants too; 0 stands for a dynamic dimension.
+    """
     graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
     types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.value_info, *graph.output)}
     known = {name: (kind.elem_type, [dim.dim_value for dim in kind.shape.dim]) for name, kind in types.items()}
@@ -18,8 +23,10 @@ def typed_values(model: ModelProto) -> dict[str, tuple[int, list[int]]]:
 
 
 def prune(graph: GraphProto, wanted: Collection[str]) -> set[str]:
-    """Keep the nodes that the `wanted` values come from, and the constants that these read. The names of all that is
-    read, and of what is wanted."""
+    """Keep the nodes and constants that the `wanted` values come from.
+
+    Returns the names of all that is read, and of what is wanted.
+    """
     needed, kept = set(wanted), []
     for node in reversed(graph.node):
         if not needed.isdisjoint(node.output):

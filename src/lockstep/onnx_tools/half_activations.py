@@ -1,4 +1,6 @@
-"""A float32 graph in, one with float16 activations out: what it takes and gives is float16, and so are its products.
+"""Give a float32 graph float16 activations.
+
+What it takes and gives is float16, and so are its products.
 
 The rest stays float32 inside: norms, activation functions and sums of a block round once, where a value leaves it. What
 is made of integers alone, such as angles of RoPE, is left as it is.
@@ -15,8 +17,11 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
 def halve_activations(model: onnx.ModelProto) -> None:
-    """Rewrite a graph in place: float32 inputs and outputs become float16, with a Cast on the inner side, and products
-    of them read and give float16. Weights are inputs, and become float16 too."""
+    """Rewrite a graph for float16 activations, in place.
+
+    float32 inputs and outputs become float16, with a Cast on the inner side, and products of them read and give
+    float16. Weights are inputs, and become float16 too.
+    """
     graph = model.graph
     types = {name: element for name, (element, _) in typed_values(model).items()}
     given = {value.name for value in graph.input if value.type.tensor_type.elem_type == TensorProto.FLOAT}

@@ -1,4 +1,6 @@
-"""Rewrite a canonical graph for a backend that reads older ONNX: opset 17, local functions inlined, axes as attributes.
+"""Rewrite a canonical graph for a backend that reads older ONNX.
+
+It becomes opset 17, with local functions inlined and axes as attributes.
 
 In: a canonical graph (opset 20). Out: the same computation in opset 17. A backend that reads opset 20 needs none of
 this. Each rule undoes one change between the opsets; an operator without a rule must mean the same in both, else
@@ -32,8 +34,10 @@ _REDUCTIONS = (
 
 
 def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
-    """A copy of `model` in `opset` (17). Raises InputError for another opset, and naming an operator that opset 17 does
-    not have."""
+    """Return a copy of `model` in `opset` (17).
+
+    Raises InputError for another opset, and naming an operator that opset 17 does not have.
+    """
     if opset != OPSET:
         raise InputError(f"opset: expected {OPSET}, or none for the graph as it is, found {opset!r}")
     lowered = onnx.inliner.inline_local_functions(model) if model.functions else _copy(model)
@@ -56,8 +60,10 @@ def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
 
 
 def _casts_by_type(model: onnx.ModelProto) -> None:
-    """`CastLike` becomes `Cast` to the type that is meant: readers of opset 17 may not know it (TensorRT 8.6 does
-    not)."""
+    """Turn each `CastLike` into a `Cast` to the type that is meant.
+
+    Readers of opset 17 may not know it (TensorRT 8.6 does not).
+    """
     if not any(node.op_type == "CastLike" for node in model.graph.node):
         return
     values = typed_values(model)
@@ -79,7 +85,10 @@ def _keep(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence
 
 
 def _axes_to_attribute(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-    """Opset 18 made the axes of reductions an input. A reader of opset 17 ignores that input and reduces everything."""
+    """Make the axes of a reduction an attribute.
+
+    Opset 18 made them an input. A reader of opset 17 ignores that input and reduces everything.
+    """
     attributes = _attributes(node)
     no_axes = attributes.pop("noop_with_empty_axes", 0)
     axes = constants.get(node.input[1]) if len(node.input) > 1 and node.input[1] else None
@@ -94,14 +103,20 @@ def _axes_to_attribute(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]
 
 
 def _split_sizes(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-    """Opset 18 brought num_outputs. Without it, equal parts are what Split makes when no sizes are given."""
+    """Drop num_outputs of a Split, which opset 18 brought.
+
+    Without it, equal parts are what Split makes when no sizes are given.
+    """
     attributes = _attributes(node)
     attributes.pop("num_outputs", None)
     return [helper.make_node("Split", list(node.input), node.output, name=node.name, **attributes)]
 
 
 def _without(*names: str) -> Callable[[onnx.NodeProto, Mapping[str, np.ndarray]], Sequence[onnx.NodeProto]]:
-    """Drop attributes that opset 17 does not know, and that our graphs leave at what opset 17 does."""
+    """Return a rule that drops attributes which opset 17 does not know.
+
+    Our graphs leave them at what opset 17 does.
+    """
 
     def rule(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
         return [
@@ -118,7 +133,10 @@ def _without(*names: str) -> Callable[[onnx.NodeProto, Mapping[str, np.ndarray]]
 
 
 def _gelu(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-    """Gelu came with opset 20: x/2 (1 + erf(x/sqrt 2)), or x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    """Write Gelu, which came with opset 20, in older operators.
+
+    x/2 (1 + erf(x/sqrt 2)), or x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+    """
     x, out, base = node.input[0], node.output[0], node.name
     tanh = _attributes(node).get("approximate", b"none") == b"tanh"
     made: list[onnx.NodeProto] = []
@@ -161,7 +179,10 @@ def _attributes(node: onnx.NodeProto) -> dict:
 
 
 def _check(node: onnx.NodeProto, source: int) -> None:
-    """Only operators that opset 17 has; where a later opset changed one, a rule above must have dealt with it."""
+    """Check that a node's operator is one of opset 17.
+
+    Where a later opset changed it, a rule above must have dealt with it. Raises InputError.
+    """
     try:
         old = onnx.defs.get_schema(node.op_type, OPSET, node.domain)
     except onnx.defs.SchemaError:

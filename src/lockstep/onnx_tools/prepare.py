@@ -1,4 +1,6 @@
-"""Bring a canonical graph into the form that a backend asks for, and prove that it is the same computation.
+"""Bring a canonical graph into the form that a backend asks for.
+
+It is shown to be the same computation.
 
 In: a graph of the assembly and the backend's options `opset` (None: as it is) and `fuse_projections`. Out: the graph to
 build, its slots, and for each slot the assembly's slots that it is made of. Whatever was rewritten is run beside the
@@ -23,13 +25,11 @@ from lockstep.onnx_tools.adapter_mask import ids_as_mask, mask_of
 from lockstep.onnx_tools.adapter_rows import shrink_in_rows, slot_rows
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
 from lockstep.onnx_tools.signature import io_of
 from lockstep.onnx_tools.widened import widened
 
 _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
-# Relative to the largest value: the same products in another blocking. fp16 anywhere: its last bits, in what is
-# computed from them in fp32 too.
-_TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 # So many random numbers are drawn, and repeated where a weight has more: hundreds of millions take seconds. A prime, so
 # that no two rows of a weight are the same.
 _BLOCK = 1_048_583
@@ -37,8 +37,11 @@ _BLOCK = 1_048_583
 
 @dataclass(frozen=True)
 class Prepared:
-    """model is what is built; slots are its weight inputs; parts: {slot: [slots of the assembly, and inputs that
-    adapters are written to]}."""
+    """A graph in the form that a backend asks for.
+
+    model: what is built. slots: its weight inputs. parts: {slot: [slots of the assembly, and inputs that adapters are
+    written to]}.
+    """
 
     model: onnx.ModelProto
     slots: Sequence[IO]
@@ -48,8 +51,10 @@ class Prepared:
 def prepare(
     model: onnx.ModelProto, slots: Sequence[IO], options: Mapping[str, Any], adapter_rows: bool = False
 ) -> Prepared | None:
-    """The form that `options` ask for; None when that is the graph as it is. adapter_rows: with adapters' first
-    products as rows of weights (adapter_rows.py), chosen by a mask (adapter_mask.py).
+    """Return the form that `options` ask for; None when that is the graph itself.
+
+    adapter_rows: with adapters' first products as rows of weights (adapter_rows.py), chosen by a mask
+    (adapter_mask.py).
 
     Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the
     rewritten graph computes something else.
@@ -71,8 +76,10 @@ def prepare(
 
 
 def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
-    """Run both on the same random numbers. Raises CheckError naming the first output that differs by more than
-    rounding."""
+    """Run both graphs on the same random numbers and compare their outputs.
+
+    Raises CheckError naming the first output that differs by more than rounding.
+    """
     canonical, rewritten = widened(model), widened(prepared.model)
     feeds = random_inputs(canonical)
     expected = _run(canonical, feeds)
@@ -80,12 +87,13 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     rest = {value.name: _feed(value, feeds) for value in rewritten.graph.input if value.name not in weights}
     found = _run(rewritten, {**rest, **weights})
     relative = max(
-        _TOLERANCE[array.dtype.name] for array in (*feeds.values(), *expected.values()) if array.dtype.kind == "f"
+        REWRITE_TOLERANCE[array.dtype.name]
+        for array in (*feeds.values(), *expected.values())
+        if array.dtype.kind == "f"
     )
     for name, values in expected.items():
         exact, other = values.astype(np.float64), found[name].astype(np.float64)
-        allowed = relative * max(1.0, float(np.abs(exact).max(initial=0)))
-        error = float(np.abs(exact - other).max(initial=0))
+        allowed, error = relative * peak(exact), max_abs_error(exact, other)
         if not error <= allowed:
             raise CheckError(
                 f"graph {model.graph.name}: output {name}: expected the rewritten graph to give "
@@ -102,8 +110,10 @@ def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.nda
 
 
 def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Seeded values for all inputs, weights too; integers are positions, lengths, rows and ids that are valid at
-    `_SIZES`."""
+    """Return seeded values for all inputs, weights too.
+
+    Integers are positions, lengths, rows and ids that are valid at `_SIZES`.
+    """
     random = np.random.default_rng(0)
     block = random.standard_normal(_BLOCK, np.float32)
     integers = np.frombuffer(block.tobytes()[:_BLOCK], np.uint8)  # any

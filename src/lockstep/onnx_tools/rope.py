@@ -18,17 +18,18 @@ from onnx import helper, numpy_helper
 from lockstep.artifacts.assembly import AttentionVariant
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import prune
+from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
 from lockstep.onnx_tools.widened import widened
 
 _REQUESTS, _CAPACITY = 3, 7
-# Relative to the largest value: the products of attention in another order; fp16 rounds the weights before the last
-# product.
-_TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 _BF16 = 2**-7  # its eps
 
 
 def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProto:
-    """Cut RoPE out of a decode graph. Raises CheckError where the graph is not RoPE and then attention."""
+    """Cut RoPE out of a decode graph.
+
+    Raises CheckError where the graph is not RoPE and then attention.
+    """
     given, decode = decode, widened(decode)
     graph = decode.graph
     query, scale = _rotated_query(graph, variant, None if decode is given else _BF16)
@@ -53,9 +54,12 @@ def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProt
 
 
 def _rotated_query(graph: onnx.GraphProto, variant: AttentionVariant, eps: float | None) -> tuple[str, float]:
-    """The value that attention scales: what a product with the variant's scale reads, whose result is brought into
-    groups of heads; and the scale as the graph has it, rounded to its type, whose `eps` is that of the constant unless
-    given."""
+    """Return the name of the value that attention scales, and the scale.
+
+    The value is what a product with the variant's scale reads, whose result is brought into groups of heads. The scale
+    is as the graph has it, rounded to its type; `eps` is that of the type unless given. Raises CheckError where there
+    is no such product, or more than one.
+    """
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
@@ -112,10 +116,9 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVari
         lengths,
         variant,
     )
-    allowed = _TOLERANCE[expected["attention"].dtype.name] * max(
-        1.0, float(np.abs(expected["attention"].astype(np.float32)).max())
-    )
-    error = float(np.abs(expected["attention"].astype(np.float32) - found).max())
+    exact = expected["attention"].astype(np.float32)
+    allowed = REWRITE_TOLERANCE[expected["attention"].dtype.name] * peak(exact)
+    error = max_abs_error(exact, found)
     if not error <= allowed or not np.array_equal(expected["key_out"], rotated["key_out"]):
         raise CheckError(
             f"graph {decode.graph.name}: expected RoPE followed by attention, found a difference of {error:.1e}; build "
@@ -132,8 +135,10 @@ def attention(
     lengths: np.ndarray,
     variant: AttentionVariant,
 ) -> np.ndarray:
-    """One new token for each request over its cache and itself, in float32; shapes as in the decode graph, query and
-    key rotated."""
+    """Return the attention of one new token for each request, in float32.
+
+    It is over the request's cache and the token itself. Shapes are as in the decode graph; query and key are rotated.
+    """
     heads, kv = variant.num_heads, variant.num_kv_heads
     rows = []
     for row, length in enumerate(lengths):

@@ -1,5 +1,7 @@
-"""Run a block, or an attention, of several ranks: one rank after another, with sums in rank order. What several devices
-do at once, in its plainest form."""
+"""Run a block, or an attention, of several ranks: one rank after another.
+
+Sums are in rank order. It is what several devices do at once, in its plainest form.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ RunPiece = Callable[[str, int, Arrays], Arrays]  # (graph, rank, what stands the
 def run_sharded_block(
     sharded: ShardedClass, signature: Signature, degree: int, inputs: Arrays, run: RunPiece
 ) -> dict[str, np.ndarray]:
-    """The outputs of a block, whole, from its whole inputs. signature: of the whole block."""
+    """Return the outputs of a block, whole, from its whole inputs.
+
+    signature: of the whole block.
+    """
     ranks: list[dict[str, np.ndarray]] = [
         {name: _part(sharded.values.get(name), array, rank) for name, array in inputs.items()} for rank in range(degree)
     ]
@@ -43,7 +48,10 @@ def run_sharded_attention(
     inputs: Arrays,
     run: RunPiece,
 ) -> dict[str, np.ndarray]:
-    """As `run_sharded_block`, of an attention's phase. shards: `attention_shards` of the whole variant."""
+    """Return the outputs of an attention's phase, whole, from its whole inputs.
+
+    shards: `attention_shards` of the whole variant. run: as of `run_sharded_block`.
+    """
     parts = [
         run(variant, rank, {name: _part(shards.get(name), array, rank) for name, array in inputs.items()})
         for rank in range(ranks.degree)
@@ -52,7 +60,7 @@ def run_sharded_attention(
 
 
 def add_up(parts: list[np.ndarray]) -> np.ndarray:
-    """The sum over the ranks: in their order, in float32."""
+    """Return the sum over the ranks: in their order, in float32."""
     total = parts[0].astype(np.float32)
     for part in parts[1:]:
         total += part

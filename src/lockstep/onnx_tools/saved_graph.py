@@ -1,5 +1,7 @@
-"""What ONNX Runtime made of a graph: an engine file, which is the saved optimised graph, in; its operators and its
-layers as JSON out."""
+"""A graph as ONNX Runtime optimised it.
+
+In: an engine file, which is the saved optimised graph. Out: its operators and its layers as JSON.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ _ONNX_DOMAINS = ("", "ai.onnx")
 
 
 def operators(model: ModelProto) -> dict[str, Any]:
-    """{"operators": how often each stands in the graph, "fused": those of them that ONNX does not know, which the
-    optimiser put in, "constants": how many values it folded or was given}."""
+    """Count the operators of a graph.
+
+    Returns {"operators": how often each stands in the graph, "fused": those of them that ONNX does not know, which the
+    optimiser put in, "constants": how many values it folded or was given}.
+    """
     counts = Counter(_operator(node) for graph in _graphs(model.graph) for node in graph.node)
     fused = {
         _operator(node) for graph in _graphs(model.graph) for node in graph.node if node.domain not in _ONNX_DOMAINS
@@ -30,8 +35,11 @@ def operators(model: ModelProto) -> dict[str, Any]:
 
 
 def layers(model: ModelProto) -> dict[str, Any]:
-    """The graph in full: {"opsets", "inputs", "outputs", "values": type by name, "constants", "layers": operator,
-    attributes and values by number}."""
+    """Return the graph in full.
+
+    {"opsets", "inputs", "outputs", "values": type by name, "constants", "layers": operator, attributes and values by
+    number}.
+    """
     return {"opsets": {entry.domain: entry.version for entry in model.opset_import}, **_graph(model.graph)}
 
 

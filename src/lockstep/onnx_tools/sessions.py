@@ -1,5 +1,7 @@
-"""ONNX Runtime as a calculator of graphs: a model in, a session out that computes it as it is written, nothing
-optimised."""
+"""ONNX Runtime as a calculator of graphs.
+
+In: a model. Out: a session that computes it as it is written, nothing optimised.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from lockstep.errors import CheckError
 
 
 def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:
-    """A session of an unoptimised graph, by path or bytes. `threads`: None lets the library take all cores.
+    """Open a session of an unoptimised graph, by path or bytes.
 
-    Raises CheckError when the library refuses the graph.
+    threads: None lets the library take all cores. Raises CheckError when the library refuses the graph.
     """
     settings = ort.SessionOptions()
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

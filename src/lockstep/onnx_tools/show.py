@@ -1,4 +1,7 @@
-"""A graph as text that a person reads: inputs, slots, outputs, and each operator with its result's type and shape."""
+"""A graph as text that a person reads.
+
+Inputs, slots, outputs, and each operator with its result's type and shape.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from lockstep.onnx_tools.signature import dtype_name
 
 
 def show(path: str | os.PathLike) -> str:
-    """The text for the ONNX file `path`. Raises InputError when it is absent or no ONNX model."""
+    """Return the text for the ONNX file `path`.
+
+    Raises InputError when it is absent or no ONNX model.
+    """
     path = Path(path)
     try:
         model = onnx.load(path)
@@ -33,8 +39,10 @@ def show(path: str | os.PathLike) -> str:
 
 
 def layer_table(assembly_json: str | os.PathLike) -> str:
-    """Which class, attention variant and exit each layer of an assembly uses; equal neighbours share a line. Raises
-    InputError for no assembly."""
+    """Return which class, attention variant and exit each layer uses.
+
+    Equal neighbours share a line. Raises InputError for no assembly.
+    """
     assembly = Assembly.load(assembly_json)
     used = [(layer.block.graph, layer.variant, layer.exit.graph) for layer in assembly.layers]
     rows, start = [("layers", "block", "attention", "exit when cut here")], 0
@@ -79,7 +87,10 @@ def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _is_slot(value: onnx.ValueInfoProto) -> bool:
-    """Weights have static shapes and float types; what changes from call to call has a dynamic dimension."""
+    """Return whether an input is a weight.
+
+    Weights have static shapes and float types; what changes from call to call has a dynamic dimension.
+    """
     tensor = value.type.tensor_type
     return tensor.elem_type != onnx.TensorProto.INT64 and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
 
@@ -91,7 +102,10 @@ def _type(value: onnx.ValueInfoProto) -> str:
 
 
 def _short(element: int) -> str:
-    """An ONNX element type as a precision where it is one."""
+    """Return an ONNX element type as a precision where it is one.
+
+    Else its dtype.
+    """
     name = dtype_name(element)
     return NAME_PRECISIONS.get(name, name)
 

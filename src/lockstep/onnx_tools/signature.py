@@ -11,7 +11,10 @@ from lockstep.artifacts.signature import IO, Signature
 
 
 def signature_of(graph: onnx.GraphProto, slots: Collection[str] = ()) -> Signature:
-    """Return the graph's inputs, outputs, and those inputs that are named in `slots`. Constants are no inputs."""
+    """Return the graph's inputs, outputs, and those inputs that `slots` names.
+
+    Constants are no inputs.
+    """
     constants = {tensor.name for tensor in graph.initializer}
     given = [io_of(value) for value in graph.input if value.name not in constants]
     return Signature(
@@ -29,5 +32,8 @@ def io_of(value: onnx.ValueInfoProto) -> IO:
 
 
 def dtype_name(element: int) -> str:
-    """An ONNX element type as NumPy calls it. (Older ONNX packages give float32 for bfloat16 as a NumPy type.)"""
+    """Return an ONNX element type as NumPy calls it.
+
+    Older ONNX packages give float32 for bfloat16 as a NumPy type.
+    """
     return onnx_dtype(onnx.TensorProto.DataType.Name(element))

@@ -1,4 +1,6 @@
-"""A bf16 graph as ONNX Runtime can compute it on a CPU, which has no bf16 there: in fp32.
+"""A bf16 graph as ONNX Runtime can compute it on a CPU: in fp32.
+
+It has no bf16 there.
 
 What such a run shows is the graph (its operators, their order, what is bound to what), not the rounding of bf16.
 """
@@ -11,8 +13,10 @@ from onnx import TensorProto, numpy_helper
 
 
 def widened(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same graph with float32 wherever it has bfloat16: inputs, outputs, constants, casts. `model` itself where it
-    has none."""
+    """Return the same graph with float32 wherever it has bfloat16.
+
+    Inputs, outputs, constants, casts. `model` itself where it has none.
+    """
     made = onnx.ModelProto()
     made.CopyFrom(model)
     changed = _graph(made.graph) + sum(_node(node) for function in made.functions for node in function.node)
@@ -20,7 +24,7 @@ def widened(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def widened_dtype(dtype: str) -> str:
-    """What a graph's dtype becomes."""
+    """Return what a graph's dtype becomes."""
     return "float32" if dtype == "bfloat16" else dtype
 
 

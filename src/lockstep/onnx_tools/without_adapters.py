@@ -1,4 +1,6 @@
-"""Take a block's room for adapters out of its graph: what is left computes what the model without adapters does.
+"""Take a block's room for adapters out of its graph.
+
+What is left computes what the model without adapters does.
 
 In: a canonical graph that `export.lora` made. Out: the same without `adapter_ids`, the inputs that adapters are written
 to, and all that is computed from them. For each linear layer the graph has y = base + (own B), and base becomes y.
@@ -13,12 +15,15 @@ from lockstep.onnx_tools.graph_types import prune
 
 
 def is_expand(node: onnx.NodeProto) -> bool:
-    """Whether a node is the second product of adapters, which is added to a layer's own."""
+    """Return whether a node is the second product of adapters.
+
+    It is added to a layer's own.
+    """
     return node.op_type == "Gemm" and node.input[1].endswith(B_SUFFIX)
 
 
 def without_adapters(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of `model` without room for adapters."""
+    """Return a copy of `model` without room for adapters."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     graph = copy.graph

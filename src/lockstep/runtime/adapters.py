@@ -29,8 +29,8 @@ class Adapters:
         self.residency = Residency(executor.num_slots, slots.max_adapters)
         self._slots, self._arrays = slots, arrays
         self._modules, self._dtype = adapted_modules(assembly), named_dtype(assembly.dtype)
-        rank, places = slots.max_lora_rank, self.residency.places
-        self._writer = executor.take_adapters(arrays, rank, places) or _HostWriter(arrays, rank)
+        rank, adapter_slots = slots.max_lora_rank, self.residency.adapter_slots
+        self._writer = executor.take_adapters(arrays, rank, adapter_slots) or _HostWriter(arrays, rank)
 
     @classmethod
     def open(
@@ -86,9 +86,9 @@ class Adapters:
         """Write the adapters that the residency asks for."""
         loading = self.residency.loading
         while loading:
-            place = min(loading)
-            self._writer.write(self.known[loading[place]], place)
-            del loading[place]
+            adapter_slot = min(loading)
+            self._writer.write(self.known[loading[adapter_slot]], adapter_slot)
+            del loading[adapter_slot]
 
     @property
     def nbytes(self) -> int:
@@ -96,8 +96,8 @@ class Adapters:
         return sum(array.nbytes for each in self._arrays for array in (each.a, each.b))
 
     @property
-    def places(self) -> np.ndarray:
-        return self.residency.places
+    def adapter_slots(self) -> np.ndarray:
+        return self.residency.adapter_slots
 
 
 class _HostWriter:
@@ -111,8 +111,8 @@ class _HostWriter:
     def prepare(self, adapter: LoadedAdapter) -> None:
         """Nothing: each is written from what was read."""
 
-    def write(self, adapter: LoadedAdapter, place: int) -> None:
-        write_adapter(adapter, place, self._rank, self._arrays)
+    def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
+        write_adapter(adapter, adapter_slot, self._rank, self._arrays)
 
     def forget(self, adapter: LoadedAdapter) -> None:
         """Nothing: nothing was kept."""

@@ -11,8 +11,8 @@ steps after it, so none waits for ever. Waiting requests are admitted in this or
 all tokens that the request may come to ("guaranteed": what runs ends), or for its prompt and a little more
 ("optimistic": when the pool runs out the youngest request is swapped out, and comes back before others are admitted).
 
-A request whose adapter has no place lets those behind it pass, for they need none, or one that is there. Once it has
-waited for a place for `PATIENCE` steps, no request with an adapter passes it any more, so that a place becomes free.
+A request whose adapter has no slot lets those behind it pass, for they need none, or one that is there. Once it has
+waited for a slot for `PATIENCE` steps, no request with an adapter passes it any more, so that a slot becomes free.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class Scheduler:
         while (request := self._first_waiting(passed)) is not None:
             if len(self._free_slots) <= len(request.siblings):
                 return
-            if held and request.adapter is not None or not self._has_place(request):
+            if held and request.adapter is not None or not self._has_adapter_slot(request):
                 passed.add(request.adapter)
                 held |= self._is_blocked_for_long(request)
                 continue
@@ -349,7 +349,7 @@ class Scheduler:
             step.admitted.append((request, found))
 
     def _is_blocked_for_long(self, request: Scheduled) -> bool:
-        """Note that a request is let down by nothing but a place for its adapter; whether that is so for long."""
+        """Note that a request is let down by nothing but a slot for its adapter; whether that is so for long."""
         request.blocked = request.blocked or self._steps
         return self._steps - request.blocked >= PATIENCE
 
@@ -388,13 +388,13 @@ class Scheduler:
 
     def _swap_in(self, step: Step) -> tuple[bool, bool]:
         """Bring requests back while there is room. Gives whether none is left that others have to wait for, and whether
-        one has waited for long for a place for its adapter, before which others may pass."""
+        one has waited for long for a slot for its adapter, before which others may pass."""
         held, passed = False, set[str | None]()
         for request in [*self._swapped]:
             tokens = min(request.max_tokens, request.num_computed + LOOKAHEAD)
             if not self._free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
                 return False, held
-            if request.adapter in passed or held and request.adapter is not None or not self._has_place(request):
+            if request.adapter in passed or held and request.adapter is not None or not self._has_adapter_slot(request):
                 passed.add(request.adapter)
                 held |= self._is_blocked_for_long(request)
                 continue
@@ -406,7 +406,7 @@ class Scheduler:
             step.swapped_in.append(request)
         return True, held
 
-    def _has_place(self, request: Scheduled) -> bool:
+    def _has_adapter_slot(self, request: Scheduled) -> bool:
         """Whether the request's adapter is resident, or can be."""
         return self._residency is None or self._residency.can_claim(self._free_slots[0], request.adapter)
 

@@ -94,10 +94,14 @@ class Executor(Protocol):
         ...
 
     def take_adapters(
-        self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray
+        self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter | None:
-        """Compute each slot from now on with the adapter at `places[slot]` of `arrays`, none for -1: int64 [num_slots],
-        which changes between steps. Gives what writes adapters into the arrays; None: they are the host's."""
+        """Compute each slot from now on with an adapter.
+
+        Slot `slot` gets the one in adapter slot `adapter_slots[slot]` of `arrays`, none for -1. adapter_slots: int64
+        [num_slots], which changes between steps. Returns what writes adapters into the arrays; None: they are the
+        host's.
+        """
         ...
 
     def share(self, slot: int, pages: Sequence[int]) -> None:

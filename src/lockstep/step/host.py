@@ -46,7 +46,7 @@ class HostExecutor:
         self._plans: dict[Layout, Plan] = {}
         self._taken: tuple[Plan, Sequence[Advance]] | None = None  # the last step
         self._samplings: dict[int, tuple[Sampling, int]] = {}  # of slots that sample
-        self._adapters: np.ndarray | None = None  # the place of each slot's adapter
+        self._adapters: np.ndarray | None = None  # the adapter slot of each request slot
 
     @property
     def lengths(self) -> np.ndarray:
@@ -108,8 +108,8 @@ class HostExecutor:
         else:
             self._samplings.pop(slot, None)
 
-    def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray) -> None:
-        self._adapters = places
+    def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray) -> None:
+        self._adapters = adapter_slots
 
     def _choose(self, advances: Sequence[Advance], logits: np.ndarray) -> np.ndarray:
         tokens = most_likely(logits)

@@ -1,60 +1,14 @@
-"""How far two arrays are apart, and how a check ends: a report where it passes, a failing report and one line where it
-does not."""
+"""How a check ends: a report where it passes, a failing report and one line where it does not."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from lockstep.artifacts.manifest_files import failed_path
 from lockstep.artifacts.reports import FAIL, PASS, Report
 from lockstep.errors import CheckError
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of an array from what is expected.
-
-    max_abs_error: largest absolute difference; cosine: of the angle between the two, flattened. Both None where the
-    array found holds NaN or infinity, which no tolerance allows. relative_error: largest |found - expected| / max(1,
-    rms, |expected|).
-    """
-
-    max_abs_error: float | None
-    relative_error: float | None
-    cosine: float | None
-
-    def within(self, tolerance: float) -> bool:
-        """Whether the plain absolute error is at most `tolerance`."""
-        return self.max_abs_error is not None and self.max_abs_error <= tolerance
-
-    def within_scaled(self, tolerance: float) -> bool:
-        """Whether the error is at most `tolerance` times max(1, rms of the array, |value|).
-
-        Floating point carries digits, not decimals: a value of 1000 in fp16 is itself known to 0.25 only, and a
-        product's error grows with the size of what is accumulated. Up to values of order one this is the absolute
-        error.
-        """
-        return self.relative_error is not None and self.relative_error <= tolerance
-
-
-def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
-    """Compare two arrays of one shape, in float64. Raises ValueError for another shape: nothing is broadcast."""
-    if expected.shape != found.shape:
-        raise ValueError(f"expected shape {expected.shape}, found {found.shape}")
-    if not expected.size:
-        return Difference(0.0, 0.0, 1.0)
-    a, b = np.asarray(expected, np.float64).ravel(), np.asarray(found, np.float64).ravel()
-    if not np.isfinite(b).all():
-        return Difference(None, None, None)
-    error = np.abs(a - b)
-    scale = np.maximum(max(1.0, float(np.sqrt(np.mean(a * a)))), np.abs(a))
-    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    cosine = float(a @ b) / norms if norms else float(not error.any())
-    return Difference(float(error.max()), float((error / scale).max()), min(1.0, cosine))
 
 
 def largest(errors: list[float | None]) -> float | None:

@@ -1,4 +1,6 @@
-"""Adapters at run time: their manifest in; matrices in memory out, written into the arrays that blocks read.
+"""Adapters at run time: read from their manifest, written into arrays.
+
+In: the manifest. Out: matrices in memory, written into the arrays that blocks read.
 
 All adapters are read and checked once, when a model is opened: a folder that changes later changes no answer.
 """
@@ -25,8 +27,11 @@ from lockstep.errors import InputError
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter's matrices by module: a [rank, in_features] and b [out_features, rank] as they are stored. sha256: of
-    what decides what it computes."""
+    """An adapter's matrices in memory, by module.
+
+    modules: of each, a [rank, in_features] and b [out_features, rank] as they are stored. sha256: of what decides what
+    the adapter computes.
+    """
 
     name: str
     rank: int
@@ -38,8 +43,11 @@ class LoadedAdapter:
 
 @dataclass(frozen=True)
 class LoraArrays:
-    """What one linear layer of one block reads, arrays of its backend: a [in_features, max_adapters * max_lora_rank],
-    or if `a_by_rows` the other way round, b [max_adapters * max_lora_rank, out_features]."""
+    """The arrays that one linear layer of one block reads adapters from.
+
+    Arrays of its backend: a [in_features, max_adapters * max_lora_rank], transposed if `a_by_rows`, and b [max_adapters
+    * max_lora_rank, out_features].
+    """
 
     module: str
     a: Any
@@ -54,8 +62,10 @@ def empty_arrays(
     empty: Callable[[Sequence[int], np.dtype], Any] = np.zeros,
     but: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Arrays for the inputs of a block that adapters are written to, as `empty` makes them of a shape and a dtype. but:
-    inputs that have one."""
+    """Make arrays for the inputs of a block that adapters are written to.
+
+    empty: makes an array of a shape and a dtype. but: inputs that have an array already. Returns arrays by input name.
+    """
     shapes = slots.shapes(part.graph) if slots else ()
     return {name: empty(shape, dtype) for name, shape in shapes if name not in but}
 
@@ -63,8 +73,10 @@ def empty_arrays(
 def arrays_of(
     slots: LoraSlots, part: Part, inputs: Mapping[str, Any], by_rows: Collection[str] = ()
 ) -> list[LoraArrays]:
-    """Where the adapters of each linear layer of a block go, among these inputs. by_rows: those lora_A that lie the
-    other way round."""
+    """Return where the adapters of each linear layer of a block go.
+
+    inputs: the block's arrays by input name. by_rows: those lora_A that are transposed.
+    """
     return [
         LoraArrays(module_of(part.slots[weight][0]), inputs[slot.a], inputs[slot.b], slot.a in by_rows)
         for weight, slot in slots.classes.get(part.graph, {}).items()
@@ -72,23 +84,32 @@ def arrays_of(
 
 
 class AdapterWriter(Protocol):
-    """What brings adapters into the arrays that blocks read, which are zero at first."""
+    """Brings adapters into the arrays that blocks read.
+
+    The arrays are zero at first.
+    """
 
     def prepare(self, adapter: LoadedAdapter) -> None:
         """Do once for an adapter what need not be done at each `write`."""
         ...
 
-    def write(self, adapter: LoadedAdapter, place: int) -> None:
-        """Write an adapter to its place in all arrays, before the next step: see `write_adapter`."""
+    def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
+        """Write an adapter to its slot in all arrays, before the next step.
+
+        As `write_adapter` does.
+        """
         ...
 
     def forget(self, adapter: LoadedAdapter) -> None:
-        """An adapter is not written any more."""
+        """Drop what is kept of an adapter, which is not written any more."""
         ...
 
 
 def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
-    """The adapters of a manifest by name, read into memory. Raises InputError where a file is absent or has changed."""
+    """Read the adapters of a manifest into memory, by name.
+
+    Raises InputError where a file is absent or has changed.
+    """
     path = Path(path)
     manifest = AdaptersManifest.load(path)
     found = {}
@@ -107,7 +128,7 @@ def _read(name: str, adapter: Adapter, folder: Path) -> LoadedAdapter:
 
 
 def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path) -> LoadedAdapter:
-    """An adapter whose file of matrices holds `data`, uint8."""
+    """Return an adapter whose file of matrices holds `data`, uint8."""
 
     def array(place: TensorPlace) -> np.ndarray:
         raw = data[place.offset : place.offset + place.length]
@@ -118,14 +139,20 @@ def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path
 
 
 def scaled(b: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
-    """A matrix B times the adapter's scale, computed in float32 and rounded once."""
+    """Return a matrix B times the adapter's scale.
+
+    Computed in float32 and rounded once, to `dtype`.
+    """
     with np.errstate(over="ignore"):
         return (b.astype(np.float32) * np.float32(scale)).astype(dtype)
 
 
 def check_adapter(adapter: LoadedAdapter, slots: LoraSlots, modules: Iterable[str], dtype: np.dtype) -> None:
-    """Raise InputError, one line, for an adapter that the graphs have no room for, or whose numbers do not fit their
-    precision. modules: those of the whole model that take adapters."""
+    """Check that the graphs have room for an adapter and its numbers fit.
+
+    modules: those of the whole model that take adapters. dtype: of the graphs. Raises InputError, one line, for an
+    adapter that the graphs have no room for, or whose numbers do not fit their precision.
+    """
     known = set(modules)
     opening = f"adapter {adapter.name!r} ({adapter.where})"
     if adapter.rank > slots.max_lora_rank:
@@ -153,10 +180,14 @@ def check_adapter(adapter: LoadedAdapter, slots: LoraSlots, modules: Iterable[st
                 )
 
 
-def write_adapter(adapter: LoadedAdapter | None, place: int, max_lora_rank: int, arrays: Iterable[LoraArrays]) -> None:
-    """Write an adapter to its place in all arrays; None: zeros. Modules that it does not have become zero, and so does
-    what lies between its rank and `max_lora_rank`."""
-    first = place * max_lora_rank
+def write_adapter(
+    adapter: LoadedAdapter | None, adapter_slot: int, max_lora_rank: int, arrays: Iterable[LoraArrays]
+) -> None:
+    """Write an adapter to its slot in all arrays, zeros for None.
+
+    Modules that it does not have become zero, and so does what lies between its rank and `max_lora_rank`.
+    """
+    first = adapter_slot * max_lora_rank
     own = slice(first, first + max_lora_rank)
     for each in arrays:
         found = adapter.modules.get(each.module) if adapter is not None else None

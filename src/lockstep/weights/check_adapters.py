@@ -1,5 +1,6 @@
-"""Check a model's adapters (LoRA, as PEFT saves them) against its checkpoint: folders in, `adapters.json` out. No
-torch, no PEFT.
+"""Check a model's adapters (LoRA, as PEFT saves them) against its checkpoint.
+
+In: their folders. Out: `adapters.json`. No torch, no PEFT.
 
 Everything that would change what the base computes beyond `x A^T B^T` at its linear layers is refused by name.
 """
@@ -63,10 +64,11 @@ def resolve_adapters(
     targets: Collection[str] | None,
     out: Path,
 ) -> Path:
-    """Check the adapters in `folders` against the checkpoint and write their manifest to `out`, which is returned.
+    """Check the adapters in `folders` and write their manifest to `out`.
 
-    sources: the config's text for each. targets: names of modules that adapters may be of; None: any. Raises
-    InputError, one line, for the first that is no plain LoRA of this checkpoint."""
+    They are held to the checkpoint. sources: the config's text for each. targets: names of modules that adapters may be
+    of; None: any. Returns `out`. Raises InputError, one line, for the first that is no plain LoRA of this checkpoint.
+    """
     checkpoint, out = CheckpointManifest.load(checkpoint_json), Path(out)
     adapters = {}
     for name in sorted(sources):
@@ -93,8 +95,11 @@ def resolve_adapters(
 
 
 def read_folder(folder: Path, name: str, checkpoint: CheckpointManifest, most_bytes: int) -> LoadedAdapter:
-    """Check an adapter's folder and read it. most_bytes: of its file of matrices. Raises InputError, one line, for one
-    that is no plain LoRA of this checkpoint, is too large, or changes meanwhile."""
+    """Check an adapter's folder and read it.
+
+    most_bytes: of its file of matrices. Raises InputError, one line, for one that is no plain LoRA of this checkpoint,
+    is too large, or changes meanwhile.
+    """
     where, path = f"adapter {name!r}", folder / WEIGHTS
     if path.is_file() and (size := path.stat().st_size) > most_bytes:
         raise InputError(
@@ -111,7 +116,11 @@ def read_folder(folder: Path, name: str, checkpoint: CheckpointManifest, most_by
 
 
 def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Adapter:
-    """The adapter in a folder, as it would stand in that folder, without a source. where: how messages open."""
+    """Check an adapter's folder and return its entry for the manifest.
+
+    The entry is as of that folder, without a source. where: how messages open. Raises InputError, one line, for one
+    that is no plain LoRA of this checkpoint.
+    """
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise InputError(f"{where}: {folder}: expected the folder of an adapter, found {found}; correct its source")
@@ -183,7 +192,7 @@ _RETRAIN = "merge it into the checkpoint with PEFT, or train it without"
 
 
 def _modules(path: Path, tensors: Mapping[str, TensorPlace], rank: int, where: str) -> dict[str, AdaptedModule]:
-    """Each module's two matrices, of the same rank."""
+    """Return each module's two matrices, which have one rank."""
     found: dict[str, dict[str, TensorPlace]] = {}
     for name, place in sorted(tensors.items()):
         match = _TENSOR.fullmatch(name)
@@ -241,8 +250,11 @@ def _check_against_base(
     where: str,
     trained_on: str,
 ) -> None:
-    """weights: of the checkpoint, packed ones as what they stand for. trained_on: what the adapter's config says of its
-    base, in words; may be empty."""
+    """Check that a module's matrices fit a linear weight of the checkpoint.
+
+    weights: of the checkpoint, packed ones as what they stand for. trained_on: what the adapter's config says of its
+    base, in words; may be empty. Raises InputError where they do not fit.
+    """
     name = f"{module}.weight"
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     base = weights.get(name) or weights.get(name.partition(".")[2])

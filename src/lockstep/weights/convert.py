@@ -1,4 +1,6 @@
-"""Convert: a checkpoint's manifest in, the weights manifest of one precision out. Needs no torch.
+"""Convert a checkpoint to one precision: manifest in, weights manifest out.
+
+Needs no torch.
 
 Where all floats have that precision already nothing is copied: the manifest points into the checkpoint. Else all
 tensors go, cast and one piece at a time, into one `weights.safetensors` beside the manifest, the same bytes each time.
@@ -26,12 +28,14 @@ WEIGHTS = "weights.safetensors"
 
 
 def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json: Path | None = None) -> Path:
-    """Write the weights manifest `out_json` of `precision` (fp32, fp16, bf16, w8a16 or w4a16), and return it.
+    """Write the weights manifest `out_json` of `precision`, and return it.
 
-    assembly_json: of the same model and precision; it says which tensors are quantised, and only then is needed.
+    precision: fp32, fp16, bf16, w8a16 or w4a16. assembly_json: of the same model and precision; it says which tensors
+    are quantised, and is needed only then.
 
     Floats are rounded to nearest, ties to even (fp64 to bf16 by way of fp32, as in torch); integers and booleans keep
     their type.
+
     Raises InputError when a file has changed since `resolve`, at NaN, infinity and numbers too large for the precision,
     and when the disk has no room.
     """
@@ -58,7 +62,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
 
 
 def _quantized(source: Source, precision: str, assembly_json: Path | None) -> QuantizedTensors:
-    """Which tensors of `source` are quantised, by the names that they have there."""
+    """Return which tensors of `source` are quantised, by their names there."""
     if assembly_json is None:
         raise InputError(f"precision {precision}: expected an assembly, which says what is quantised, found none")
     found = Assembly.load(assembly_json)
@@ -88,7 +92,10 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
 
 
 def _check_packed(source: Source, wanted: QuantizedTensors, assembly_json: Path) -> None:
-    """Weights that are quantised already go to graphs of the same integers."""
+    """Check that graphs take the integers of weights that are quantised already.
+
+    Raises InputError where they do not.
+    """
     assert source.packing is not None  # of a source with packed weights
     own = source.manifest.quantization
     for name, bits in wanted.bits.items():
@@ -106,7 +113,10 @@ def _check_packed(source: Source, wanted: QuantizedTensors, assembly_json: Path)
 
 
 def _point_into(source: Source, precision: str, out: Path) -> WeightsManifest:
-    """A manifest that points into the checkpoint, once its numbers are known to be finite."""
+    """Return a manifest that points into the checkpoint.
+
+    Its numbers are read first: InputError where one is not finite.
+    """
     buffer = np.empty(PIECE_BYTES, np.uint8)
     for name, place in source.tensors.items():
         if place.dtype in FLOAT_DTYPES:

@@ -1,4 +1,6 @@
-"""The arithmetic of quantised weights: float32 numbers in groups in, integers with a scale a group out, and back.
+"""The arithmetic of quantised weights.
+
+In: float32 numbers in groups. Out: integers with a scale for each group, and back.
 
 Symmetric: a number is its integer times the scale of its group. The scale is the group's number of the largest
 magnitude over the lowest integer (-8 or -128), so that this number is kept exactly and no integer is left unused; it
@@ -12,13 +14,19 @@ import numpy as np
 
 
 def scales_of(groups: np.ndarray, bits: int) -> np.ndarray:
-    """The scale of each group, float32 [num_groups], of finite numbers float32 [num_groups, group_size]."""
+    """Return the scale of each group, float32 [num_groups].
+
+    groups: finite numbers, float32 [num_groups, group_size].
+    """
     largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)[:, 0]
     return (largest * np.float32(-1.0 / (1 << bits - 1))) + np.float32(0)  # no negative zero
 
 
 def integers_of(groups: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """The nearest integer of each number, counted from the zero point: uint8 [num_groups, group_size]."""
+    """Return the nearest integer of each number, uint8 [num_groups, group_size].
+
+    Integers are counted from the zero point.
+    """
     half = 1 << bits - 1
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a group of zeros, or of nearly that
         found = np.rint(groups / scales[:, None])
@@ -27,13 +35,18 @@ def integers_of(groups: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray
 
 
 def pack(integers: np.ndarray, bits: int) -> np.ndarray:
-    """Integers uint8 [..., group_size] as they are stored: [..., group_size * bits / 8], two a byte where they have 4
-    bits, the first in the low half."""
+    """Pack integers as they are stored: uint8 [..., group_size * bits / 8].
+
+    integers: uint8 [..., group_size]. Two share a byte where they have 4 bits, the first in the low half.
+    """
     return integers if bits == 8 else integers[..., 0::2] | integers[..., 1::2] << 4
 
 
 def unpack(data: np.ndarray, group_size: int) -> np.ndarray:
-    """What `pack` was given; bits are known by the last dimension of `data`."""
+    """Return what `pack` was given, uint8 [..., group_size].
+
+    Its bits are known by the last dimension of `data`.
+    """
     if data.shape[-1] == group_size:
         return data
     return np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], group_size)
@@ -42,8 +55,11 @@ def unpack(data: np.ndarray, group_size: int) -> np.ndarray:
 def dequantize(
     data: np.ndarray, scales: np.ndarray, group_size: int, zero_points: np.ndarray | None = None
 ) -> np.ndarray:
-    """The weight float32 [out_features, in_features] of uint8 [out_features, num_groups, group_size * bits / 8] and
-    float32 [out_features, num_groups]. zero_points: as they are kept; None: the middle."""
+    """Return the weight, float32 [out_features, in_features], of its integers.
+
+    data: uint8 [out_features, num_groups, group_size * bits / 8]. scales: float32 [out_features, num_groups].
+    zero_points: as they are kept; None: the middle of the range.
+    """
     bits = 8 if data.shape[-1] == group_size else 4
     zeros = np.full(scales.shape, 1 << bits - 1, np.uint8)
     if zero_points is not None:

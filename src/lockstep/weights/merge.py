@@ -1,4 +1,6 @@
-"""Merge an adapter into its checkpoint: manifests of both in, a checkpoint folder in Hugging Face format out.
+"""Merge an adapter into its checkpoint.
+
+In: the manifests of both. Out: a checkpoint folder in Hugging Face format.
 
 Each weight W that the adapter is of becomes W + scale * B A, summed in float64 and rounded once to the dtype that W is
 stored in; all other tensors and files stay as they are. Tensors are streamed, a few megabytes at a time.
@@ -25,7 +27,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path) -> Path:
-    """Write the checkpoint with the adapter `name` merged into it to the folder `out`, which is returned.
+    """Write the checkpoint with one adapter merged into it.
+
+    name: of the adapter. out: the folder that is written, and returned.
 
     Raises InputError where `out` is there, no adapter has this name, a file has changed since it was resolved, a number
     becomes too large for its dtype, and when the disk has no room; `out` is then as it was.
@@ -76,7 +80,10 @@ def _write(source: Source, adapter: LoadedAdapter, path: Path) -> None:
 
 
 def _merged(source: Source, name: str, adapter: LoadedAdapter, module: str, buffer: np.ndarray) -> Iterator[memoryview]:
-    """A weight's bytes with the adapter's product added, by pieces that end anywhere within a row."""
+    """Yield a weight's bytes with the adapter's product added.
+
+    Pieces may end anywhere within a row.
+    """
     place = source.tensors[name]
     a, b = (array.astype(np.float64) for array in adapter.modules[module])
     left, right = _factors(place, a, b, f"{source.words(name)}: adapter {adapter.name!r}")
@@ -99,7 +106,11 @@ def _merged(source: Source, name: str, adapter: LoadedAdapter, module: str, buff
 
 
 def _factors(place: TensorPlace, a: np.ndarray, b: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Two factors of what is added to a weight, which may be stored transposed: (rows, rank) and (rank, columns)."""
+    """Return the two factors of what is added to a weight.
+
+    They are (rows, rank) and (rank, columns) of the weight as it is stored, which may be transposed. Raises InputError
+    where their product has another shape.
+    """
     if place.shape == (b.shape[0], a.shape[1]):
         return b, a
     if place.shape == (a.shape[1], b.shape[0]):

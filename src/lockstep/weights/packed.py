@@ -1,4 +1,6 @@
-"""Read weights that a checkpoint holds packed: its own integers, scales and zero points, by rows.
+"""Read weights that a checkpoint holds packed.
+
+They are its own integers, scales and zero points, read by rows.
 
 In: the tensors of one weight as they lie in the file. Out: integers with scales as `MatMulNBits` reads them, to the
 integer the same; or the numbers that they stand for, float32. Layouts: `artifacts.packing`.
@@ -29,21 +31,26 @@ class PackedValues(ValueError):
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight of `shape` [out_features, in_features]. arrays: its tensors by what they are
-    (`checkpoint.packed.PackedWeight`); those that are asked for."""
+    """A packed weight of `shape` [out_features, in_features].
+
+    arrays: its tensors by role (`checkpoint.packed.PackedWeight`), those that are asked for.
+    """
 
     packing: Packing
     shape: tuple[int, int]
     arrays: Mapping[str, np.ndarray]
 
     def blocks(self) -> Iterator[slice]:
-        """Rows that are unpacked together, in order."""
+        """Return the rows that are unpacked together, in order."""
         rows, columns = self.shape
         step = max(_ROWS, _BLOCK // columns // _ROWS * _ROWS)
         return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
     def integers(self, rows: slice) -> np.ndarray:
-        """uint8 [rows, in_features]; signed ones are counted from the middle of their range."""
+        """Return the integers of some rows, uint8 [rows, in_features].
+
+        Signed ones are counted from the middle of their range.
+        """
         data, bits, layout = self.arrays["data"], self.packing.bits, self.packing.layout
         if layout == "int8":
             return (data[rows].astype(np.int16) + 128).astype(np.uint8)
@@ -54,13 +61,19 @@ class Packed:
         return _numbers(data[:, rows].T, bits)
 
     def scales(self, rows: slice, group_size: int | None = None) -> np.ndarray:
-        """float32 [rows, num_groups]; of groups of `group_size`, of which several may be one of the checkpoint's."""
+        """Return the scales of some rows, float32 [rows, num_groups].
+
+        They are of groups of `group_size`, of which several may be one of the checkpoint's.
+        """
         scales = self.arrays["scales"]
         mine = scales[rows] if self.packing.layout in ("packed", "int8") else scales[:, rows].T
         return self._repeated(np.ascontiguousarray(mine).astype(np.float32), group_size)
 
     def zero_points(self, rows: slice, group_size: int | None = None) -> np.ndarray:
-        """As `scales`, int16."""
+        """Return the zero points of some rows, int16 [rows, num_groups].
+
+        Groups are as of `scales`.
+        """
         if "zero_points" not in self.arrays:
             groups = self.shape[1] // (group_size or self.packing.group_size or self.shape[1])
             return np.full((rows.stop - rows.start, groups), 1 << self.packing.bits - 1, np.int16)
@@ -74,7 +87,10 @@ class Packed:
         return self._repeated(stored.astype(np.int16) + (self.packing.layout == "gptq"), group_size)
 
     def numbers(self, rows: slice) -> np.ndarray:
-        """What they stand for, float32 [rows, in_features]: one rounding, and none for scales of 16 bits."""
+        """Return the numbers that some rows stand for, float32 [rows, in_features].
+
+        Each is rounded once, and not at all for scales of 16 bits.
+        """
         scales = self.scales(rows)
         groups = self.integers(rows).reshape(*scales.shape, -1).astype(np.float32)
         found = (groups - self.zero_points(rows)[..., None].astype(np.float32)) * scales[..., None]
@@ -104,7 +120,7 @@ class Packed:
                 raise PackedValues("zero_points", expected, found, remedy)
 
     def _words(self, rows: slice) -> slice:
-        """The words along a row of tensors that lie by columns."""
+        """Return the words along a row of tensors that lie by columns."""
         return slice(rows.start * self.packing.bits // 32, rows.stop * self.packing.bits // 32)
 
     def _repeated(self, values: np.ndarray, group_size: int | None) -> np.ndarray:
@@ -113,7 +129,10 @@ class Packed:
 
 
 def pack_zero_points(values: np.ndarray, bits: int) -> np.ndarray:
-    """Zero points [rows, num_groups] as they are kept: uint8, packed along a row, which ends with a whole byte."""
+    """Pack zero points [rows, num_groups] as they are kept, uint8.
+
+    They are packed along a row, which ends with a whole byte.
+    """
     values = values.astype(np.uint8)
     if bits == 4 and values.shape[1] % 2:
         values = np.pad(values, ((0, 0), (0, 1)))
@@ -121,7 +140,10 @@ def pack_zero_points(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _numbers(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """The numbers in 32-bit words [rows, n], from the low bits or in another order: uint8 [rows, n * 32 / bits]."""
+    """Return the numbers in 32-bit words: uint8 [rows, n * 32 / bits].
+
+    words: [rows, n]. Numbers are taken from the low bits on, or in `order`.
+    """
     shifts = np.array([bits * place for place in order or range(32 // bits)], np.uint32)
     numbers = (np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
     return numbers.astype(np.uint8).reshape(len(words), -1)

@@ -1,4 +1,7 @@
-"""A rank's part of the weights of one block: what `Weights` is to a backend, with slots for names."""
+"""A rank's part of the weights of one block.
+
+It is to a backend what `Weights` is, with slots for names.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ from lockstep.weights.slots import slot_array
 
 
 class RankWeights:
-    """Arrays by the name of a slot of the whole block, `signature_slots`; slots: {slot: tensors} of the block's place.
-    Check the slots first."""
+    """The arrays of a rank, by the name of a slot of the whole block.
+
+    signature_slots: the slots of the whole block. slots: {slot: tensors} of the block in this layer. Check the slots
+    first.
+    """
 
     def __init__(
         self,
@@ -37,14 +43,19 @@ class RankWeights:
         return tuple(self._slots[slot]), self._sharded.weights.get(slot), zeros, self._rank
 
     def __getitem__(self, slot: str) -> np.ndarray:
-        """A view of the checkpoint's file, with gaps where the part has some there; a copy of a fused slot, and of a
-        part of several ranges."""
+        """Return the rank's part of a slot.
+
+        A view of the checkpoint's file, with gaps where the part has some there; a copy of a fused slot, and of a part
+        of several ranges.
+        """
         whole = slot_array(self._weights, self._slots[slot], self._sizes[slot])
         return self._sharded.take_weight(slot, whole, self._rank)
 
     def location(self, slot: str) -> tuple[Path, int, int] | None:
-        """(path of the file, offset in bytes, length in bytes) of a slot that a whole tensor of the checkpoint takes;
-        None for a part of one, or of several."""
+        """Return (path of the file, offset in bytes, length in bytes) of a slot.
+
+        Of one that a whole tensor of the checkpoint takes; None for a part of a tensor, or several.
+        """
         is_whole = slot not in self._sharded.weights and (slot not in self._sharded.first or self._rank == 0)
         names = self._slots[slot]
         return self._weights.location(names[0]) if is_whole and len(names) == 1 else None

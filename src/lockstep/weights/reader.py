@@ -1,5 +1,7 @@
-"""Weights at run time: a weights manifest in, read-only arrays out. One memory map a file, no torch, Python 3.10 and
-NumPy 1.26."""
+"""Weights at run time: a weights manifest in, read-only arrays out.
+
+One memory map a file, no torch, Python 3.10 and NumPy 1.26.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,35 @@ from lockstep.weights.groups import dequantize
 
 
 class Tensors(Protocol):
-    """Weights by name: a checkpoint's tensors, or a rank's slots. Arrays of a rank may have gaps (strides)."""
+    """Weights by name: a checkpoint's tensors, or a rank's slots.
+
+    Arrays of a rank may have gaps (strides).
+    """
 
     @property
     def checkpoint(self) -> object:
-        """One object for all that is read from one checkpoint."""
+        """Return one object for all that is read from one checkpoint."""
         ...
 
     def identity(self, name: str) -> Hashable:
-        """Equal for equal arrays of one checkpoint."""
+        """Return a key that is equal for equal arrays of one checkpoint."""
         ...
 
     def __getitem__(self, name: str) -> np.ndarray: ...
 
     def location(self, name: str) -> tuple[Path, int, int] | None:
-        """(path, offset in bytes, length in bytes) where a file holds just these bytes; None where none does."""
+        """Return (path, offset in bytes, length in bytes) of an array in a file.
+
+        None where no file holds just these bytes.
+        """
         ...
 
 
 class Weights:
-    """The tensors of a weights manifest by name. Arrays are views of the mapped files: one copy in memory, however many
-    users."""
+    """The tensors of a weights manifest, by name.
+
+    Arrays are views of the mapped files: one copy in memory, however many users.
+    """
 
     def __init__(
         self,
@@ -63,7 +73,10 @@ class Weights:
 
     @classmethod
     def open(cls, manifest_path: str | os.PathLike) -> Weights:
-        """Raises InputError when the manifest or a file it names is absent or has changed."""
+        """Open a weights manifest and map its files.
+
+        Raises InputError when the manifest or a file it names is absent or has changed.
+        """
         manifest_path = Path(manifest_path)
         manifest = WeightsManifest.load(manifest_path)
         paths = {file.path: manifest_path.parent / file.path for file in manifest.files}
@@ -88,7 +101,7 @@ class Weights:
 
     @property
     def quantization(self) -> QuantizedTensors | None:
-        """What is quantised, and how; None where nothing is."""
+        """Return what is quantised, and how; None where nothing is."""
         if self.group_size is None:
             return None
         names = quantized_names(self._tensors)
@@ -96,16 +109,20 @@ class Weights:
         return QuantizedTensors(self.group_size, bits, any(zero_points_name(name) in self._tensors for name in names))
 
     def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All tensors under their names in the checkpoint, sorted; of a quantised one the numbers that its integers
-        and scales stand for, float32."""
+        """Yield all tensors under their names in the checkpoint, sorted.
+
+        Of a quantised one the numbers that its integers and scales stand for, float32.
+        """
         quantized = quantized_names(self._tensors)
         parts = {part(name) for name in quantized for part in (data_name, scales_name, zero_points_name)}
         for name in sorted({*self._tensors, *quantized} - parts):
             yield name, self.dequantize(name) if data_name(name) in self._tensors else self[name]
 
     def dequantize(self, name: str) -> np.ndarray:
-        """The numbers that the integers, scales and zero points of a quantised tensor stand for, float32
-        [out_features, in_features]."""
+        """Return the numbers of a quantised tensor, float32.
+
+        They are what its integers, scales and zero points stand for, [out_features, in_features].
+        """
         data, scales = self[data_name(name)], self[scales_name(name)]
         zeros = self[zero_points_name(name)] if zero_points_name(name) in self._tensors else None
         kept = None
@@ -123,8 +140,10 @@ class Weights:
         return isinstance(name, str) and self._key(name) in self._tensors
 
     def _key(self, name: str) -> str:
-        """The name under which the checkpoint holds `name`: checkpoints of a bare decoder leave out its first part
-        ("transformer.")."""
+        """Return the name under which the checkpoint holds `name`.
+
+        Checkpoints of a bare decoder leave out its first part ("transformer.").
+        """
         return name if name in self._tensors else name.partition(".")[2]
 
     def __iter__(self) -> Iterator[str]:
@@ -134,11 +153,14 @@ class Weights:
         return len(self._tensors)
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """The tensors that are none of `names`, sorted."""
+        """Return the tensors that are none of `names`, sorted."""
         return sorted(set(self._tensors) - {self._key(name) for name in names})
 
     def info(self, name: str) -> TensorPlace:
-        """Raises InputError, which names the nearest tensors, when there is none of this name."""
+        """Return a tensor's file, bytes, dtype and shape.
+
+        Raises InputError, which names the nearest tensors, when there is none of this name.
+        """
         try:
             return self._tensors[self._key(name)]
         except KeyError:
@@ -150,15 +172,18 @@ class Weights:
             ) from None
 
     def location(self, name: str) -> tuple[Path, int, int]:
-        """(path of the real file, offset in bytes, length in bytes) of a tensor, for a reader that maps files
-        itself."""
+        """Return (path, offset in bytes, length in bytes) of a tensor.
+
+        The path is that of the real file, for a reader that maps files itself.
+        """
         info = self.info(name)
         return Path(os.path.realpath(self._paths[info.file])), info.offset, info.length
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The tensor as a read-only array of its shape; `ml_dtypes.bfloat16` for BF16.
+        """Return the tensor as a read-only array of its shape.
 
-        A view of the file, except where the file does not align it to its element (old writers): then a copy.
+        Its dtype is `ml_dtypes.bfloat16` for BF16. A view of the file, except where the file does not align it to its
+        element (old writers): then a copy.
         """
         info = self.info(name)
         raw = self._maps[info.file][info.offset : info.offset + info.length]
@@ -170,8 +195,11 @@ class Weights:
 
 
 def _check_place(manifest_path: Path, name: str, info: TensorPlace, size: int) -> None:
-    """A manifest is ours, but its numbers choose what memory is read: they are checked as any file's are. size: of the
-    place's file."""
+    """Check that a tensor lies within its file.
+
+    A manifest is ours, but its numbers choose what memory is read: they are checked as any file's are. size: of the
+    tensor's file, in bytes. Raises InputError.
+    """
     length = math.prod(info.shape) * DTYPE_BITS.get(info.dtype, 0) // 8
     if info.length != length or info.offset < 0 or info.offset + info.length > size:
         raise InputError(
@@ -181,6 +209,6 @@ def _check_place(manifest_path: Path, name: str, info: TensorPlace, size: int) -
 
 
 def _map(path: Path) -> np.ndarray:
-    """The file's bytes as a read-only uint8 array. The array keeps the map alive."""
+    """Map a file's bytes as a read-only uint8 array, which keeps the map alive."""
     with open(path, "rb") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)

@@ -1,5 +1,7 @@
-"""Look at floating-point numbers through their bits: is each finite, and how large is the largest? No torch, one
-pass."""
+"""Floating-point numbers seen through their bits.
+
+Whether each is finite, and how large the largest is. No torch, one pass.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Unsigned type of the same width, mask of all but the sign, and the first bit pattern that is not finite (all exponent
-# bits set).
+from lockstep.artifacts.dtypes import DTYPE_BITS, INFINITY_BITS
+
+# Unsigned type of the same width, mask of all but the sign, and the first bit pattern that is not finite.
 _LAYOUT = {
-    "F16": (np.uint16, 0x7FFF, 0x7C00),
-    "BF16": (np.uint16, 0x7FFF, 0x7F80),
-    "F32": (np.uint32, 0x7FFF_FFFF, 0x7F80_0000),
-    "F64": (np.uint64, 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    dtype: (np.dtype(f"u{DTYPE_BITS[dtype] // 8}").type, (1 << DTYPE_BITS[dtype] - 1) - 1, infinity)
+    for dtype, infinity in INFINITY_BITS.items()
 }
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """`first`: flat index of the first number that is not finite."""
+    """How many numbers of an array are not finite.
+
+    first: flat index of the first of them.
+    """
 
     first: int
     nans: int
@@ -27,7 +31,9 @@ class NonFinite:
 
 
 def largest_bits(dtype: str, raw: np.ndarray) -> int:
-    """Bits of the largest magnitude in `raw` (uint8, 1-D, the bytes of `dtype` numbers); 0 when empty.
+    """Return the bits of the largest magnitude in `raw`; 0 when empty.
+
+    raw: uint8, 1-D, the bytes of `dtype` numbers.
 
     Without their sign, IEEE numbers order as their bits do, with infinity above all finite numbers and NaN above
     infinity.
@@ -38,17 +44,17 @@ def largest_bits(dtype: str, raw: np.ndarray) -> int:
 
 
 def is_finite(dtype: str, bits: int) -> bool:
-    """Whether a magnitude, given as its bits, is a finite number."""
+    """Return whether a magnitude, given as its bits, is a finite number."""
     return bits < _LAYOUT[dtype][2]
 
 
 def from_bits(dtype: str, bits: int, number: np.dtype) -> np.ndarray:
-    """The magnitude as an array of one `number`, the NumPy type of `dtype`."""
+    """Return the magnitude as an array of one `number`, the NumPy dtype of `dtype`."""
     return np.array([bits], _LAYOUT[dtype][0]).view(number)
 
 
 def count_non_finite(dtype: str, raw: np.ndarray) -> NonFinite | None:
-    """Where and how many numbers in `raw` are not finite; None when all are."""
+    """Count the numbers in `raw` that are not finite; None when all are."""
     unsigned, mask, infinity = _LAYOUT[dtype]
     bits = raw.view(unsigned) & unsigned(mask)
     at = np.flatnonzero(bits >= unsigned(infinity))

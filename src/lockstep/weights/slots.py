@@ -1,4 +1,7 @@
-"""Do the weights fit the graphs? Checks the tensors that an assembly binds to a block's slots, before anything runs."""
+"""Checks that weights fit the graphs, before anything runs.
+
+They are of the tensors that an assembly binds to a block's slots.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ from lockstep.weights.reader import Tensors, Weights
 
 
 def check_slots(weights: Weights, slots: Mapping[str, Sequence[str]], specs: Sequence[IO], where: str = "") -> None:
-    """Check each slot that `specs` declares against its tensors in
-    `slots`.
+    """Check each slot that `specs` declares against its tensors in `slots`.
 
     A slot of several tensors holds their bytes one after another. A size given as a name fits any size. `where` says
     which block this is, for the message. Raises InputError naming tensor, file, expected and found dtype or shape.
@@ -91,7 +93,10 @@ def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
 
 
 def check_inputs(slots: Collection[str], inputs: Collection[str], where: str) -> None:
-    """Raises CheckError unless an engine has an input for each of its slots. where: its file."""
+    """Check that an engine has an input for each of its slots.
+
+    where: its file. Raises CheckError.
+    """
     if missing := sorted(set(slots) - set(inputs)):
         raise CheckError(
             f"{where}: expected weight inputs {sorted(slots)}, found none for {missing}; build the engines again"
@@ -99,7 +104,10 @@ def check_inputs(slots: Collection[str], inputs: Collection[str], where: str) ->
 
 
 def check_bound_slots(slots: Collection[str], given: Collection[str], where: str) -> None:
-    """Raises CheckError unless the slots of an engine are those that weights are bound to. where: its file."""
+    """Check that the slots of an engine are those that weights are bound to.
+
+    where: its file. Raises CheckError.
+    """
     if set(given) != set(slots):
         raise CheckError(
             f"{where}: expected weights for the slots {sorted(slots)}, found {sorted(given)}; export and build again"
@@ -107,7 +115,10 @@ def check_bound_slots(slots: Collection[str], given: Collection[str], where: str
 
 
 def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.dtype, where: str) -> None:
-    """Raises CheckError unless one array is what a slot of an engine takes, or several are, one after another."""
+    """Check that arrays, one after another, are what a slot of an engine takes.
+
+    A single array has the slot's shape itself. Raises CheckError.
+    """
     found = [list(array.shape) for array in arrays]
     fits = found == [list(shape)] if len(arrays) == 1 else sum(array.size for array in arrays) == math.prod(shape)
     if not fits or any(array.dtype != dtype for array in arrays):
@@ -117,9 +128,11 @@ def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.d
         )
 
 
-def slot_array(weights: Tensors, names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
-    """What a slot of `shape` takes, without gaps: the tensor itself, or a copy of several, one after another. Check the
-    slot first."""
+def slot_array(weights: Tensors | Mapping[str, np.ndarray], names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
+    """Return what a slot of `shape` takes, without gaps.
+
+    The tensor itself, or a copy of several, one after another. Check the slot first.
+    """
     if len(names) == 1:
         return np.asarray(weights[names[0]], order="C")
     return np.concatenate([weights[name].reshape(-1) for name in names]).reshape(shape)

@@ -1,4 +1,7 @@
-"""Read a checkpoint's tensors in bounded pieces, by its manifest, and refuse numbers that are not finite."""
+"""Read a checkpoint's tensors in bounded pieces, by its manifest.
+
+Numbers that are not finite are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint as its manifest describes it, with every file found and of the size it had then.
+    """A checkpoint as its manifest describes it.
+
+    Every file was found, of the size it had when the manifest was made.
 
     tensors: by name; weights that are quantised already are one each, as the floats that they stand for, and stand in
     `packed` besides.
@@ -50,7 +55,9 @@ class Source:
         return f"{self.folder / place.file}: tensor {name!r} ({place.dtype} {list(place.shape)})"
 
     def pieces(self, name: str, buffer: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield a tensor's bytes as uint8 views of `buffer`; each is valid until the next is asked for.
+        """Yield a tensor's bytes as uint8 views of `buffer`.
+
+        Each is valid until the next is asked for.
 
         `buffer` is a uint8 array of PIECE_BYTES. Read, not mapped: a file that shrinks meanwhile is then an error, not
         a SIGBUS.
@@ -78,7 +85,9 @@ class Source:
                 yield piece
 
     def open_packed(self, name: str, *parts: str) -> Packed:
-        """A weight that is quantised already, its tensors in memory as they lie in the file; some of `parts`, or all.
+        """Read a packed weight, its tensors in memory as they lie in the file.
+
+        parts: which of its tensors are read; none given: all.
 
         Raises InputError for scales that are not finite, and for values that config.json says otherwise.
         """
@@ -93,7 +102,7 @@ class Source:
         return packed
 
     def array(self, name: str) -> np.ndarray:
-        """A whole tensor in memory. Raises InputError for floats that are not finite."""
+        """Read a whole tensor. Raises InputError for floats that are not finite."""
         place, buffer = self.tensors[name], np.empty(PIECE_BYTES, np.uint8)
         raw, filled = np.empty(place.length, np.uint8), 0
         is_float = place.dtype in FLOAT_DTYPES
@@ -131,7 +140,10 @@ class Source:
 
 
 def open_source(checkpoint_json: Path) -> Source:
-    """Raises InputError when a file has changed since `resolve`, or holds tensors of a type that cannot be read yet."""
+    """Open a checkpoint by its manifest.
+
+    Raises InputError when a file has changed since `resolve`, or holds tensors of a type that cannot be read yet.
+    """
     manifest = CheckpointManifest.load(checkpoint_json)
     source = Source(manifest.folder_of(checkpoint_json), manifest, manifest.tensors)
     manifest.check(source.folder)

@@ -1,5 +1,7 @@
-"""Stream a checkpoint's tensors, cast to one float type or quantised, into a safetensors file. Memory: a few pieces,
-however large the model."""
+"""Stream a checkpoint's tensors, cast or quantised, into a safetensors file.
+
+Memory: a few pieces, however large the model.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the file: of which of the checkpoint it is made, its dtype and shape there. bits: of a part of a
-    quantised one; part: which, data, scales or zero_points."""
+    """A tensor of the file that is written.
+
+    name: of the checkpoint's tensor that it is made of. dtype, shape: in the file. bits: of a part of a quantised one;
+    part: which, data, scales or zero_points.
+    """
 
     name: str
     dtype: str
@@ -49,8 +54,9 @@ class Stored:
 def write_cast(
     source: Source, dtype: str, path: Path, before_rename: Callable[[], None], quantized: QuantizedTensors | None = None
 ) -> tuple[StoredFile, dict[str, TensorPlace]]:
-    """Write all tensors of `source`, floats as `dtype` and `quantized` as integers with scales, to the safetensors file
-    `path`.
+    """Write all tensors of `source` to the safetensors file `path`.
+
+    Floats are written as `dtype`, those of `quantized` as integers with scales.
 
     Returns the file and the tensors of the weights manifest beside it. `before_rename` is called when the file is
     complete and not yet in place. On any error `path` stays as it was.
@@ -65,8 +71,11 @@ def write_cast(
 def write_stream(
     path: Path, size: int, contents: Iterable[memoryview], what: str, before_rename: Callable[[], None] = lambda: None
 ) -> str:
-    """Write `size` bytes to `path`, whole or not at all; gives their hex sha256. what: weights they are, in words;
-    before_rename: as of `write_cast`. Raises InputError when the disk has no room."""
+    """Write `size` bytes to `path`, whole or not at all; return their hex sha256.
+
+    what: the weights that they are, in words. before_rename: as of `write_cast`. Raises InputError when the disk has no
+    room.
+    """
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
@@ -95,7 +104,7 @@ def write_stream(
 
 
 def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: QuantizedTensors | None) -> dict[str, Stored]:
-    """What the file holds, by name."""
+    """Return the tensors of the file, by name."""
     stored = {}
     for name, place in tensors.items():
         if quantized is None or name not in quantized.bits:
@@ -112,8 +121,10 @@ def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: Quantized
 
 
 def layout(stored: Mapping[str, Stored], file: str) -> tuple[bytes, dict[str, TensorPlace]]:
-    """The opening bytes of `file` and the manifest's tensors, both in file order, which is that of the safetensors
-    library."""
+    """Return the opening bytes of `file` and the manifest's tensors.
+
+    Both are in file order, which is that of the safetensors library.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name in sorted(stored, key=lambda name: (-DTYPE_ORDER[stored[name].dtype], name)):
@@ -153,8 +164,10 @@ def _contents(
 
 
 def _quantize(source: Source, entry: Stored, group_size: int, buffer: np.ndarray) -> Iterator[memoryview]:
-    """The data or the scales of a tensor. A piece holds whole groups, for both are powers of two and a row ends with
-    one."""
+    """Yield the data or the scales of a tensor that is quantised.
+
+    A piece holds whole groups, for both are powers of two and a row ends with one.
+    """
     assert entry.bits is not None
     for piece in _cast(source, entry.name, "F32", buffer):
         groups = np.frombuffer(piece, np.float32).reshape(-1, group_size)
@@ -164,7 +177,10 @@ def _quantize(source: Source, entry: Stored, group_size: int, buffer: np.ndarray
 
 
 def _repack(source: Source, entry: Stored, group_size: int, _: np.ndarray) -> Iterator[memoryview]:
-    """As `_quantize`, of a weight that is quantised already: the same integers, scales and zero points."""
+    """Yield the parts of a weight that the checkpoint holds quantised.
+
+    They are the same integers, scales and zero points.
+    """
     assert entry.bits is not None
     held = source.open_packed(entry.name, entry.part, "order", "shape", "zero_points")
     for rows in held.blocks():
@@ -204,6 +220,9 @@ def _refuse_overflow(source: Source, name: str, dtype: str, buffer: np.ndarray) 
 
 
 def _write_all(file: RawIOBase, data: memoryview) -> None:
-    """A raw file may take less than all: the rest is written, or fails with the reason."""
+    """Write all of `data`, of which a raw file may take less at once.
+
+    Fails with the reason where the rest cannot be written.
+    """
     while data:
         data = data[file.write(data) :]

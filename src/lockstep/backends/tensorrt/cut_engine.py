@@ -27,6 +27,7 @@ from lockstep.errors import CheckError
 from lockstep.onnx_tools.cut_products import CutGraph, Product, cut_products, run_cut
 from lockstep.onnx_tools.half_activations import halve_activations
 from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.metrics import max_abs_error, peak
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import dtype_name
@@ -124,8 +125,8 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 
     found = run_cut(cut.steps, feeds, run_piece, multiply)
     for name in names:
-        allowed = _TOLERANCE * max(1.0, float(np.abs(expected[name]).max(initial=0)))
-        error = float(np.abs(found[name].astype(np.float64) - expected[name]).max(initial=0))
+        allowed = _TOLERANCE * peak(expected[name])
+        error = max_abs_error(expected[name], found[name].astype(np.float64))
         if not error <= allowed:
             raise CheckError(
                 f"graph {model.graph.name}: output {name}: expected the pieces and products to give the same within "

@@ -24,7 +24,7 @@ class DecodeState:
 
     token_ids, positions (of dtype `integer`): of slots that do not decode any that are valid. rows (int32): the slot
     itself, or -1 where it does not decode. found (int32): the token that was found last, -1 for one that is none.
-    samplings (sampling.PARAMETERS) and adapter_ids (`integer`: the place of the slot's adapter, or -1): how tokens are
+    samplings (sampling.PARAMETERS) and adapter_ids (`integer`: the slot's adapter slot, or -1): how tokens are
     chosen, and computed; they change when a slot's request does, not each step.
 
     adapters: the host's adapter_ids, which others change between steps; None where blocks take none.
@@ -67,7 +67,7 @@ class DecodeState:
             self._sampling_changed = False
 
     def send_adapters(self, stream: cuda.Stream) -> None:
-        """Upload the place of each slot's adapter, if the device does not hold it."""
+        """Upload the adapter slot of each request slot, if the device does not hold it."""
         sent = self._sent_adapters
         if self.adapters is not None and (sent is None or not np.array_equal(self.adapters, sent)):
             self._sent_adapters = self.adapters.copy()

@@ -203,13 +203,15 @@ class GpuExecutor:
         if changed[0]:
             self._leave_flight(slot)
 
-    def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, places: np.ndarray) -> AdapterWriter:
+    def take_adapters(
+        self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
+    ) -> AdapterWriter:
         """Take the arrays of resident adapters: see `Executor.take_adapters`.
 
         There is one rank then: a model that is split over ranks takes no adapters.
         """
         (rank,) = self.ranks
-        rank.state.adapters = places
+        rank.state.adapters = adapter_slots
         self._resident = ResidentAdapters(arrays, max_lora_rank, rank.stream)
         return self._resident
 
@@ -218,8 +220,8 @@ class GpuExecutor:
 
         It is the number of the load, -1 for none; None where blocks take no adapters.
         """
-        places = self.ranks[0].state.adapters
-        return None if self._resident is None or places is None else self._resident.loads[places]
+        adapter_slots = self.ranks[0].state.adapters
+        return None if self._resident is None or adapter_slots is None else self._resident.loads[adapter_slots]
 
     def _leave_flight(self, slot: int) -> None:
         """Drop a slot's result from the step in flight.
@@ -549,8 +551,8 @@ class GpuExecutor:
 
     def _adapted(self, slots: Iterable[int]) -> bool:
         """Return whether one of these slots is computed with an adapter."""
-        places = self.ranks[0].state.adapters
-        return places is not None and bool((places[list(slots)] >= 0).any())
+        adapter_slots = self.ranks[0].state.adapters
+        return adapter_slots is not None and bool((adapter_slots[list(slots)] >= 0).any())
 
     def _drawn(self, slots: Iterable[int]) -> bool:
         """Return whether the whole logits are needed to choose the tokens of these slots.

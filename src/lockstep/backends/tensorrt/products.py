@@ -64,7 +64,7 @@ class StridedView:
 class Adapters:
     """Which adapter each row of a product has.
 
-    ids: integers [tokens], each token's place among the resident adapters, -1 for none. rows: which of them a row of a
+    ids: integers [tokens], each token's adapter slot, -1 for none. rows: which of them a row of a
     product has; None: in order. rank: numbers of each adapter between its two products.
     """
 

@@ -23,7 +23,7 @@ class Inputs:
     """Device arrays that the engines and kernels of a pass read.
 
     By token: token_ids, position_ids, rows (int32: the slot whose cache the token goes into, or -1) and adapter_ids
-    (the place of its adapter, or -1). By request: logit_rows (the token whose logits are asked for), slots (int32:
+    (the slot of its adapter, or -1). By request: logit_rows (the token whose logits are asked for), slots (int32:
     whose next token they are, or -1) and held (that token's position). num_decoding: tokens in front, that of slot `i`
     at i, which decode.
     """
@@ -67,8 +67,8 @@ class PromptInputs:
         """Put the tokens of `chunks` on the device.
 
         Returns what the pass reads, and each chunk as (slot, start, first packed token, token behind the last). write:
-        False for a pass that leaves caches and tokens as they are. adapters: the place of each slot's adapter, where
-        blocks take them.
+        False for a pass that leaves caches and tokens as they are. adapters: the adapter slot of each request slot,
+        where blocks take them.
         """
         ends = np.cumsum([len(chunk.tokens) for chunk in chunks])
         places = [(chunk.slot, chunk.start, int(end) - len(chunk.tokens), int(end)) for chunk, end in zip(chunks, ends)]

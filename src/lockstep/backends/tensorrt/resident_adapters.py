@@ -20,7 +20,7 @@ class ResidentAdapters:
     Copies are put on `stream`, and nobody waits: steps before them have the adapter that was there, steps behind them
     the new one.
 
-    loads: by place the number of the load that brought its adapter; the last entry, of place -1, stays -1.
+    loads: by slot the number of the load that brought its adapter; the last entry, of slot -1, stays -1.
     """
 
     def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int, stream: cuda.Stream):
@@ -42,44 +42,44 @@ class ResidentAdapters:
             self._stream.synchronize()  # the old array is freed now
             self._staging = cuda.empty(packed.shape, packed.dtype, "an adapter on its way")
 
-    def write(self, adapter: LoadedAdapter, place: int) -> None:
-        """Put the copies of an adapter to its place on the stream.
+    def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
+        """Put the copies of an adapter to its slot on the stream.
 
         Modules that the adapter does not have become zero.
         """
-        self.loads[place] = self.loads.max() + 1
+        self.loads[adapter_slot] = self.loads.max() + 1
         packed = self._packed[adapter.name]
         staging = self._staging[: packed.size]
         self._stream.upload(staging, packed)
         at = staging.address
         for each in self._arrays:
-            self._clear(each, place)
+            self._clear(each, adapter_slot)
             if each.module in adapter.modules:
-                at = self._place(each, place, adapter.modules[each.module][0].shape[0], at)
+                at = self._place(each, adapter_slot, adapter.modules[each.module][0].shape[0], at)
 
     def forget(self, adapter: LoadedAdapter) -> None:
         """Free the memory of an adapter."""
         self._stream.synchronize()  # a copy from there may be under way
         del self._packed[adapter.name]
 
-    def _clear(self, each: LoraArrays, place: int) -> None:
-        for to, pitch, width, rows in self._pieces(each, place, self._rank):
+    def _clear(self, each: LoraArrays, adapter_slot: int) -> None:
+        for to, pitch, width, rows in self._pieces(each, adapter_slot, self._rank):
             self._stream.fill_zero(to, pitch, width, rows)
 
-    def _place(self, each: LoraArrays, place: int, rank: int, at: int) -> int:
+    def _place(self, each: LoraArrays, adapter_slot: int, rank: int, at: int) -> int:
         """Copy a module's two matrices from `at`; return the address behind them."""
-        for to, pitch, width, rows in self._pieces(each, place, rank):
+        for to, pitch, width, rows in self._pieces(each, adapter_slot, rank):
             self._stream.copy_rows(to, pitch, at, width, width, rows)
             at += width * rows
         return at
 
-    def _pieces(self, each: LoraArrays, place: int, rank: int) -> list[tuple[int, int, int, int]]:
-        """Return where `rank` rows or columns of a place lie, of A and of B.
+    def _pieces(self, each: LoraArrays, adapter_slot: int, rank: int) -> list[tuple[int, int, int, int]]:
+        """Return where `rank` rows or columns of a slot lie, of A and of B.
 
         Each is (address, bytes from one row to the next, bytes of a row, rows); rows that lie one behind another are
         one.
         """
-        first, unit = place * self._rank, each.a.dtype.itemsize
+        first, unit = adapter_slot * self._rank, each.a.dtype.itemsize
 
         def by_rows(array: cuda.Array) -> tuple[int, int, int, int]:
             row = array.shape[1] * unit

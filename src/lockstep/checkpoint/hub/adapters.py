@@ -1,5 +1,7 @@
-"""Fetch adapters: `hf:org/name@revision` of each in; `adapter_sources.json`, and beside it a folder of links into the
-hub's cache for each adapter, out.
+"""Fetch adapters from the hub.
+
+In: `hf:org/name@revision` of each. Out: `adapter_sources.json`, and beside it a folder of links into the hub's cache
+for each adapter.
 
 As for models, a branch or tag is resolved to a commit once, and that commit is used from then on.
 """
@@ -32,8 +34,9 @@ from lockstep.errors import InputError
 
 
 def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:
-    """Write the manifest `out` of the adapters `sources` (by name), with a folder of each below `adapter_sources/`, and
-    return `out`.
+    """Fetch adapters and write their manifest `out`, which is returned.
+
+    sources: of each adapter, by name. Each gets a folder below `adapter_sources/`.
 
     Raises InputError, one line, for a repository that is absent, closed or holds no adapter in safetensors, and when
     the hub cannot be reached and the cache lacks a file.
@@ -56,7 +59,7 @@ def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:
 
 
 def _fetch(source: str, manifest: Path) -> str:
-    """The commit of an adapter whose files then lie beside its manifest."""
+    """Fetch an adapter's files beside its manifest; return their commit."""
     hub = parse_source(source)
     assert isinstance(hub, HubSource)  # the stage fetches no other
     earlier = known(manifest, source)

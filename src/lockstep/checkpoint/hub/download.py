@@ -1,5 +1,6 @@
-"""Large files of a repository into the hub's cache: interrupted in any way, the next run goes on where this one
-stopped.
+"""Download large files of a repository into the hub's cache.
+
+Interrupted in any way, the next run goes on where this one stopped.
 
 `huggingface_hub` deletes an unfinished file when its process ends (2.x), so the bytes of weights are kept here until
 the file is whole; everything else, the cache's layout above all, is the library's. Plain HTTP for the same reason: its
@@ -31,17 +32,18 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class _Interrupted(Exception):
-    """The main thread wants to end."""
+    """Raised in a download when the main thread wants to end."""
 
 
 def cache_folder(repository: str) -> Path:
-    """The folder of the hub's cache that holds `repository`."""
+    """Return the folder of the hub's cache that holds `repository`."""
     return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
 
 
 def download(repository: str, commit: str, names: Sequence[str], terminal: TextIO | None = None) -> None:
-    """Bring the files `names` of `repository` at `commit` into the hub's cache, with a progress bar if `terminal` is
-    one.
+    """Bring files of `repository` at `commit` into the hub's cache.
+
+    names: of the files. terminal: where a progress bar is shown, if it is a terminal.
 
     Raises InputError when a file's bytes are not those the hub announces, and the errors of huggingface_hub and its
     HTTP library.
@@ -102,8 +104,10 @@ def _download_blob(url: str, blob: Path, size: int, progress: Any) -> None:
 
 
 def _check(file: Any, blob: Path, url: str) -> None:
-    """The hub names large files by their sha256. Wrong bytes are thrown away: to go on from them would never end
-    well."""
+    """Check a file of the hub's cache by its sha256, which is its name.
+
+    Wrong bytes are thrown away: to go on from them would never end well. Raises InputError.
+    """
     if _SHA256.fullmatch(blob.name):
         file.seek(0)
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -116,7 +120,10 @@ def _check(file: Any, blob: Path, url: str) -> None:
 
 
 def _shared(bar: tqdm, stop: threading.Event) -> type:
-    """What `http_get` takes for a progress bar of its own: adds to the one bar of all files, and ends when asked to."""
+    """Return the class of a progress bar that `http_get` takes for its own.
+
+    It adds to the one bar of all files, and ends when asked to.
+    """
 
     class Progress:
         def __init__(self, *, total: int | None = None, initial: int = 0, **_: Any) -> None:

@@ -1,5 +1,6 @@
-"""Fetch: `hf:org/name@revision` in; `source.json`, and beside it the folder `checkpoint/` of links into the hub's
-cache, out.
+"""Fetch a model from the hub.
+
+In: `hf:org/name@revision`. Out: `source.json`, and beside it the folder `checkpoint/` of links into the hub's cache.
 
 A branch or tag is resolved to a commit once. The manifest names that commit, and it is used from then on.
 """
@@ -50,7 +51,9 @@ def fetch(
     terminal: TextIO | None = None,
     commit: str | None = None,
 ) -> Path:
-    """Write the manifest `out` of the hub model `source`, with its files in `checkpoint/` beside it, and return `out`.
+    """Fetch the hub model `source` and write its manifest `out`, which is returned.
+
+    Its files are in `checkpoint/` beside `out`.
 
     The commit is `commit`, else that of an earlier `out` or `checkpoint.json` of this source, unless `newest`. `check`
     is called with a folder that holds the model's config.json and with the commit, before any weights are downloaded.
@@ -98,7 +101,7 @@ def fetch(
 
 
 def _pinned(out: Path, source: str) -> str | None:
-    """The commit that an earlier run found for this very source."""
+    """Return the commit that an earlier run found for this very source."""
     found = known(out, source)
     if found:
         return found.commit
@@ -111,7 +114,10 @@ def _pinned(out: Path, source: str) -> str | None:
 
 
 def _names(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collection[str]:
-    """The files of the repository at `commit`; of the cache, where the hub cannot be reached."""
+    """Return the files of the repository at `commit`.
+
+    Where the hub cannot be reached, those of the cache.
+    """
     try:
         info = HfApi().model_info(hub.repository, revision=commit)
     except (HTTPError, OfflineModeIsEnabled) as error:
@@ -132,8 +138,10 @@ def _names(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collecti
 
 
 def _side_files(source: str, hub: HubSource, there: Collection[str]) -> list[str]:
-    """The files beside the weights that are needed, the index of shards among them. Refuses what cannot become a
-    checkpoint."""
+    """Return the files beside the weights that are needed.
+
+    The index of shards is among them. Raises InputError for what cannot become a checkpoint.
+    """
     there_by_hand = (
         f"download it with `hf download {hub.repository} --local-dir FOLDER`, {{}}, and give FOLDER as the source"
     )
@@ -166,15 +174,20 @@ def _side_files(source: str, hub: HubSource, there: Collection[str]) -> list[str
 
 
 def _sha256(path: Path) -> str:
-    """The cache names a large file by its sha256, which was checked when it came."""
+    """Return a file's sha256, by which the cache names a large file.
+
+    It was checked when the file came.
+    """
     name = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
     return name if _SHA256.fullmatch(name) else sha256_file(path)
 
 
 @contextlib.contextmanager
 def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
-    """Each of the hub's answers as one line that says what to do. pinned: the commit that is asked for, where it is not
-    for the source to say."""
+    """Turn each of the hub's errors into one line that says what to do.
+
+    pinned: the commit that is asked for, where it is not for the source to say.
+    """
     login = "log in with `hf auth login` or set HF_TOKEN" if not get_token() else "use a token that may read it"
     try:
         yield

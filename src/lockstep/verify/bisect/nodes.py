@@ -19,6 +19,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.verify.bisect.stages import Arrays
 
@@ -166,8 +167,8 @@ def _error(expected: np.ndarray, found: np.ndarray) -> float:
     if not expected.size or np.array_equal(expected, found):
         return 0.0
     exact, other = expected.astype(np.float64), found.astype(np.float64)
+    error = max_abs_error(exact, other)
     with np.errstate(invalid="ignore", over="ignore"):
-        error = float(np.abs(exact - other).max())
         # Masked scores are -3e38: they would make every other one's error vanish.
         unit = float(np.sqrt(np.mean(np.square(np.where(np.abs(exact) < 1e30, exact, 0.0)))))
     return error / (unit or 1.0) if np.isfinite(error) else float("inf")

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime import Advance, Model
 from lockstep.verify.bisect.stages import Tokens
-from lockstep.verify.metrics import difference, largest
+from lockstep.verify.metrics import largest
 
 
 def served_error(

@@ -19,10 +19,10 @@ import onnx
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.metrics import Difference, difference, error_scale
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
-from lockstep.verify.metrics import Difference, difference
 from lockstep.weights import Weights, check_slots, slot_array
 
 Arrays = dict[str, np.ndarray]
@@ -317,7 +317,7 @@ def measure(
     bound = tolerance["logits" if logits else "block"]
     error = difference(expected, found)
     exact, other = (np.asarray(array, np.float64).reshape(len(array), -1) for array in (expected, found))
-    unit = 1.0 if logits else np.maximum(max(1.0, float(np.sqrt(np.mean(exact * exact)))), np.abs(exact))
+    unit = 1.0 if logits else error_scale(exact)
     with np.errstate(invalid="ignore"):
         rows = np.nan_to_num((np.abs(exact - other) / unit).max(-1), nan=np.inf)
     over = np.flatnonzero(rows > bound)

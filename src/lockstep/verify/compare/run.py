@@ -32,12 +32,13 @@ from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, RopeGraph, graph_file
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
+from lockstep.onnx_tools.metrics import difference
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.without_adapters import without_adapters
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.host_runner import HostRunner
-from lockstep.verify.metrics import difference, finish, largest
+from lockstep.verify.metrics import finish, largest
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
 from lockstep.weights.ranks import RankWeights
 

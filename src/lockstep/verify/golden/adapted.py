@@ -3,8 +3,8 @@ Needs no torch.
 
 In: an engine set with its assembly, weights and adapters, and the reference with each adapter. Out: a report. All
 prompts with all adapters, and with none, are decoded in one batch along the reference's tokens, then freely, then in
-the opposite order, so that adapters lie in other places, and as `lockstep generate` decodes; then each is decoded
-alone. Where there are more adapters than places, they take turns.
+the opposite order, so that adapters lie in other slots, and as `lockstep generate` decodes; then each is decoded
+alone. Where there are more adapters than slots, they take turns.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import numpy as np
 from lockstep.artifacts.adapted import AdaptedPrompt, AdaptedReference, AdaptedReport
 from lockstep.artifacts.reports import PASS, TokenDifference
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
 from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_logits, short
 from lockstep.verify.golden.text import new_text
-from lockstep.verify.metrics import difference, finish, largest
+from lockstep.verify.metrics import finish, largest
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class _Check:
         entries = []
         for i, one in enumerate(self.prompts):
             alone = self._decode([self._freely(one)])[0]
-            others = (("alone", alone), ("with adapters in other places", backwards[i]))
+            others = (("alone", alone), ("with adapters in other slots", backwards[i]))
             same = [self._same(one, how, free[i], other) for how, other in others]
             entries.append(self._judge(one, free[i], forced[i], all(same)))
             self._first_difference(one, "as lockstep generate decodes", free[i].tokens, generated[i])

@@ -19,6 +19,7 @@ import numpy as np
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport, TokenDifference
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
@@ -26,7 +27,7 @@ from lockstep.verify.golden.forced import Errors, force, pieces, stretches
 from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, first_difference, read_reference, short
 from lockstep.verify.golden.text import new_text
-from lockstep.verify.metrics import Difference, difference, finish, largest
+from lockstep.verify.metrics import finish, largest
 
 
 def check_engines(

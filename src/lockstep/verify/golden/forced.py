@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.runtime import Advance, Model
 from lockstep.verify.boundaries import PAGE
-from lockstep.verify.metrics import Difference, difference
 
 _SEED = 0
 _LONGEST_PIECE = 8  # tokens of a short prompt, when it comes in pieces

@@ -24,6 +24,7 @@ from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
 from lockstep.export.torch_model import cut_config, layer_of, load_tensors
+from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.verify.golden.reference import answer, load_checkpoint, load_tokenizer, save_reference, tokens_of
 from lockstep.weights import Weights
 from lockstep.weights.groups import unpack
@@ -68,14 +69,13 @@ def make_quantized_reference(
     made = answer(model, tokenizer, config, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"])
     perplexity, _ = _perplexity(model, text)
     expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
-    error = np.abs(found - expected)
     Drift(
         layers=layers,
         precision=weights.precision,
         group_size=weights.group_size,
         max_weight_error=off,
-        max_logit_error=float(error.max()),
-        rms_logit_error=_rms(error),
+        max_logit_error=max_abs_error(expected, found),
+        rms_logit_error=_rms(found - expected),
         rms_logit=_rms(expected),
         tokens=len(expected),
         tokens_differing=int((found.argmax(-1) != expected.argmax(-1)).sum()),

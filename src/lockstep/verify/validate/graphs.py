@@ -18,9 +18,8 @@ import onnxruntime as ort
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import Assembly, GraphFile, Part
 from lockstep.artifacts.signature import IO, Signature
-from lockstep.artifacts.tensor_parallel import attention_shards
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.run_ranks import run_sharded_attention, run_sharded_block
+from lockstep.onnx_tools.graph_runner import GraphRunner
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
@@ -82,7 +81,7 @@ class Graph:
         return found
 
 
-class Graphs:
+class Graphs(GraphRunner):
     """An assembly with its graphs and its weights, cut after the first `num_layers` layers."""
 
     def __init__(self, path: Path, assembly: Assembly, weights: Weights, layers: int | str, threads: int | None = None):
@@ -113,6 +112,8 @@ class Graphs:
             used = {piece.graph for name in self.classes.keys() & ranks.classes for piece in ranks.classes[name].pieces}
             self.pieces = {name: opened(ranks.graphs[name]) for name in sorted(used)}
             self.pieces |= {name: opened(graph) for name, graph in ranks.all_graphs() if name in self.attention}
+        # Where there are ranks, the attention is that of a rank.
+        self._by_name = {**self.classes, **self.attention, **self.pieces}
         for part in parts:
             check_slots(weights, part.slots, assembly.classes[part.graph].signature.slots, part.graph)
 
@@ -124,30 +125,17 @@ class Graphs:
         """What a block hands on to the next besides query, key and value: `hidden` alone in most models."""
         return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
 
-    def run_block(self, part: Part, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a block on what it names of `env`. Outputs by the name under which the next block reads them
-        (`hidden_out` as `hidden`). Of a model split over ranks: all ranks, one after another."""
-        graph, ranks = self.classes[part.graph], self.assembly.tensor_parallel
-        env = {**env, **self._no_adapter(part.graph, env)}
-        weights = {slot.name: self.slot_array(part.slots[slot.name], slot) for slot in graph.slots}
-        if ranks is None or part.graph not in ranks.classes:
-            outputs = _run(graph, env, weights)
-        else:
-            sharded = ranks.classes[part.graph]
+    def run_graph(
+        self, name: str, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        return _run(self._by_name[name], inputs, weights)
 
-            def run(piece: str, rank: int, known: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-                own = {slot.name: sharded.take_weight(slot.name, weights[slot.name], rank) for slot in of[piece].slots}
-                return _run(of[piece], known, {name: np.ascontiguousarray(array) for name, array in own.items()})
-
-            of, inputs = self.pieces, {io.name: env[io.name] for io in graph.inputs}
-            outputs = run_sharded_block(sharded, graph.signature, ranks.degree, inputs, run)
-        return {name.removesuffix("_out"): value for name, value in outputs.items()}
-
-    def _no_adapter(self, name: str, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def adapter_inputs(self, part: Part, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What a block with adapters reads of them, for tokens without one: in every place lie numbers that none of
         them may see."""
         if self.assembly.adapters is None:
             return {}
+        name = part.graph
         if name not in self._noise:
             random = np.random.default_rng(0)
             shapes = self.assembly.adapters.shapes(name)
@@ -157,20 +145,9 @@ class Graphs:
         tokens = next(len(env[key]) for key in ("token_ids", "hidden", "position_ids") if key in env)
         return {**self._noise[name], IDS: np.full(tokens, -1, np.int64)}
 
-    def run_attention(self, variant: str, phase: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a variant's prefill or decode graph on what it names of `inputs` (one without RoPE may need no
-        position_ids): `attention`, `key_out`, `value_out`."""
-        graph, ranks, name = self.attention[f"{variant}.{phase}"], self.assembly.tensor_parallel, f"{variant}.{phase}"
-        if ranks is None:
-            return _run(graph, inputs)
-        shards = attention_shards(self.assembly.variants[variant], ranks.degree)
-        given = {io.name: inputs[io.name] for io in graph.inputs if io.name in inputs}
-        run = lambda name, rank, known: _run(self.pieces[name], known)
-        return run_sharded_attention(ranks, name, graph.signature, shards, given, run)
-
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
         """The weights of a slot of one of the graphs, in the dtype that it is computed in."""
-        return slot_array(self.weights, tensors, slot.sizes).astype(slot.dtype, copy=False)
+        return slot_array(self.weights, tensors, slot.sizes).astype(widened_dtype(slot.dtype), copy=False)
 
     def forward_inputs(self) -> list[IO]:
         """What a whole forward takes: hidden, position_ids, logit_rows."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.verify.metrics import Difference, difference
+from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.verify.validate.graphs import Graphs
 from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
@@ -189,17 +189,17 @@ def _spans(records: Sequence[Record]) -> list[slice]:
 def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
     """Logits [len(logit_rows), vocab_size] of one whole sequence, free: `hidden` [num_tokens, hidden_size] through
     every graph."""
-    env = {"hidden": hidden, "position_ids": position_ids, "logit_rows": logit_rows}
-    for layer in graphs.layers:
-        env |= graphs.run_block(layer.block, env)
-        variant = graphs.assembly.variants[layer.variant]
+
+    def attend(index: int, env: Mapping[str, np.ndarray]) -> np.ndarray:
+        name = graphs.layers[index].variant
+        variant = graphs.assembly.variants[name]
         empty = lambda dim: np.zeros((1, variant.num_kv_heads, 1, dim), graphs.dtype)
         past = {
             "past_key": empty(variant.head_dim),
             "past_value": empty(variant.value_head_dim),
             "past_lengths": np.zeros(1, np.int64),
         }
-        env["attention"] = graphs.run_attention(layer.variant, "prefill", {**_rows(env, slice(None)), **past})[
-            "attention"
-        ]
-    return graphs.run_block(graphs.exit, env)["logits"]
+        return graphs.run_attention(name, "prefill", {**_rows(env, slice(None)), **past})["attention"]
+
+    env = {"hidden": hidden, "position_ids": position_ids, "logit_rows": logit_rows}
+    return graphs.run_layers(graphs.layers, env, attend)

@@ -31,8 +31,9 @@ from lockstep.artifacts.reports import (
 )
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner
+from lockstep.onnx_tools.metrics import Difference
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
-from lockstep.verify.metrics import Difference, finish, largest
+from lockstep.verify.metrics import finish, largest
 from lockstep.verify.validate.graphs import Graph, Graphs
 from lockstep.verify.validate.parity import LayerErrors, embedding_error, errors_behind, forward, layer_errors
 from lockstep.verify.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
