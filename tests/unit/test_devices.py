@@ -10,21 +10,21 @@ import pytest
 from lockstep.backends.cpu import describe_cpu
 from lockstep.errors import InputError
 from lockstep.pipeline import worker
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.record import backend_identity
 
 HERE = describe_cpu()["architecture"]
 
 
-def step(stage: str, backend: str, hardware: str) -> Step:
+def step(stage: str, backend: str, hardware: str) -> JobSpec:
     names = {"model": "m", "precision": "fp32", "backend": "mine"}
-    return Step(stage, names, {}, {}, Path("engines.json"), device={"backend": backend, "hardware": hardware})
+    return JobSpec(stage, names, {}, {}, Path("engines.json"), device={"backend": backend, "hardware": hardware})
 
 
 def test_a_step_has_the_backend_of_its_device() -> None:
     assert step("build", "onnxruntime", HERE).backend == "onnxruntime"
-    assert Step("build", {"backend": "onnxruntime"}, {}, {}, Path("x")).backend == "onnxruntime"
-    assert Step("export", {"precision": "fp32"}, {}, {}, Path("x")).backend is None
+    assert JobSpec("build", {"backend": "onnxruntime"}, {}, {}, Path("x")).backend == "onnxruntime"
+    assert JobSpec("export", {"precision": "fp32"}, {}, {}, Path("x")).backend is None
 
 
 def test_the_declared_device_is_found() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.pipeline import worker
 from lockstep.pipeline.stages import entry_of, path_of
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results, Target, layer_count
 
 
@@ -23,7 +23,7 @@ class Job:
     terminal; `random_weights`: config).
     """
 
-    step: Step
+    step: JobSpec
     results: Results
     folder: Path | None = None
     threads: int | None = None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 from lockstep.pipeline import pinned
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results, Target, is_quantized
 
 if TYPE_CHECKING:
@@ -285,20 +285,20 @@ REPORTS = {"summary": "report.summary", "plots": "report.plots"}
 _NO_STAGE = Stage("", makes="config", code="", job="")
 
 
-def entry_of(step: Step) -> Stage:
+def entry_of(step: JobSpec) -> Stage:
     """The step's entry in the table; for a report or the config one that is treated in no special way."""
     return STAGES.get(step.stage, _NO_STAGE)
 
 
-def steps(config: Config, results: Results, target: Target) -> list[Step]:
+def steps(config: Config, results: Results, target: Target) -> list[JobSpec]:
     """All steps of one target, each after those that it reads from."""
     names = {"model": target.model, "precision": target.precision, "layers": target.layers, "backend": target.backend}
     return [step(stage.name, config, results, names) for stage in STAGES.values() if stage.needed(config, target)]
 
 
-def all_steps(config: Config, results: Results, targets: Iterable[Target]) -> list[Step]:
+def all_steps(config: Config, results: Results, targets: Iterable[Target]) -> list[JobSpec]:
     """The steps of several targets, each once, in the order of the targets."""
-    found: dict[tuple[Any, ...], Step] = {}
+    found: dict[tuple[Any, ...], JobSpec] = {}
     for target in targets:
         names = vars(target)
         for stage in STAGES.values():
@@ -308,11 +308,11 @@ def all_steps(config: Config, results: Results, targets: Iterable[Target]) -> li
     return list(found.values())
 
 
-def step(stage: str, config: Config, results: Results, names: Mapping[str, Any]) -> Step:
+def step(stage: str, config: Config, results: Results, names: Mapping[str, Any]) -> JobSpec:
     """One step. names: model, precision, layers, backend; those that the stage has are taken."""
     entry = STAGES[stage]
     taken = {name: names[name] for name in entry.wildcards}
-    return Step(
+    return JobSpec(
         stage,
         {name: str(value) for name, value in taken.items()},
         {name: path_of(made, results, taken) for name, made in entry.inputs(taken.get("precision")).items()},

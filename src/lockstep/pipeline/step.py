@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Step:
+class JobSpec:
     """One job: a rule with its wildcards. inputs: manifests and files by the name that the rule gives them; output: the
     manifest that it makes;
     beside: what else it makes that must be the same each time; python: the interpreter that runs its backend, None for

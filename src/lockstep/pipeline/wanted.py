@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.pipeline.stages import entry_of, fetches_adapters, is_fetched, path_of
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Made:
     inputs: Collection[str]
 
 
-def all_jobs(config: Config, results: Results, steps: Sequence[Step]) -> list[Made]:
+def all_jobs(config: Config, results: Results, steps: Sequence[JobSpec]) -> list[Made]:
     """Return all jobs that a run may have: those of `steps`, and those that are of no one model."""
     jobs = jobs_of(config, results, steps)
     shown = [path for made, step in zip(jobs, steps, strict=True) if step.stage in _SHOWN for path in made.outputs]
@@ -44,7 +44,7 @@ def all_jobs(config: Config, results: Results, steps: Sequence[Step]) -> list[Ma
     ]
 
 
-def jobs_of(config: Config, results: Results, steps: Iterable[Step]) -> list[Made]:
+def jobs_of(config: Config, results: Results, steps: Iterable[JobSpec]) -> list[Made]:
     """Return the jobs of `steps`."""
     jobs = []
     for step in steps:

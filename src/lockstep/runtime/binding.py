@@ -21,7 +21,7 @@ from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable, HasAdapterRows
 from lockstep.step.host import check_engine
-from lockstep.step.network import Block, LayerAttention, Network, Piece, layer_count
+from lockstep.step.network import Block, LayerAttention, Network, ShardCall, layer_count
 from lockstep.step.ranks import RankAttention, RankBlock
 from lockstep.weights import Weights, check_slots
 from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
@@ -151,7 +151,7 @@ def _network_of_rank(
         for piece in sharded.pieces:
             own = ranks.graphs[piece.graph].signature
             run = _bind_piece(engines, weights, part, sharded, piece, programs, rank)
-            pieces.append(Piece(run, own, piece.sums))
+            pieces.append(ShardCall(run, own, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
 
     return _network(assembly, chosen, bound, _layer_attentions(engines, ranks.variants, chosen, load))

@@ -18,7 +18,7 @@ from lockstep.runtime.grammar.matcher import GrammarCompiler, Matcher
 from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
 from lockstep.runtime.request import Request, Speed, Token
-from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, Status, Step
+from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, SchedulerOutput, Status
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import FOUND, Advance
 from lockstep.step.pages import PAGE_SIZE
@@ -128,7 +128,9 @@ class Engine:
         # Tokens of prompts that were looked for in the prefix cache, and of those found there.
         self.prefix_queries = self.prefix_hits = 0
         self._began: float | None = None  # when the step before ended, if the next one was under way then
-        self._ahead: Step | None = None  # the next step, where it was decided before the tokens of this one were known
+        self._ahead: SchedulerOutput | None = (
+            None  # the next step, where it was decided before the tokens of this one were known
+        )
 
     @property
     def has_work(self) -> bool:
@@ -288,14 +290,14 @@ class Engine:
         for _, message in self.refused:
             raise InputError(message)
 
-    def _next_step(self) -> Step:
+    def _next_step(self) -> SchedulerOutput:
         """What was decided ahead, of requests that have not ended since; else what is decided now."""
         step, self._ahead = self._ahead, None
         if step is not None:
             step.shares = [(request, count) for request, count in step.shares if request.status is Status.RUNNING]
         return step if step is not None and step.shares else self._schedule()
 
-    def _schedule(self) -> Step:
+    def _schedule(self) -> SchedulerOutput:
         model, scheduler = self._model, self._scheduler
         while (victim := scheduler.victim()) is not None:
             self._swapped[victim] = model.swap_out(victim.slot)
@@ -315,7 +317,7 @@ class Engine:
                     scheduler.stored(pages)
         return step
 
-    def _take(self, step: Step) -> Sequence[np.ndarray | int]:
+    def _take(self, step: SchedulerOutput) -> Sequence[np.ndarray | int]:
         """Take the step: for each share its logits, or the token that the model chose."""
         model, advances = self._model, self._advances(step)
         prompt_tokens = sum(count for request, count in step.shares if request.in_prompt)
@@ -348,7 +350,7 @@ class Engine:
             self.speed.decode_seconds += seconds
         return rows
 
-    def _advances(self, step: Step, before: Container[Scheduled] = ()) -> list[Advance]:
+    def _advances(self, step: SchedulerOutput, before: Container[Scheduled] = ()) -> list[Advance]:
         """What the model is to take. before: requests of the step before, whose tokens are not known yet. Tells the
         model how to sample those that it was not told of."""
         advances = []
@@ -370,7 +372,7 @@ class Engine:
             self._model.set_sampling(slot, choice.request.sampling, choice.number)
             choice.sampling_slot = slot
 
-    def _wanted(self, step: Step) -> list[int]:
+    def _wanted(self, step: SchedulerOutput) -> list[int]:
         """The shares of which logits are: those behind whose tokens the host chooses."""
         return [
             number
@@ -378,12 +380,12 @@ class Engine:
             if scheduled.num_computed + count >= scheduled.num_prompt_tokens and self._choices[scheduled].needs_logits
         ]
 
-    def _computed(self, step: Step) -> None:
+    def _computed(self, step: SchedulerOutput) -> None:
         for request, start, pages in self._scheduler.computed(step):
             self._model.store(request.slot, start, pages)
             self._scheduler.stored(pages)
 
-    def _may_decide_ahead(self, step: Step) -> bool:
+    def _may_decide_ahead(self, step: SchedulerOutput) -> bool:
         """Whether nothing but which requests end hangs on the tokens of a step that is about to be taken: no choices
         fork behind it, none has a next token that was given out before, and nobody is to be swapped out."""
         for scheduled, _ in step.shares:
@@ -391,13 +393,13 @@ class Engine:
                 return False
         return self._scheduler.victim() is None
 
-    def _following(self, ahead: Step, step: Step) -> list[Advance]:
+    def _following(self, ahead: SchedulerOutput, step: SchedulerOutput) -> list[Advance]:
         """The step behind `step`, for the model to begin; nothing where the host is to choose tokens of it."""
         if self._wanted(ahead):
             return []
         return self._advances(ahead, {scheduled for scheduled, _ in step.shares})
 
-    def _take_prompt_logprobs(self, step: Step) -> None:
+    def _take_prompt_logprobs(self, step: SchedulerOutput) -> None:
         for number, (scheduled, _) in enumerate(step.shares):
             choice = self._choices[scheduled]
             if choice.prompt_logprobs is None or not scheduled.in_prompt:

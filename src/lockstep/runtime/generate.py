@@ -14,7 +14,7 @@ from lockstep.step.sampling import Sampling
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """New text of prompt number `prompt`, whole characters, may be empty. `finish` is None while more follows.
 
     Else why it ended: "stop_id" (end of sequence), "stop_string", "max_new_tokens" or "max_seq_len".
@@ -39,14 +39,14 @@ class Generation:
     def speed(self) -> Speed:
         return self._decoding.speed
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextDelta]:
         for made in self._decoding:
             collector = self._collectors[made.request]
             text, finish = collector.push(made), self.completions[made.request].choices[0].finish
             if collector.stopped(made):
                 self._decoding.finish(made.request)
             if text or finish:
-                yield Piece(made.request, text, finish)
+                yield TextDelta(made.request, text, finish)
 
 
 def generate(

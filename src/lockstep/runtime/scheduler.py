@@ -87,7 +87,7 @@ class Scheduled:
 
 
 @dataclass(slots=True)
-class Step:
+class SchedulerOutput:
     """admitted: requests that enter, each with pages of a prefix that it reuses. swapped_in: requests whose content
     comes back. shares: (request, number of tokens) behind those that it holds."""
 
@@ -223,13 +223,13 @@ class Scheduler:
         self._swapped.sort(key=_order)
         self.num_swaps += 1
 
-    def schedule(self) -> Step:
+    def schedule(self) -> SchedulerOutput:
         """The next step. What it says is computed, unless `finish` says otherwise before the next call.
 
         The tokens of the step before need not be known yet, if `computed` was told of it: what ends with them, if only
         its tokens can say so, brings a token that nobody asks for."""
         self._steps += 1
-        step = Step()
+        step = SchedulerOutput()
         if self.admission == "optimistic":  # what runs goes before what comes: `victim` has seen to the pages
             self.tables.reserve({each.slot: each.num_computed + 1 for each in self._running if each.decodes})
         all_in, held = self._swap_in(step)
@@ -260,7 +260,7 @@ class Scheduler:
         prompts = sum(each.num_prompt_tokens - each.num_computed for each in self._running if each.in_prompt)
         return min(left, limit) if prompts <= _PILE * limit else left
 
-    def computed(self, step: Step) -> list[tuple[Scheduled, int, list[int]]]:
+    def computed(self, step: SchedulerOutput) -> list[tuple[Scheduled, int, list[int]]]:
         """A step was taken. Gives (request, first token, pages) of each chunk that can be reused from now on, where its
         content must be copied into these pages: see `stored`."""
         copies = []
@@ -327,7 +327,7 @@ class Scheduler:
                 firsts.append(queue[0])
         return min(firsts)[1] if firsts else None
 
-    def _admit(self, step: Step, held: bool) -> None:
+    def _admit(self, step: SchedulerOutput, held: bool) -> None:
         """held: a request has waited for a place for so long that no further one may take or keep any."""
         passed: set[str | None] = set()
         while (request := self._first_waiting(passed)) is not None:
@@ -386,7 +386,7 @@ class Scheduler:
         """Tokens of a prompt whose pages its choices share."""
         return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
 
-    def _swap_in(self, step: Step) -> tuple[bool, bool]:
+    def _swap_in(self, step: SchedulerOutput) -> tuple[bool, bool]:
         """Bring requests back while there is room. Gives whether none is left that others have to wait for, and whether
         one has waited for long for a place for its adapter, before which others may pass."""
         held, passed = False, set[str | None]()

@@ -63,7 +63,7 @@ class Executor(Protocol):
 
     @property
     def in_flight(self) -> bool:
-        """A step was begun that nobody has asked for yet."""
+        """Return whether a step was begun whose tokens were not taken yet."""
         ...
 
     def warm_up(self) -> None:

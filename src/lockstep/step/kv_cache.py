@@ -36,7 +36,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class Place:
+class CacheRow:
     """Where a request's row lies: row `row` of those of `capacity` tokens."""
 
     capacity: int
@@ -63,7 +63,7 @@ class KVCache:
         self._groups = [(shape, sum(other == shape for other in layers)) for shape in shapes]
         # layer -> (group, index in it)
         self._layers = [(shapes.index(shape), layers[:i].count(shape)) for i, shape in enumerate(layers)]
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, CacheRow] = {}
         self._rows: dict[int, _Rows] = {}  # by capacity
 
     @property
@@ -91,8 +91,8 @@ class KVCache:
             self._drop_row(old)
         return moved
 
-    def place(self, slot: int) -> Place:
-        """Where the slot's row lies: `reserve` first."""
+    def row_of(self, slot: int) -> CacheRow:
+        """Return the row of a slot for which `reserve` was called. Raises KeyError."""
         return self._places[slot]
 
     def layer(self, index: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class KVCache:
         (group, index), rows = self._layers[layer], self._rows[capacity]
         return rows.keys[group][index, low:high], rows.values[group][index, low:high]
 
-    def write(self, layer: int, place: Place, start: int, key: np.ndarray, value: np.ndarray) -> None:
+    def write(self, layer: int, place: CacheRow, start: int, key: np.ndarray, value: np.ndarray) -> None:
         """Put key and value [num_tokens, num_kv_heads, head_dim] of one row at `start`."""
         keys, values = self.view(layer, place.capacity, place.row, place.row + 1)
         end = start + len(key)
@@ -141,7 +141,7 @@ class KVCache:
             self._drop_row(place)
         self.lengths[slot] = 0
 
-    def _row(self, place: Place) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _row(self, place: CacheRow) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of each group keys and values [layers, num_kv_heads, capacity, head_dim] of a row."""
         rows = self._rows[place.capacity]
         return [(keys[:, place.row], values[:, place.row]) for keys, values in zip(rows.keys, rows.values)]
@@ -174,10 +174,10 @@ class KVCache:
             rows.slots += [None] * (count - len(rows.slots))
         row = rows.slots.index(None)
         rows.slots[row] = slot
-        self._places[slot] = Place(capacity, row)
+        self._places[slot] = CacheRow(capacity, row)
         return moved
 
-    def _drop_row(self, place: Place) -> None:
+    def _drop_row(self, place: CacheRow) -> None:
         """Its memory is cleared: masked entries weigh 0, but 0 times a stale infinity would be NaN."""
         rows = self._rows[place.capacity]
         rows.slots[place.row] = None

@@ -17,7 +17,7 @@ from lockstep.step.kv_cache import LayerShape
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardCall:
     """What a rank runs of a block between two sums. sums: {partial sum that it gives: the name under which later
     pieces, or whoever reads the block, find the sum over the ranks}."""
 
@@ -32,7 +32,7 @@ class Block:
     adapters: the backend's arrays behind those of its inputs that adapters are written to. base: of a block that takes
     adapters, the same without, where the backend has engines for steps in which no row has one."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardCall, ...]
     signature: Signature
     adapters: Mapping[str, Any] = field(default_factory=dict)
     base: Block | None = None
@@ -40,7 +40,7 @@ class Block:
     @classmethod
     def whole(cls, run: Executable, signature: Signature, adapters: Mapping[str, Any] | None = None) -> Block:
         """A block that is one engine."""
-        return cls((Piece(run, signature, {}),), signature, adapters or {})
+        return cls((ShardCall(run, signature, {}),), signature, adapters or {})
 
     def for_rows(self, adapted: bool) -> Block:
         """What a step runs in which some row has an adapter, or none."""

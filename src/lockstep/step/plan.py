@@ -21,7 +21,7 @@ from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO
 from lockstep.step.executable import Run
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
-from lockstep.step.kv_cache import KVCache, Place
+from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.network import Block, LayerAttention, Network
 from lockstep.step.ranks import RankBlock
 
@@ -43,7 +43,7 @@ class Rows:
 class Chunk:
     """`count` tokens of one request for the row at `place`, behind the `start` tokens that it holds."""
 
-    place: Place
+    place: CacheRow
     start: int
     count: int
 
@@ -73,7 +73,7 @@ class Layout:
         return found
 
 
-class Plan:
+class HostStep:
     """Buffers and bound calls of a layout. Fill `token_ids`, `position_ids`, `adapter_ids`, `logit_rows`, then `run`,
     then ask for `logits`, or just for `most_likely`."""
 
@@ -158,7 +158,7 @@ class Plan:
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._logits = outputs["logits"]
         self._parts: Sequence[np.ndarray] = ()  # of the logits, by rank, where each has one
-        self._gather: Run = _nothing
+        self._gather: Run = _no_gather
         if isinstance(block.run, RankBlock):
             call, parts, self._gather = block.run.prepare_parts(_inputs(block, values), outputs)
             self._parts = parts.get("logits", ())
@@ -239,7 +239,7 @@ class Plan:
         return pair[0], pair[1]
 
 
-def _nothing() -> None:
+def _no_gather() -> None:
     """The logits are whole."""
 
 

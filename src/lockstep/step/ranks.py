@@ -20,7 +20,7 @@ class _Declared(NamedTuple):
     shape: Sequence[int | str]
 
 
-class Parts(NamedTuple):
+class ShardOutputs(NamedTuple):
     """A block in two calls. parts: by name of an output what each rank has of it after `run`; `gather` puts it
     together."""
 
@@ -47,11 +47,11 @@ class RankBlock:
         calls, ranks = self._prepare(inputs, outputs)
         return _all([*calls, *self._puts(ranks, outputs)])
 
-    def prepare_parts(self, inputs: Arrays, outputs: Arrays) -> Parts:
+    def prepare_parts(self, inputs: Arrays, outputs: Arrays) -> ShardOutputs:
         """As `prepare`, in two calls: what of `outputs` each rank has a part of is there after the second."""
         calls, ranks = self._prepare(inputs, outputs)
         parts = {name: [known[name] for known in ranks] for name in outputs if name in self._sharded.values}
-        return Parts(_all(calls), parts, _all(self._puts(ranks, outputs)))
+        return ShardOutputs(_all(calls), parts, _all(self._puts(ranks, outputs)))
 
     def _prepare(self, inputs: Arrays, outputs: Arrays) -> tuple[list[Run], list[dict[str, np.ndarray]]]:
         """The calls of all pieces, and by rank and name the arrays that they read and write."""

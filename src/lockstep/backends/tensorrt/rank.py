@@ -26,7 +26,7 @@ from lockstep.backends.tensorrt.prompt_blocks import BoundBlock, BoundPiece, Bou
 from lockstep.backends.tensorrt.prompts import Inputs, PromptInputs
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.step.advance import Advance
-from lockstep.step.network import Block, LayerAttention, Network, Piece
+from lockstep.step.network import Block, LayerAttention, Network, ShardCall
 from lockstep.step.pages import PageTables
 
 Call = Callable[[], None]
@@ -53,7 +53,7 @@ class Plan:
 class _Run:
     """A call of a piece's engine on arrays."""
 
-    piece: Piece
+    piece: ShardCall
     inputs: Mapping[str, cuda.Array]
     outputs: Mapping[str, cuda.Array]
 
@@ -401,7 +401,7 @@ def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> li
     return [values[name][:total] for name in names]
 
 
-def engine_of(of: Block | Piece) -> TensorRTExecutable:
+def engine_of(of: Block | ShardCall) -> TensorRTExecutable:
     """A network that this executor is given has engines of this backend."""
     return cast(TensorRTExecutable, of.run)
 

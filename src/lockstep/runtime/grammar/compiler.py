@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.grammar.matcher import Matcher
-from lockstep.runtime.grammar.trial import Refusal, Trial, compiled, open_tokenizer
+from lockstep.runtime.grammar.trial import Refusal, TrialProcess, compiled, open_tokenizer
 from lockstep.runtime.tokenizer import tokenizer_path
 
 SECONDS = 5.0
@@ -67,7 +67,7 @@ class Compiler:
             threading.stack_size(before)
 
     def forget(self, key: int) -> None:
-        """Nobody waits for this one any more."""
+        """Drop the outcome of a grammar that was submitted."""
         self._open.discard(key)
 
     def poll(self) -> list[tuple[int, Matcher | str]]:
@@ -86,7 +86,7 @@ class Compiler:
         self._came.wait(seconds)
 
     def _work(self) -> None:
-        trial: Trial | None = None
+        trial: TrialProcess | None = None
         while True:
             job = self._jobs.get()
             if job.key not in self._open:
@@ -95,7 +95,7 @@ class Compiler:
                 tokenizer = self._load()
                 if job.grammar not in self._known:
                     assert self._text is not None
-                    trial = trial or Trial(self._text, self._vocab_size, self._eos_token_ids)
+                    trial = trial or TrialProcess(self._text, self._vocab_size, self._eos_token_ids)
                     trial.check(job.grammar.kind, job.grammar.text, self._seconds)
                 outcome: Matcher | str = self._matcher(tokenizer, job)
             except Refusal as refusal:

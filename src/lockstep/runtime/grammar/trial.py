@@ -27,8 +27,8 @@ class Refusal(Exception):
     """Why a grammar is not taken: one line that goes on "expected ..."."""
 
 
-class Trial:
-    """The engine's end. Not for several threads at once."""
+class TrialProcess:
+    """A child process that compiles grammars, and its limits. Not thread-safe."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]):
         self._terms = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}

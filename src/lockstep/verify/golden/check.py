@@ -22,7 +22,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
-from lockstep.verify.golden.forced import Errors, force, pieces, stretches
+from lockstep.verify.golden.forced import Errors, chunks_to_edges, force, random_chunks
 from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, first_difference, read_reference, short
 from lockstep.verify.golden.text import new_text
@@ -157,7 +157,7 @@ class _Check:
         for how, ends in (
             ("in one piece", [(count, *answer)] * full),
             ("in pieces", [(*long.edges, *answer)]),
-            ("token by token", list(stretches(long.edges))),
+            ("token by token", list(chunks_to_edges(long.edges))),
         ):
             errors = force(
                 self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens
@@ -195,7 +195,7 @@ class _Check:
             owners.append(prompt)
         for number in range(self.model.max_batch_size + len(self.prompts)):
             prompt = self.prompts[number % len(self.prompts)]
-            requests.append(prompt.forced(pieces(len(prompt.prompt_ids), prompt.total, random)))
+            requests.append(prompt.forced(random_chunks(len(prompt.prompt_ids), prompt.total, random)))
             owners.append(prompt)
         errors = force(self.model, requests, self.tolerance, self.max_num_tokens, pauses=True)
         worst = []

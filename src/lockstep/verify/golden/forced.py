@@ -19,7 +19,7 @@ from lockstep.verify.boundaries import PAGE
 from lockstep.verify.metrics import Difference, difference
 
 _SEED = 0
-_LONGEST_PIECE = 8  # tokens of a short prompt, when it comes in pieces
+_LONGEST_CHUNK = 8  # tokens of a short prompt, when it comes in pieces
 _PAUSE = 0.25  # how often a request sits a step out
 
 
@@ -60,17 +60,17 @@ class _Running:
     ends: deque[int] = field(default_factory=deque)
 
 
-def pieces(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
+def random_chunks(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
     """Cut a prompt of `prompt` tokens into random pieces; each of the other tokens up to `total` is a piece of its
     own."""
     ends, at = [], 0
     while at < prompt:
-        at = min(at + int(random.integers(1, _LONGEST_PIECE + 1)), prompt)
+        at = min(at + int(random.integers(1, _LONGEST_CHUNK + 1)), prompt)
         ends.append(at)
     return (*ends, *range(prompt + 1, total + 1))
 
 
-def stretches(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def chunks_to_edges(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Ends of pieces that come to each of `edges` from the one before token by token, or from a page before it:
     decoding rows at all those lengths."""
     for before, edge in zip((0, *edges), edges):

@@ -27,7 +27,7 @@ class LayerErrors:
 
     layer: int
     block: str
-    kind: str
+    variant: str
     tensors: dict[str, Difference] = field(default_factory=dict)
 
 
@@ -77,16 +77,18 @@ def _layers_alone(
         entry = LayerErrors(index, part.graph, layer.variant)
         layers = [record.layers[index] for record in records]
         if records[0].num_past:
-            entry.tensors |= _kind_errors_behind(graphs, layer.variant, env, layers[0], records[0].num_past, capacity)
+            entry.tensors |= _variant_errors_behind(
+                graphs, layer.variant, env, layers[0], records[0].num_past, capacity
+            )
         else:
-            entry.tensors |= _kind_errors(graphs, layer.variant, env, layers, spans)
+            entry.tensors |= _variant_errors(graphs, layer.variant, env, layers, spans)
         errors.append(entry)
         env["attention"] = packed([record.layers[index].attention for record in records])
     return errors, env
 
 
-def _kind_errors(
-    graphs: Graphs, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
+def _variant_errors(
+    graphs: Graphs, variant: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
 ) -> dict[str, Difference]:
     """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as
     one decode step."""
@@ -98,12 +100,12 @@ def _kind_errors(
                 continue  # one token cannot be halved
             past = _past(graphs, [layer], [start])
             outputs = graphs.run_attention(
-                kind, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past}
+                variant, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past}
             )
             found.add(phase, outputs, _expected(layer, slice(start, count)))
     last = np.array([span.stop - 1 for span in spans])
     lengths = [span.stop - span.start - 1 for span in spans]
-    outputs = graphs.run_attention(kind, "decode", {**_rows(env, last), **_past(graphs, layers, lengths)})
+    outputs = graphs.run_attention(variant, "decode", {**_rows(env, last), **_past(graphs, layers, lengths)})
     for row, (layer, length) in enumerate(zip(layers, lengths)):
         found.add(
             "decode",
@@ -113,8 +115,8 @@ def _kind_errors(
     return found.errors()
 
 
-def _kind_errors_behind(
-    graphs: Graphs, kind: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
+def _variant_errors_behind(
+    graphs: Graphs, variant: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
 ) -> dict[str, Difference]:
     """A layer's attention behind a cache: all tokens as a chunk, and each as a request of one decode step."""
     scale = {"query": layer.query_scale, "key": layer.key_scale}
@@ -126,13 +128,13 @@ def _kind_errors_behind(
     expected = _expected(layer, slice(0, count), num_past)
     found.add(
         "chunked",
-        graphs.run_attention(kind, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)}),
+        graphs.run_attention(variant, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)}),
         expected,
     )
     lengths = [num_past + token for token in range(count)]
     found.add(
         "decode",
-        graphs.run_attention(kind, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)}),
+        graphs.run_attention(variant, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)}),
         expected,
     )
     return found.errors()

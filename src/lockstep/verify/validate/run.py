@@ -189,9 +189,8 @@ def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, found
         for name, error in entry.tensors.items():
             if not error.within_scaled(tolerance):
                 found.note(first_failing_layer=entry.layer)
-                raise CheckError(
-                    f"layer {entry.layer} (block {entry.block}, {entry.kind}): {where}{_found(name, error, tolerance)}"
-                )
+                layer = f"layer {entry.layer} (block {entry.block}, {entry.variant})"
+                raise CheckError(f"{layer}: {where}{_found(name, error, tolerance)}")
 
 
 def _sequences(graphs: Graphs) -> list[np.ndarray]:
@@ -240,7 +239,7 @@ def _check_forward(
 
 def _layer_entry(errors: LayerErrors, tolerance: float) -> BlockErrors:
     tensors = {name: _entry(error, tolerance) for name, error in errors.tensors.items()}
-    return BlockErrors(errors.block, tensors, errors.layer, errors.kind)
+    return BlockErrors(errors.block, tensors, errors.layer, errors.variant)
 
 
 def _entry(error: Difference, tolerance: float) -> TensorError:
