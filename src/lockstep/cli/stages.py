@@ -123,7 +123,7 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
             config.parse_target(text)  # says which there are
-    if entry.name == "fetch_adapters" or "adapters" in (entry.name, *entry.reads):
+    if entry.only_adapters:
         chosen = [target for target in chosen if config.models[target.model].adapters]
         if not chosen:
             raise InputError(f"{entry.name}: expected a model with adapters, found none; give its `adapters`")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.config.sources import FolderSource, HubSource, RandomSource, parse_source
 from lockstep.pipeline import pinned
+from lockstep.pipeline.resources import Resources
 from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results, Target, is_quantized
 
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 Options = Callable[..., dict[str, Any]]  # (config, and the stage's wildcards by name) -> plain JSON
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What was made of a model: on this hangs what else its lock must have.
+
+    precisions: of its weights. runs: some of its engines run here.
+    """
+
+    precisions: frozenset[str]
+    has_adapters: bool
+    runs: bool
 
 
 @dataclass(frozen=True)
@@ -41,18 +54,26 @@ class Stage:
     reads: tuple[str, ...] = ()
     # Where weights are quantised, {name: artefact}: read besides or, under a name of `reads`, in its place.
     reads_quantized: Mapping[str, str] = field(default_factory=dict)
+    # {artefact: condition on (config, model)}: waited for where a job brings what else lies in a folder of the config.
+    waits_for: Mapping[str, Callable[[Config, str], bool]] = field(default_factory=dict)
     # Made beside the manifest, by name of the rule's output. Speeds are no part of a record.
     beside: tuple[str, ...] = ()
     options: Options = lambda config, **names: {}
     needed: Callable[[Config, Target], bool] = lambda config, target: True
     # What a lock pins of it, from its manifest and its record. None: nothing.
     pinned: Callable[[Path, BuildKey], pinned.Pinned] | None = None
+    # Whether a lock of such a model must have it; besides, a model has what its precisions and adapters ask for.
+    required: Callable[[Finished], bool] = lambda model: True
+    # What a job asks of a cluster. None: it runs where Snakemake runs.
+    resources: Resources | None = None
     is_check: bool = False  # the lock pins what the config says to it; a failure leaves a report
     is_judged: bool = False  # a failure leaves its report or its reason as `<name>.failed.json`
     is_cached: bool = False  # in the shared cache of artefacts
     is_reproduced: bool = False  # made again by `lockstep reproduce`
     is_named: bool = False  # its results speak of the model by its name in the config
+    is_summarised: bool = False  # the summary shows its results
     only_quantized: bool = False  # other precisions than those of quantised weights do without
+    only_adapters: bool = False  # models without adapters do without
     continues: bool = False  # begins with what an earlier run made
     owns_folder: bool = False  # clears its folder of what an earlier artefact left
     help: str = field(default="", compare=False)
@@ -65,6 +86,13 @@ class Stage:
     def is_of(self, precision: str) -> bool:
         """Whether targets of this precision have it."""
         return is_quantized(precision) or not self.only_quantized
+
+    def is_required(self, model: Finished) -> bool:
+        """Return whether the lock of a finished model must have this stage."""
+        is_in_lock = self.pinned is not None or self.is_check
+        has_precision = not self.only_quantized or any(map(is_quantized, model.precisions))
+        has_adapters = not self.only_adapters or model.has_adapters
+        return is_in_lock and has_precision and has_adapters and self.required(model)
 
     def inputs(self, precision: str | None) -> dict[str, str]:
         """{name: artefact} that a job of this precision reads; None: of a stage without one."""
@@ -175,6 +203,15 @@ def _comes_from(kind: type) -> Callable[[Config, Target], bool]:
     return lambda config, target: isinstance(parse_source(config.models[target.model].source), kind)
 
 
+def is_fetched(config: Config, model: str) -> bool:
+    """Whether a job brings the checkpoint; else it lies in a folder that the config names."""
+    return not isinstance(parse_source(config.models[model].source), FolderSource)
+
+
+def _has_full_precision(model: Finished) -> bool:
+    return not model.precisions or not all(map(is_quantized, model.precisions))
+
+
 _JOBS = "lockstep.pipeline.jobs"
 
 _TABLE = (
@@ -185,43 +222,55 @@ _TABLE = (
     ),
     Stage(
         "random_weights", makes="source", code="export.random_model", job=f"{_JOBS}:random_weights", options=_source,
-        needed=_comes_from(RandomSource),
+        needed=_comes_from(RandomSource), resources=Resources(1500, minutes_per_gb=5),
     ),
     Stage(
         "resolve", makes="checkpoint", code="checkpoint", job=f"{_JOBS}:resolve", options=_source,
-        pinned=pinned.pin_checkpoint, is_reproduced=True,
+        waits_for={"source": is_fetched}, pinned=pinned.pin_checkpoint, is_reproduced=True,
+        resources=Resources(1000, minutes_per_gb=2),
         help="Checkpoint folder -> checkpoint.json and architecture.json.",
     ),
-    Stage("architecture", makes="architecture", code="checkpoint", job=f"{_JOBS}:architecture", options=_source),
+    Stage(
+        "architecture", makes="architecture", code="checkpoint", job=f"{_JOBS}:architecture", options=_source,
+        waits_for={"source": is_fetched}, resources=Resources(1000),
+    ),
     Stage(
         "export", makes="assembly", reads=("architecture",), code="export", job=f"{_JOBS}:export",
         options=_export, pinned=pinned.pin_graphs, is_cached=True, is_reproduced=True, owns_folder=True,
+        resources=Resources(2000, 0.1),
         help="architecture.json -> assembly.json and its graphs.",
     ),
     Stage(
         "convert", makes="weights", reads=("checkpoint",), reads_quantized={"assembly": "assembly"}, code="weights",
         job=f"{_JOBS}:convert", pinned=pinned.pin_weights, is_cached=True, is_reproduced=True,
+        resources=Resources(1000, minutes_per_gb=5),
         help="checkpoint.json -> weights.json in one precision.",
     ),
     Stage(
         "validate", makes="validation", reads=("checkpoint", "weights", "assembly"), code="verify.validate",
-        job=f"{_JOBS}:validate", options=_validate, is_check=True, is_judged=True, is_named=True,
+        job=f"{_JOBS}:validate", options=_validate, is_check=True, is_judged=True, is_named=True, is_summarised=True,
+        resources=Resources(2500, 8, minutes_per_gb=20),
         help="Graphs against torch, at one layer count.",
     ),
     Stage(
         "build", makes="engines", reads=("assembly",), code="backends", job=f"{_JOBS}:build", options=_build,
         needed=lambda config, target: config.is_built(target), pinned=pinned.pin_engines, is_cached=True,
-        is_reproduced=True, continues=True, owns_folder=True,
+        is_reproduced=True, is_summarised=True, continues=True, owns_folder=True,
+        # TensorRT's library and its builder come to the graphs, which hold no weights.
+        resources=Resources(4000, minutes=180),
         help="assembly.json -> the engine set of one backend.",
     ),
     Stage(
         "compare", makes="comparison", reads=("assembly", "weights", "engines"), code="verify.compare",
         job=f"{_JOBS}:compare", options=_compare, needed=lambda config, target: config.is_compared(target),
-        is_check=True, is_judged=True, help="Each engine against its graph in ONNX Runtime.",
+        required=lambda model: False,  # engines of some precisions are not compared
+        is_check=True, is_judged=True, is_summarised=True, resources=Resources(2500, 4, minutes_per_gb=20),
+        help="Each engine against its graph in ONNX Runtime.",
     ),
     Stage(
         "reference", makes="reference", reads=("checkpoint",), beside=("logits",), code="verify.golden.reference",
         job=f"{_JOBS}:reference", options=_reference, pinned=pinned.pin_reference, is_check=True, is_cached=True,
+        resources=Resources(2500, 4, minutes_per_gb=20),
         help="checkpoint.json -> tokens and logits of transformers.",
     ),
     Stage(
@@ -229,43 +278,50 @@ _TABLE = (
         beside=("quantized_logits", "drift"), code="verify.golden.quantized", job=f"{_JOBS}:quantized_reference",
         options=_quantized_reference, needed=lambda config, target: is_quantized(target.precision), is_check=True,
         is_cached=True, is_reproduced=True, only_quantized=True,
+        # Both models, the checkpoint's and the one of dequantised weights, one after the other.
+        resources=Resources(2500, 8, minutes_per_gb=30),
         help="Tokens and logits of transformers on the dequantised weights, and their drift.",
     ),
     Stage(
         "golden", makes="golden", reads=("assembly", "weights", "engines", "reference"), beside=("speed",),
         reads_quantized={"reference": "quantized_reference"},
         code="verify.golden.check", job=f"{_JOBS}:golden", options=_golden, pinned=pinned.pin_golden, is_check=True,
-        needed=lambda config, target: config.is_run(target), is_judged=True, is_reproduced=True, is_named=True,
+        needed=lambda config, target: config.is_run(target), required=lambda model: model.runs, is_judged=True,
+        is_reproduced=True, is_named=True, is_summarised=True, resources=Resources(2500, 4.5, minutes_per_gb=30),
         help="Engine set against the reference, and its speed.",
     ),
     Stage(
         "served", makes="served", reads=("assembly", "weights", "engines", "reference", "golden"), code="serve.check",
         reads_quantized={"reference": "quantized_reference"},
-        job=f"{_JOBS}:served", options=_served, is_check=True, is_judged=True, is_named=True,
+        job=f"{_JOBS}:served", options=_served, is_check=True, is_judged=True, is_named=True, is_summarised=True,
+        resources=Resources(2500, 4.5, minutes_per_gb=30),
         needed=lambda config, target: config.is_run(target) and config.check_server,
         help="A server on the engine set against the golden check.",
     ),
     Stage(
         "fetch_adapters", makes="adapter_sources", code="checkpoint.hub.adapters", job=f"{_JOBS}:fetch_adapters",
         options=_adapters_on_hub, needed=lambda config, target: fetches_adapters(config, target.model), continues=True,
+        only_adapters=True,
         help="LoRA adapters on the hub -> adapter_sources.json and their folders.",
     ),
     Stage(
         "adapters", makes="adapters", reads=("checkpoint",), code="weights.check_adapters", job=f"{_JOBS}:adapters",
-        options=_adapters, needed=_has_adapters, pinned=pinned.pin_adapters,
+        options=_adapters, needed=_has_adapters, pinned=pinned.pin_adapters, only_adapters=True,
+        waits_for={"adapter_sources": fetches_adapters}, resources=Resources(1000),
         help="Folders of LoRA adapters -> adapters.json, held against the checkpoint.",
     ),
     Stage(
         "adapted_reference", makes="adapted_reference", reads=("checkpoint", "adapters"),
         code="verify.golden.adapted_reference", job=f"{_JOBS}:adapted_reference", options=_adapted_reference,
         needed=lambda config, target: _has_adapters(config, target) and not is_quantized(target.precision),
-        is_check=True, help="Tokens and logits of transformers with each adapter.",
+        required=_has_full_precision, is_check=True, only_adapters=True,
+        resources=Resources(2500, 4, minutes_per_gb=20), help="Tokens and logits of transformers with each adapter.",
     ),
     Stage(
         "quantized_adapted_reference", makes="quantized_adapted_reference", reads=("checkpoint", "weights", "adapters"),
         code="verify.golden.adapted_reference", job=f"{_JOBS}:quantized_adapted_reference", only_quantized=True,
         needed=lambda config, target: _has_adapters(config, target) and is_quantized(target.precision), is_check=True,
-        options=_quantized_adapted_reference,
+        options=_quantized_adapted_reference, only_adapters=True, resources=Resources(2500, 4, minutes_per_gb=20),
         help="Tokens and logits of transformers on the dequantised weights with each adapter.",
     ),
     Stage(
@@ -273,7 +329,8 @@ _TABLE = (
         reads_quantized={"adapted_reference": "quantized_adapted_reference"},
         code="verify.golden.adapted", job=f"{_JOBS}:adapted", options=_adapted, is_check=True, is_judged=True,
         needed=lambda config, target: config.is_run(target) and _has_adapters(config, target),
-        pinned=pinned.pin_adapted, is_named=True,
+        pinned=pinned.pin_adapted, required=lambda model: model.runs, is_named=True, is_summarised=True,
+        only_adapters=True, resources=Resources(2500, 4.5, minutes_per_gb=30),
         help="Engine set with several adapters in one batch against the reference of each.",
     ),
 )  # fmt: skip
@@ -321,8 +378,3 @@ def step(stage: str, config: Config, results: Results, names: Mapping[str, Any])
         python=config.interpreter(taken["backend"]) if "backend" in taken else None,
         device=config.device_of(taken["backend"]) if "backend" in taken else None,
     )
-
-
-def is_fetched(config: Config, model: str) -> bool:
-    """Whether a job brings the checkpoint; else it lies in a folder that the config names."""
-    return not isinstance(parse_source(config.models[model].source), FolderSource)

@@ -12,14 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.pipeline.stages import entry_of, fetches_adapters, is_fetched, path_of
+from lockstep.pipeline.stages import entry_of, path_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-
-_SHOWN = ("validate", "build", "compare", "golden", "served", "adapted")  # what the summary reads
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,9 @@ class Made:
 def all_jobs(config: Config, results: Results, steps: Sequence[JobSpec]) -> list[Made]:
     """Return all jobs that a run may have: those of `steps`, and those that are of no one model."""
     jobs = jobs_of(config, results, steps)
-    shown = [path for made, step in zip(jobs, steps, strict=True) if step.stage in _SHOWN for path in made.outputs]
+    shown = [
+        path for made, step in zip(jobs, steps, strict=True) if entry_of(step).is_summarised for path in made.outputs
+    ]
     summary = [results.summary(), results.summary().with_suffix(".csv"), results.report_page(), results.target_pages()]
     plots = [results.report(f"{name}.svg") for name in ("error_by_layer", "speed")]
     return [
@@ -50,11 +50,8 @@ def jobs_of(config: Config, results: Results, steps: Iterable[JobSpec]) -> list[
     for step in steps:
         stage = entry_of(step)
         outputs = [step.output, *(path_of(name, results, step.names) for name in stage.beside)]
-        inputs = list(step.inputs.values())
-        if stage.name in ("resolve", "architecture") and is_fetched(config, step.names["model"]):
-            inputs.append(results.source(step.names["model"]))
-        if stage.name == "adapters" and fetches_adapters(config, step.names["model"]):
-            inputs.append(results.adapter_sources(step.names["model"]))
+        waited_for = [made for made, is_brought in stage.waits_for.items() if is_brought(config, step.names["model"])]
+        inputs = [*step.inputs.values(), *(path_of(made, results, step.names) for made in waited_for)]
         jobs.append(Made(list(map(str, outputs)), list(map(str, inputs))))
     return jobs
 
