@@ -205,9 +205,10 @@ def bisect(
     """Engine against graph along tokens: `bisect.explain.engine_report`."""
     from lockstep.verify.bisect.explain import engine_report
 
-    return engine_report(
+    report = engine_report(
         Path(assembly), Path(weights), Path(engines), layers, tolerance, tuple(tokens), threads=threads
     )
+    return report.to_json()
 
 
 def generate(

@@ -3,6 +3,7 @@ does not."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +62,11 @@ def largest(errors: list[float | None]) -> float | None:
     """The largest of some errors; None (not a finite number) beats all. 0 of an empty list."""
     finite = [error for error in errors if error is not None]
     return max(finite, default=0.0) if len(finite) == len(errors) else None
+
+
+def finite(error: float | None) -> float | None:
+    """Return the error as reports have it: None where it is not finite."""
+    return error if error is not None and math.isfinite(error) else None
 
 
 def finish(out: str | os.PathLike, report: Report, failure: str | None) -> Path:
