@@ -129,7 +129,8 @@ def compare(job: Job) -> None:
 def reference(job: Job) -> None:
     from lockstep.verify import golden
 
-    golden.make_reference(job.path("checkpoint"), layer_count(job.names["layers"]), job.options["golden"], job.output)
+    terms = golden.GoldenTerms.from_json(job.options["golden"])
+    golden.make_reference(job.path("checkpoint"), layer_count(job.names["layers"]), terms, job.output)
 
 
 def quantized_reference(job: Job) -> None:
@@ -137,7 +138,8 @@ def quantized_reference(job: Job) -> None:
 
     paths = [job.path(name) for name in ("checkpoint", "weights", "reference")]
     layers, drift = layer_count(job.names["layers"]), path_of("drift", job.results, job.names)
-    golden.make_quantized_reference(*paths, layers, job.options["golden"], job.options["drift_text"], job.output, drift)
+    terms = golden.GoldenTerms.from_json(job.options["golden"])
+    golden.make_quantized_reference(*paths, layers, terms, job.options["drift_text"], job.output, drift)
 
 
 def golden(job: Job) -> None:
@@ -184,23 +186,19 @@ def adapters(job: Job) -> None:
 
 
 def adapted_reference(job: Job) -> None:
-    from lockstep.verify.golden.adapted_reference import make_adapted_reference
-
-    layers = layer_count(job.names["layers"])
-    make_adapted_reference(job.path("checkpoint"), job.path("adapters"), layers, job.options["golden"], job.output)
+    _adapted_reference(job, None)
 
 
 def quantized_adapted_reference(job: Job) -> None:
-    from lockstep.verify.golden.adapted_reference import make_adapted_reference
+    _adapted_reference(job, job.path("weights"))
 
-    make_adapted_reference(
-        job.path("checkpoint"),
-        job.path("adapters"),
-        layer_count(job.names["layers"]),
-        job.options["golden"],
-        job.output,
-        job.path("weights"),
-    )
+
+def _adapted_reference(job: Job, weights: Path | None) -> None:
+    from lockstep.verify.golden.adapted_reference import make_adapted_reference
+    from lockstep.verify.golden.terms import AdaptedTerms
+
+    layers, terms = layer_count(job.names["layers"]), AdaptedTerms.from_json(job.options["golden"])
+    make_adapted_reference(job.path("checkpoint"), job.path("adapters"), layers, terms, job.output, weights)
 
 
 def adapted(job: Job) -> None:

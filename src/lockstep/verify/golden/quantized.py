@@ -25,6 +25,7 @@ from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
 from lockstep.export.torch_model import cut_config, layer_of, load_tensors
 from lockstep.verify.golden.reference import answer, load_checkpoint, load_tokenizer, save_reference, tokens_of
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights
 from lockstep.weights.groups import unpack
 from lockstep.weights.source import Source, open_source
@@ -38,7 +39,7 @@ def make_quantized_reference(
     weights_json: Path,
     reference_json: Path,
     layers: int | str,
-    golden: Mapping[str, Any],
+    golden: GoldenTerms,
     drift_text: str,
     out: Path,
     drift_out: Path,
@@ -46,7 +47,7 @@ def make_quantized_reference(
     """Write the reference of the quantised weights to `out`, its logits beside it, and the drift to `drift_out`; gives
     `out`.
 
-    reference_json: of the checkpoint and the same layers. golden: as of `make_reference`. drift_text: whose perplexity
+    reference_json: of the checkpoint and the same layers. drift_text: whose perplexity
     is measured; empty for the prompts, one after another. Same inputs, same bytes. Raises CheckError for a weight that
     is off the checkpoint's by more than its rounding, InputError for inputs that do not fit together.
     """
@@ -61,11 +62,11 @@ def make_quantized_reference(
     tokenizer, config = load_tokenizer(folder), manifest.config
     model = load_checkpoint(Path(checkpoint_json), layers)
     rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
-    text = tokens_of(tokenizer, drift_text or " ".join(golden["prompts"]), rows)
+    text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
     full_perplexity, count = _perplexity(model, text)
     del model
     model = dequantized(config, weights, layers)
-    made = answer(model, tokenizer, config, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"])
+    made = answer(model, tokenizer, config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
     perplexity, _ = _perplexity(model, text)
     expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
     error = np.abs(found - expected)
@@ -83,7 +84,7 @@ def make_quantized_reference(
         perplexity=perplexity,
         full_perplexity=full_perplexity,
     ).save(drift_out)
-    return save_reference(made, layers, golden["max_new_tokens"], Path(out), drift_out)
+    return save_reference(made, layers, golden.max_new_tokens, Path(out), drift_out)
 
 
 def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:

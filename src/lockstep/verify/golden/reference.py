@@ -29,6 +29,7 @@ from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
 from lockstep.verify.boundaries import both_sides, config_lengths
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
 from lockstep.weights.source import open_source
 
@@ -75,21 +76,19 @@ class Reference:
     long: LongAnswer | None
 
 
-def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str, Any], out: Path) -> Path:
+def make_reference(checkpoint_json: Path, layers: int | str, golden: GoldenTerms, out: Path) -> Path:
     """Write the reference of the model's first `layers` layers (or "all") to `out`, its logits beside it; gives `out`.
 
-    golden: {"max_new_tokens": int, "prompts": [text, ...], "long_prompt": tokens of the long prompt, 0 for none}. Same
-    inputs, same bytes. Raises InputError for a checkpoint that transformers cannot load or a prompt that does not fit
-    the model.
+    Same inputs, same bytes. Raises InputError for a checkpoint that transformers cannot load or a prompt that does not
+    fit the model.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     manifest = CheckpointManifest.load(checkpoint_json)
     folder = manifest.folder_of(checkpoint_json)
     manifest.check(folder)
     model, tokenizer = load_checkpoint(checkpoint_json, layers), load_tokenizer(folder)
-    asked = golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
-    reference = answer(model, tokenizer, manifest.config, *asked)
-    return save_reference(reference, layers, golden["max_new_tokens"], out)
+    reference = answer(model, tokenizer, manifest.config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
+    return save_reference(reference, layers, golden.max_new_tokens, out)
 
 
 def save_reference(
