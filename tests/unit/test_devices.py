@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.backends.cpu import describe_cpu
 from lockstep.errors import InputError
-from lockstep.pipeline import worker
+from lockstep.pipeline import engine_jobs
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.record import backend_identity
 
@@ -29,7 +29,7 @@ def test_a_step_has_the_backend_of_its_device() -> None:
 
 def test_the_declared_device_is_found() -> None:
     found = backend_identity(step("build", "onnxruntime", HERE))
-    assert found == worker.identity("onnxruntime") and found["device"]["architecture"] == HERE
+    assert found == engine_jobs.identity("onnxruntime") and found["device"]["architecture"] == HERE
 
 
 def test_another_device_is_one_line_with_both_names_and_the_node() -> None:
@@ -42,7 +42,7 @@ def test_another_device_is_one_line_with_both_names_and_the_node() -> None:
 
 def test_engines_for_any_device_are_built_anywhere_and_run_on_their_own() -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
-    assert worker.hardware("tensorrt_rtx", builds=True) is None
+    assert engine_jobs.hardware("tensorrt_rtx", builds=True) is None
     assert backend_identity(step("build", "tensorrt_rtx", "No such GPU"))["name"] == "tensorrt_rtx"
     with pytest.raises(InputError, match="expected 'No such GPU', the device mine of the config, found "):
         backend_identity(step("golden", "tensorrt_rtx", "No such GPU"))
