@@ -1,4 +1,7 @@
-"""The step on host arrays: plans over NumPy buffers, for backends without an executor of their own."""
+"""Steps on host arrays, for backends without an executor of their own.
+
+Each step is a `HostStep`: calls bound to NumPy buffers.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ class HostExecutor:
     in_flight = async_scheduling = False
 
     def __init__(self, network: Network, num_slots: int, max_seq_len: int, chunk_size: int, kv_bytes: int):
-        """chunk_size: tokens brought together are cut at multiples of it. kv_bytes: for the pages of all requests."""
+        """Check the engines, and make an empty cache.
+
+        chunk_size: tokens brought together are cut at multiples of it. kv_bytes: for the pages of all requests.
+        """
         _check_declared(network)
         self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
         self._network = network
@@ -55,7 +61,7 @@ class HostExecutor:
         return self._cache.lengths
 
     def warm_up(self) -> None:
-        """Nothing: an engine is ready when it is open, and a layout costs no more the first time."""
+        """Do nothing: an open engine is ready, and a first layout costs no more."""
 
     def reset(self, slot: int) -> None:
         """Forget what the slot holds, so that its memory may be used again."""
@@ -92,9 +98,12 @@ class HostExecutor:
         return self._choose(advances, logits), logits[wanted]
 
     def logits_behind(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Of the step that was taken last: a few tokens of `advances[number]` at a time, the position of the first and
-        the logits behind each, [num_tokens, vocab_size] float32. Groups lie within chunks, so what a token's row is
-        computed with depends on its request alone."""
+        """Yield the logits behind all tokens of `advances[number]`, a few at a time.
+
+        Of the step that was taken last. Each item is the position of the first token, and the logits behind each,
+        [num_tokens, vocab_size] float32. Groups lie within chunks, so what a token's row is computed with depends on
+        its request alone.
+        """
         assert self._taken is not None
         step, advances = self._taken
         advance = advances[number]
@@ -160,7 +169,10 @@ class HostExecutor:
         self._room[slot] = self._cache.row_of(slot).capacity
 
     def _lay_out(self, advances: Sequence[Advance]) -> Layout:
-        """Requests of one token decode, in the order of their rows; the others follow, in the order of the list."""
+        """Lay out a step: decoding requests by row, then the others in list order.
+
+        A request of one token decodes.
+        """
         rows: dict[int, list[int]] = {}
         chunks = []
         for advance in advances:
@@ -173,7 +185,10 @@ class HostExecutor:
         return Layout(tuple(decoding), tuple(chunks), len(advances))
 
     def _chunks(self, advance: Advance) -> Iterator[tuple[int, int]]:
-        """First token, and token behind the last, of the parts that multiples of `chunk_size` cut an advance into."""
+        """Yield (start, end) of the chunks of an advance, cut at `chunk_size`.
+
+        Cuts lie at multiples of `chunk_size`; end is behind the last token.
+        """
         start, end = advance.start, advance.start + len(advance.tokens)
         while start < end:
             stop = min(end, (start // self.chunk_size + 1) * self.chunk_size)
@@ -181,7 +196,10 @@ class HostExecutor:
             start = stop
 
     def _host_step(self, layout: Layout) -> HostStep:
-        """Decode steps come again and again with one layout: their steps are kept. A prompt's is used once."""
+        """Return the bound calls of a layout.
+
+        Decode steps come again and again with one layout: those are kept. A prompt's is used once.
+        """
         step = self._steps.get(layout)
         if step is None:
             step = HostStep(self._network, self._cache, layout)
@@ -192,8 +210,10 @@ class HostExecutor:
         return step
 
     def _pack(self, step: HostStep, advances: Sequence[Advance]) -> dict[int, np.ndarray]:
-        """Fill the step's token ids, positions and logit rows; gives by capacity the cache rows that decode,
-        ascending."""
+        """Fill the step's token ids, positions, adapter ids and logit rows.
+
+        Returns by capacity the cache rows that decode, ascending.
+        """
         layout = step.layout
         first_of = {part.capacity: at.start - part.low for part, at in zip(layout.decoding, step.slices)}
         decoded: dict[int, list[int]] = {capacity: [] for capacity in first_of}
@@ -220,8 +240,10 @@ class HostExecutor:
 
 
 def _check_declared(network: Network) -> None:
-    """Raises CheckError where an engine reads or makes something else than the assembly says: buffers are of the
-    assembly's sizes. Dimensions that a step decides may have any name, or none."""
+    """Check that all engines read and make what the assembly says.
+
+    Buffers are of the assembly's sizes. Dimensions that a step decides may have any name, or none. Raises CheckError.
+    """
     declared: dict[Executable, Signature] = {block.run: block.signature for block, _ in network.layers}
     declared |= {block.run: block.signature for block in (network.embedding, network.exit)}
     for attention in {id(attention): attention for _, attention in network.layers}.values():
@@ -231,8 +253,10 @@ def _check_declared(network: Network) -> None:
 
 
 def check_engine(executable: Executable, signature: Signature) -> None:
-    """Raises CheckError where an engine on host arrays takes or gives something else than `signature` without slots
-    says. Dimensions that a step decides may have any name, or none."""
+    """Check what an engine on host arrays takes and gives against `signature`.
+
+    Slots are left out. Dimensions that a step decides may have any name, or none. Raises CheckError where they differ.
+    """
     engine = cast(HostExecutable, executable)  # what this executor runs is on host arrays
     expected, found = (
         Signature(*(tuple(IO(name, dtype, _any_name(shape)) for name, dtype, shape in ios) for ios in sides))

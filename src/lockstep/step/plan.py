@@ -1,4 +1,6 @@
-"""A plan: all calls of one step, bound to buffers, for one layout of requests. Running it allocates nothing.
+"""The calls of one step on the host, bound to buffers, for one layout.
+
+Running them allocates nothing.
 
 Tokens are packed with the decoding rows first, one token a row. Rows of one capacity of the cache lie together, `low`
 to `high` without a gap, so that queries, the cache and the attention's result are plain slices; a row in between that
@@ -41,7 +43,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chunk:
-    """`count` tokens of one request for the row at `place`, behind the `start` tokens that it holds."""
+    """`count` tokens of one request, behind the `start` tokens that it holds.
+
+    place: its row of the cache.
+    """
 
     place: CacheRow
     start: int
@@ -50,7 +55,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a step lie: decoding rows, then chunks. `num_logits` rows reach lm_head."""
+    """Where the tokens of a step lie: decoding rows, then chunks.
+
+    `num_logits` rows reach lm_head.
+    """
 
     decoding: tuple[Rows, ...]
     chunks: tuple[Chunk, ...]
@@ -65,7 +73,7 @@ class Layout:
         return self.num_decode + sum(chunk.count for chunk in self.chunks)
 
     def slices(self) -> list[slice]:
-        """The packed tokens of each of `decoding`, then of each of `chunks`."""
+        """Return the packed tokens of each of `decoding`, then of each of `chunks`."""
         found, offset = [], 0
         for count in (*(rows.count for rows in self.decoding), *(chunk.count for chunk in self.chunks)):
             found.append(slice(offset, offset + count))
@@ -74,8 +82,11 @@ class Layout:
 
 
 class HostStep:
-    """Buffers and bound calls of a layout. Fill `token_ids`, `position_ids`, `adapter_ids`, `logit_rows`, then `run`,
-    then ask for `logits`, or just for `most_likely`."""
+    """Buffers and bound calls of a layout.
+
+    Fill `token_ids`, `position_ids`, `adapter_ids`, `logit_rows`, then `run`, then ask for `logits`, or just for
+    `most_likely`.
+    """
 
     def __init__(self, network: Network, cache: KVCache, layout: Layout):
         self.layout, self.slices = layout, layout.slices()
@@ -113,8 +124,10 @@ class HostStep:
         return self._logits
 
     def most_likely(self) -> np.ndarray:
-        """After `run`: of each row of the logits the token `greedy.most_likely`. Ranks that have parts of the logits
-        tell their own tokens, and no logits are gathered."""
+        """Return the token `greedy.most_likely` of each row of the logits, after `run`.
+
+        Ranks that have parts of the logits tell their own tokens, and no logits are gathered.
+        """
         if not self._parts:
             return most_likely(self._logits.astype(np.float32))
         firsts = np.cumsum([0, *(part.shape[1] for part in self._parts)]).tolist()
@@ -125,7 +138,10 @@ class HostStep:
             call()
 
     def logits_behind(self, rows: np.ndarray) -> np.ndarray:
-        """After `run`: the logits behind any packed tokens, rows int64 [num_rows] -> [num_rows, vocab_size]."""
+        """Return the logits behind any packed tokens, after `run`.
+
+        rows: int64 [num_rows]. Returns [num_rows, vocab_size].
+        """
         values, dims = {**self._before_exit, "logit_rows": rows}, {**self._dims, "num_requests": len(rows)}
         inputs = _inputs(self._exit, values)
         outputs = {
@@ -136,8 +152,10 @@ class HostStep:
         return outputs["logits"]
 
     def write_decoded(self, decoded: Mapping[int, np.ndarray]) -> None:
-        """Put the decoding rows' new keys and values at their positions in the cache. decoded: by capacity, the rows
-        that decode, ascending."""
+        """Write the decoding rows' new keys and values to the cache.
+
+        They go to the rows' positions. decoded: by capacity, the rows that decode, ascending.
+        """
         for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
             offsets = rows - part.low
@@ -154,7 +172,7 @@ class HostStep:
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
 
     def _add_exit(self, block: Block, values: Mapping[str, np.ndarray]) -> None:
-        """The last call; what gives the logits is put together where they are asked for."""
+        """Add the last call; parts of the logits are gathered when they are asked for."""
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._logits = outputs["logits"]
         self._parts: Sequence[np.ndarray] = ()  # of the logits, by rank, where each has one
@@ -184,8 +202,11 @@ class HostStep:
         values["attention"] = attention
 
     def _past(self, index: int, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
-        """What a chunk looks at: a contiguous copy of its past, made by a call before it; for a prompt's first chunk
-        one masked position."""
+        """Return the keys and values that a chunk looks at.
+
+        They are a contiguous copy of its past, made by a call before it; for a prompt's first chunk one masked
+        position.
+        """
         shape, length = layer_attention.cache, max(chunk.start, 1)
         pair = self._buffers.get(("past", chunk, shape))
         if pair is None:
@@ -228,8 +249,10 @@ class HostStep:
         return pair[1]
 
     def _chunk_buffers(self, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
-        """Shared by all layers: each layer's keys and values are written to the cache before the next layer's are
-        made."""
+        """Return the buffers of a chunk's new keys and values, shared by all layers.
+
+        Each layer's are written to the cache before the next layer's are made.
+        """
         shape = layer_attention.cache
         pair = self._buffers.get((chunk, shape))
         if pair is None:
@@ -240,10 +263,10 @@ class HostStep:
 
 
 def _no_gather() -> None:
-    """The logits are whole."""
+    """Do nothing: the logits are whole."""
 
 
 def _inputs(block: Block, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a block reads: values of the step, and the arrays of adapters."""
+    """Return what a block reads: values of the step, and the arrays of adapters."""
     own = block.adapters
     return {io.name: own[io.name] if io.name in own else values[io.key] for io in block.signature.inputs}

@@ -1,7 +1,7 @@
-"""Which adapters are resident, and which of them each slot's request is computed with. Policy only: no tensors.
+"""Resident adapters, and the adapter of each slot's request.
 
-A request holds its adapter from when it gets a slot until it leaves it. An adapter that nobody holds stays resident
-until another one needs its place: the one that was left longest ago goes first.
+Policy only: no tensors. A request holds its adapter from when it gets a slot until it leaves it. An adapter that no
+request holds stays resident until another one needs its place: the one that was left longest ago goes first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import numpy as np
 
 
 class Residency:
-    """`places[slot]`: the place of the slot's adapter, int64; -1 for none. `loading`: {place: adapter} of those that
-    must be written there before the next step."""
+    """The place of each resident adapter, and the adapter of each slot.
+
+    `places[slot]`: the place of the slot's adapter, int64; -1 for none. `loading`: {place: adapter} of those that must
+    be written there before the next step.
+    """
 
     def __init__(self, num_slots: int, max_adapters: int):
         self.max_adapters = max_adapters
@@ -23,8 +26,10 @@ class Residency:
         self._resident: OrderedDict[str, int] = OrderedDict()  # by adapter; the one used longest ago first
 
     def claim(self, slot: int, adapter: str | None) -> bool:
-        """Have a slot's request computed with an adapter, or with none. False, and nothing is changed, where all places
-        are held by others."""
+        """Have a slot's request computed with an adapter, or with none.
+
+        Returns False, and changes nothing, where all places are held by others.
+        """
         if adapter is None:
             self.places[slot] = -1
             return True
@@ -41,16 +46,16 @@ class Residency:
         return True
 
     def release(self, slot: int) -> None:
-        """The slot's request has ended."""
+        """Release the adapter of a slot whose request has ended."""
         self.places[slot] = -1
 
     def can_claim(self, slot: int, adapter: str | None) -> bool:
-        """Whether `claim` would succeed."""
+        """Return whether `claim` would succeed."""
         return adapter is None or adapter in self._resident or self._free_place(slot) is not None
 
     @property
     def resident(self) -> list[str]:
-        """The adapters that have a place, the one used longest ago first."""
+        """Return the adapters that have a place, least recently used first."""
         return list(self._resident)
 
     def drop(self, adapter: str) -> None:
@@ -61,14 +66,16 @@ class Residency:
             self.forget(place)
 
     def forget(self, place: int) -> None:
-        """What lies at a place is no adapter: writing it failed."""
+        """Free a place: writing its adapter failed."""
         self._resident = OrderedDict((name, at) for name, at in self._resident.items() if at != place)
         self.loading.pop(place, None)
         self.places[self.places == place] = -1
 
     def _free_place(self, slot: int) -> int | None:
-        """A place without an adapter, or that of the adapter which nobody but this slot holds and was used longest
-        ago."""
+        """Return a place for another adapter; None where all are held.
+
+        A place without an adapter, or that of the least recently used adapter which no other slot holds.
+        """
         taken = set(self._resident.values())
         for place in range(self.max_adapters):
             if place not in taken:
