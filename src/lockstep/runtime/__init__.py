@@ -1,4 +1,7 @@
-"""The runtime: an engine set and a weights manifest in, logits, tokens and text out. NumPy and the backend only."""
+"""The runtime, which generates with an engine set.
+
+An engine set and a weights manifest in; logits, tokens and text out. NumPy and the backend only.
+"""
 
 from lockstep.runtime.completion import Choice, Completion
 from lockstep.runtime.engine import Decoding, Engine
