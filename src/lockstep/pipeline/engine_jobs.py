@@ -1,7 +1,7 @@
-"""The stages that run engines: arguments of JSON in; files, an answer of JSON, or text on stdout out.
+"""The stages that run engines.
 
-`worker` calls them by name, here or in the Python that has the backend's library. Imports stand in the functions, so
-that a job loads what it needs.
+Arguments of JSON in; files, an answer of JSON, or text on stdout out. `worker` calls them by name, here or in the
+Python that has the backend's library. Imports stand in the functions, so that a job loads what it needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from lockstep.errors import CheckError
 
 
 def identity(name: str) -> dict[str, Any]:
-    """The library and the device that engines are built for: what a build key and a lock hold of a backend."""
+    """Return the library and the device that engines are built for.
+
+    That is what a build key and a lock hold of a backend.
+    """
     from lockstep.backends import get_backend  # loads the library: only where something is built or run
 
     library = get_backend(name)
@@ -32,8 +35,10 @@ def identity(name: str) -> dict[str, Any]:
 
 
 def hardware(name: str, builds: bool) -> str | None:
-    """The name of the GPU here, or the architecture of the CPU, that a backend runs on; None where engines of any
-    device can be built here and it `builds`."""
+    """Return the name of the GPU or CPU here that a backend runs on.
+
+    Of a CPU its architecture. None where engines of any device can be built here and it `builds`.
+    """
     from lockstep.backends import get_backend
 
     library = get_backend(name)
@@ -45,7 +50,10 @@ def hardware(name: str, builds: bool) -> str | None:
 
 
 def inspect(engines: str, assembly: str) -> dict[str, Any]:
-    """What of an engine set that opens here can be compared with another: an `InspectedSet`, as JSON."""
+    """Return what of an engine set can be compared with another, as JSON.
+
+    That is an `InspectedSet`, of engines that open here.
+    """
     from lockstep.backends import EngineSet
     from lockstep.backends.inspected import inspected
 
@@ -85,7 +93,10 @@ def golden(
     expected: list[str | None],
     threads: int | None = None,
 ) -> None:
-    """As `golden.check_engines`; where the engines are wrong, the line also says which one leaves its graph first."""
+    """Run `golden.check_engines`.
+
+    Where the engines are wrong, the line also says which one leaves its graph first.
+    """
     from lockstep.targets import Target
     from lockstep.verify.golden.check import check_engines
     from lockstep.verify.metrics import failed_path
@@ -140,7 +151,10 @@ def generate(
     adapter: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Text on stdout as it is made; then the speed, on stderr. as_json: one document at the end, with both."""
+    """Print the text as it is made; then the speed, on stderr.
+
+    as_json: one document at the end, with both.
+    """
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
@@ -191,8 +205,10 @@ def generate_file(
     adapters: str | None = None,
     adapter: str | None = None,
 ) -> None:
-    """A file of completions; on a terminal how far it is. Raises CheckError, when all lines are through, for lines that
-    failed."""
+    """Complete a file of prompts; on a terminal say how far it is.
+
+    Raises CheckError, when all lines are through, for lines that failed.
+    """
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime.batch_file import Defaults, Done
     from lockstep.runtime.batch_file import generate_file as run

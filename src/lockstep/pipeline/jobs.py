@@ -1,5 +1,7 @@
-"""What each stage does: a job in, its artefact out. Imports stand in the functions, so that a job loads what it
-needs."""
+"""The function of each stage: a job in, its artefact out.
+
+Imports stand in the functions, so that a job loads what it needs.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from lockstep.targets import Results, Target, layer_count
 
 @dataclass(frozen=True)
 class Job:
-    """A step to be run. results: the tree that it is of. folder: of the checkpoint, for the stages that read it.
+    """A job to be run.
 
-    adapters: folders of the model's adapters by name, for the stage that reads them.
-    threads: CPU threads, None for all. given: what only some stages take, by name (`fetch`: check, commit, newest,
-    terminal; `random_weights`: config).
+    results: the tree that it is of. folder: of the checkpoint, for the stages that read it. adapters: folders of the
+    model's adapters by name, for the stage that reads them. threads: CPU threads, None for all. given: what only some
+    stages take, by name (`fetch`: check, commit, newest, terminal; `random_weights`: config).
     """
 
     step: JobSpec
@@ -36,7 +38,7 @@ class Job:
 
     @property
     def target(self) -> Target:
-        """Of a step of an engine set and a layer count."""
+        """Return the target of a job that has an engine set and a layer count."""
         names = self.names
         return Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
 
@@ -53,7 +55,10 @@ class Job:
 
 
 def run(job: Job) -> Path:
-    """Make the artefact of `job` by the function that the table of stages names; gives its path."""
+    """Make the artefact of `job` and return its path.
+
+    The table of stages names the function that makes it.
+    """
     worker.function_named(entry_of(job.step).job)(job)
     return job.output
 

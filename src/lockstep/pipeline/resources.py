@@ -1,4 +1,4 @@
-"""What a job asks of a cluster: memory and time, from the bytes of the model's weight files.
+"""Memory and time of cluster jobs, from the bytes of the model's weight files.
 
 The numbers of each stage stand in the table of stages. They were measured on models of 4 MB, 0.5 GB and 1.9 GB
 (docs/clusters.md), with a third and more of room above the largest. No build key, record or parameter of a rule has

@@ -1,8 +1,8 @@
-"""The table of stages: what each reads, makes and takes from the config, which function makes it, and how it is
-treated.
+"""The table of stages.
 
-Rules, the script of all jobs, the command line, records, locks, the cache, `explain` and `reproduce` read it. A new
-stage is an entry here, its function, a method of `Results` for what it makes, and a rule that names it.
+It says what each stage reads, makes and takes from the config, which function makes it, and how it is treated. Rules,
+the script of all jobs, the command line, records, locks, the cache, `explain` and `reproduce` read it. A new stage is
+an entry here, its function, a method of `Results` for what it makes, and a rule that names it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class Stage:
-    """One kind of job. Artefacts are methods of `Results`: their parameters are the stage's wildcards.
+    """One kind of job.
 
-    makes: the artefact, whose manifest is the result. reads: artefacts. code: the module of this package that the stage
-    enters by; a change of what it imports makes the stage run again. job: `module:function` that is given the `Job`.
+    Artefacts are methods of `Results`: their parameters are the stage's wildcards. makes: the artefact, whose manifest
+    is the result. reads: artefacts. code: the module of this package that the stage enters by; a change of what it
+    imports makes the stage run again. job: `module:function` that is given the `Job`.
     """
 
     name: str
@@ -80,11 +81,11 @@ class Stage:
 
     @property
     def wildcards(self) -> tuple[str, ...]:
-        """model, precision, layers, backend: those that the stage has."""
+        """Return which of model, precision, layers and backend the stage has."""
         return wildcards_of(self.makes)
 
     def is_of(self, precision: str) -> bool:
-        """Whether targets of this precision have it."""
+        """Return whether targets of this precision have the stage."""
         return is_quantized(precision) or not self.only_quantized
 
     def is_required(self, model: Finished) -> bool:
@@ -95,19 +96,22 @@ class Stage:
         return is_in_lock and has_precision and has_adapters and self.required(model)
 
     def inputs(self, precision: str | None) -> dict[str, str]:
-        """{name: artefact} that a job of this precision reads; None: of a stage without one."""
+        """Return {name: artefact} that a job of this precision reads.
+
+        precision: None for a stage without one.
+        """
         quantized = precision is not None and is_quantized(precision)
         return {name: name for name in self.reads} | (dict(self.reads_quantized) if quantized else {})
 
 
 @functools.cache
 def wildcards_of(artefact: str) -> tuple[str, ...]:
-    """The parameters of `Results.<artefact>`."""
+    """Return the parameters of `Results.<artefact>`."""
     return tuple(inspect.signature(getattr(Results, artefact)).parameters)[1:]
 
 
 def path_of(artefact: str, results: Results, names: Mapping[str, Any]) -> Path:
-    """Where the artefact lies. names: values of at least its wildcards."""
+    """Return the path of an artefact. names: values of at least its wildcards."""
     return getattr(results, artefact)(*(names[name] for name in wildcards_of(artefact)))
 
 
@@ -172,7 +176,7 @@ def _adapters_on_hub(config: Config, model: str) -> dict[str, Any]:
 
 
 def fetches_adapters(config: Config, model: str) -> bool:
-    """Whether a job brings adapters of a model from the hub."""
+    """Return whether a job brings adapters of a model from the hub."""
     return bool(_adapters_on_hub(config, model)["sources"])
 
 
@@ -204,7 +208,10 @@ def _comes_from(kind: type) -> Callable[[Config, Target], bool]:
 
 
 def is_fetched(config: Config, model: str) -> bool:
-    """Whether a job brings the checkpoint; else it lies in a folder that the config names."""
+    """Return whether a job brings the checkpoint of a model.
+
+    Else it lies in a folder that the config names.
+    """
     return not isinstance(parse_source(config.models[model].source), FolderSource)
 
 
@@ -343,18 +350,21 @@ _NO_STAGE = Stage("", makes="config", code="", job="")
 
 
 def entry_of(step: JobSpec) -> Stage:
-    """The step's entry in the table; for a report or the config one that is treated in no special way."""
+    """Return the job's entry in the table of stages.
+
+    For a report or the config, one that is treated in no special way.
+    """
     return STAGES.get(step.stage, _NO_STAGE)
 
 
 def steps(config: Config, results: Results, target: Target) -> list[JobSpec]:
-    """All steps of one target, each after those that it reads from."""
+    """Return all jobs of one target, each after those that it reads from."""
     names = {"model": target.model, "precision": target.precision, "layers": target.layers, "backend": target.backend}
     return [step(stage.name, config, results, names) for stage in STAGES.values() if stage.needed(config, target)]
 
 
 def all_steps(config: Config, results: Results, targets: Iterable[Target]) -> list[JobSpec]:
-    """The steps of several targets, each once, in the order of the targets."""
+    """Return the jobs of several targets, each once, in the order of the targets."""
     found: dict[tuple[Any, ...], JobSpec] = {}
     for target in targets:
         names = vars(target)
@@ -366,7 +376,10 @@ def all_steps(config: Config, results: Results, targets: Iterable[Target]) -> li
 
 
 def step(stage: str, config: Config, results: Results, names: Mapping[str, Any]) -> JobSpec:
-    """One step. names: model, precision, layers, backend; those that the stage has are taken."""
+    """Return one job.
+
+    names: model, precision, layers, backend; those that the stage has are taken.
+    """
     entry = STAGES[stage]
     taken = {name: names[name] for name in entry.wildcards}
     return JobSpec(

@@ -1,4 +1,6 @@
-"""What a run is asked for: the steps and the results that are there in; the files to ask Snakemake for out.
+"""The files that Snakemake is asked for.
+
+The jobs and the results that are there in; the files out.
 
 The fewer files a rule names, the sooner Snakemake has planned it: what another job reads is made for that job, and need
 not be asked for by name. One case is left. Snakemake does not miss a file that was deleted where all that is made from
@@ -29,7 +31,7 @@ class Made:
 
 
 def all_jobs(config: Config, results: Results, steps: Sequence[JobSpec]) -> list[Made]:
-    """Return all jobs that a run may have: those of `steps`, and those that are of no one model."""
+    """Return all jobs that a run may have: of `steps`, and those of no one model."""
     jobs = jobs_of(config, results, steps)
     shown = [
         path for made, step in zip(jobs, steps, strict=True) if entry_of(step).is_summarised for path in made.outputs
@@ -71,16 +73,17 @@ def wanted(jobs: Sequence[Made], is_there: Callable[[str], bool]) -> list[str]:
 
 
 def names_pattern(names: Iterable[str]) -> str:
-    """Return a regular expression that fits `names` and nothing else; without any it fits nothing.
+    """Return a regular expression that fits `names` and nothing else.
 
-    What several names open with is tried once: Snakemake looks a thousand names up ten thousand times.
+    Without any name it fits nothing. What several names open with is tried once: Snakemake looks a thousand names up
+    ten thousand times.
     """
     names = sorted(set(names))
     return _after(names, 0) if names else "(?!)"
 
 
 def _after(names: Sequence[str], start: int) -> str:
-    """The pattern of what sorted names that agree up to `start` go on with."""
+    """Return the pattern of the rest of sorted names that agree up to `start`."""
     first, last = names[0], names[-1]
     common = start
     while common < min(len(first), len(last)) and first[common] == last[common]:

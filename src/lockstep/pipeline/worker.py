@@ -30,8 +30,9 @@ _ENGINE_JOBS = "lockstep.pipeline.engine_jobs"
 
 
 def call(python: str | None, stage: str, /, **arguments: Any) -> None:
-    """Run `build`, `compare`, `golden` or `generate` of `engine_jobs`, or any `module:function`, with these arguments
-    (JSON), here or in the interpreter `python` (a path or a command).
+    """Run a stage here or in the interpreter `python` (a path or a command).
+
+    stage: `build`, `compare`, `golden` or `generate` of `engine_jobs`, or any `module:function`. arguments: JSON.
 
     Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails
     there, it has said why on stderr, and this process exits with the same code (SystemExit).
@@ -40,8 +41,11 @@ def call(python: str | None, stage: str, /, **arguments: Any) -> None:
 
 
 def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
-    """As `call`, for a stage that answers (`identity`, `inspect`, `bisect`): gives its answer. An error there is the
-    same error here: InputError or CheckError."""
+    """Run a stage as `call` does, and return its answer.
+
+    stage: one that answers (`identity`, `inspect`, `bisect`). An error there is the same error here: InputError or
+    CheckError.
+    """
     return _run(python, stage, arguments, subprocess.PIPE)
 
 
@@ -87,7 +91,7 @@ def function_named(stage: str) -> Callable[..., Any]:
 
 
 def _folders(stage: str) -> list[str]:
-    """Where another interpreter finds this package, and the one that `stage` is of."""
+    """Return where another interpreter finds this package, and that of `stage`."""
     package = stage.partition(":")[0].partition(".")[0] if ":" in stage else "lockstep"
     spec = importlib.util.find_spec(package) if package != "lockstep" else None
     outside = spec.submodule_search_locations if spec else None
@@ -95,8 +99,11 @@ def _folders(stage: str) -> list[str]:
 
 
 def _signal(code: int) -> str | None:
-    """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none
-    did. Of an interrupt, SIGTERM and SIGHUP a stage says itself that they ended it, with that code."""
+    """Return the signal that ended a process; None where none did.
+
+    Also of one behind a shell, which then ends with 128 and its number. Of an interrupt, SIGTERM and SIGHUP a stage
+    says itself that they ended it, with that code: None too.
+    """
     number = -code if code < 0 else code - 128
     said = code == -signal.SIGINT or code - 128 in (signal.SIGINT, *ENDING)
     return signal.Signals(number).name if number in set(signal.Signals) and not said else None

@@ -1,4 +1,7 @@
-"""The verdict: results of checks in, one word for a target and one sentence for all targets out."""
+"""The verdict: results of checks in, one word or one sentence out.
+
+One word for a target, one sentence for all targets.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ def verdict(results: Iterable[str]) -> str:
 
 
 def sentence(verdicts: Iterable[str]) -> str:
-    """How many targets pass, fail and have not run. verdicts: one of each target."""
+    """Say how many targets pass, fail and have not run.
+
+    verdicts: one of each target.
+    """
     count = Counter(verdicts)
     total = count.total()
     if count[PASS] == total:

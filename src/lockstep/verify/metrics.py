@@ -1,5 +1,7 @@
-"""How far two arrays are apart, and how a check ends: a report where it passes, a failing report and one line where it
-does not."""
+"""How far two arrays are apart, and how a check ends.
+
+A check ends with a report where it passes, with a failing report and one line where it does not.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,24 @@ class Difference:
     cosine: float | None
 
     def within(self, tolerance: float) -> bool:
-        """Whether the plain absolute error is at most `tolerance`."""
+        """Return whether the plain absolute error is at most `tolerance`."""
         return self.max_abs_error is not None and self.max_abs_error <= tolerance
 
     def within_scaled(self, tolerance: float) -> bool:
-        """Whether the error is at most `tolerance` times max(1, rms of the array, |value|).
+        """Return whether the error is at most `tolerance`, scaled.
 
-        Floating point carries digits, not decimals: a value of 1000 in fp16 is itself known to 0.25 only, and a
-        product's error grows with the size of what is accumulated. Up to values of order one this is the absolute
-        error.
+        Scaled by max(1, rms of the array, |value|). Floating point carries digits, not decimals: a value of 1000 in
+        fp16 is itself known to 0.25 only, and a product's error grows with the size of what is accumulated. Up to
+        values of order one this is the absolute error.
         """
         return self.relative_error is not None and self.relative_error <= tolerance
 
 
 def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
-    """Compare two arrays of one shape, in float64. Raises ValueError for another shape: nothing is broadcast."""
+    """Compare two arrays of one shape, in float64.
+
+    Raises ValueError for another shape: nothing is broadcast.
+    """
     if expected.shape != found.shape:
         raise ValueError(f"expected shape {expected.shape}, found {found.shape}")
     if not expected.size:
@@ -59,7 +64,10 @@ def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
 
 
 def largest(errors: list[float | None]) -> float | None:
-    """The largest of some errors; None (not a finite number) beats all. 0 of an empty list."""
+    """Return the largest of some errors; 0 of an empty list.
+
+    None (not a finite number) beats all.
+    """
     finite = [error for error in errors if error is not None]
     return max(finite, default=0.0) if len(finite) == len(errors) else None
 

@@ -41,10 +41,11 @@ def explain_failure(
 ) -> str:
     """Explain a failed check in one line: the first engine that leaves its graph.
 
-    The first engine that leaves its graph, or that none does, and what to run next.
+    Or that none does; and what to run next.
 
     target: its name, for the advice. tolerance: {"block", "logits"}. ids, num_prompt: the failing request, prompt and
     the reference's tokens; without them seeded ones are taken. Stops between two stages when `seconds` are over.
+
     Raises nothing of its own: whoever calls has a failure to report, and what keeps this one from looking is said in
     the line.
     """

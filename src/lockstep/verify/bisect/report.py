@@ -105,7 +105,10 @@ def _name(node: FaultNode) -> str:
 
 
 def _where(part: str, graph: str, phase: str, block_layer: int | None, layer: int | None) -> str:
-    """Say where a stage is. block_layer: its own; layer: the decoder layer that its fault lies in."""
+    """Say where a stage is.
+
+    block_layer: its own; layer: the decoder layer that its fault lies in.
+    """
     if part == "embedding":
         return f"embedding (class {graph})"
     if part == "exit":
@@ -130,7 +133,7 @@ def text(report: BisectReport) -> str:
 def _table(report: BisectReport) -> list[str]:
     """Write a line for each layer: the largest error of what each part gives.
 
-    The largest error of what each part gives, of the graph against PyTorch and of the engine against its graph.
+    Of the graph against PyTorch, and of the engine against its graph.
     """
     heads = (
         "layer",

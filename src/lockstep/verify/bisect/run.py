@@ -75,7 +75,10 @@ class _Paths(NamedTuple):
 
     @classmethod
     def of(cls, results: Results, target: Target) -> _Paths:
-        """Return where a target's results lie. Raises InputError where some, but for engines, are not there."""
+        """Return where a target's results lie.
+
+        Raises InputError where some, but for engines, are not there.
+        """
         model, precision = target.model, target.precision
         graphs = results.checkpoint(model), results.weights(model, precision), results.assembly(model, precision)
         for path in graphs:
@@ -163,7 +166,10 @@ def bisect(
 
 
 def _notes(paths: _Paths, graphs: Graphs, clean: Graphs | str) -> list[str]:
-    """List what was not looked at, and where the assembly is not what an export gives now."""
+    """List what was not looked at, and where the assembly is out of date.
+
+    So where it is not what an export gives now.
+    """
     notes = []
     if not paths.engines.is_file():
         notes.append(f"no engines at {paths.engines}: only the graphs were looked at")

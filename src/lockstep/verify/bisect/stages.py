@@ -125,9 +125,10 @@ class Graphs:
         return part.graph, part.slots
 
     def no_adapter(self, name: str, count: int) -> Arrays:
-        """Return what a block that takes adapters reads of them for `count` tokens that have none.
+        """Return what a block reads of adapters for tokens that have none.
 
-        Numbers lie in all places; no such token may see them.
+        count: of these tokens. Numbers lie in all places; no such token may see them. Nothing for a block without
+        adapters.
         """
         adapters = self.assembly.adapters
         if adapters is None or name not in adapters.classes:

@@ -1,4 +1,4 @@
-"""Golden: what the model says in Hugging Face transformers, and whether an engine set says the same.
+"""Golden: references of Hugging Face transformers, and engine sets against them.
 
 Its functions are loaded when they are asked for, and by name: references need torch, the check must not load it, and a
 stage is rerun for a change of its own code only.

@@ -1,5 +1,6 @@
-"""What a checkpoint with an adapter answers to golden prompts in Hugging Face transformers. Needs torch and
-transformers.
+"""The reference with adapters: answers of Hugging Face transformers with each.
+
+Needs torch and transformers.
 
 In: a checkpoint's manifest and that of its adapters, a layer count, prompts; where weights are quantised, these. Out:
 as of the reference (`verify.golden.reference`), for each adapter, and for none.
@@ -37,10 +38,10 @@ def make_adapted_reference(
     out: Path,
     weights_json: Path | None = None,
 ) -> Path:
-    """Write the reference of the model's first `layers` layers (or "all") with each adapter, and with none, to `out`,
-    its logits beside it; gives `out`.
+    """Write the reference of a model with each adapter, and with none, to `out`.
 
-    weights_json: quantised weights of the checkpoint, which are computed with, dequantised, in its place.
+    layers: the model's first so many, or "all". The logits lie beside `out`, which is returned. weights_json: quantised
+    weights of the checkpoint, which are computed with, dequantised, in its place.
 
     Same inputs, same bytes. Raises InputError as `make_reference` does, and for an adapter of modules that the model
     does not have.
@@ -75,8 +76,11 @@ def make_adapted_reference(
 
 
 def attach(model: PreTrainedModel, adapter: LoadedAdapter, layers: int | str = "all") -> list[RemovableHandle]:
-    """Have a model computed with an adapter until what is given is removed. layers: how many of the base's the model
-    has; modules of others are left out."""
+    """Have a model computed with an adapter until the returned hooks are removed.
+
+    layers: how many of the base's the model has; modules of others are left out. Raises InputError, of all layers, for
+    a module that the model does not have.
+    """
     modules, hooks = dict(model.named_modules()), []
     for name, (a, b) in adapter.modules.items():
         if name not in modules:

@@ -1,4 +1,7 @@
-"""What references are made from: the golden prompts and how many tokens follow them. Options of a job in."""
+"""The terms of references: golden prompts, and how many tokens follow them.
+
+Options of a job in; dataclasses out.
+"""
 
 from __future__ import annotations
 

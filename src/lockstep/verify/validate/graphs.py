@@ -1,4 +1,6 @@
-"""The assembly's graphs as callables: one ONNX Runtime session for each graph, weights given as inputs.
+"""The assembly's graphs as callables.
+
+One ONNX Runtime session for each graph, weights given as inputs.
 
 Graph optimisation is off: what is validated is the graph as exported. What a backend makes of it is the golden check's
 to judge. ONNX Runtime has no bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
@@ -29,8 +31,10 @@ from lockstep.weights import Weights, check_slots, slot_array
 
 
 class Graph:
-    """One graph of the assembly, its file checked: `run` takes and gives arrays by name, exactly those declared;
-    float32 for bfloat16."""
+    """One graph of the assembly, its file checked.
+
+    `run` takes and gives arrays by name, exactly those declared; float32 for bfloat16.
+    """
 
     def __init__(self, path: Path, graph: GraphFile, threads: int | None):
         self.path = path
@@ -54,7 +58,10 @@ class Graph:
 
     @contextlib.contextmanager
     def computed_file(self) -> Iterator[Path]:
-        """A file of the graph as it is computed, for as long as it is looked at."""
+        """Yield a file of the graph as it is computed.
+
+        It is there for as long as the context is open.
+        """
         if self.computed is self.model:
             yield self.path
             return
@@ -66,8 +73,10 @@ class Graph:
     def run(
         self, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
-        """Outputs by name. Raises CheckError for arrays that are not those declared, and when the library cannot run
-        the graph."""
+        """Run the graph; outputs by name.
+
+        Raises CheckError for arrays that are not those declared, and when the library cannot run the graph.
+        """
         weights = weights or {}
         dims = check_arrays(str(self.path), "input", self.inputs, inputs)
         check_arrays(str(self.path), "slot", self.slots, weights, dims)
@@ -83,10 +92,16 @@ class Graph:
 
 
 class Graphs:
-    """An assembly with its graphs and its weights, cut after the first `num_layers` layers."""
+    """An assembly with its graphs and its weights, cut after some layers.
+
+    It has the first `num_layers` layers.
+    """
 
     def __init__(self, path: Path, assembly: Assembly, weights: Weights, layers: int | str, threads: int | None = None):
-        """Raises InputError for weights of another precision and for a layer count that the model does not have."""
+        """Open the graphs of an assembly.
+
+        Raises InputError for weights of another precision and for a layer count that the model does not have.
+        """
         self.path, self.assembly, self.weights = path, assembly, weights
         if weights.precision != assembly.precision:
             raise InputError(
@@ -117,16 +132,25 @@ class Graphs:
             check_slots(weights, part.slots, assembly.classes[part.graph].signature.slots, part.graph)
 
     def graphs(self) -> dict[str, Graph]:
-        """All graphs in use by name: classes, then `<variant>.<phase>`; then those of a rank."""
+        """Return all graphs in use by name.
+
+        Classes, then `<variant>.<phase>`; then those of a rank.
+        """
         return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
     def carries(self, part: Part) -> list[str]:
-        """What a block hands on to the next besides query, key and value: `hidden` alone in most models."""
+        """Return what a block hands on to the next besides query, key and value.
+
+        `hidden` alone in most models.
+        """
         return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
 
     def run_block(self, part: Part, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a block on what it names of `env`. Outputs by the name under which the next block reads them
-        (`hidden_out` as `hidden`). Of a model split over ranks: all ranks, one after another."""
+        """Run a block on what it names of `env`.
+
+        Outputs by the name under which the next block reads them (`hidden_out` as `hidden`). Of a model split over
+        ranks: all ranks, one after another.
+        """
         graph, ranks = self.classes[part.graph], self.assembly.tensor_parallel
         env = {**env, **self._no_adapter(part.graph, env)}
         weights = {slot.name: self.slot_array(part.slots[slot.name], slot) for slot in graph.slots}
@@ -144,8 +168,10 @@ class Graphs:
         return {name.removesuffix("_out"): value for name, value in outputs.items()}
 
     def _no_adapter(self, name: str, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What a block with adapters reads of them, for tokens without one: in every place lie numbers that none of
-        them may see."""
+        """Return what a block reads of adapters, for tokens that have none.
+
+        In every place lie numbers that none of them may see.
+        """
         if self.assembly.adapters is None:
             return {}
         if name not in self._noise:
@@ -158,8 +184,10 @@ class Graphs:
         return {**self._noise[name], IDS: np.full(tokens, -1, np.int64)}
 
     def run_attention(self, variant: str, phase: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a variant's prefill or decode graph on what it names of `inputs` (one without RoPE may need no
-        position_ids): `attention`, `key_out`, `value_out`."""
+        """Run a variant's prefill or decode graph on what it names of `inputs`.
+
+        One without RoPE may need no position_ids. Returns `attention`, `key_out`, `value_out`.
+        """
         graph, ranks, name = self.attention[f"{variant}.{phase}"], self.assembly.tensor_parallel, f"{variant}.{phase}"
         if ranks is None:
             return _run(graph, inputs)
@@ -169,18 +197,23 @@ class Graphs:
         return run_sharded_attention(ranks, name, graph.signature, shards, given, run)
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
-        """The weights of a slot of one of the graphs, in the dtype that it is computed in."""
+        """Return the weights of a slot, in the dtype that it is computed in.
+
+        tensors: of the checkpoint, by name. slot: of one of the graphs.
+        """
         return slot_array(self.weights, tensors, slot.sizes).astype(slot.dtype, copy=False)
 
     def forward_inputs(self) -> list[IO]:
-        """What a whole forward takes: hidden, position_ids, logit_rows."""
+        """Return what a whole forward takes: hidden, position_ids, logit_rows."""
         hidden = self.classes[self.layers[0].block.graph].inputs[0]
         rows = next(io for io in self.classes[self.exit.graph].inputs if io.name == "logit_rows")
         return [hidden, IO("position_ids", "int64", ("num_tokens",)), rows]
 
     def uncut(self, threads: int | None = None) -> Graph | None:
-        """The uncut graph, its weight inputs (named as in the checkpoint) as slots; None when the model is cut, for it
-        has all layers."""
+        """Return the uncut graph; None when the model is cut.
+
+        Its weight inputs (named as in the checkpoint) are slots. It has all layers, so a model that is cut has none.
+        """
         uncut = self.assembly.batchful
         if uncut is None or self.num_layers < len(self.assembly.layers):
             return None

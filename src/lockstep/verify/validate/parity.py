@@ -1,4 +1,6 @@
-"""Do the graphs compute what torch computes? The graphs of an assembly and recorded sequences in, errors by layer out.
+"""Errors of the graphs against torch, by layer.
+
+The graphs of an assembly and recorded sequences in; errors by layer out.
 
 Teacher-forced: each block and each attention gets what torch had there, so that an error shows in the layer that makes
 it and in no later one. Free: the embedded tokens go in, and every graph takes what the one before gave. Sequences start
@@ -22,8 +24,10 @@ _SPARE = 3  # such rows
 
 @dataclass
 class LayerErrors:
-    """Errors of one layer by tensor: `hidden` (what leaves the layer), then for each phase `<phase>.key_out`,
-    `.value_out`, `.attention`."""
+    """Errors of one layer by tensor.
+
+    `hidden` (what leaves the layer), then for each phase `<phase>.key_out`, `.value_out`, `.attention`.
+    """
 
     layer: int
     block: str
@@ -32,15 +36,17 @@ class LayerErrors:
 
 
 def embedding_error(graphs: Graphs, records: Sequence[Record]) -> Difference:
-    """The embedding graph on all tokens."""
+    """Return the error of the embedding graph on all tokens."""
     token_ids = np.concatenate([record.token_ids for record in records])
     found = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
     return difference(np.concatenate([record.embedded for record in records]), found)
 
 
 def layer_errors(graphs: Graphs, records: Sequence[Record]) -> tuple[list[LayerErrors], Difference]:
-    """Errors of each layer, teacher-forced, and of the logits behind the last one. All sequences run packed, as in a
-    step."""
+    """Return the errors of each layer, teacher-forced, and of the logits.
+
+    The logits are those behind the last layer. All sequences run packed, as in a step.
+    """
     errors, env = _layers_alone(graphs, records)
     env["logit_rows"] = np.arange(len(env["position_ids"]))
     logits = graphs.run_block(graphs.exit, env)["logits"]
@@ -48,15 +54,18 @@ def layer_errors(graphs: Graphs, records: Sequence[Record]) -> tuple[list[LayerE
 
 
 def errors_behind(graphs: Graphs, record: Record, capacity: int) -> list[LayerErrors]:
-    """Errors of the layers of a record that comes behind a cache, teacher-forced: its tokens in one piece (`chunked`),
-    and each as a row of one decode step. The graphs get a cache of at least `capacity` rows."""
+    """Return the errors of the layers of a record that comes behind a cache.
+
+    Teacher-forced: its tokens in one chunk (`chunked`), and each as a row of one decode step. The graphs get a cache of
+    at least `capacity` rows.
+    """
     return _layers_alone(graphs, [record], capacity)[0]
 
 
 def _layers_alone(
     graphs: Graphs, records: Sequence[Record], capacity: int = 0
 ) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
-    """Errors of each layer, and what goes on from the last one to the exit."""
+    """Return the errors of each layer, and what goes on from the last to the exit."""
     packed = lambda arrays: np.concatenate(arrays).astype(graphs.dtype)
     spans = _spans(records)
     env: dict[str, np.ndarray] = {
@@ -90,8 +99,10 @@ def _layers_alone(
 def _variant_errors(
     graphs: Graphs, variant: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
 ) -> dict[str, Difference]:
-    """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as
-    one decode step."""
+    """Return the errors of a layer's attention in three phases.
+
+    Whole prompts, prompts whose second half comes behind a cache, and last tokens as one decode step.
+    """
     found = _Found()
     for layer, span in zip(layers, spans):
         count = span.stop - span.start
@@ -118,7 +129,10 @@ def _variant_errors(
 def _variant_errors_behind(
     graphs: Graphs, variant: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
 ) -> dict[str, Difference]:
-    """A layer's attention behind a cache: all tokens as a chunk, and each as a request of one decode step."""
+    """Return the errors of a layer's attention behind a cache.
+
+    All tokens as a chunk, and each as a request of one decode step.
+    """
     scale = {"query": layer.query_scale, "key": layer.key_scale}
     rows = {
         name: (array * np.float32(scale.get(name, 1))).astype(array.dtype)
@@ -151,7 +165,7 @@ class _Found:
             self._arrays.setdefault((phase, name), []).append((expected[name].ravel(), outputs[name].ravel()))
 
     def errors(self) -> dict[str, Difference]:
-        """{"<phase>.<output>": error}, in the order in which phases were added."""
+        """Return {"<phase>.<output>": error}, in the order in which phases were added."""
         return {
             f"{phase}.{name}": difference(*(np.concatenate(side) for side in zip(*pairs)))
             for (phase, name), pairs in self._arrays.items()
@@ -161,7 +175,10 @@ class _Found:
 def _past(
     graphs: Graphs, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0
 ) -> dict[str, np.ndarray]:
-    """A cache with torch's keys and values of each request's first tokens, and stale numbers behind them."""
+    """Return a cache with torch's keys and values of each request's first tokens.
+
+    Stale numbers lie behind them.
+    """
     capacity = max(capacity, max(lengths) + _SPARE)
     caches = {}
     for name in ("key", "value"):
@@ -174,7 +191,10 @@ def _past(
 
 
 def _expected(layer: LayerRecord, rows: slice, num_past: int = 0) -> dict[str, np.ndarray]:
-    """What the graphs should give for the tokens `rows` of a record that comes behind `num_past` cache rows."""
+    """Return what the graphs should give for the tokens `rows` of a record.
+
+    The record comes behind `num_past` cache rows.
+    """
     cached = slice(num_past + rows.start, num_past + rows.stop)
     return {"key_out": layer.keys[cached], "value_out": layer.values[cached], "attention": layer.attention[rows]}
 
@@ -189,8 +209,10 @@ def _spans(records: Sequence[Record]) -> list[slice]:
 
 
 def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
-    """Logits [len(logit_rows), vocab_size] of one whole sequence, free: `hidden` [num_tokens, hidden_size] through
-    every graph."""
+    """Return the logits [len(logit_rows), vocab_size] of one whole sequence, free.
+
+    `hidden` [num_tokens, hidden_size] goes through every graph.
+    """
     env = {"hidden": hidden, "position_ids": position_ids, "logit_rows": logit_rows}
     for layer in graphs.layers:
         env |= graphs.run_block(layer.block, env)

@@ -1,4 +1,6 @@
-"""The validate stage: graphs, weights and the model's config in; a report of how far the graphs are from torch out.
+"""The validate stage: how far the graphs are from torch.
+
+Graphs, weights and the model's config in; a report out.
 
 The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared,
 ONNX checker, Polygraphy's lint and inspect, each layer teacher-forced on short sequences, then behind long synthetic
@@ -71,8 +73,9 @@ def run(
     model: str | None = None,
     threads: int | None = None,
 ) -> Path:
-    """Validate the graphs of an assembly cut after `layers` layers (or "all") and write the report to `out`, which is
-    returned.
+    """Validate the graphs of an assembly cut after `layers` layers (or "all").
+
+    Writes the report to `out`, which is returned.
 
     tolerance: {"logits": the largest absolute error of a logit, "block": the same for what a layer computes, where
     values above one have proportionally more room (`Difference.within_scaled`)}. max_seq_len: the most tokens of a
@@ -108,8 +111,10 @@ def run(
 
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
-    """The tensors that the model's blocks take, at full depth. What else a checkpoint holds is ignored, and listed in
-    the report."""
+    """Return the tensors that the model's blocks take, at full depth.
+
+    What else a checkpoint holds is ignored, and listed in the report.
+    """
     parts = [assembly.embedding, *(part for layer in assembly.layers for part in (layer.block, layer.exit))]
     return [name for part in parts for names in part.slots.values() for name in names]
 
@@ -125,7 +130,7 @@ def _check_graph(name: str, graph: Graph, found: _Found) -> None:
 
 
 def _check_layers(graphs: Graphs, records: list[Record], tolerance: Mapping[str, float], found: _Found) -> None:
-    """The embedding and each layer, teacher-forced."""
+    """Check the embedding and each layer, teacher-forced. Raises CheckError."""
     embedding = embedding_error(graphs, records)
     errors, logits = layer_errors(graphs, records)
     block, bound = tolerance["block"], tolerance["logits"]
@@ -152,11 +157,11 @@ def _check_long_contexts(
     tolerance: float,
     found: _Found,
 ) -> None:
-    """Each kind of layer behind synthetic caches that end at the edges of pages, windows, RoPE lengths and of
-    `max_seq_len`, teacher-forced.
+    """Check each kind of layer behind long synthetic caches, teacher-forced.
 
-    The layers are the first that show each block class with each kind; `short` has the shapes of their keys and values.
-    Every second cache has `max_seq_len` rows, the others have just enough.
+    These end at the edges of pages, windows, RoPE lengths and of `max_seq_len`. The layers are the first that show each
+    block class with each kind; `short` has the shapes of their keys and values. Every second cache has `max_seq_len`
+    rows, the others have just enough. Raises CheckError.
     """
     pairs = [(layer.block.graph, layer.variant) for layer in graphs.layers]
     count = 1 + max(pairs.index(pair) for pair in pairs)
@@ -184,7 +189,10 @@ def _check_long_contexts(
 
 
 def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, found: _Found) -> None:
-    """Raises CheckError for the first tensor over tolerance, and notes its layer."""
+    """Check each tensor of each layer against the tolerance.
+
+    Raises CheckError for the first over it, and notes its layer.
+    """
     for entry in errors:
         for name, error in entry.tensors.items():
             if not error.within_scaled(tolerance):
@@ -206,8 +214,10 @@ def _sequences(graphs: Graphs) -> list[np.ndarray]:
 def _check_forward(
     graphs: Graphs, uncut: Graph | None, torch_model: TorchModel, records: list[Record], tolerance: float, found: _Found
 ) -> None:
-    """Whole sequences, free, through Polygraphy: the chain of split graphs, and at full depth the uncut graph, each
-    against torch."""
+    """Check whole sequences, free, through Polygraphy.
+
+    The chain of split graphs, and at full depth the uncut graph, each against torch. Raises CheckError.
+    """
     inputs = graphs.forward_inputs()
     split = lambda feed: forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
     expected = lambda feed: torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
