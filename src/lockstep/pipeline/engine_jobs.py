@@ -127,7 +127,7 @@ def bisect(
     tokens: list[Any],
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Engine against graph along tokens: `bisect.explain.engine_report`."""
+    """Compare engines with graphs along tokens: `bisect.explain.engine_report`."""
     from lockstep.verify.bisect.explain import engine_report
 
     report = engine_report(

@@ -1,4 +1,4 @@
-"""What a lock pins of each artefact.
+"""The entries of a lock: what it pins of each artefact.
 
 In: a manifest, and the build key of its record. Out: where it stands in the lock, and what it must be, by name.
 """
@@ -82,7 +82,7 @@ def _named(manifest: Path) -> dict[str, str]:
 
 
 def _tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
-    """Token ids on one line by prompt: a difference is then one line too."""
+    """Return token ids on one line by prompt: a difference is then one line too."""
     return {prompt.text: " ".join(map(str, prompt.tokens)) for prompt in prompts}
 
 

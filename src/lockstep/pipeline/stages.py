@@ -29,7 +29,7 @@ Options = Callable[..., dict[str, Any]]  # (config, and the stage's wildcards by
 
 @dataclass(frozen=True)
 class Finished:
-    """What was made of a model: on this hangs what else its lock must have.
+    """What was made of a model, on which the rest of its lock depends.
 
     precisions: of its weights. runs: some of its engines run here.
     """

@@ -1,4 +1,4 @@
-"""A step: one job of the workflow, a stage with its wildcards."""
+"""One job of the workflow: a stage with its wildcards."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def page(title: str, parts: Sequence[str]) -> bytes:
 
 
 def text(value: object) -> str:
-    """Any text, escaped."""
+    """Return any text, escaped."""
     return html.escape(str(value).translate(_PICTURES))
 
 

@@ -1,4 +1,7 @@
-"""The summary made anew where the checks say something else than it does."""
+"""The summary, written again where it is out of date.
+
+That is where the checks say something else than it does.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ NOT_RUN = "not run"
 
 
 def verdict(results: Iterable[str]) -> str:
-    """FAIL where one has failed, else NOT_RUN where one has not run, else PASS."""
+    """Return FAIL where one has failed, else NOT_RUN where one has not, else PASS."""
     found = set(results)
     return FAIL if FAIL in found else NOT_RUN if NOT_RUN in found else PASS
 

@@ -89,12 +89,12 @@ class Adapters:
         return 8 * numbers + (1 << 20)
 
     def check(self, name: str | None) -> None:
-        """Raise InputError for a name that is no adapter's."""
+        """Check the name of an adapter. Raises InputError for an unknown one."""
         if name is not None and name not in self.known:
             raise unknown_adapter(name, self.known)
 
     def digest(self, name: str | None) -> str | None:
-        """Hex sha256 of what an adapter computes."""
+        """Return the hex sha256 of what an adapter computes."""
         return None if name is None else self.known[name].sha256
 
     def load(self) -> None:
@@ -107,7 +107,7 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is resident, or has room to be."""
+        """Return the memory of what is resident, or has room to be, in bytes."""
         return sum(array.nbytes for each in self._arrays for array in (each.a, each.b))
 
     @property

@@ -70,7 +70,7 @@ _KNOWN = {"id", *_FIELDS, *_SAMPLING}
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What a line takes that does not say otherwise."""
+    """The settings of a line that names no others."""
 
     max_tokens: int = 64
     sampling: Sampling = Sampling()

@@ -1,4 +1,4 @@
-"""What a request must be, before it is queued."""
+"""The checks of a request, before it is queued."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """There are requests that have not ended."""
+        """Return whether there are requests that have not ended."""
         return bool(self._choices)
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts in, pieces of text out, as they are made."""
+"""Generate text: prompts in, text out as it is made."""
 
 from __future__ import annotations
 

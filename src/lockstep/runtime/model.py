@@ -190,7 +190,7 @@ class Model:
             raise InputError(f"adapter {adapter!r}: expected at most {most} at a time (max_adapters), found one more")
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Raise InputError for a name that is no adapter's."""
+        """Check the name of an adapter. Raises InputError for an unknown one."""
         if adapter is not None and self.adapters is None:
             raise unknown_adapter(adapter, ())
         if self.adapters is not None:
@@ -306,7 +306,10 @@ def fitting_chunk_size(wanted: int, num_slots: int, max_num_tokens: int | None) 
 
 
 def _host_bytes(kv_bytes: float | None) -> int:
-    """Memory for the KV cache on a CPU; None: a quarter of the machine's."""
+    """Return the bytes for the KV cache on a CPU.
+
+    kv_bytes: None for a quarter of the machine's memory; below 1 a part of the memory that is free.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     if kv_bytes is None:
         return page * os.sysconf("SC_PHYS_PAGES") // 4

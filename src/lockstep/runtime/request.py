@@ -1,4 +1,4 @@
-"""What the engine is asked for and what it gives: requests, tokens, speed."""
+"""The engine's inputs and outputs: requests, tokens, speed."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class HostStep:
         self._add_exit(network.exit, values)
 
     def logits(self) -> np.ndarray:
-        """After `run`: the logits [num_logits, vocab_size]."""
+        """Return the logits [num_logits, vocab_size], after `run`."""
         self._gather()
         return self._logits
 
@@ -238,7 +238,10 @@ class HostStep:
         self._calls.append(layer_attention.engines[phase].prepare(inputs, outputs))
 
     def _buffer(self, io: IO, first_dim: int | None = None) -> np.ndarray:
-        """Two buffers a name, in turn: a block reads the value that it replaces."""
+        """Return one of two buffers of a name, in turn.
+
+        A block reads the value that it replaces.
+        """
         shape = tuple(self._dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
         shape = shape if first_dim is None else (first_dim, *shape[1:])
         pair = self._buffers.setdefault((io.key, shape), [])

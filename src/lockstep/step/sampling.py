@@ -274,7 +274,7 @@ def _keep_largest(weights: np.ndarray, count: int, edge: np.float32) -> None:
 
 
 def exponential_noise(seed: int, choice: int, position: int, count: int) -> np.ndarray:
-    """Noise of tokens 0 to `count`-1, float32 above 0, exponentially distributed.
+    """Return the exponential noise of tokens 0 to `count`-1, float32 above 0.
 
     Philox4x64-10 with key (seed, choice) and counter (block, position, 0, 0) gives 4 words of 64 bits a block; token t
     takes 32 bits of block t // 8 + 1, word t % 8 // 2, the low half first. With those bits as v in (0, 1): -log(1 - v).

@@ -19,7 +19,7 @@ from lockstep.errors import CheckError
 
 @dataclass(frozen=True)
 class Difference:
-    """Of an array from what is expected.
+    """How far an array is from what is expected.
 
     max_abs_error: largest absolute difference; cosine: of the angle between the two, flattened. Both None where the
     array found holds NaN or infinity, which no tolerance allows. relative_error: largest |found - expected| / max(1,

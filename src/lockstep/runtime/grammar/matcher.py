@@ -27,7 +27,7 @@ class Matcher:
         self._coming: Future[bytes] | None = None
 
     def fork(self) -> Matcher:
-        """Another answer that stands where this one does."""
+        """Return a matcher of another answer that stands where this one does."""
         self._wait()
         other = object.__new__(Matcher)
         other._matcher, other._vocab_size, other._masks = self._matcher.deep_copy(), self._vocab_size, self._masks

@@ -42,7 +42,7 @@ Ask = Callable[..., Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Right:
-    """What graphs and engines are held to.
+    """The reference of a bisection.
 
     What PyTorch computes of a request, and the graphs as an export gives them now (or why there are none).
     """

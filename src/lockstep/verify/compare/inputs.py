@@ -71,7 +71,10 @@ def cases(
 
 
 def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
-    """Empty, full and between; a single request's cache is half full."""
+    """Return lengths of caches: empty, full and between.
+
+    A single request's cache is half full.
+    """
     if "past_capacity" not in sizes:
         return ()
     requests, capacity = sizes.get("num_requests", 1), sizes["past_capacity"]

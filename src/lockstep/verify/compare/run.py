@@ -53,7 +53,7 @@ _COMPARISON = "lockstep.backends.*.comparison"
 
 @dataclass(frozen=True)
 class Error:
-    """Of one output of an engine; true where it is small enough.
+    """The error of one output of an engine; true where it is small enough.
 
     of.magnitude: rms of what ONNX Runtime gives. of.max_abs_error: largest |found - expected|. of.relative_error:
     largest |found - expected| / max(magnitude, |expected|). All None but the magnitude where the engine gives NaN or

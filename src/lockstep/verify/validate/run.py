@@ -47,7 +47,7 @@ _TEXT = "The river comes down from the hills, and the town lies where it is wide
 
 @dataclass
 class _Found:
-    """What was found until now: the report of a check that fails has it too."""
+    """The report so far, which a check that fails writes too."""
 
     report: ValidationReport
 
@@ -120,7 +120,7 @@ def _bound_tensors(assembly: Assembly) -> list[str]:
 
 
 def _check_graph(name: str, graph: Graph, found: _Found) -> None:
-    """Checker, inspect and lint of one graph."""
+    """Run checker, inspect and lint on one graph."""
     inputs = [*graph.inputs, *graph.slots]
     check_model(graph.path, graph.model)
     found.note_graph(name, checker=PASS)
