@@ -559,5 +559,5 @@ class Decoding:
             yield made
 
     def finish(self, index: int) -> None:
-        """End a request early, for one that has said what it had to."""
+        """End a request early."""
         self._engine.abort(index)

@@ -127,7 +127,7 @@ class PagePool:
         return found
 
     def forget(self) -> None:
-        """Drop all prefixes that nobody references: their pages are free."""
+        """Drop all prefixes without a reference: their pages are free."""
         while self._unreferenced:
             self._evict()
 

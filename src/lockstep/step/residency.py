@@ -59,7 +59,7 @@ class Residency:
         return list(self._resident)
 
     def drop(self, adapter: str) -> None:
-        """Free the place of an adapter, if it has one, which nobody holds."""
+        """Free the place of an adapter, if it has one; no slot holds it."""
         place = self._resident.get(adapter)
         if place is not None:
             assert not (self.places == place).any()
