@@ -15,7 +15,7 @@ from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.pipeline.stages import Stage
+    from lockstep.pipeline.stage import Stage
 
 RESULTS = click.option(
     "--results",
@@ -151,7 +151,8 @@ def _matches(target: Target, text: str) -> bool:
 def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> Path:
     """The artefact of a stage, made and recorded as a job of the workflow makes it."""
     from lockstep.pipeline import jobs
-    from lockstep.pipeline.stages import is_fetched, step
+    from lockstep.pipeline.options import is_fetched
+    from lockstep.pipeline.stages import step
     from lockstep.provenance.run import run
     from lockstep.report.renew import refreshed
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.pipeline import worker
-from lockstep.pipeline.stages import entry_of, path_of
+from lockstep.pipeline.stage import path_of
+from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results, Target, layer_count
 

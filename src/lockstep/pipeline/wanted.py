@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.pipeline.stages import entry_of, path_of
+from lockstep.pipeline.stage import path_of
+from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results
 
