@@ -23,7 +23,7 @@ from lockstep.report.prompts import prompt
 from lockstep.report.verdict import sentence, verdict
 from lockstep.targets import Results, Target
 
-_CHECKS = {
+CHECKS = {
     "validate": "graphs against PyTorch",
     "compare": "engines against ONNX Runtime",
     "golden": "tokens and logits against transformers",
@@ -142,7 +142,7 @@ def _checks(known: Details) -> str:
     checks = known.checks()
     cells = [
         [text(name), text(what), result(checks[name].result), text(checks[name].reason or "")]
-        for name, what in _CHECKS.items()
+        for name, what in CHECKS.items()
         if name in checks
     ]
     drift = [tag("p", f"Drift of the quantised weights: {text(known.drift.words())}.")] if known.drift else []
