@@ -26,7 +26,8 @@ from benchmarks.measure import ratios, spread, surroundings
 from lockstep import CheckError, Results
 from lockstep.artifacts.files import write_json
 from lockstep.config import load
-from lockstep.pipeline.stages import STAGES, all_steps, path_of
+from lockstep.pipeline.stage import path_of
+from lockstep.pipeline.stages import STAGES, all_steps
 from lockstep.pipeline.wanted import all_jobs
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -29,10 +29,9 @@ def said(gate: Callable[[], Any], *folders: Path) -> str | None:
     return None
 
 
-def _asked(prompts: tuple[str, ...], max_new_tokens: int, limits: Mapping[str, int]) -> dict[str, Any]:
+def _asked(prompts: tuple[str, ...], max_new_tokens: int, limits: Mapping[str, int]) -> lockstep.GoldenTerms:
     """As in the config's defaults."""
-    long_prompt = limits["max_seq_len"] - max_new_tokens
-    return {"max_new_tokens": max_new_tokens, "prompts": list(prompts), "long_prompt": long_prompt}
+    return lockstep.GoldenTerms(max_new_tokens, prompts, limits["max_seq_len"] - max_new_tokens)
 
 
 def make_quantized_reference(

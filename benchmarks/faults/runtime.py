@@ -301,7 +301,7 @@ FAULTS = (
     Fault(
         "cache-past",
         "the last token before a chunk is hidden from it",
-        runtime=_in(plan.Plan, "_past", _past_one_short),
+        runtime=_in(plan.HostStep, "_past", _past_one_short),
         **_HOST,
     ),
     Fault(
@@ -343,7 +343,7 @@ FAULTS = (
     Fault(
         "step-gaps",
         "decoding rows with a gap between them are written as if there were none",
-        runtime=_in(plan.Plan, "write_decoded", _gaps_closed),
+        runtime=_in(plan.HostStep, "write_decoded", _gaps_closed),
         **_HOST,
     ),
     Fault(

@@ -22,6 +22,7 @@ _API = {
     "CheckError": ("errors", "CheckError"),
     "Engine": ("runtime", "Engine"),
     "EngineSet": ("backends", "EngineSet"),
+    "GoldenTerms": ("verify.golden", "GoldenTerms"),
     "InputError": ("errors", "InputError"),
     "Model": ("runtime", "Model"),
     "Request": ("runtime", "Request"),

@@ -69,7 +69,7 @@ def references(demo: Results, shared: Shared) -> Results:
             golden.make_reference(
                 results.checkpoint("demo-llama"),
                 layers,
-                CONFIG.reference_terms("demo-llama"),
+                golden.GoldenTerms.from_json(CONFIG.reference_terms("demo-llama")),
                 results.reference("demo-llama", layers),
             )
 

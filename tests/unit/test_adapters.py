@@ -39,6 +39,7 @@ from lockstep.step.residency import Residency
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.adapted import check
 from lockstep.verify.golden.adapted_reference import attach, make_adapted_reference
+from lockstep.verify.golden.terms import AdaptedTerms
 from lockstep.weights import adapters as loading
 from lockstep.weights.adapters import open_adapters
 from lockstep.weights.check_adapters import check_folder, resolve_adapters
@@ -195,8 +196,10 @@ def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path
     """The check of the three adapters, with the texts that the config expects of two."""
     reference = lora.root / "adapted_reference.json"
     if not reference.exists():
-        prompts = {name: [prompt.text for prompt in each] for name, each in CONFIG.adapter_prompts("demo-lora").items()}
-        golden = {"max_new_tokens": 16, "prompts": {**prompts, "random": ["Light"]}}
+        prompts = {
+            name: tuple(prompt.text for prompt in each) for name, each in CONFIG.adapter_prompts("demo-lora").items()
+        }
+        golden = AdaptedTerms(16, {**prompts, "random": ("Light",)})
         manifests = (lora.checkpoint("demo-llama"), lora.adapters("demo-llama"))
         make_adapted_reference(*manifests, "all", golden, reference)
     return check(

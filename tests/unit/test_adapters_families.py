@@ -23,6 +23,7 @@ from lockstep.verify import validate
 from lockstep.verify.compare import run as compare
 from lockstep.verify.golden.adapted import check
 from lockstep.verify.golden.adapted_reference import make_adapted_reference
+from lockstep.verify.golden.terms import AdaptedTerms
 from lockstep.weights import convert
 from lockstep.weights.check_adapters import resolve_adapters
 
@@ -78,7 +79,7 @@ def test_a_family_goes_through_all_stages_with_three_adapters(family: str, tmp_p
     compare(
         paths["assembly"], paths["weights"], paths["engines"], tolerance["block"], LIMITS, tmp_path / "compare.json"
     )
-    golden = {"max_new_tokens": 8, "prompts": {name: ["Light", "San Francisco is a"] for name in ("", *folders)}}
+    golden = AdaptedTerms(8, dict.fromkeys(("", *folders), ("Light", "San Francisco is a")))
     reference = make_adapted_reference(
         checkpoint, results.adapters("model"), "all", golden, results.adapted_reference("model", "all")
     )

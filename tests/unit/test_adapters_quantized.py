@@ -27,6 +27,7 @@ from lockstep.runtime import Model
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.adapted import check
 from lockstep.verify.golden.adapted_reference import make_adapted_reference
+from lockstep.verify.golden.terms import AdaptedTerms
 from lockstep.weights import adapters as loading
 from lockstep.weights import convert
 from lockstep.weights.adapters import open_adapters
@@ -70,12 +71,14 @@ def made(shared: Shared, base: str) -> tuple[Results, str]:
         folders["random"] = write(root / "random", 16, tensors(sizes(taking), 16, seed=3))
         sources = {name: str(folder) for name, folder in folders.items()}
         resolve_adapters(sources, folders, results.checkpoint("model"), 16, None, results.adapters("model"))
-        prompts = {name: [prompt.text for prompt in each] for name, each in CONFIG.adapter_prompts("demo-lora").items()}
+        prompts = {
+            name: tuple(prompt.text for prompt in each) for name, each in CONFIG.adapter_prompts("demo-lora").items()
+        }
         make_adapted_reference(
             results.checkpoint("model"),
             results.adapters("model"),
             "all",
-            {"max_new_tokens": 12, "prompts": {**prompts, "random": ["Light"]}},
+            AdaptedTerms(12, {**prompts, "random": ("Light",)}),
             results.quantized_adapted_reference("model", precision, "all"),
             results.weights("model", precision),
         )
@@ -132,7 +135,7 @@ def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
 ) -> None:
     results, precision = made(shared, "w4a16")
     path = results.quantized_adapted_reference("model", precision, "all")
-    golden = {"max_new_tokens": 1, "prompts": {"": ["Light"]}}
+    golden = AdaptedTerms(1, {"": ("Light",)})
     full = make_adapted_reference(
         results.checkpoint("model"), results.adapters("model"), "all", golden, tmp_path / "full.json"
     )

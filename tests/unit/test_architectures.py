@@ -23,6 +23,7 @@ from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request
 from lockstep.targets import Results, Target
 from lockstep.verify import golden, validate
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 
 # Those that differ most: layers of two kinds, learned positions, experts and two sorts of layers.
@@ -206,7 +207,7 @@ def test_validation_and_golden_check_pass(built):
     validate.run(
         assembly, weights, checkpoint, "all", TOLERANCES, LIMITS["max_seq_len"], results.validation(NAME, "fp32", "all")
     )
-    prompts = {"max_new_tokens": 8, "prompts": ["San Francisco is a", "x", "lockstep"], "long_prompt": 120}
+    prompts = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
     golden.make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
     target = Target(NAME, "fp32", "all", "onnxruntime")
     report, speed = results.golden(*_names(target)), results.speed(*_names(target))

@@ -27,8 +27,10 @@ from reports import golden, golden_prompt
 from safetensors.numpy import load_file, save_file
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.bisect_report import BisectReport
+from lockstep.artifacts.files import dump_json, read_json, sha256_file, write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, TokenDifference
+from lockstep.artifacts.typed import decode
 from lockstep.backends import EngineSet, build
 from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
@@ -97,7 +99,7 @@ def right(demo) -> Callable[[str], run.Right]:
     return made
 
 
-def follow(results: Results, right, precision: str = "fp32") -> dict[str, Any]:
+def follow(results: Results, right, precision: str = "fp32") -> BisectReport:
     return run.bisect(
         results,
         Target("demo-llama", precision, LAYERS, "onnxruntime"),
@@ -267,18 +269,18 @@ def change_file(file: Path, change: Callable) -> str:
     return sha256_file(file)
 
 
-def check_named(report: dict[str, Any], wrong: str, fault: Fault) -> None:
-    assert len(report["faults"]) == 1, report["answer"]
-    (found,) = report["faults"]
-    assert (report["wrong"], found["wrong"], found["graph"]) == (wrong, wrong, fault.graph)
-    assert (found["layer"], found["part"]) == (fault.layer, fault.part)
-    assert found["node"]["output"] == fault.node and found["node"]["reason"]
-    measured = found["measured"]
-    assert (
-        found["node"]["error_before"] <= 1e-5 < found["node"]["error_after"]
-    )  # rounding in fp32: what the node reads is right
-    assert measured["error_before"] < 1e-4 and not measured["error_after"] <= measured["tolerance"]
-    assert report["answer"] in text(report) and fault.node in report["answer"]
+def check_named(report: BisectReport, wrong: str, fault: Fault) -> None:
+    assert len(report.faults) == 1, report.answer
+    (found,) = report.faults
+    assert (report.wrong, found.wrong, found.graph) == (wrong, wrong, fault.graph)
+    assert (found.layer, found.part) == (fault.layer, fault.part)
+    assert found.node.output == fault.node and found.node.reason
+    measured = found.measured
+    assert found.node.error_before <= 1e-5  # rounding in fp32: what the node reads is right
+    assert found.node.error_after is None or found.node.error_after > 1e-5  # None: infinite, as of another shape
+    assert measured.error_before < 1e-4 and not measured.error_after <= measured.tolerance
+    assert report.answer in text(report) and fault.node in report.answer
+    assert decode(BisectReport, json.loads(dump_json(report.to_json())), "") == report
 
 
 @pytest.mark.parametrize("name", runs(GRAPH_FAULTS, SHORT_RUN))
@@ -287,7 +289,7 @@ def test_a_fault_in_a_graph_is_named_by_block_and_node(copied, right, name):
     plant_in_graph(copied, fault)
     report = follow(copied, right)
     check_named(report, "graph", fault)
-    assert "export again" in report["look_at"][1] and f"{fault.graph}.onnx" in report["look_at"][1]
+    assert "export again" in report.look_at[1] and f"{fault.graph}.onnx" in report.look_at[1]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_a_fault_in_an_engine_is_named_by_block_and_node(copied, right, name):
     plant_in_engine(copied, fault)
     report = follow(copied, right)
     check_named(report, "engine", fault)
-    assert "build the engines again" in report["look_at"][1]
+    assert "build the engines again" in report.look_at[1]
 
 
 # --- weights bound to the wrong slots ---
@@ -323,12 +325,12 @@ def rebind(results: Results, layer: int, part: str, slot: str, tensor: str) -> N
 def test_a_slot_bound_to_another_tensor_is_named(copied, right, place, slot, tensor, expected):
     rebind(copied, *place, slot, tensor)
     report = follow(copied, right)
-    (found,) = report["faults"]
-    assert (found["wrong"], found["part"], found["layer"], found["node"]["output"]) == ("graph", place[1], *expected)
+    (found,) = report.faults
+    assert (found.wrong, found.part, found.layer, found.node.output) == ("graph", place[1], *expected)
     assert (
-        slot in found["node"]["reason"]
-        and f"slot {slot}: expected" in report["look_at"][1]
-        and f"found {tensor}" in report["look_at"][1]
+        slot in found.node.reason
+        and f"slot {slot}: expected" in report.look_at[1]
+        and f"found {tensor}" in report.look_at[1]
     )
 
 
@@ -338,14 +340,10 @@ def test_a_slot_bound_to_another_tensor_is_named(copied, right, place, slot, ten
 def test_nothing_is_wrong_with_the_demo(copied, right):
     for precision in ("fp32", "fp16"):
         report = follow(copied, right, precision)
-        assert report["wrong"] == "nothing" and not report["faults"] and report["served"]["passed"]
-        assert {row["part"] for row in report["rows"]} == {"embedding", "block", "attention", "exit"}
-        assert {row["phase"] for row in report["rows"] if row["part"] == "attention"} == {
-            "prefill",
-            "chunked",
-            "decode",
-        }
-        assert "the largest error" in report["answer"]
+        assert report.wrong == "nothing" and not report.faults and report.served.passed
+        assert {row.part for row in report.rows} == {"embedding", "block", "attention", "exit"}
+        assert {row.phase for row in report.rows if row.part == "attention"} == {"prefill", "chunked", "decode"}
+        assert "the largest error" in report.answer
 
 
 @pytest.mark.parametrize("wrong", ["graph", "engine"])
@@ -362,18 +360,16 @@ def test_faults_are_named_in_fp16(copied, right, wrong):
         )
     )
     (plant_in_graph if wrong == "graph" else plant_in_engine)(copied, fault, "fp16")
-    (found,) = follow(copied, right, "fp16")["faults"]
-    assert (found["wrong"], found["graph"], found["node"]["output"]) == (wrong, fault.graph, fault.node)
+    (found,) = follow(copied, right, "fp16").faults
+    assert (found.wrong, found.graph, found.node.output) == (wrong, fault.graph, fault.node)
 
 
 def test_of_two_faults_the_first_is_the_answer_and_the_other_is_mentioned(copied, right):
     plant_in_graph(copied, FAULTS["exit eps"])
     plant_in_engine(copied, FAULTS["entry value"])
     report = follow(copied, right)
-    assert [(fault["wrong"], fault["graph"]) for fault in report["faults"]] == [("engine", "entry"), ("graph", "exit")]
-    assert report["answer"].startswith("engine: layer 0") and report["look_at"][2].startswith(
-        "next, graph: layer 2, exit"
-    )
+    assert [(fault.wrong, fault.graph) for fault in report.faults] == [("engine", "entry"), ("graph", "exit")]
+    assert report.answer.startswith("engine: layer 0") and report.look_at[2].startswith("next, graph: layer 2, exit")
 
 
 def test_an_export_that_is_wrong_itself_is_named_by_block_only(copied, right):
@@ -381,9 +377,9 @@ def test_an_export_that_is_wrong_itself_is_named_by_block_only(copied, right):
     plant_in_graph(copied, FAULTS["middle key"])
     graphs = open_graphs(copied.assembly("demo-llama", "fp32"), copied.weights("demo-llama", "fp32"), LAYERS)
     report = follow(copied, lambda precision: run.Right(right(precision).record, graphs))
-    (found,) = report["faults"]
-    assert (found["wrong"], found["block_layer"], found["node"]) == ("graph", 1, None)
-    assert "the export itself is wrong" in found["look_at"] and "no node can be named" in found["look_at"]
+    (found,) = report.faults
+    assert (found.wrong, found.block_layer, found.node) == ("graph", 1, None)
+    assert "the export itself is wrong" in found.look_at and "no node can be named" in found.look_at
 
 
 def test_without_engines_the_graphs_are_looked_at(copied, right):
@@ -391,7 +387,7 @@ def test_without_engines_the_graphs_are_looked_at(copied, right):
     shutil.rmtree(copied.engines("demo-llama", "fp32", "onnxruntime").parent)
     report = follow(copied, right)
     check_named(report, "graph", FAULTS["middle gemm"])
-    assert report["served"] is None and "only the graphs were looked at" in text(report)
+    assert report.served is None and "only the graphs were looked at" in text(report)
 
 
 @pytest.mark.parametrize("name", ["entry value", "middle silu", "prefill rope", "decode stale row"])
@@ -490,7 +486,7 @@ def test_weights_that_are_not_the_checkpoints_are_told_by_the_reference(referenc
     )
     record = model.record(choose(results, target, SHORT, 768).tokens.ids)
     report = run.bisect(results, target, TOLERANCES["fp32"], prompt=SHORT, right=run.Right(record, right("fp32").clean))
-    assert report["wrong"] == "weights" and not report["faults"] and "convert again" in report["look_at"][0]
+    assert report.wrong == "weights" and not report.faults and "convert again" in report.look_at[0]
 
 
 class Reweighed(Referenced):
@@ -581,7 +577,7 @@ def test_a_fault_of_the_runtime_is_told_from_one_of_graphs_and_engines(copied, r
 
     monkeypatch.setattr(host.HostExecutor, "_pack", first_token_wrong)
     report = follow(copied, right)
-    assert report["wrong"] == "runtime" and not report["faults"] and not report["served"]["passed"]
+    assert report.wrong == "runtime" and not report.faults and not report.served.passed
     assert "lockstep.runtime" in explained(copied, right)
 
 
@@ -725,7 +721,7 @@ target, prompt = Target("tiny", "fp16", "all", "onnxruntime"), "Some text of thi
 report = run.bisect(Results(Path({results!r})), target, {tolerance!r}, prompt=prompt)
 done.set()
 thread.join()
-print(report["wrong"], peak - before)
+print(report.wrong, peak - before)
 """
 
 
@@ -778,9 +774,9 @@ def test_a_model_with_adapters_is_followed_without_them(demo, shared, tmp_path):
     right = run.make_right(config, weights, LAYERS, ids, threads=1, adapters=slots)
     ask = lambda: run.bisect(results, target, TOLERANCES["fp32"], prompt=PROMPT, right=right)
     found = ask()
-    assert found["wrong"] == "nothing" and not found["faults"]
-    assert any("followed without one" in note for note in found["notes"])
-    assert not any("is not what an export gives now" in note for note in found["notes"])
+    assert found.wrong == "nothing" and not found.faults
+    assert any("followed without one" in note for note in found.notes)
+    assert not any("is not what an export gives now" in note for note in found.notes)
     fault = GRAPH_FAULTS["middle residual"]
     plant_in_graph(results, fault)
     check_named(ask(), "graph", fault)

@@ -15,9 +15,10 @@ from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.verify import golden
 from lockstep.verify.golden.reference import compute
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
 
-PROMPTS = ["San Francisco is a", "Ice floats because", "Light"]
+PROMPTS = ("San Francisco is a", "Ice floats because", "Light")
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +28,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(checkpoint):
-    return golden.make_reference(
-        checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS, "long_prompt": 0}, checkpoint.parent / "2.json"
-    )
+    return golden.make_reference(checkpoint, 2, GoldenTerms(12, PROMPTS), checkpoint.parent / "2.json")
 
 
 @pytest.mark.parametrize("layers", [2, "all"])
@@ -67,7 +66,7 @@ def test_the_manifest_holds_the_largest_logits_of_each_step(made):
     assert (manifest["layers"], manifest["eos_token_ids"], [p["text"] for p in manifest["prompts"]]) == (
         2,
         [0],
-        PROMPTS,
+        list(PROMPTS),
     )
     assert manifest["logits"] == {"file": "2.safetensors", "sha256": sha256_file(made.with_suffix(".safetensors"))}
     for i, prompt in enumerate(manifest["prompts"]):
@@ -80,26 +79,18 @@ def test_the_manifest_holds_the_largest_logits_of_each_step(made):
 
 
 def test_two_references_are_the_same_bytes(checkpoint, made, tmp_path):
-    again = golden.make_reference(
-        checkpoint, 2, {"max_new_tokens": 12, "prompts": PROMPTS, "long_prompt": 0}, tmp_path / "2.json"
-    )
+    again = golden.make_reference(checkpoint, 2, GoldenTerms(12, PROMPTS), tmp_path / "2.json")
     assert again.read_bytes() == made.read_bytes()
     assert again.with_suffix(".safetensors").read_bytes() == made.with_suffix(".safetensors").read_bytes()
 
 
 def test_a_prompt_that_cannot_be_answered_is_refused(checkpoint, tmp_path):
     with pytest.raises(InputError, match=r"within 512 tokens .*found 8 \+ 505"):
-        golden.make_reference(
-            checkpoint, 1, {"max_new_tokens": 505, "prompts": PROMPTS[:1], "long_prompt": 0}, tmp_path / "1.json"
-        )
+        golden.make_reference(checkpoint, 1, GoldenTerms(505, PROMPTS[:1]), tmp_path / "1.json")
     with pytest.raises(InputError, match="at least one token"):
-        golden.make_reference(
-            checkpoint, 1, {"max_new_tokens": 1, "prompts": [""], "long_prompt": 0}, tmp_path / "1.json"
-        )
+        golden.make_reference(checkpoint, 1, GoldenTerms(1, ("",)), tmp_path / "1.json")
     with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 7"):
-        golden.make_reference(
-            checkpoint, 7, {"max_new_tokens": 1, "prompts": PROMPTS, "long_prompt": 0}, tmp_path / "7.json"
-        )
+        golden.make_reference(checkpoint, 7, GoldenTerms(1, PROMPTS), tmp_path / "7.json")
     assert not list(tmp_path.iterdir())
 
 

@@ -21,7 +21,7 @@ from lockstep.errors import InputError
 from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
 from lockstep.runtime.grammar import Grammar, compiler
 from lockstep.runtime.grammar.compiler import Compiler
-from lockstep.runtime.grammar.trial import Trial
+from lockstep.runtime.grammar.trial import TrialProcess
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.grammar import grammar_of
 from lockstep.serve.openai import CompletionBody
@@ -179,14 +179,14 @@ def test_lists_do_not_count_where_they_leave_nothing_of_the_grammar() -> None:
 @pytest.fixture
 def end_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Processes that compile are ended with the test: one that goes on takes a CPU from the tests behind it."""
-    trials: list[Trial] = []
+    trials: list[TrialProcess] = []
 
-    class Noted(Trial):
+    class Noted(TrialProcess):
         def __init__(self, *terms: Any):
             super().__init__(*terms)
             trials.append(self)
 
-    monkeypatch.setattr(compiler, "Trial", Noted)
+    monkeypatch.setattr(compiler, "TrialProcess", Noted)
     yield
     for trial in trials:
         if trial._process is not None:

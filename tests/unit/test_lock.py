@@ -21,7 +21,7 @@ from lockstep.artifacts.reports import GoldenReport
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import step, steps
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity, diff, explain
 from lockstep.provenance import run as stage
 from lockstep.provenance.record import build_key, content, read_record, record_path
@@ -197,7 +197,7 @@ import pathlib, sys, time
 from lockstep.errors import guard
 from lockstep.artifacts.files import write_json
 from lockstep.provenance import run as stage
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 out = pathlib.Path(sys.argv[1])
 def make():
     write_json(out, {"made": 2})
@@ -205,7 +205,7 @@ def make():
     for _ in range(600):  # a signal just before a sleep begins is seen when it ends
         time.sleep(0.1)
 with guard():
-    stage.run(Step("config", {}, {}, {}, out), make)
+    stage.run(JobSpec("config", {}, {}, {}, out), make)
 """
 
 
@@ -243,7 +243,7 @@ TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
 def failing(results: Results, error: BaseException) -> dict | None:
     """What is left of a golden check that ends with `error` beside one that passed."""
     out = results.golden("demo-llama", "fp16", "all", "onnxruntime")
-    made = Step("golden", {**NAMES}, {}, {}, out)
+    made = JobSpec("golden", {**NAMES}, {}, {}, out)
     stage.run(made, lambda: golden(TARGET).save(out))
     with pytest.raises(type(error)):
         stage.run(made, lambda: (_ for _ in ()).throw(error))
@@ -267,7 +267,7 @@ def test_a_check_that_fails_before_it_has_a_report_leaves_the_reason(
 def test_a_check_leaves_its_own_report_where_it_has_one(tmp_path: Path) -> None:
     out = tmp_path / "all.json"
     with pytest.raises(CheckError, match="off; details in"):
-        stage.run(Step("golden", {**NAMES}, {}, {}, out), lambda: finish(out, golden(TARGET), "off"))
+        stage.run(JobSpec("golden", {**NAMES}, {}, {}, out), lambda: finish(out, golden(TARGET), "off"))
     left = GoldenReport.load(failed_path(out))
     assert (left.result, left.failure) == ("fail", "off") and not out.exists()
 

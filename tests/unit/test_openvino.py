@@ -499,7 +499,7 @@ def test_bisect_follows_bf16_engines(opened, tmp_path):
     shutil.copytree(engines.parent, Results(tmp_path / "results").engines(name, "bf16", BACKEND).parent)
     tolerance = CONFIG.tolerances["bf16"].model_dump()
     report = bisect(Results(tmp_path / "results"), Target(name, "bf16", 2, BACKEND), tolerance, prompt="Light")
-    found = json.dumps(report)
+    found = json.dumps(report.to_json())
     assert '"embedding"' in found and "cannot run" not in found
 
 

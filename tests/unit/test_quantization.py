@@ -36,6 +36,7 @@ from lockstep.export.quantize import quantize
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.targets import Results, Target
 from lockstep.verify import golden, validate
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights, convert
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of, unpack
 from shared import Shared
@@ -43,7 +44,7 @@ from shared import Shared
 PRECISIONS = ("w8a16", "w4a16")
 GROUP = 16
 TOLERANCES = {precision: CONFIG.tolerances[precision].model_dump() for precision in PRECISIONS}
-PROMPTS = [prompt.text for prompt in GOLDEN.prompts]
+PROMPTS = tuple(prompt.text for prompt in GOLDEN.prompts)
 # Untied with biases; tied and scaled, with norms behind; a fused query, key and value.
 RANDOM = ("llama", "gemma2", "gpt_neox")
 # The demo is a Llama, which runs in each precision.
@@ -55,7 +56,7 @@ def made(
     source: Path,
     precision: str,
     layers: tuple[int | str, ...],
-    asked: dict[str, Any],
+    asked: GoldenTerms,
     root: Path,
     graphs: Callable[[Path], Any] | None = None,
 ) -> Results:
@@ -72,7 +73,7 @@ def made(
     return results
 
 
-def refer(results: Results, precision: str, layers: int | str, asked: dict[str, Any]) -> Path:
+def refer(results: Results, precision: str, layers: int | str, asked: GoldenTerms) -> Path:
     name = "model"
     return golden.make_quantized_reference(
         results.checkpoint(name),
@@ -111,7 +112,7 @@ def validated(results: Results, precision: str, layers: int | str, out: Path, as
     validate.run(assembly, *paths, layers, TOLERANCES[precision], 96, out / "validate.json")
 
 
-ASKED = {"max_new_tokens": 8, "prompts": PROMPTS, "long_prompt": 120}
+ASKED = GoldenTerms(8, PROMPTS, 120)
 
 
 def demo(shared: Shared, precision: str) -> Results:
@@ -138,7 +139,7 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precis
     assert f"{drift.tokens_differing} of {drift.tokens} tokens differ" in drift.words()
 
 
-FAMILY_ASKED = {"max_new_tokens": 4, "prompts": ["San Francisco is a", "Light"], "long_prompt": 40}
+FAMILY_ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
 
 
 def random_source(shared: Shared, family: str) -> Path:

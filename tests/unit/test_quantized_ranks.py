@@ -28,6 +28,7 @@ from lockstep.export.quantize import quantize
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.targets import Results
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights, slot_array
 from lockstep.weights.groups import dequantize
 
@@ -67,7 +68,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp(family)
     (root / "config.json").write_text(json.dumps(config_of(family)))
     source = make_random_checkpoint(root / "config.json", 0, root / "source")
-    asked = {"max_new_tokens": 4, "prompts": ["San Francisco is a", "Light"], "long_prompt": 40}
+    asked = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
     graphs = functools.partial(write, family, precision, source)
     return made(source, precision, ("all",), asked, root / "results", graphs), precision
 

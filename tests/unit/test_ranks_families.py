@@ -20,13 +20,14 @@ from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.targets import Results, Target
 from lockstep.verify import golden, validate
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 from shared import Shared
 
 # What differs most: biases and shared heads; a fused weight; transposed weights with learned positions; query, key and
 # value of a head together and two branches in one sum; tied, with softcaps and windows; experts; latent attention.
 ALWAYS = ("llama", "phi3", "gpt2", "gpt_neox", "gemma2", "mixtral", "minicpm3")
-ASKED = {"max_new_tokens": 4, "prompts": ["San Francisco is a", "Light"], "long_prompt": 40}
+ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
 # As long as any of the families may be: a longrope ends at 64 tokens.
 LIMITS = {"max_batch_size": 3, "max_input_len": 56, "max_seq_len": 64, "max_num_tokens": 128}
 MODEL, PRECISION = "model", "fp32"

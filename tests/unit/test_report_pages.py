@@ -17,8 +17,10 @@ from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.manifest_files import failed_path, record_path
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
+from lockstep.pipeline.stages import STAGES
 from lockstep.report import charts, summary
 from lockstep.report.change import Change
+from lockstep.report.pages import CHECKS
 from lockstep.report.verdict import sentence
 from lockstep.targets import Results, Target
 
@@ -118,6 +120,10 @@ def test_the_first_page_opens_with_the_verdict_and_the_targets(results: Results)
     assert rows[0].startswith("m/fp16/2/onnxruntimepass") and rows[1].startswith("m/fp16/all/onnxruntimefail")
     assert rows[1].endswith("golden: prompt 'San Francisco is', step 1: token 99")
     assert page.tags.index("h1") < page.tags.index("table") < page.tags.index("svg")
+
+
+def test_each_check_of_the_table_of_stages_is_on_the_pages() -> None:
+    assert set(CHECKS) == {name for name, stage in STAGES.items() if stage.is_judged}
 
 
 def test_pages_of_nothing_say_so(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.pipeline.resources import NEEDS, memory_mb, minutes
 from lockstep.pipeline.stages import STAGES
 
+ON_NODES = {name: stage.resources for name, stage in STAGES.items() if stage.resources is not None}
 REPOSITORY = Path(__file__).resolve().parents[2]
 # MB that the processes of one job held at their highest, of a checkpoint of so many bytes: docs/clusters.md.
 MEASURED = {
@@ -27,34 +27,34 @@ STEP = 150
 
 
 def test_every_stage_that_may_run_on_a_node_says_what_it_needs() -> None:
-    assert set(NEEDS) == set(STAGES) - {"fetch", "fetch_adapters"}, "these run where Snakemake runs"
+    assert set(ON_NODES) == set(STAGES) - {"fetch", "fetch_adapters"}, "these run where Snakemake runs"
 
 
 @pytest.mark.parametrize("weight_bytes", MEASURED)
 def test_a_job_asks_for_a_third_more_than_was_measured(weight_bytes: int) -> None:
     for stage, peak in MEASURED[weight_bytes].items():
-        asked = memory_mb(stage, weight_bytes)
+        asked = ON_NODES[stage].memory_mb(weight_bytes)
         assert (peak + STEP) * 4 / 3 <= asked <= peak * 3 + 4000, stage
 
 
 def test_each_attempt_asks_for_as_much_again() -> None:
-    for stage in NEEDS:
-        assert [memory_mb(stage, 10**9, attempt) for attempt in (1, 2, 3)] == [
-            attempt * memory_mb(stage, 10**9) for attempt in (1, 2, 3)
+    for asked in ON_NODES.values():
+        assert [asked.memory_mb(10**9, attempt) for attempt in (1, 2, 3)] == [
+            attempt * asked.memory_mb(10**9) for attempt in (1, 2, 3)
         ]
-        assert minutes(stage, 10**9, 2) == 2 * minutes(stage, 10**9)
+        assert asked.time_limit(10**9, 2) == 2 * asked.time_limit(10**9)
 
 
 def test_a_larger_model_asks_for_no_less() -> None:
-    for stage in NEEDS:
-        assert memory_mb(stage, 0) <= memory_mb(stage, 10**9) <= memory_mb(stage, 10**11)
-        assert minutes(stage, 0) <= minutes(stage, 10**9) <= minutes(stage, 10**11)
+    for asked in ON_NODES.values():
+        assert asked.memory_mb(0) <= asked.memory_mb(10**9) <= asked.memory_mb(10**11)
+        assert asked.time_limit(0) <= asked.time_limit(10**9) <= asked.time_limit(10**11)
 
 
 def test_each_rule_of_a_node_asks_for_what_its_own_stage_needs() -> None:
     text = "".join(path.read_text() for path in sorted((REPOSITORY / "workflow" / "rules").glob("*.smk")))
     rules = dict(re.findall(r"^rule (\w+):\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))
     on_nodes = {rule for rule, body in rules.items() if "localrule: True" not in body}
-    assert on_nodes == set(NEEDS)
+    assert on_nodes == set(ON_NODES)
     for rule in on_nodes:
         assert f'mem_mb=memory("{rule}"),' in rules[rule] and f'runtime=minutes("{rule}"),' in rules[rule]

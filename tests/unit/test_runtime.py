@@ -146,7 +146,7 @@ def test_the_cache_grows_up_to_the_limit_and_shrinks_again(tiny):
     for i in range(60, 200):
         found = model.step([Advance(1, sequence[i : i + 1], i)])
         assert abs(found[0] - expected[i]).max() < TOLERANCE["fp32"], i
-        capacities.append(model._executor._cache.place(1).capacity)
+        capacities.append(model._executor._cache.row_of(1).capacity)
     assert sorted(set(capacities)) == [64, 128, 200]
     model.release(1)
     model.step([Advance(0, sequence[:5], 0)])

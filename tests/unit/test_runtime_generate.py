@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import InputError
-from lockstep.pipeline import worker
+from lockstep.pipeline import engine_jobs
 from lockstep.runtime import Decoding, Model, Request, Sampling, Tokenizer, generate
 
 EXPECTED = json.loads((Path(__file__).parents[2] / "resources" / "demo-llama" / "expected.json").read_text())
@@ -165,9 +165,9 @@ def test_json_is_one_document_with_what_the_text_has(demo, capsys):
         "sampling": {},
         "stop": [],
     }
-    worker.generate(**asked)
+    engine_jobs.generate(**asked)
     text = capsys.readouterr().out
-    worker.generate(**asked, as_json=True)
+    engine_jobs.generate(**asked, as_json=True)
     told = capsys.readouterr()
     found = json.loads(told.out)
     (choice,) = found["choices"]

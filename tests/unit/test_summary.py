@@ -20,7 +20,7 @@ from lockstep.artifacts.manifest_files import content, record_path
 from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.report import plots, renew, summary
 from lockstep.targets import Results, Target
 from lockstep.verify.metrics import finish
@@ -211,7 +211,7 @@ def test_a_report_that_goes_while_the_summary_is_made_is_not_run(
     """Snakemake deletes what a job is to make before the job begins, whatever runs beside it."""
     gone, run = results.golden("m", "fp16", "all", "onnxruntime"), renew.run
 
-    def run_beside_another_job(step: Step, make: Callable[[], Any]) -> None:
+    def run_beside_another_job(step: JobSpec, make: Callable[[], Any]) -> None:
         gone.unlink(missing_ok=True)
         run(step, make)
 

@@ -166,8 +166,8 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
         assembly, weights, engines_json, 2, TOLERANCES[form[1]], (list(range(3, 20)), 9)
     )
     right = report(engines[form])
-    assert right["fault"] is None and right["served"]["passed"] and all(row["passed"] for row in right["rows"])
-    assert any(row["part"] == "attention" for row in right["rows"]) == (form[2] == "traced")
+    assert right.fault is None and right.served.passed and all(row.passed for row in right.rows)
+    assert any(row.part == "attention" for row in right.rows) == (form[2] == "traced")
     for name, source in (("graphs", assembly.parent), ("engines", engines[form].parent)):
         shutil.copytree(source, tmp_path / name)
     graph, described = tmp_path / "graphs" / "exit.onnx", read_json(tmp_path / "graphs" / "assembly.json")
@@ -186,9 +186,9 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     )
     made["engines"]["exit"]["graph_sha256"] = read_json(assembly)["classes"]["exit"]["sha256"]
     write_json(tmp_path / "engines" / "engines.json", made)
-    found = report(tmp_path / "engines" / "engines.json")["fault"]
-    assert (found["wrong"], found["graph"], found["part"], found["node"]) == ("engine", "exit", "exit", None)
-    assert "nodes of a tensorrt engine cannot be read" in found["look_at"]
+    found = report(tmp_path / "engines" / "engines.json").fault
+    assert (found.wrong, found.graph, found.part, found.node) == ("engine", "exit", "exit", None)
+    assert "nodes of a tensorrt engine cannot be read" in found.look_at
 
 
 def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu):

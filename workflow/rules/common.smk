@@ -11,8 +11,10 @@ import snakemake.sourcecache
 from lockstep.config import load as lockstep_config
 from lockstep.config.backends import backends
 from lockstep.config.types import PRECISIONS
+from lockstep.pipeline.options import fetches_adapters
+from lockstep.pipeline.stage import path_of
 from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
-from lockstep.pipeline.stages import STAGES, all_steps, fetches_adapters, path_of
+from lockstep.pipeline.stages import STAGES, all_steps
 from lockstep.pipeline.wanted import all_jobs, jobs_of, names_pattern, wanted
 from lockstep.provenance.code_identity import stage_key
 from lockstep.provenance.cache.store import cache_folder

@@ -1,10 +1,10 @@
 # What jobs ask of a cluster: memory, minutes and GPUs. Locally only `gpu` counts, unless `--resources mem_mb=N` is given.
 #
-# needs: CONFIG, WEIGHT_FILES, PLACE, NOT_RUN
+# needs: CONFIG, STAGES, WEIGHT_FILES, PLACE, NOT_RUN
 # makes: the functions `memory`, `minutes`, `gpus` and `gpus_of_ranks` for `resources:`
 
 from lockstep.artifacts.fetched import folder_of
-from lockstep.pipeline import resources as needs
+from lockstep.pipeline.resources import UNKNOWN_BYTES
 from lockstep.targets import MOST_RANKS
 
 
@@ -24,7 +24,7 @@ def weight_bytes(model):
     if model not in WEIGHT_BYTES:
         source = PLACE.source(model)
         if not source.is_file():
-            return needs.UNKNOWN_BYTES
+            return UNKNOWN_BYTES
         folder = folder_of(source)
         WEIGHT_BYTES[model] = bytes_of(folder, folder.glob("*.safetensors"))
     return WEIGHT_BYTES[model]
@@ -32,15 +32,15 @@ def weight_bytes(model):
 
 def memory(stage):
     """MB; more with each attempt."""
-    return lambda wildcards, attempt: needs.memory_mb(
-        stage, weight_bytes(wildcards.model), attempt
+    return lambda wildcards, attempt: STAGES[stage].resources.memory_mb(
+        weight_bytes(wildcards.model), attempt
     )
 
 
 def minutes(stage):
     """The time limit; more with each attempt."""
-    return lambda wildcards, attempt: needs.minutes(
-        stage, weight_bytes(wildcards.model), attempt
+    return lambda wildcards, attempt: STAGES[stage].resources.time_limit(
+        weight_bytes(wildcards.model), attempt
     )
 
 

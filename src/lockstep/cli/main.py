@@ -133,7 +133,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
     with working(f"bisect {chosen}"):
         report = find(tree, chosen, tolerance, ask, prompt, threads)
     if as_json:
-        return echo_json(report)
+        return echo_json(report.to_json())
     click.echo(text(report), nl=False)
 
 

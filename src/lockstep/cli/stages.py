@@ -15,7 +15,7 @@ from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.pipeline.stages import Stage
+    from lockstep.pipeline.stage import Stage
 
 RESULTS = click.option(
     "--results",
@@ -123,7 +123,7 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
             config.parse_target(text)  # says which there are
-    if entry.name == "fetch_adapters" or "adapters" in (entry.name, *entry.reads):
+    if entry.only_adapters:
         chosen = [target for target in chosen if config.models[target.model].adapters]
         if not chosen:
             raise InputError(f"{entry.name}: expected a model with adapters, found none; give its `adapters`")
@@ -151,7 +151,8 @@ def _matches(target: Target, text: str) -> bool:
 def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> Path:
     """The artefact of a stage, made and recorded as a job of the workflow makes it."""
     from lockstep.pipeline import jobs
-    from lockstep.pipeline.stages import is_fetched, step
+    from lockstep.pipeline.options import is_fetched
+    from lockstep.pipeline.stages import step
     from lockstep.provenance.run import run
     from lockstep.report.renew import refreshed
 

@@ -1,5 +1,7 @@
-"""What each stage does: a job in, its artefact out. Imports stand in the functions, so that a job loads what it
-needs."""
+"""The function of each stage: a job in, its artefact out.
+
+Imports stand in the functions, so that a job loads what it needs.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.pipeline import worker
-from lockstep.pipeline.stages import entry_of, path_of
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.stage import path_of
+from lockstep.pipeline.stages import entry_of
+from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results, Target, layer_count
 
 
 @dataclass(frozen=True)
 class Job:
-    """A step to be run. results: the tree that it is of. folder: of the checkpoint, for the stages that read it.
+    """A job to be run.
 
-    adapters: folders of the model's adapters by name, for the stage that reads them.
-    threads: CPU threads, None for all. given: what only some stages take, by name (`fetch`: check, commit, newest,
-    terminal; `random_weights`: config).
+    results: the tree that it is of. folder: of the checkpoint, for the stages that read it. adapters: folders of the
+    model's adapters by name, for the stage that reads them. threads: CPU threads, None for all. given: what only some
+    stages take, by name (`fetch`: check, commit, newest, terminal; `random_weights`: config).
     """
 
-    step: Step
+    step: JobSpec
     results: Results
     folder: Path | None = None
     threads: int | None = None
@@ -36,7 +39,7 @@ class Job:
 
     @property
     def target(self) -> Target:
-        """Of a step of an engine set and a layer count."""
+        """Return the target of a job that has an engine set and a layer count."""
         names = self.names
         return Target(names["model"], names["precision"], layer_count(names["layers"]), names["backend"])
 
@@ -53,7 +56,10 @@ class Job:
 
 
 def run(job: Job) -> Path:
-    """Make the artefact of `job` by the function that the table of stages names; gives its path."""
+    """Make the artefact of `job` and return its path.
+
+    The table of stages names the function that makes it.
+    """
     worker.function_named(entry_of(job.step).job)(job)
     return job.output
 
@@ -129,7 +135,8 @@ def compare(job: Job) -> None:
 def reference(job: Job) -> None:
     from lockstep.verify import golden
 
-    golden.make_reference(job.path("checkpoint"), layer_count(job.names["layers"]), job.options["golden"], job.output)
+    terms = golden.GoldenTerms.from_json(job.options["golden"])
+    golden.make_reference(job.path("checkpoint"), layer_count(job.names["layers"]), terms, job.output)
 
 
 def quantized_reference(job: Job) -> None:
@@ -137,7 +144,8 @@ def quantized_reference(job: Job) -> None:
 
     paths = [job.path(name) for name in ("checkpoint", "weights", "reference")]
     layers, drift = layer_count(job.names["layers"]), path_of("drift", job.results, job.names)
-    golden.make_quantized_reference(*paths, layers, job.options["golden"], job.options["drift_text"], job.output, drift)
+    terms = golden.GoldenTerms.from_json(job.options["golden"])
+    golden.make_quantized_reference(*paths, layers, terms, job.options["drift_text"], job.output, drift)
 
 
 def golden(job: Job) -> None:
@@ -184,23 +192,19 @@ def adapters(job: Job) -> None:
 
 
 def adapted_reference(job: Job) -> None:
-    from lockstep.verify.golden.adapted_reference import make_adapted_reference
-
-    layers = layer_count(job.names["layers"])
-    make_adapted_reference(job.path("checkpoint"), job.path("adapters"), layers, job.options["golden"], job.output)
+    _adapted_reference(job, None)
 
 
 def quantized_adapted_reference(job: Job) -> None:
-    from lockstep.verify.golden.adapted_reference import make_adapted_reference
+    _adapted_reference(job, job.path("weights"))
 
-    make_adapted_reference(
-        job.path("checkpoint"),
-        job.path("adapters"),
-        layer_count(job.names["layers"]),
-        job.options["golden"],
-        job.output,
-        job.path("weights"),
-    )
+
+def _adapted_reference(job: Job, weights: Path | None) -> None:
+    from lockstep.verify.golden.adapted_reference import make_adapted_reference
+    from lockstep.verify.golden.terms import AdaptedTerms
+
+    layers, terms = layer_count(job.names["layers"]), AdaptedTerms.from_json(job.options["golden"])
+    make_adapted_reference(job.path("checkpoint"), job.path("adapters"), layers, terms, job.output, weights)
 
 
 def adapted(job: Job) -> None:

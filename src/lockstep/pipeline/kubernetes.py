@@ -1,6 +1,7 @@
-"""Snakemake's executor plugin for Kubernetes, told of the folder that all pods share. For `profiles/kubernetes`.
+"""Settings of Snakemake's executor plugin for Kubernetes.
 
-In: the installed package snakemake-executor-plugin-kubernetes. Out: its settings, changed in this process.
+For `profiles/kubernetes`, where all pods share a folder. In: the installed package
+snakemake-executor-plugin-kubernetes. Out: its settings, changed in this process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from lockstep.errors import InputError
 
 
 def share_claim() -> None:
-    """Have the plugin take the run's folder for one that all pods share, and read the logs of jobs that failed.
+    """Tell the plugin that pods share the run's folder, and fix its logs.
 
     The plugin takes it that pods share nothing, and would bring them the files that rules name through a storage
     plugin. Manifests name more files than rules do (graphs, engines, weights), and these would not be there.

@@ -1,4 +1,4 @@
-"""What a lock pins of each artefact.
+"""The entries of a lock: what it pins of each artefact.
 
 In: a manifest, and the build key of its record. Out: where it stands in the lock, and what it must be, by name.
 """
@@ -69,7 +69,10 @@ def pin_adapted(manifest: Path, key: BuildKey) -> Pinned:
 
 
 def pin_files(manifest: Path, key: BuildKey) -> Pinned:
-    """Of a stage without a place of its own: the manifest and the files that it names."""
+    """Pin the manifest of a stage, and the files that it names.
+
+    For a stage without a place of its own in the lock.
+    """
     where = "/".join(value for name, value in key.names.items() if name != "model")
     return ("results", key.stage, where or "all"), {**_named(manifest), manifest.name: digest(manifest)}
 
@@ -79,12 +82,14 @@ def _named(manifest: Path) -> dict[str, str]:
 
 
 def _tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
-    """Token ids on one line by prompt: a difference is then one line too."""
+    """Return token ids on one line by prompt: a difference is then one line too."""
     return {prompt.text: " ".join(map(str, prompt.tokens)) for prompt in prompts}
 
 
 def device_name(backend: Mapping[str, Any]) -> str:
-    """A device as a lock names it, from a backend's identity: its architecture or name, and the first digits of the
-    sha256 of all that must be equal."""
+    """Return the name of a device in a lock, from a backend's identity.
+
+    It is the architecture or name, and the first digits of the sha256 of all that must be equal.
+    """
     device = backend["device"]
     return f"{device.get('architecture') or device.get('name') or backend['name']} {sha256_json(device)[:12]}"

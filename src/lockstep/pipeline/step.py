@@ -1,4 +1,4 @@
-"""A step: one job of the workflow, a stage with its wildcards."""
+"""One job of the workflow: a stage with its wildcards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Step:
-    """One job: a rule with its wildcards. inputs: manifests and files by the name that the rule gives them; output: the
-    manifest that it makes;
-    beside: what else it makes that must be the same each time; python: the interpreter that runs its backend, None for
-    this one;
-    device: of a device of the config its `backend` and the `hardware` that it must find."""
+class JobSpec:
+    """One job: a rule with its wildcards.
+
+    inputs: manifests and files by the name that the rule gives them. output: the manifest that it makes. beside: what
+    else it makes that must be the same each time. python: the interpreter that runs its backend, None for this one.
+    device: of a device of the config its `backend` and the `hardware` that it must find.
+    """
 
     stage: str
     names: Mapping[str, str]
@@ -27,7 +28,7 @@ class Step:
 
     @property
     def backend(self) -> str | None:
-        """The backend that builds or runs its engines; None for a stage without one."""
+        """Return the backend that builds or runs its engines; None without one."""
         return self.device["backend"] if self.device else self.names.get("backend")
 
     def __str__(self) -> str:

@@ -1,4 +1,6 @@
-"""What a run is asked for: the steps and the results that are there in; the files to ask Snakemake for out.
+"""The files that Snakemake is asked for.
+
+The jobs and the results that are there in; the files out.
 
 The fewer files a rule names, the sooner Snakemake has planned it: what another job reads is made for that job, and need
 not be asked for by name. One case is left. Snakemake does not miss a file that was deleted where all that is made from
@@ -12,14 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.pipeline.stages import entry_of, fetches_adapters, is_fetched, path_of
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.stage import path_of
+from lockstep.pipeline.stages import entry_of
+from lockstep.pipeline.step import JobSpec
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-
-_SHOWN = ("validate", "build", "compare", "golden", "served", "adapted")  # what the summary reads
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,12 @@ class Made:
     inputs: Collection[str]
 
 
-def all_jobs(config: Config, results: Results, steps: Sequence[Step]) -> list[Made]:
-    """Return all jobs that a run may have: those of `steps`, and those that are of no one model."""
+def all_jobs(config: Config, results: Results, steps: Sequence[JobSpec]) -> list[Made]:
+    """Return all jobs that a run may have: of `steps`, and those of no one model."""
     jobs = jobs_of(config, results, steps)
-    shown = [path for made, step in zip(jobs, steps, strict=True) if step.stage in _SHOWN for path in made.outputs]
+    shown = [
+        path for made, step in zip(jobs, steps, strict=True) if entry_of(step).is_summarised for path in made.outputs
+    ]
     summary = [results.summary(), results.summary().with_suffix(".csv"), results.report_page(), results.target_pages()]
     plots = [results.report(f"{name}.svg") for name in ("error_by_layer", "speed")]
     return [
@@ -44,17 +47,14 @@ def all_jobs(config: Config, results: Results, steps: Sequence[Step]) -> list[Ma
     ]
 
 
-def jobs_of(config: Config, results: Results, steps: Iterable[Step]) -> list[Made]:
+def jobs_of(config: Config, results: Results, steps: Iterable[JobSpec]) -> list[Made]:
     """Return the jobs of `steps`."""
     jobs = []
     for step in steps:
         stage = entry_of(step)
         outputs = [step.output, *(path_of(name, results, step.names) for name in stage.beside)]
-        inputs = list(step.inputs.values())
-        if stage.name in ("resolve", "architecture") and is_fetched(config, step.names["model"]):
-            inputs.append(results.source(step.names["model"]))
-        if stage.name == "adapters" and fetches_adapters(config, step.names["model"]):
-            inputs.append(results.adapter_sources(step.names["model"]))
+        waited_for = [made for made, is_brought in stage.waits_for.items() if is_brought(config, step.names["model"])]
+        inputs = [*step.inputs.values(), *(path_of(made, results, step.names) for made in waited_for)]
         jobs.append(Made(list(map(str, outputs)), list(map(str, inputs))))
     return jobs
 
@@ -74,16 +74,17 @@ def wanted(jobs: Sequence[Made], is_there: Callable[[str], bool]) -> list[str]:
 
 
 def names_pattern(names: Iterable[str]) -> str:
-    """Return a regular expression that fits `names` and nothing else; without any it fits nothing.
+    """Return a regular expression that fits `names` and nothing else.
 
-    What several names open with is tried once: Snakemake looks a thousand names up ten thousand times.
+    Without any name it fits nothing. What several names open with is tried once: Snakemake looks a thousand names up
+    ten thousand times.
     """
     names = sorted(set(names))
     return _after(names, 0) if names else "(?!)"
 
 
 def _after(names: Sequence[str], start: int) -> str:
-    """The pattern of what sorted names that agree up to `start` go on with."""
+    """Return the pattern of the rest of sorted names that agree up to `start`."""
     first, last = names[0], names[-1]
     common = start
     while common < min(len(first), len(last)) and first[common] == last[common]:

@@ -1,10 +1,11 @@
-"""A stage in another Python: what TensorRT runs in may be older than what Snakemake runs in.
+"""Run a stage in another Python, in which a backend's library is installed.
 
     python -m lockstep.pipeline.worker < request.json       {"stage": "build", "arguments": {...}, "key": "..."}
 
-In: the name of a stage that runs engines, its arguments as JSON, and the config's key that names this interpreter. It
-works on files; errors are one line on stderr and an exit code, as everywhere. Needs what engines need, no more: neither
-Snakemake, torch nor pydantic.
+In: the name of a stage that runs engines (`engine_jobs`), its arguments as JSON, and the config's key that names this
+interpreter. A stage works on files; errors are one line on stderr and an exit code, as everywhere. The other Python
+needs what engines need, no more: neither Snakemake, torch nor pydantic. What TensorRT runs in may be older than what
+Snakemake runs in.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import processes
-from lockstep.artifacts.files import dump_json
 from lockstep.errors import ENDING, PREFIX, CheckError, InputError, guard
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _OLDEST = (3, 10)
+_ENGINE_JOBS = "lockstep.pipeline.engine_jobs"
 
 
 def call(python: str | None, stage: str, /, **arguments: Any) -> None:
-    """Run `build`, `compare`, `golden` or `generate` of this module, or any `module:function`, with these arguments
-    (JSON), here or in the interpreter `python` (a path or a command).
+    """Run a stage here or in the interpreter `python` (a path or a command).
+
+    stage: `build`, `compare`, `golden` or `generate` of `engine_jobs`, or any `module:function`. arguments: JSON.
 
     Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails
     there, it has said why on stderr, and this process exits with the same code (SystemExit).
@@ -39,8 +41,11 @@ def call(python: str | None, stage: str, /, **arguments: Any) -> None:
 
 
 def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
-    """As `call`, for a stage that answers (`identity`, `inspect`, `bisect`): gives its answer. An error there is the
-    same error here: InputError or CheckError."""
+    """Run a stage as `call` does, and return its answer.
+
+    stage: one that answers (`identity`, `inspect`, `bisect`). An error there is the same error here: InputError or
+    CheckError.
+    """
     return _run(python, stage, arguments, subprocess.PIPE)
 
 
@@ -80,13 +85,13 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
 
 
 def function_named(stage: str) -> Callable[..., Any]:
-    """The function that `stage` names: one of this module, or `module:function` of another."""
-    module, _, name = stage.partition(":")
-    return getattr(importlib.import_module(module), name) if name else _STAGES[stage]
+    """Return the function that `stage` names: of `engine_jobs`, or `module:function`."""
+    module, _, name = stage.rpartition(":")
+    return getattr(importlib.import_module(module or _ENGINE_JOBS), name)
 
 
 def _folders(stage: str) -> list[str]:
-    """Where another interpreter finds this package, and the one that `stage` is of."""
+    """Return where another interpreter finds this package, and that of `stage`."""
     package = stage.partition(":")[0].partition(".")[0] if ":" in stage else "lockstep"
     spec = importlib.util.find_spec(package) if package != "lockstep" else None
     outside = spec.submodule_search_locations if spec else None
@@ -94,218 +99,14 @@ def _folders(stage: str) -> list[str]:
 
 
 def _signal(code: int) -> str | None:
-    """The signal that ended a process, or one behind a shell, which then ends with 128 and its number; None where none
-    did. Of an interrupt, SIGTERM and SIGHUP a stage says itself that they ended it, with that code."""
+    """Return the signal that ended a process; None where none did.
+
+    Also of one behind a shell, which then ends with 128 and its number. Of an interrupt, SIGTERM and SIGHUP a stage
+    says itself that they ended it, with that code: None too.
+    """
     number = -code if code < 0 else code - 128
     said = code == -signal.SIGINT or code - 128 in (signal.SIGINT, *ENDING)
     return signal.Signals(number).name if number in set(signal.Signals) and not said else None
-
-
-def identity(name: str) -> dict[str, Any]:
-    """The library and the device that engines are built for: what a build key and a lock hold of a backend."""
-    from lockstep.backends import get_backend  # loads the library: only where something is built or run
-
-    library = get_backend(name)
-    device = library.describe_device()
-    found = {
-        "name": name,
-        "version": library.version(),
-        "revision": library.revision,
-        "device": library.device_key(device),
-        "options": library.default_options(),
-    }
-    return {**found, "driver": device["driver"]} if "driver" in device else found
-
-
-def hardware(name: str, builds: bool) -> str | None:
-    """The name of the GPU here, or the architecture of the CPU, that a backend runs on; None where engines of any
-    device can be built here and it `builds`."""
-    from lockstep.backends import get_backend
-
-    library = get_backend(name)
-    describe = getattr(library, "describe_hardware", None)  # of a backend whose engines are for no one device
-    if describe and builds:
-        return None
-    device = (describe or library.describe_device)()
-    return str(device.get("name") or device.get("architecture"))
-
-
-def inspect(engines: str, assembly: str) -> dict[str, Any]:
-    """What of an engine set that opens here can be compared with another: an `InspectedSet`, as JSON."""
-    from lockstep.backends import EngineSet
-    from lockstep.backends.inspected import inspected
-
-    return inspected(EngineSet.open(engines, assembly)).to_json()
-
-
-def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
-    from lockstep import backends
-
-    backends.build(Path(assembly), backend, Path(out), options)
-
-
-def compare(
-    assembly: str,
-    weights: str,
-    engines: str,
-    tolerance: float,
-    limits: Mapping[str, int],
-    out: str,
-    threads: int | None = None,
-) -> None:
-    from lockstep.verify.compare import run
-
-    run(Path(assembly), Path(weights), Path(engines), tolerance, limits, Path(out), threads)
-
-
-def golden(
-    assembly: str,
-    weights: str,
-    engines: str,
-    reference: str,
-    target: Mapping[str, Any],
-    tolerance: Mapping[str, float],
-    limits: Mapping[str, int],
-    out: str,
-    speed: str,
-    expected: list[str | None],
-    threads: int | None = None,
-) -> None:
-    """As `golden.check_engines`; where the engines are wrong, the line also says which one leaves its graph first."""
-    from lockstep.targets import Target
-    from lockstep.verify.golden.check import check_engines
-    from lockstep.verify.metrics import failed_path
-
-    paths = (Path(assembly), Path(weights), Path(engines), Path(reference))
-    try:
-        check_engines(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
-    except CheckError as error:
-        failed = failed_path(out)
-        if str(failed) not in str(error):  # it ended before anything was compared
-            raise
-        from lockstep.verify.bisect.explain import explain_failure
-        from lockstep.verify.bisect.request import failing
-
-        request = failing(paths[3], failed)
-        tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
-        raise CheckError(
-            f"{error}; {explain_failure(*paths[:3], target['layers'], tolerance, str(Target(**target)), *tokens)}"
-        ) from None
-
-
-def bisect(
-    assembly: str,
-    weights: str,
-    engines: str,
-    layers: int | str,
-    tolerance: Mapping[str, float],
-    tokens: list[Any],
-    threads: int | None = None,
-) -> dict[str, Any]:
-    """Engine against graph along tokens: `bisect.explain.engine_report`."""
-    from lockstep.verify.bisect.explain import engine_report
-
-    return engine_report(
-        Path(assembly), Path(weights), Path(engines), layers, tolerance, tuple(tokens), threads=threads
-    )
-
-
-def generate(
-    assembly: str,
-    weights: str,
-    engines: str,
-    layers: int | str,
-    limits: Mapping[str, int],
-    prompt: str,
-    max_new_tokens: int,
-    sampling: Mapping[str, Any],
-    stop: list[str],
-    threads: int | None = None,
-    adapters: str | None = None,
-    adapter: str | None = None,
-    as_json: bool = False,
-) -> None:
-    """Text on stdout as it is made; then the speed, on stderr. as_json: one document at the end, with both."""
-    from lockstep.runtime import Model, Sampling, Tokenizer
-    from lockstep.runtime import generate as start
-
-    sizes: dict[str, Any] = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
-    sizes |= {"max_batch_size": 1, "threads": threads, "adapters_json": adapters}
-    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
-    generation = start(
-        model,
-        Tokenizer.open(Path(assembly)),
-        [prompt],
-        max_new_tokens,
-        Sampling(**sampling),
-        stop,
-        limits["max_input_len"],
-        adapter=adapter,
-    )
-    for piece in generation:
-        if not as_json:
-            print(piece.text, end="", flush=True)
-    speed = generation.speed
-    if as_json:
-        rates = {
-            "prefill_tokens_per_s": speed.prefill_tokens_per_second,
-            "decode_tokens_per_s": speed.decode_tokens_per_second,
-        }
-        print(dump_json({**generation.completions[0].record(), "speed": rates}), end="")
-        return
-    print(flush=True)
-    for what, tokens, rate in (
-        ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
-        ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
-    ):
-        print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
-
-
-def generate_file(
-    assembly: str,
-    weights: str,
-    engines: str,
-    layers: int | str,
-    limits: Mapping[str, int],
-    source: str,
-    out: str,
-    max_new_tokens: int,
-    sampling: Mapping[str, Any],
-    stop: list[str],
-    threads: int | None = None,
-    adapters: str | None = None,
-    adapter: str | None = None,
-) -> None:
-    """A file of completions; on a terminal how far it is. Raises CheckError, when all lines are through, for lines that
-    failed."""
-    from lockstep.runtime import Model, Sampling, Tokenizer
-    from lockstep.runtime.batch_file import Defaults, Done
-    from lockstep.runtime.batch_file import generate_file as run
-    from lockstep.runtime.request import Speed
-
-    def say(done: Done, speed: Speed) -> None:
-        if sys.stderr.isatty():
-            rate = f"{speed.decode_tokens_per_second:.0f} tokens/s"
-            print(f"\r{done.lines} requests done, {speed.decode_tokens} tokens, {rate} ", end="", file=sys.stderr)
-
-    sizes: dict[str, Any] = {key: limits[key] for key in ("max_batch_size", "max_seq_len", "max_num_tokens")}
-    sizes |= {"threads": threads, "adapters_json": adapters}
-    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
-    model.check_adapter(adapter)
-    defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
-    tokenizer = Tokenizer.open(Path(assembly))
-    done = run(model, tokenizer, Path(source), Path(out), defaults, limits["max_input_len"], say)
-    print(
-        f"{chr(13) if sys.stderr.isatty() else ''}{out}: {done.lines} requests, {done.failed} failed", file=sys.stderr
-    )
-    if done.failed:
-        raise CheckError(f"{done.first_error} (the first of {done.failed} requests that failed; see {out})")
-
-
-_STAGES = {
-    function.__name__: function
-    for function in (identity, hardware, inspect, build, compare, golden, bisect, generate, generate_file)
-}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.artifacts.digest_cache import digest, size_of
 from lockstep.artifacts.fetched import read_fetched
 from lockstep.artifacts.manifest_files import failed_path, lost_files, named_files
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.locked import first_difference, other_commit
 from lockstep.provenance.lockfile import read_lock
 from lockstep.provenance.record import record_path
@@ -31,7 +31,7 @@ def untrusted(recorded: Iterable[str], with_files: Collection[str]) -> dict[str,
     return found
 
 
-def not_as_locked(steps: Sequence[Step], lock_file: Path) -> dict[str, str]:
+def not_as_locked(steps: Sequence[JobSpec], lock_file: Path) -> dict[str, str]:
     """{manifest: why} of each artefact of `steps` that is there with its record and is not the locked one: every file
     that it names is hashed."""
     lock, found = read_lock(lock_file), {}
@@ -41,7 +41,7 @@ def not_as_locked(steps: Sequence[Step], lock_file: Path) -> dict[str, str]:
     return found
 
 
-def _difference(step: Step, lock: dict) -> str | None:
+def _difference(step: JobSpec, lock: dict) -> str | None:
     if step.stage == "fetch" and (line := other_commit(lock, read_fetched(step.output).commit)):
         return line
     return first_difference(step.output, lock) or next(

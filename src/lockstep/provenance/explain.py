@@ -17,7 +17,7 @@ from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
 from lockstep.pipeline.stages import STAGES, steps
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity
 from lockstep.provenance.again import FAILED
 from lockstep.provenance.diff import cause, words
@@ -33,7 +33,7 @@ class Explained:
     """A step, and why a run would make its artefact again; no reasons where it would not. `unknown`: there is no record
     to tell by."""
 
-    step: Step
+    step: JobSpec
     reasons: tuple[str, ...]
     unknown: bool = False
 
@@ -58,7 +58,7 @@ def explain(config: Config, results: Results, target: Target, source: Path | Non
     return found
 
 
-def _explain(step: Step, again: Mapping[Path, str], source: Path | None) -> Explained:
+def _explain(step: JobSpec, again: Mapping[Path, str], source: Path | None) -> Explained:
     if not step.output.is_file():
         return Explained(step, (f"{step.output} is not there",))
     reasons = [f"{path} is gone or cut short" for path in lost_files(step.output)]
@@ -80,7 +80,7 @@ def _explain(step: Step, again: Mapping[Path, str], source: Path | None) -> Expl
     return Explained(step, tuple(reasons + cause(record.key, _key_now(step, record.key, again))))
 
 
-def _key_now(step: Step, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
+def _key_now(step: JobSpec, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
     """The build key as a run would have it now, as far as that can be told: with the pinned packages, and inputs that
     are not made again first."""
     entry, backend = STAGES[step.stage].code, step.backend
@@ -100,7 +100,7 @@ def _key_now(step: Step, recorded: BuildKey, again: Mapping[Path, str]) -> Build
     )
 
 
-def _changed_files(step: Step, source: Path) -> list[str]:
+def _changed_files(step: JobSpec, source: Path) -> list[str]:
     """Files of the checkpoint that are not those that its manifest lists."""
     try:
         recorded = {file.path: file.sha256 for file in CheckpointManifest.load(step.output).files}

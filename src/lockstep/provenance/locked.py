@@ -18,7 +18,7 @@ from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.pinned import device_name
 from lockstep.pipeline.stages import entry_of
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.diff import changes, words
 from lockstep.provenance.lockfile import (
     MADE,
@@ -70,7 +70,7 @@ def find_lock(model: str, folders: Sequence[Path]) -> Path:
 def check_project(
     lock_file: Path,
     targets: Sequence[Target],
-    steps: Sequence[Step],
+    steps: Sequence[JobSpec],
     prompts: Sequence[str],
     checkpoint: Sequence[Path] | None,
 ) -> None:
@@ -90,7 +90,7 @@ def check_project(
 def _before(
     lock: Mapping[str, Any],
     targets: Sequence[Target],
-    steps: Sequence[Step],
+    steps: Sequence[JobSpec],
     prompts: Sequence[str],
     checkpoint: Sequence[Path] | None,
 ) -> Iterator[str]:
@@ -145,7 +145,7 @@ def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool
     return {"check": before_weights(config, model, lock_file), "commit": commit}
 
 
-def check_step(step: Step, key: BuildKey, lock_file: Path) -> None:
+def check_step(step: JobSpec, key: BuildKey, lock_file: Path) -> None:
     """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms or
     for another device; InputError when a file that a manifest names is not the one."""
     lock = read_lock(lock_file)
@@ -188,7 +188,7 @@ def first_difference(output: Path, lock: Mapping[str, Any]) -> str | None:
     return next((line for section in sections_at(output) if (line := difference(lock, section))), None)
 
 
-def _other_terms(lock: Mapping[str, Any], step: Step) -> str | None:
+def _other_terms(lock: Mapping[str, Any], step: JobSpec) -> str | None:
     """What the config says to a check and the lock does not; None where they agree."""
     if not entry_of(step).is_check:
         return None

@@ -19,10 +19,10 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.artifacts.manifest_files import manifest_entries
 from lockstep.errors import CheckError, InputError
+from lockstep.pipeline.stage import Finished
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.provenance.shapes import LOCK, misfit
-from lockstep.targets import is_quantized
 
 MADE, TERMS = "made with", "checks"
 
@@ -112,16 +112,14 @@ def _is_of(name: str, precision: str, backend: str) -> bool:
 def collect(results: Path, model: str) -> dict[str, Any]:
     """The lock of what is there. Raises InputError for a model that is not finished."""
     found = list(sections(results, model))
-    # Engines of some precisions are not compared; of those that cannot run here nothing is checked.
-    left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden", "adapted"}
-    if not any(section.stage == "adapters" for section in found):
-        left_out |= {name for name, entry in STAGES.items() if "adapters" in (name, *entry.reads)}
-    precisions = {"", *(section.key.names.get("precision", "") for section in found)}
-    left_out |= {name for name, entry in STAGES.items() if not any(map(entry.is_of, precisions))}
-    if precisions - {""} and all(map(is_quantized, precisions - {""})):
-        left_out.add("adapted_reference")
-    for stage in (name for name, entry in STAGES.items() if (entry.pinned or entry.is_check) and name not in left_out):
-        if stage not in {section.stage for section in found}:
+    stages = {section.stage for section in found}
+    finished = Finished(
+        frozenset(section.key.names["precision"] for section in found if "precision" in section.key.names),
+        has_adapters="adapters" in stages,
+        runs=any(map(_runs, found)),
+    )
+    for stage, entry in STAGES.items():
+        if entry.is_required(finished) and stage not in stages:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
             )

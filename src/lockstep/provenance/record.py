@@ -22,12 +22,12 @@ from lockstep.artifacts.manifest_files import SUFFIX, content, named_files, reco
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline import worker
 from lockstep.pipeline.stages import REPORTS, STAGES
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity
 from lockstep.provenance.shapes import RECORD, misfit
 
 
-def build_key(step: Step, here: bool = True) -> BuildKey:
+def build_key(step: JobSpec, here: bool = True) -> BuildKey:
     """What decides what `step` makes. `here`: with the packages installed here; else with those that are pinned."""
     packages = code_identity.installed_packages if here else code_identity.pinned_packages
     stage, backend = STAGES.get(step.stage), step.backend
@@ -44,7 +44,7 @@ def build_key(step: Step, here: bool = True) -> BuildKey:
     )
 
 
-def backend_identity(step: Step) -> dict[str, Any]:
+def backend_identity(step: JobSpec) -> dict[str, Any]:
     """The library and the device that the step's engines are for, asked in its interpreter. Raises InputError where the
     library is not installed, and where this machine has not the device that the config names."""
     if step.device:
@@ -52,7 +52,7 @@ def backend_identity(step: Step) -> dict[str, Any]:
     return worker.ask(step.python, "identity", name=step.backend)
 
 
-def _check_device(step: Step, device: Mapping[str, str]) -> None:
+def _check_device(step: JobSpec, device: Mapping[str, str]) -> None:
     name, remedy = step.names["backend"], "start it where that is, or correct the config"
     try:
         found = worker.ask(step.python, "hardware", name=device["backend"], builds=step.stage == "build")
@@ -65,14 +65,14 @@ def _check_device(step: Step, device: Mapping[str, str]) -> None:
         )
 
 
-def write_record(step: Step, key: BuildKey) -> BuildRecord:
+def write_record(step: JobSpec, key: BuildKey) -> BuildRecord:
     """Write the record of `step`, which has just made its output with `key`, and give it."""
     record = BuildRecord(key, outputs_of(step.output, step.beside))
     write_json(record_path(step.output), record.to_json())
     return record
 
 
-def _input(step: Step, path: Path) -> str:
+def _input(step: JobSpec, path: Path) -> str:
     """What stands for an input in the key. The summary has a row for a manifest that is damaged: there its bytes do."""
     try:
         return content(path)

@@ -17,14 +17,14 @@ from lockstep.artifacts.files import check_place, write_bytes, write_json
 from lockstep.artifacts.manifest_files import failed_path
 from lockstep.errors import ENDING, InputError, LockstepError
 from lockstep.pipeline.stages import REPORTS, STAGES, entry_of
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import locked
 from lockstep.provenance.cache.reuse import cache_for, put, take
 from lockstep.provenance.record import build_key, checked_record, outputs_of, read_record, record_path, write_record
 from lockstep.provenance.slsa import now, provenance_path, write_provenance
 
 
-def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:
+def run(step: JobSpec, make: Callable[[], Any], lock_file: Path | None = None, cache: str = "") -> Any:
     """Make the artefact of `step` with `make`, whose result is given, and record it.
 
     lock_file: raises CheckError for anything else than what it locks. cache: the shared cache that the config names;
@@ -53,7 +53,7 @@ def run(step: Step, make: Callable[[], Any], lock_file: Path | None = None, cach
     return made
 
 
-def _is_locked(step: Step, key: BuildKey, lock_file: Path | None) -> bool:
+def _is_locked(step: JobSpec, key: BuildKey, lock_file: Path | None) -> bool:
     """Whether what the cache gave is what the lock says. Else it is taken away again, and the cache has nothing."""
     if lock_file is None:
         return True
@@ -67,7 +67,7 @@ def _is_locked(step: Step, key: BuildKey, lock_file: Path | None) -> bool:
 
 
 @contextlib.contextmanager
-def _reported(step: Step) -> Iterator[None]:
+def _reported(step: JobSpec) -> Iterator[None]:
     """A check that fails leaves its report, with the reason; where it fails before it has one, it leaves the reason
     alone. Not where it is interrupted."""
     report = failed_path(step.output)
@@ -109,7 +109,7 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(step: Step) -> Iterator[None]:
+def _all_or_nothing(step: JobSpec) -> Iterator[None]:
     """Take the record of an earlier artefact away, and its provenance, so that a run that is killed leaves none that is
     wrong. Where the work fails, an artefact that it did not touch gets them back, and a new one without a record goes.
     What has no record is not gone on with."""
@@ -133,7 +133,7 @@ def _all_or_nothing(step: Step) -> Iterator[None]:
         raise
 
 
-def _is_whole(step: Step, record: bytes | None) -> bool:
+def _is_whole(step: JobSpec, record: bytes | None) -> bool:
     """Whether the manifest and what lies beside it are what its record, if it has one, says."""
     try:
         return record is None or outputs_of(step.output, step.beside) == json.loads(record)["outputs"]
@@ -170,7 +170,7 @@ def check_input(path: Path) -> None:
 
 def from_rule(
     rule: str, names: dict[str, str], inputs: dict[str, Any], params: dict[str, Any], outputs: list[str]
-) -> Step:
+) -> JobSpec:
     """The step of a Snakemake job.
 
     inputs by name: a path, or a list of paths. Of a stage, those that the table of stages says it reads; of a report,
@@ -178,10 +178,12 @@ def from_rule(
     """
     if rule in STAGES:
         read = {name: Path(inputs[name]) for name in STAGES[rule].inputs(names.get("precision"))}
-        return Step(
+        return JobSpec(
             rule, names, read, params["options"], Path(outputs[0]), (), params.get("python"), params.get("device")
         )
     shown = {name: Path(path) for name, path in inputs.items() if isinstance(path, str)}
     shown |= {path: Path(path) for paths in inputs.values() if isinstance(paths, list) for path in paths}
     options = {name: value for name, value in params.items() if name != "key"}
-    return Step(rule, names, shown if rule in REPORTS else {}, options, Path(outputs[0]), tuple(map(Path, outputs[1:])))
+    return JobSpec(
+        rule, names, shown if rule in REPORTS else {}, options, Path(outputs[0]), tuple(map(Path, outputs[1:]))
+    )

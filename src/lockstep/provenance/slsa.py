@@ -30,7 +30,7 @@ from lockstep.provenance.code_identity import SOURCES
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
-    from lockstep.pipeline.step import Step
+    from lockstep.pipeline.step import JobSpec
 
 NAME = "provenance.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -66,7 +66,7 @@ def _rfc3339(time: datetime.datetime) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def write_provenance(step: Step, key: BuildKey, started: str) -> Path:
+def write_provenance(step: JobSpec, key: BuildKey, started: str) -> Path:
     """Write the provenance of the engine set that the build `step` has just made with `key`; gives its path."""
     statement = make(step, key, started, now())
     statement["predicate"][SEAL] = _seal(statement)
@@ -75,7 +75,7 @@ def write_provenance(step: Step, key: BuildKey, started: str) -> Path:
     return path
 
 
-def make(step: Step, key: BuildKey, started: str, finished: str) -> dict[str, Any]:
+def make(step: JobSpec, key: BuildKey, started: str, finished: str) -> dict[str, Any]:
     """The statement, not sealed."""
     engines = EngineSetManifest.load(step.output)
     subjects = [
@@ -105,7 +105,7 @@ def make(step: Step, key: BuildKey, started: str, finished: str) -> dict[str, An
     }
 
 
-def _dependencies(step: Step, key: BuildKey) -> Iterator[dict[str, Any]]:
+def _dependencies(step: JobSpec, key: BuildKey) -> Iterator[dict[str, Any]]:
     assembly = step.inputs["assembly"]
     for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
@@ -114,7 +114,7 @@ def _dependencies(step: Step, key: BuildKey) -> Iterator[dict[str, Any]]:
         yield {"name": name, "uri": f"pkg:pypi/{name}@{version}"}
 
 
-def _checkpoint_files(step: Step) -> Iterator[dict[str, Any]]:
+def _checkpoint_files(step: JobSpec) -> Iterator[dict[str, Any]]:
     """The files that the graphs were made of: config and tokenizer. Weights are none of them, for engines hold none."""
     results = Results(step.inputs["assembly"].parents[3])
     manifest = results.architecture(step.names["model"])

@@ -1,1 +1,1 @@
-"""What people look at: the summary of all targets, the report's table and plots."""
+"""The report: the summary of all targets, their pages and plots."""

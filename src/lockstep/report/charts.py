@@ -1,6 +1,7 @@
-"""Charts as SVG text, to stand in a page or in a file of its own: numbers in, the same bytes for the same numbers out.
+"""Charts as SVG text, for a page or a file of its own.
 
-Text and axes take the colour of the text around them, so that a chart is readable on a light and on a dark page.
+Numbers in; the same bytes for the same numbers out. Text and axes take the colour of the text around them, so that a
+chart is readable on a light and on a dark page.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _LEGEND_ROW = 18
 
 @dataclass(frozen=True)
 class Line:
-    """A line of an error chart: error by layer, None where it is NaN or infinite, and the tolerance it is held to."""
+    """A line of an error chart.
+
+    errors: by layer, None where one is NaN or infinite. tolerance: that they are held to.
+    """
 
     name: str
     errors: Mapping[int, float | None]
@@ -32,7 +36,10 @@ class Line:
 
 
 def error_by_layer(lines: Sequence[Line]) -> str:
-    """The error of each layer on a log scale, each line beside its tolerance (dashed), both named in the legend."""
+    """Draw the error of each layer on a log scale.
+
+    Each line stands beside its tolerance (dashed), both named in the legend.
+    """
     left, plot, base = 60, (WIDTH - 80, 200), 210
     values = [error for line in lines for error in line.errors.values() if error is not None]
     decades = [math.log10(max(value, _SMALLEST)) for value in [*values, *(line.tolerance for line in lines)]]
@@ -79,7 +86,10 @@ def error_by_layer(lines: Sequence[Line]) -> str:
 
 
 def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
-    """Bars of tokens per second, prefill and decode each on its own scale: (name, prefill, decode) of each row."""
+    """Draw bars of tokens per second, prefill and decode on scales of their own.
+
+    rows: (name, prefill, decode).
+    """
     names = max(120, min(330, 12 + 7 * max((len(name) for name, _, _ in rows), default=0)))
     room, bar = (WIDTH - names) / 2, 14
     parts = []
@@ -100,8 +110,10 @@ def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
 
 
 def worst_by_layer(blocks: Sequence[BlockErrors]) -> Iterator[tuple[int, float | None, float]]:
-    """(layer, largest error of its tensors, largest tolerance) of validated blocks; None where an error is not
-    finite."""
+    """Yield (layer, largest error of its tensors, largest tolerance).
+
+    blocks: of a validation. The error is None where one is not finite.
+    """
     found: dict[int, tuple[float | None, float]] = {}
     for block in blocks:
         assert block.layer is not None  # the embedding is none of them
@@ -114,18 +126,24 @@ def worst_by_layer(blocks: Sequence[BlockErrors]) -> Iterator[tuple[int, float |
 
 
 def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:
-    """The line of one validation. blocks: at least one."""
+    """Return the line of one validation. blocks: at least one."""
     rows = list(worst_by_layer(blocks))
     return Line(name, {layer: error for layer, error, _ in rows}, max(tolerance for _, _, tolerance in rows))
 
 
 def svg(title: str, height: float, parts: Sequence[str]) -> str:
-    """Return a chart of the elements `parts`, `WIDTH` wide. title: for those who cannot see it."""
+    """Return a chart of the elements `parts`, `WIDTH` wide.
+
+    title: for those who cannot see it.
+    """
     return "\n".join([_HEAD.format(width=WIDTH, height=coordinate(height), label=escape(title)), *parts, "</svg>"])
 
 
 def label(x: float | str, y: float | str, text: str, anchor: str) -> str:
-    """Return a text whose middle is at `y`. anchor: `start`, `middle` or `end` of the text stands at `x`."""
+    """Return a text whose middle is at `y`.
+
+    anchor: `start`, `middle` or `end` of the text stands at `x`.
+    """
     where = f'x="{coordinate(float(x))}" y="{coordinate(float(y) + 4)}"'
     return f'<text {where} text-anchor="{anchor}">{escape(text)}</text>'
 

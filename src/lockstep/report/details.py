@@ -1,4 +1,6 @@
-"""All that is known of a target: its manifests in; the results of its checks, and what the report shows of it, out.
+"""All that is known of a target.
+
+Its manifests in; the results of its checks, and what the report shows of it, out.
 
 A check has passed where its report is there, has its record, and is of what lies there now; it has failed where the
 report of a failure is there, which the next pass removes. Else it is "not run".
@@ -36,8 +38,10 @@ AnyDocument = TypeVar("AnyDocument")
 
 @dataclass(frozen=True)
 class Checked(Generic[AnyReport]):
-    """What is known of a check: PASS with its report, FAIL with the reason and its report where it left one, or NOT_RUN
-    with the reason."""
+    """What is known of a check.
+
+    PASS with its report, FAIL with the reason and its report where it left one, or NOT_RUN with the reason.
+    """
 
     result: str
     reason: str | None = None
@@ -47,7 +51,10 @@ class Checked(Generic[AnyReport]):
 def _checked(
     kind: type[AnyReport], out: Path, inputs: Mapping[str, Path], content: Callable[[Path], str]
 ) -> Checked[AnyReport]:
-    """inputs: what the check reads, by the names of its record."""
+    """Return what is known of the check that writes `out`.
+
+    inputs: what the check reads, by the names of its record.
+    """
     failed = failed_path(out)
     try:
         if failed.is_file():
@@ -73,8 +80,11 @@ def _checked(
 
 @dataclass(frozen=True)
 class Details:
-    """All that is known of a target. compare: None where it did not run; served, engines, speed, reproduction, adapted:
-    None where they are not there or of other engines; drift: of quantised weights."""
+    """All that is known of a target.
+
+    compare: None where it did not run. served, engines, speed, reproduction, adapted: None where they are not there or
+    of other engines. drift: of quantised weights.
+    """
 
     validate: Checked[ValidationReport]
     golden: Checked[GoldenReport]
@@ -87,7 +97,7 @@ class Details:
     drift: Drift | None = None
 
     def checks(self) -> Mapping[str, Checked]:
-        """The checks by name, those that ran or should have."""
+        """Return the checks by name, those that ran or should have."""
         found: dict[str, Checked | None] = {
             "validate": self.validate,
             "golden": self.golden,
@@ -101,8 +111,11 @@ class Details:
 def details(
     results: Results, target: Target, cannot_run: str | None = None, content: Callable[[Path], str] = content
 ) -> Details:
-    """What lies there of a target now. cannot_run: why its engines do not run here, where they do not. content: as
-    `manifest_files.content`; one that remembers spares many targets what they share."""
+    """Return what lies there of a target now.
+
+    cannot_run: why its engines do not run here, where they do not. content: as `manifest_files.content`; one that
+    remembers spares many targets what they share.
+    """
     names = (target.model, target.precision, target.layers, target.backend)
     model, precision, layers, backend = names
     graphs = {"assembly": results.assembly(model, precision), "weights": results.weights(model, precision)}
@@ -147,7 +160,10 @@ def details(
 
 
 def _loaded(load: Callable[[Path], AnyDocument], path: Path) -> AnyDocument | None:
-    """A document; None where there is none that can be read, which the checks that read it say."""
+    """Return a document; None where there is none that can be read.
+
+    The checks that read it say so.
+    """
     try:
         return load(path)
     except InputError:

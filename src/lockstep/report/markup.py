@@ -1,4 +1,7 @@
-"""Pieces of a page: texts in, HTML out. A page needs nothing but itself: no script, no font, no request."""
+"""Parts of an HTML page: texts in, markup out.
+
+A page needs nothing but itself: no script, no font, no request.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n
 
 
 def page(title: str, parts: Sequence[str]) -> bytes:
-    """A whole page."""
+    """Return a whole page."""
     head = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{text(title)}</title>'
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">'
     body = "\n".join(parts)
@@ -45,28 +48,31 @@ def page(title: str, parts: Sequence[str]) -> bytes:
 
 
 def text(value: object) -> str:
-    """Any text, escaped."""
+    """Return any text, escaped."""
     return html.escape(str(value).translate(_PICTURES))
 
 
 def tag(name: str, inside: str, kind: str = "") -> str:
-    """An element around markup."""
+    """Return an element around markup."""
     return f'<{name} class="{kind}">{inside}</{name}>' if kind else f"<{name}>{inside}</{name}>"
 
 
 def link(path: Path, page_path: Path, name: str) -> str:
-    """A link to a file, from the page at `page_path`."""
+    """Return a link to a file, from the page at `page_path`."""
     place = urllib.parse.quote(Path(os.path.relpath(path, page_path.parent)).as_posix())
     return f'<a href="{html.escape(place)}">{text(name)}</a>'
 
 
 def result(value: str, said: str = "") -> str:
-    """A verdict in its colour; `said` in its place."""
+    """Return a verdict, or the text `said`, in the verdict's colour."""
     return tag("span", text(said or value), f"result {_CLASSES.get(value, 'wait')}")
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table. headings: texts; rows: markup by cell; numbers: the columns that are aligned to the right."""
+    """Return a table.
+
+    headings: texts; rows: markup by cell; numbers: the columns that are aligned to the right.
+    """
     kinds = ["number" if column in numbers else "" for column in range(len(headings))]
     head = "".join(tag("th", text(heading), kind) for heading, kind in zip(headings, kinds))
     body = [tag("tr", "".join(tag("td", cell, kind) for cell, kind in zip(row, kinds))) for row in rows]
@@ -74,10 +80,10 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Seque
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """A table of names and markup."""
+    """Return a table of names and markup."""
     return tag("table", "\n".join(tag("tr", tag("th", text(name)) + tag("td", cell)) for name, cell in rows))
 
 
 def items(lines: Sequence[str]) -> str:
-    """A list of markup."""
+    """Return a list of markup."""
     return tag("ul", "\n".join(tag("li", line) for line in lines))

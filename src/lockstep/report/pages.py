@@ -1,6 +1,7 @@
-"""The report's pages: the summary's rows and what is known of each target in; index.html and a page of each target out.
+"""The report's pages: index.html and a page of each target.
 
-The index opens with the verdict on all targets. JSON is linked, not shown.
+The summary's rows and what is known of each target in; pages out. The index opens with the verdict on all targets. JSON
+is linked, not shown.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lockstep.report.prompts import prompt
 from lockstep.report.verdict import sentence, verdict
 from lockstep.targets import Results, Target
 
-_CHECKS = {
+CHECKS = {
     "validate": "graphs against PyTorch",
     "compare": "engines against ONNX Runtime",
     "golden": "tokens and logits against transformers",
@@ -33,7 +34,10 @@ _SHORT = "All golden prompts in one batch; they are short: for comparing targets
 
 
 def index(results: Results, rows: Sequence[SummaryRow], since_lock: Mapping[str, Sequence[Change]]) -> bytes:
-    """The first page: the verdict, all targets, their speeds, and what changed since the locks."""
+    """Return the first page.
+
+    It has the verdict, all targets, their speeds, and what changed since the locks.
+    """
     here, verdicts = results.report_page(), [row.verdict for row in rows]
     said = result(verdict(verdicts), sentence(verdicts))
     parts = [tag("h1", said), _targets(results, rows)]
@@ -59,7 +63,10 @@ def target(
     known: Details,
     since_lock: Sequence[Change] | None,
 ) -> bytes:
-    """The page of one target. rows: those of all targets; row: its own; since_lock: of its model."""
+    """Return the page of one target.
+
+    rows: those of all targets; row: its own; since_lock: of its model.
+    """
     here = results.target_page(name)
     parts = [
         tag("p", link(results.report_page(), here, "All targets")),
@@ -82,7 +89,7 @@ def target(
 
 
 def _shown(make: Callable[[], str]) -> str:
-    """A part of a page, whatever stands in the reports that it is made of."""
+    """Return a part of a page, whatever stands in the reports that it is made of."""
     try:
         return make()
     except (LookupError, TypeError, AttributeError, ValueError):
@@ -111,7 +118,7 @@ def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
 
 
 def _speeds(title: str, rows: Sequence[SummaryRow], caption: str) -> list[str]:
-    """A chart of the targets whose speed is known; nothing where there is none."""
+    """Return a chart of the targets whose speed is known; nothing without any."""
     shown = [
         (str(row.target), row.prefill_tokens_per_s, row.decode_tokens_per_s)
         for row in rows
@@ -135,7 +142,7 @@ def _checks(known: Details) -> str:
     checks = known.checks()
     cells = [
         [text(name), text(what), result(checks[name].result), text(checks[name].reason or "")]
-        for name, what in _CHECKS.items()
+        for name, what in CHECKS.items()
         if name in checks
     ]
     drift = [tag("p", f"Drift of the quantised weights: {text(known.drift.words())}.")] if known.drift else []
@@ -160,7 +167,7 @@ def _prompts(known: Details) -> str:
 
 
 def _adapted(known: Details) -> str:
-    """What each adapter says, beside the base."""
+    """Return the answers with each adapter, and without one."""
     report = known.adapted.report if known.adapted else None
     if not report:
         return _nothing(known.adapted.reason if known.adapted else None)
@@ -245,7 +252,10 @@ def _engines(results: Results, name: Target, row: SummaryRow, known: Details) ->
 
 
 def _words(device: Mapping[str, Any]) -> Iterable[str]:
-    """What names a device: the texts and numbers of its entry, not its instruction sets."""
+    """Return the words that name a device.
+
+    These are texts and numbers of its entry, not its instruction sets.
+    """
     keys = ("name" if "name" in device else "type", "vendor", "architecture", "compute_capability")
     return (str(device[key]) for key in keys if isinstance(device.get(key), (str, int, float)))
 
@@ -265,7 +275,7 @@ def _reproduced(known: Details) -> str:
 
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
-    """The documents behind a page, by title; those of failures too."""
+    """Return the documents behind a page, by title; those of failures too."""
     model, precision, layers, backend = name.model, name.precision, name.layers, name.backend
     validation = results.validation(model, precision, layers)
     golden, served = (each(model, precision, layers, backend) for each in (results.golden, results.served))
@@ -291,7 +301,7 @@ def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
 
 
 def _size(path: Path) -> str:
-    """`8.2 MB`, in powers of 1000; "-" for a file that is gone."""
+    """Return the size of a file as `8.2 MB`, in powers of 1000; "-" for none."""
     if not path.is_file():
         return "-"
     size = float(path.stat().st_size)

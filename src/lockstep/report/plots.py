@@ -1,5 +1,7 @@
-"""The plots of Snakemake's report: validations and the summary in, SVG files out, the same bytes for the same
-numbers."""
+"""The plots of Snakemake's report.
+
+Validations and the summary in; SVG files out, the same bytes for the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ from lockstep.report import charts
 
 
 def error_by_layer(validations: Sequence[Path], out: Path) -> None:
-    """The largest error of each layer's tensors, as it is held to the tolerance (dashed), on a log scale.
+    """Plot the largest error of each layer's tensors, on a log scale.
 
-    A line for each model and precision, of the validation with the most layers: the others' layers are the same.
+    It is plotted as it is held to the tolerance (dashed). A line for each model and precision, of the validation with
+    the most layers: the others' layers are the same.
     """
     deepest: dict[str, Sequence[BlockErrors]] = {}
     for path in validations:
@@ -27,7 +30,10 @@ def error_by_layer(validations: Sequence[Path], out: Path) -> None:
 
 
 def speed(summary_json: Path, out: Path) -> None:
-    """Prefill and decode of each target in tokens per second: whole models first, cut ones below."""
+    """Plot prefill and decode of each target in tokens per second.
+
+    Whole models first, cut ones below.
+    """
     rows = sorted(Summary.load(summary_json).targets, key=lambda row: row.layers != "all")
     named = [(str(row.target), row.prefill_tokens_per_s, row.decode_tokens_per_s) for row in rows]
     write_bytes(out, charts.speeds(named).encode())

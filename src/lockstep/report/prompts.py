@@ -1,4 +1,4 @@
-"""A golden prompt as a person reads it: its entry in the golden check's report in, HTML out."""
+"""A golden prompt as HTML, from its entry in the golden check's report."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from lockstep.report.markup import pairs, tag, text
 
 
 def prompt(entry: GoldenPrompt, tolerance: float) -> str:
-    """The prompt, the decoded text beside the reference's and the expected one, and each first differing token with its
-    margin. tolerance: the largest absolute error of a logit."""
+    """Return a prompt's answer beside the reference's and the expected one.
+
+    With the first differing token of each and its margin. tolerance: the largest absolute error of a logit.
+    """
     decoded, reference, expected = entry.text_out, entry.reference_text, entry.expected
     first = entry.differences[0] if entry.differences else None
     before, found, right = (first.text_before, first.found_text, first.reference_text) if first else (None, None, None)
@@ -35,15 +37,21 @@ def prompt(entry: GoldenPrompt, tolerance: float) -> str:
 
 
 def _decoded(whole: str, before: str | None, token: str | None, other: str) -> str:
-    """The text with the first token that differs marked: `token`, behind `before`. Where no token differs, or its text
-    is not known, the place is marked where the text differs from `other`."""
+    """Return the text with the first token that differs marked.
+
+    That is `token`, behind `before`. Where no token differs, or its text is not known, the place is marked where the
+    text differs from `other`.
+    """
     if before is None or token is None:
         return _marked(whole, _first_difference(whole, other))
     return _marked(whole, (len(before), len(before) + len(token)))
 
 
 def _first_difference(one: str, other: str) -> tuple[int, int] | None:
-    """Where the rest of `one` that is not as in `other` begins and ends; None where both are the same."""
+    """Return (start, end) of the rest of `one` that is not as in `other`.
+
+    None where both are the same.
+    """
     if one == other:
         return None
     at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -1,4 +1,7 @@
-"""The summary made anew where the checks say something else than it does."""
+"""The summary, written again where it is out of date.
+
+That is where the checks say something else than it does.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _TRIES = 5  # a job beside this one may delete a report, which it is to make aga
 
 
 def summarise(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Path:
-    """Write the summary of what is there, as the rule does; gives its path. not_run: see `summary.write`."""
+    """Write the summary of what is there, as the rule does; return its path.
+
+    not_run: see `summary.write`.
+    """
     outputs = [str(path) for path in summary.outputs(results, targets)]
     not_run = dict(summary.known_not_run(results) if not_run is None else not_run)
     options = {"targets": list(map(str, targets)), "not_run": not_run}
@@ -41,7 +47,7 @@ def write(
 
 
 def refresh(results: Results) -> None:
-    """Write the summary anew where it is there and does not say what the checks say now."""
+    """Write the summary again where it is there and out of date."""
     if summary.is_stale(results):
         summarise(results, summary.targets_of(results))
 

@@ -1,5 +1,7 @@
-"""What changed since the lock: a results tree and the lock of its model in; what differs between them, a line each,
-out."""
+"""What changed since the lock.
+
+A results tree and the lock of its model in; what differs between them, a line each, out.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ from lockstep.targets import Results
 
 
 def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, list[Change]]:
-    """What changed, by model. Models without a lock in `locks` are left out.
+    """Return what changed, by model.
 
-    What is locked and not there yet is no change: the table of targets says what has not run.
+    Models without a lock in `locks` are left out. What is locked and not there yet is no change: the table of targets
+    says what has not run.
     """
     return {
         model: _changes(results, model, lock_path(locks, model))

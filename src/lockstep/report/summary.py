@@ -1,5 +1,7 @@
-"""All targets in one place: their manifests in; summary.json, summary.csv, the report's pages and a table for the
-terminal out."""
+"""The summary of all targets.
+
+Their manifests in; summary.json, summary.csv, the report's pages and a table for the terminal out.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ _WHERE_ANY = ("adapters", *_DRIFT)  # columns that are shown where a target has 
 
 
 def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
-    """The files that `write` writes, the summary first."""
+    """Return the files that `write` writes, the summary first."""
     made = results.summary()
     return [made, made.with_suffix(".csv"), results.report_page(), *map(results.target_page, targets)]
 
@@ -56,10 +58,11 @@ def write(
     since_lock: Mapping[str, Sequence[Change]] | None = None,
     not_run: Mapping[str, str] | None = None,
 ) -> Summary:
-    """Collect the checks of `targets`, write summary.json, summary.csv and the report's pages, and give the summary.
+    """Collect the checks of `targets`; write the summary and the report's pages.
 
-    since_lock: what differs from the lock, by model; models without a lock are left out. not_run: why
-    engines do not run here, as `Config.not_run` gives it; None: as in the summary that is there.
+    The files are summary.json, summary.csv and the pages; returns the summary. since_lock: what differs from the lock,
+    by model; models without a lock are left out. not_run: why engines do not run here, as `Config.not_run` gives it;
+    None: as in the summary that is there.
     """
     not_run = known_not_run(results) if not_run is None else not_run
     found = _details(results, targets, not_run)
@@ -81,7 +84,7 @@ def write(
 
 
 def known_not_run(results: Results) -> Mapping[str, str]:
-    """Why engines do not run here, as the summary that is there says."""
+    """Return why engines do not run here, as the summary that is there says."""
     try:
         return Summary.load(results.summary()).not_run
     except InputError:
@@ -89,7 +92,10 @@ def known_not_run(results: Results) -> Mapping[str, str]:
 
 
 def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Summary:
-    """The summary as `write` would write it, a row for each target in their order. not_run: as for `write`."""
+    """Return the summary as `write` would write it, a row for each target.
+
+    In the order of `targets`. not_run: as for `write`.
+    """
     not_run = known_not_run(results) if not_run is None else not_run
     found = _details(results, targets, not_run)
     return _summary(found, not_run)
@@ -109,13 +115,19 @@ def _summary(found: Mapping[Target, Details], not_run: Mapping[str, str]) -> Sum
 
 
 def targets_of(results: Results) -> list[Target]:
-    """The targets of the summary that is there. Raises InputError for a damaged one."""
+    """Return the targets of the summary that is there.
+
+    Raises InputError for a damaged one.
+    """
     return [row.target for row in Summary.load(results.summary()).targets]
 
 
 def is_stale(results: Results) -> bool:
-    """Whether a summary is there whose verdicts are not those of the checks that are there now, or without the page of
-    a target. One that is damaged is not: who reads it refuses it."""
+    """Return whether the summary that is there is out of date.
+
+    So where its verdicts are not those of the checks that are there now, or the page of a target is missing. One that
+    is damaged is not: who reads it refuses it.
+    """
     try:
         rows = Summary.load(results.summary()).targets
     except InputError:
@@ -128,7 +140,7 @@ def is_stale(results: Results) -> bool:
 
 
 def sources(results: Results, target: Target) -> list[Path]:
-    """All that a row may be made of, there or not."""
+    """Return all files that a row may be made of, there or not."""
     names = (target.model, target.precision, target.layers, target.backend)
     engines, comparison = (
         path(target.model, target.precision, target.backend) for path in (results.engines, results.comparison)
@@ -139,8 +151,10 @@ def sources(results: Results, target: Target) -> list[Path]:
 
 
 def print_table(summary: Summary) -> None:
-    """Print the rows as a table, nothing cut, and the verdict: on a narrow terminal its lines wrap. In colour on a
-    terminal, unless NO_COLOR is set."""
+    """Print the rows as a table, nothing cut, and the reasons below it.
+
+    On a narrow terminal its lines wrap. In colour on a terminal, unless NO_COLOR is set.
+    """
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,7 @@
-"""The verdict: results of checks in, one word for a target and one sentence for all targets out."""
+"""The verdict: results of checks in, one word or one sentence out.
+
+One word for a target, one sentence for all targets.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ NOT_RUN = "not run"
 
 
 def verdict(results: Iterable[str]) -> str:
-    """FAIL where one has failed, else NOT_RUN where one has not run, else PASS."""
+    """Return FAIL where one has failed, else NOT_RUN where one has not, else PASS."""
     found = set(results)
     return FAIL if FAIL in found else NOT_RUN if NOT_RUN in found else PASS
 
 
 def sentence(verdicts: Iterable[str]) -> str:
-    """How many targets pass, fail and have not run. verdicts: one of each target."""
+    """Say how many targets pass, fail and have not run.
+
+    verdicts: one of each target.
+    """
     count = Counter(verdicts)
     total = count.total()
     if count[PASS] == total:

@@ -1,8 +1,11 @@
-"""The runtime: an engine set and a weights manifest in, logits, tokens and text out. NumPy and the backend only."""
+"""The runtime, which generates with an engine set.
+
+An engine set and a weights manifest in; logits, tokens and text out. NumPy and the backend only.
+"""
 
 from lockstep.runtime.completion import Choice, Completion
 from lockstep.runtime.engine import Decoding, Engine
-from lockstep.runtime.generate import Generation, Piece, generate
+from lockstep.runtime.generate import Generation, TextDelta, generate
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.tokenizer import Tokenizer
@@ -17,11 +20,11 @@ __all__ = [
     "Engine",
     "Generation",
     "Model",
-    "Piece",
     "Request",
     "Sampler",
     "Sampling",
     "Speed",
+    "TextDelta",
     "Token",
     "Tokenizer",
     "generate",

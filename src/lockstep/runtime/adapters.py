@@ -1,4 +1,7 @@
-"""The adapters of a running model: which there are, which are resident, and where their numbers go."""
+"""The adapters of a running model.
+
+Which there are, which are resident, and which arrays their numbers are written to.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from lockstep.weights.adapters import LoadedAdapter, LoraArrays, check_adapter, 
 
 
 class Adapters:
-    """`residency` says which adapter each slot is computed with; `load` brings those that it asks for.
+    """The adapters of a model, and those that are resident.
 
-    Loading an adapter writes its numbers into arrays that the blocks read: nothing is built again.
+    `residency` says which adapter each slot is computed with; `load` brings those that it asks for. Loading an adapter
+    writes its numbers into arrays that the blocks read: nothing is built again.
     """
 
     def __init__(self, assembly: Assembly, slots: LoraSlots, arrays: Sequence[LoraArrays], executor: Executor):
@@ -36,8 +40,11 @@ class Adapters:
     def open(
         cls, path: str | os.PathLike | None, assembly: Assembly, network: Network, executor: Executor
     ) -> Adapters | None:
-        """The adapters of the manifest `path`, which may be none, for `executor`, which runs `network`; None for a
-        model whose graphs take none. Raises InputError for an adapter that does not fit the graphs."""
+        """Open the adapters of the manifest `path`; None for a model that takes none.
+
+        `path` may be None: then there are none at first. executor: runs `network`. Raises InputError for an adapter
+        that does not fit the graphs.
+        """
         slots = assembly.adapters
         if slots is None:
             if path is not None:
@@ -52,8 +59,10 @@ class Adapters:
         return adapters
 
     def add(self, adapter: LoadedAdapter) -> None:
-        """Have requests be computed with one more adapter. Raises InputError where it does not fit the graphs, or
-        another has its name."""
+        """Have requests be computed with one more adapter.
+
+        Raises InputError where it does not fit the graphs, or another has its name.
+        """
         if adapter.name in self.known:
             raise InputError(f"adapter {adapter.name!r}: expected one of this name, found another; rename it")
         check_adapter(adapter, self._slots, self._modules, self._dtype)
@@ -61,25 +70,31 @@ class Adapters:
         self.known[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Forget an adapter, which no request is computed with. Raises InputError for a name that is no adapter's."""
+        """Forget an adapter, which no request is computed with.
+
+        Raises InputError for a name that is no adapter's.
+        """
         self.check(name)
         self.residency.drop(name)
         self._writer.forget(self.known.pop(name))
 
     @property
     def most_bytes(self) -> int:
-        """Of the file of an adapter of the largest rank: two matrices of numbers of 8 bytes a module, and names."""
+        """Return the most bytes of the file of an adapter of the largest rank.
+
+        That is two matrices of numbers of 8 bytes a module, and names.
+        """
         sizes = (each.a.shape[each.a_by_rows] + each.b.shape[1] for each in self._arrays)
         numbers = sum(sizes) * self._slots.max_lora_rank
         return 8 * numbers + (1 << 20)
 
     def check(self, name: str | None) -> None:
-        """Raise InputError for a name that is no adapter's."""
+        """Check the name of an adapter. Raises InputError for an unknown one."""
         if name is not None and name not in self.known:
             raise unknown_adapter(name, self.known)
 
     def digest(self, name: str | None) -> str | None:
-        """Hex sha256 of what an adapter computes."""
+        """Return the hex sha256 of what an adapter computes."""
         return None if name is None else self.known[name].sha256
 
     def load(self) -> None:
@@ -92,7 +107,7 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is resident, or has room to be."""
+        """Return the memory of what is resident, or has room to be, in bytes."""
         return sum(array.nbytes for each in self._arrays for array in (each.a, each.b))
 
     @property
@@ -109,16 +124,16 @@ class _HostWriter:
             each.a[...], each.b[...] = 0, 0
 
     def prepare(self, adapter: LoadedAdapter) -> None:
-        """Nothing: each is written from what was read."""
+        """Do nothing: each is written from what was read."""
 
     def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
         write_adapter(adapter, adapter_slot, self._rank, self._arrays)
 
     def forget(self, adapter: LoadedAdapter) -> None:
-        """Nothing: nothing was kept."""
+        """Do nothing: nothing was kept."""
 
 
 def unknown_adapter(name: str, known: Mapping[str, object] | Sequence[str]) -> InputError:
-    """The error of a request for an adapter that is not there."""
+    """Return the error of a request for an adapter that is not there."""
     there = ", ".join(sorted(known)) or "none, for the model has no adapters"
     return InputError(f"adapter: expected one of {there}; found {name!r}")

@@ -1,4 +1,6 @@
-"""A file of prompts in, a file of completions out, one record a line, as many at a time as the engine takes.
+"""A file of prompts in, a file of completions out.
+
+One record a line, as many at a time as the engine takes.
 
 In (JSON lines, OpenAI's and vLLM's names): `prompt` (text, or token ids); all else may be left out: `id`, `max_tokens`,
 `n`, `stop`, `ignore_eos`, `priority`, `bad_words` (texts), `lora` (an adapter's name), and the fields of `Sampling`.
@@ -68,7 +70,7 @@ _KNOWN = {"id", *_FIELDS, *_SAMPLING}
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What a line takes that does not say otherwise."""
+    """The settings of a line that names no others."""
 
     max_tokens: int = 64
     sampling: Sampling = Sampling()
@@ -162,7 +164,10 @@ def _appended(out: Path) -> TextIO:
 
 
 def _records(out: Path) -> dict[int, dict[str, Any]]:
-    """Records of an earlier run, by line; a last one that is not whole is cut off."""
+    """Return the records of an earlier run, by line.
+
+    A last one that is not whole is cut off.
+    """
     if not out.exists():
         return {}
     with _expect_file(out):

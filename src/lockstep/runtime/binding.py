@@ -1,4 +1,7 @@
-"""An engine set and the weights of a checkpoint in, the network of a model cut after n layers out."""
+"""Bind engines to weights.
+
+An engine set and the weights of a checkpoint in; the network of a model cut after n layers out.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable, HasAdapterRows
 from lockstep.step.host import check_engine
-from lockstep.step.network import Block, LayerAttention, Network, Piece, layer_count
+from lockstep.step.network import Block, LayerAttention, Network, ShardCall, layer_count
 from lockstep.step.ranks import RankAttention, RankBlock
 from lockstep.weights import Weights, check_slots
 from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
@@ -81,7 +84,7 @@ def open_network(
 
 
 def _as_run(engines: EngineSet) -> Assembly:
-    """The assembly with the activations that the engines have."""
+    """Return the assembly with the activations that the engines have."""
     backend, assembly = engines.backend, engines.assembly
     if not isinstance(backend, HasActivations):
         return assembly
@@ -104,14 +107,14 @@ def _network(
 
 
 def _without(signature: Signature, adapters: LoraSlots | None, block: str) -> Signature:
-    """A block's signature without room for adapters."""
+    """Return a block's signature without room for adapters."""
     assert adapters is not None  # the block takes them
     taken = {IDS, *adapters.names(block)}
     return replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in taken))
 
 
 def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
-    """Where each linear layer's adapters go, of all blocks of a network."""
+    """Return where each linear layer's adapters go, of all blocks of a network."""
     slots = assembly.adapters
     if slots is None:
         return []
@@ -123,7 +126,10 @@ def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
 
 
 def adapted_modules(assembly: Assembly) -> set[str]:
-    """The linear layers of the whole model that take adapters, as the checkpoint names them."""
+    """Return the linear layers of the whole model that take adapters.
+
+    By their names in the checkpoint.
+    """
     classes = assembly.adapters.classes if assembly.adapters else {}
     return {
         module_of(part.slots[weight][0])
@@ -136,7 +142,10 @@ def adapted_modules(assembly: Assembly) -> set[str]:
 def _network_of_rank(
     engines: EngineSet, weights: Weights, chosen: Sequence[Layer], ranks: TensorParallel, rank: int
 ) -> Network:
-    """What one rank of several runs, on its own device: its heads, its pieces with its part of the weights."""
+    """Return the network of one rank of several, on its own device.
+
+    It has the rank's heads, and engine calls with its part of the weights.
+    """
     assembly = _as_run(engines)
     load = lambda name: engines.load(name, rank=rank)
     programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
@@ -151,14 +160,14 @@ def _network_of_rank(
         for piece in sharded.pieces:
             own = ranks.graphs[piece.graph].signature
             run = _bind_piece(engines, weights, part, sharded, piece, programs, rank)
-            pieces.append(Piece(run, own, piece.sums))
+            pieces.append(ShardCall(run, own, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
 
     return _network(assembly, chosen, bound, _layer_attentions(engines, ranks.variants, chosen, load))
 
 
 def _local(signature: Signature, sharded: ShardedClass) -> Signature:
-    """A block's inputs and outputs as a rank holds them."""
+    """Return a block's signature with the sizes that a rank holds."""
     own = lambda io: replace(io, shape=sharded.values[io.name].shape(io.shape)) if io.name in sharded.values else io
     return Signature(tuple(map(own, signature.inputs)), tuple(map(own, signature.outputs)))
 
@@ -169,8 +178,10 @@ def _layer_attentions(
     chosen: Sequence[Layer],
     load: Callable[[str], Program],
 ) -> dict[str, LayerAttention]:
-    """The attention of the chosen layers, each variant with its engines by phase: prefill and decode, or what the
-    backend has instead."""
+    """Return the attention of the chosen layers, by variant, with its engines.
+
+    The engines are by phase: prefill and decode, or what the backend has instead.
+    """
     attentions = {}
     for name in sorted({layer.variant for layer in chosen}):
         named = (engine for engine in engines.names() if engine.rpartition(".")[0] == name)
@@ -181,7 +192,10 @@ def _layer_attentions(
 
 
 def engine_blocks(assembly: Assembly) -> set[str]:
-    """The engines that take weights: of blocks, or of several ranks the embedding and the pieces."""
+    """Return the names of the engines that take weights.
+
+    Those of blocks, or of several ranks the embedding and the pieces.
+    """
     ranks = assembly.tensor_parallel
     return set(assembly.classes) if ranks is None else {assembly.embedding.graph, *ranks.graphs}
 
@@ -189,7 +203,7 @@ def engine_blocks(assembly: Assembly) -> set[str]:
 def _of_ranks(
     engines: EngineSet, weights: Weights, part: Part, sharded: ShardedClass, programs: Mapping[str, Program]
 ) -> RankBlock:
-    """A block's pieces, each bound once for each rank."""
+    """Return a block of several ranks: each piece bound once for each rank."""
     ranks = engines.assembly.tensor_parallel
     assert ranks is not None
     whole = engines.assembly.classes[part.graph].signature
@@ -213,7 +227,7 @@ def _bind_piece(
     programs: Mapping[str, Program],
     rank: int,
 ) -> Executable:
-    """A piece's engine with a rank's part of the weights."""
+    """Bind a piece's engine to a rank's part of the weights."""
     ranks = engines.assembly.tensor_parallel
     assert ranks is not None
     slots = ranks.graphs[piece.graph].signature.slots

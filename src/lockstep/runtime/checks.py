@@ -1,4 +1,4 @@
-"""What a request must be, before it is queued."""
+"""The checks of a request, before it is queued."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from lockstep.step.sampling import MAX_LOGPROBS
 
 
 def check_request(request: Request, model: Model, longest: int, has_grammars: bool) -> tuple[np.ndarray, list[int]]:
-    """Return prompt_ids, int64 [num_tokens], and answer_ids. longest: tokens of a prompt. Raises InputError for a
-    prompt that is empty or too long, and for values that cannot be."""
+    """Check a request; return prompt_ids, int64 [num_tokens], and answer_ids.
+
+    longest: tokens of a prompt. Raises InputError for a prompt that is empty or too long, and for values that are out
+    of range.
+    """
     prompt = _token_ids("prompt_ids", request.prompt_ids, model.vocab_size)
     again = _token_ids("answer_ids", request.answer_ids, model.vocab_size).tolist()
     _token_ids("logit_bias", request.sampling.logit_bias, model.vocab_size)
@@ -48,7 +51,10 @@ def check_request(request: Request, model: Model, longest: int, has_grammars: bo
 
 
 def _token_ids(name: str, tokens: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Token ids as an array int64 [num_tokens]. Raises InputError for one that is outside the vocabulary."""
+    """Return token ids as an array int64 [num_tokens].
+
+    Raises InputError for one that is outside the vocabulary.
+    """
     try:
         array = np.fromiter(tokens, np.int64)
     except OverflowError:

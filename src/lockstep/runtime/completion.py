@@ -14,8 +14,11 @@ from lockstep.step.sampling import Logprobs
 
 @dataclass
 class Choice:
-    """One answer. finish: as `Token.finish`, or "stop_string"; None while more follows. token_ids: all that were made,
-    the end of sequence and those of a stop string too. logprobs: one for each token, where they were asked for."""
+    """One choice of a completion.
+
+    finish: as `Token.finish`, or "stop_string"; None while more follows. token_ids: all that were made, the end of
+    sequence and those of a stop string too. logprobs: one for each token, where they were asked for.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -32,11 +35,14 @@ class Completion:
 
     @property
     def done(self) -> bool:
-        """All choices have ended."""
+        """Return whether all choices have ended."""
         return all(choice.finish for choice in self.choices)
 
     def record(self) -> dict[str, Any]:
-        """`choices` and `usage`, plain JSON, as OpenAI's API has them, with token ids."""
+        """Return `choices` and `usage` as OpenAI's API has them, with token ids.
+
+        Plain JSON.
+        """
         choices = []
         for index, choice in enumerate(self.choices):
             entry = {"index": index, "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish}
@@ -59,12 +65,14 @@ class Collector:
         self._filters = [StopFilter(stop) for _ in range(n)]
 
     def push(self, made: Token) -> str:
-        """Take one token; gives the text that it adds. A choice that a stop string has ended (`finish`) must be
-        aborted: more would follow."""
+        """Take one token and return the text that it adds.
+
+        A choice that a stop string has ended (`finish`) must be aborted: more would follow.
+        """
         return self.add(made.choice, made.token, made.finish, made.logprobs)
 
     def add(self, number: int, token: int, finish: str | None, logprobs: Logprobs | None) -> str:
-        """As `push`: of choice `number`."""
+        """Take one token of choice `number` and return the text that it adds."""
         choice = self.completion.choices[number]
         choice.finish = finish
         if token < 0:
@@ -83,13 +91,15 @@ class Collector:
         return text
 
     def stopped(self, made: Token) -> bool:
-        """A stop string has ended the choice of this token."""
+        """Return whether a stop string has ended the choice of this token."""
         return self.completion.choices[made.choice].finish == "stop_string"
 
 
 class StopFilter:
-    """Text in pieces, out up to the first stop string. What may be the start of one is held back until more has
-    come."""
+    """Text deltas in, text up to the first stop string out.
+
+    What may be the start of a stop string is held back until more has come.
+    """
 
     def __init__(self, stop: Sequence[str]):
         if any(not text for text in stop):
@@ -99,7 +109,10 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What can be given out now. Nothing after a stop string was found."""
+        """Take more text and return what can be given out now.
+
+        Nothing comes after a stop string was found.
+        """
         if not self._stop:
             return text
         if self.found:
@@ -114,6 +127,6 @@ class StopFilter:
         return text
 
     def rest(self) -> str:
-        """What was held back, when no more comes."""
+        """Return what was held back, when no more comes."""
         text, self._held = self._held, ""
         return "" if self.found else text

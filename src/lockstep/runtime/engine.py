@@ -1,5 +1,8 @@
-"""Requests of token ids in, tokens out: the one loop over a model's steps, which generation, the golden check, the
-benchmarks and the server run. What goes into a step, `Scheduler` decides."""
+"""The engine: requests of token ids in, tokens out.
+
+It is the one loop over a model's steps, which generation, the golden check, the benchmarks and the server run.
+`Scheduler` decides what goes into a step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from lockstep.runtime.grammar.matcher import GrammarCompiler, Matcher
 from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
 from lockstep.runtime.request import Request, Speed, Token
-from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, Status, Step
+from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, SchedulerOutput, Status
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import FOUND, Advance
 from lockstep.step.pages import PAGE_SIZE
@@ -33,8 +36,11 @@ _PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothin
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    """One choice of a request: the token that its next step brings, and what was given out before an interruption and
-    is still to be computed again."""
+    """One choice of a request.
+
+    next_token: the token that its next step brings. again: tokens that were given out before an interruption and are
+    still to be computed again.
+    """
 
     index: int
     number: int
@@ -51,14 +57,19 @@ class _Choice:
 
     @property
     def needs_logits(self) -> bool:
-        """The host chooses the next token: also where choices that are still to fork draw from the same logits."""
+        """Return whether the host chooses the next token.
+
+        Also where choices that are still to fork draw from the same logits.
+        """
         request = self.request
         forks = bool(self.scheduled.siblings and request.sampling.temperature)
         return bool(request.choose or request.grammar or request.sampling.needs_logits or forks)
 
 
 class Engine:
-    """`add` requests at any time, `step` until there are no more; not for several threads at once.
+    """Runs requests: `add` at any time, `step` until there are no more.
+
+    Not for several threads at once.
 
     The model chooses the tokens, greedy or drawn (`Model.step_tokens`): on a GPU no logits come back, and the next step
     is decided and begun before the tokens of this one are known (async scheduling). Not so in steps with a request that
@@ -78,11 +89,14 @@ class Engine:
         long_prefill_token_threshold: int | None = None,
         grammars: GrammarCompiler | None = None,
     ):
-        """max_num_tokens: of one step, at most the model's. long_prefill_token_threshold: tokens that one prompt brings
-        at most to a step beside requests that decode, in whole chunks; by default a chunk where the backend is batch
+        """Make an engine that has no requests yet.
+
+        max_num_tokens: of one step, at most the model's. long_prefill_token_threshold: tokens that one prompt brings at
+        most to a step beside requests that decode, in whole chunks; by default a chunk where the backend is batch
         invariant, else any number. grammars: compiles those of requests.
 
-        Raises InputError where a step has no room for a token of each request."""
+        Raises InputError where a step has no room for a token of each request.
+        """
         self.speed = Speed()
         self._model = model
         budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
@@ -128,21 +142,26 @@ class Engine:
         # Tokens of prompts that were looked for in the prefix cache, and of those found there.
         self.prefix_queries = self.prefix_hits = 0
         self._began: float | None = None  # when the step before ended, if the next one was under way then
-        self._ahead: Step | None = None  # the next step, where it was decided before the tokens of this one were known
+        self._ahead: SchedulerOutput | None = (
+            None  # the next step, where it was decided before the tokens of this one were known
+        )
 
     @property
     def has_work(self) -> bool:
-        """There are requests that have not ended."""
+        """Return whether there are requests that have not ended."""
         return bool(self._choices)
 
     @property
     def scheduler(self) -> Scheduler:
-        """For counters: requests running and waiting, pages."""
+        """Return the scheduler, for counters: requests running and waiting, pages."""
         return self._scheduler
 
     def add(self, request: Request) -> int:
-        """Queue a request; gives its number. Raises InputError for a prompt that is empty or too long, values that
-        cannot be, and a request that could never have the memory that it may need."""
+        """Queue a request and return its number.
+
+        Raises InputError for a prompt that is empty or too long, for values that are out of range, and for a request
+        that could never have the memory that it may need.
+        """
         index, model = self._count, self._model
         prompt, again = check_request(request, model, self._longest, self._grammars is not None)
         # The last new token is given out, and needs no place of its own.
@@ -168,8 +187,11 @@ class Engine:
         return index
 
     def add_all(self, requests: Iterable[Request]) -> list[int]:
-        """Queue requests that come together; gives their numbers. Raises InputError, which names the prompt by its
-        place among them, and queues none, for one that `add` refuses."""
+        """Queue requests that come together and return their numbers.
+
+        Raises InputError for one that `add` refuses, and then queues none; the error names the prompt by its place
+        among them.
+        """
         added: list[int] = []
         try:
             for request in requests:
@@ -181,8 +203,10 @@ class Engine:
         return added
 
     def abort(self, index: int, number: int | None = None) -> bool:
-        """End all choices of a request, or choice `number` of it, wherever it stands; its slots and pages are free.
-        False for what has ended."""
+        """End all choices of a request, or choice `number` of it.
+
+        It may be queued, running or swapped out; its slots and pages are free then. Returns False for what has ended.
+        """
         found = [
             choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
         ]
@@ -218,8 +242,10 @@ class Engine:
         stop: Sequence[str] = (),
         n: int = 1,
     ) -> list[Completion]:
-        """Complete all prompts (text, or token ids); gives a completion for each, in their order. sampling: of all, or
-        of each. Raises InputError, before any step, for a prompt that cannot be taken."""
+        """Complete all prompts (text, or token ids); completions in their order.
+
+        sampling: of all, or of each. Raises InputError, before any step, for a prompt that cannot be taken.
+        """
         each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(each) != len(prompts):
             raise InputError(f"sampling: expected one, or one for each of {len(prompts)} prompts, found {len(each)}")
@@ -244,8 +270,10 @@ class Engine:
         return [collector.completion for collector in found.values()]
 
     def step(self) -> list[Token]:
-        """Take one step; gives the tokens that it made. Raises CheckError, and ends all requests, when the device
-        fails."""
+        """Take one step and return the tokens that it made.
+
+        Raises CheckError, and ends all requests, when the device fails.
+        """
         self._take_compiled()
         self.prompt_logprobs, self.admitted = [], []
         try:
@@ -288,14 +316,17 @@ class Engine:
         for _, message in self.refused:
             raise InputError(message)
 
-    def _next_step(self) -> Step:
-        """What was decided ahead, of requests that have not ended since; else what is decided now."""
+    def _next_step(self) -> SchedulerOutput:
+        """Return the step that was decided ahead, else decide one now.
+
+        Requests that have ended since are left out of it.
+        """
         step, self._ahead = self._ahead, None
         if step is not None:
             step.shares = [(request, count) for request, count in step.shares if request.status is Status.RUNNING]
         return step if step is not None and step.shares else self._schedule()
 
-    def _schedule(self) -> Step:
+    def _schedule(self) -> SchedulerOutput:
         model, scheduler = self._model, self._scheduler
         while (victim := scheduler.victim()) is not None:
             self._swapped[victim] = model.swap_out(victim.slot)
@@ -315,7 +346,7 @@ class Engine:
                     scheduler.stored(pages)
         return step
 
-    def _take(self, step: Step) -> Sequence[np.ndarray | int]:
+    def _take(self, step: SchedulerOutput) -> Sequence[np.ndarray | int]:
         """Take the step: for each share its logits, or the token that the model chose."""
         model, advances = self._model, self._advances(step)
         prompt_tokens = sum(count for request, count in step.shares if request.in_prompt)
@@ -348,9 +379,12 @@ class Engine:
             self.speed.decode_seconds += seconds
         return rows
 
-    def _advances(self, step: Step, before: Container[Scheduled] = ()) -> list[Advance]:
-        """What the model is to take. before: requests of the step before, whose tokens are not known yet. Tells the
-        model how to sample those that it was not told of."""
+    def _advances(self, step: SchedulerOutput, before: Container[Scheduled] = ()) -> list[Advance]:
+        """Return what the model is to take.
+
+        before: requests of the step before, whose tokens are not known yet. Calls `Model.set_sampling` for choices for
+        which that was not done.
+        """
         advances = []
         for scheduled, count in step.shares:
             choice, start = self._choices[scheduled], scheduled.num_computed
@@ -370,34 +404,40 @@ class Engine:
             self._model.set_sampling(slot, choice.request.sampling, choice.number)
             choice.sampling_slot = slot
 
-    def _wanted(self, step: Step) -> list[int]:
-        """The shares of which logits are: those behind whose tokens the host chooses."""
+    def _wanted(self, step: SchedulerOutput) -> list[int]:
+        """Return the shares whose logits are needed, as the host chooses their tokens."""
         return [
             number
             for number, (scheduled, count) in enumerate(step.shares)
             if scheduled.num_computed + count >= scheduled.num_prompt_tokens and self._choices[scheduled].needs_logits
         ]
 
-    def _computed(self, step: Step) -> None:
+    def _computed(self, step: SchedulerOutput) -> None:
         for request, start, pages in self._scheduler.computed(step):
             self._model.store(request.slot, start, pages)
             self._scheduler.stored(pages)
 
-    def _may_decide_ahead(self, step: Step) -> bool:
-        """Whether nothing but which requests end hangs on the tokens of a step that is about to be taken: no choices
-        fork behind it, none has a next token that was given out before, and nobody is to be swapped out."""
+    def _may_decide_ahead(self, step: SchedulerOutput) -> bool:
+        """Return whether the next step can be decided before this one's tokens.
+
+        So where its tokens decide nothing but which requests end: no choices fork behind the step, none has a next
+        token that was given out before, and no request is to be swapped out.
+        """
         for scheduled, _ in step.shares:
             if not scheduled.in_prompt and (scheduled.siblings or self._choices[scheduled].again):
                 return False
         return self._scheduler.victim() is None
 
-    def _following(self, ahead: Step, step: Step) -> list[Advance]:
-        """The step behind `step`, for the model to begin; nothing where the host is to choose tokens of it."""
+    def _following(self, ahead: SchedulerOutput, step: SchedulerOutput) -> list[Advance]:
+        """Return the step behind `step`, for the model to begin.
+
+        Nothing where the host is to choose tokens of it.
+        """
         if self._wanted(ahead):
             return []
         return self._advances(ahead, {scheduled for scheduled, _ in step.shares})
 
-    def _take_prompt_logprobs(self, step: Step) -> None:
+    def _take_prompt_logprobs(self, step: SchedulerOutput) -> None:
         for number, (scheduled, _) in enumerate(step.shares):
             choice = self._choices[scheduled]
             if choice.prompt_logprobs is None or not scheduled.in_prompt:
@@ -417,7 +457,10 @@ class Engine:
         return siblings
 
     def _choose(self, choice: _Choice, row: np.ndarray | int) -> Token | None:
-        """`row`: the choice's logits, or the token that the model chose. None for a token that was given out before."""
+        """Choose a choice's next token; None for one that was given out before.
+
+        row: the choice's logits, or the token that the model chose.
+        """
         request, scheduled = choice.request, choice.scheduled
         if not request.max_new_tokens:
             self._end(choice)
@@ -442,7 +485,10 @@ class Engine:
         return Token(choice.index, token, logits, finish, choice.number, sampled.logprobs)
 
     def _next(self, choice: _Choice, row: np.ndarray | int) -> tuple[Sampled, str | None]:
-        """The token that follows, and why none can follow it, as far as logits and grammar say."""
+        """Return the token that follows, and why none can follow it.
+
+        As far as logits and grammar say.
+        """
         matcher, allowed = choice.matcher, None
         if not isinstance(row, np.ndarray):
             sampled = Sampled(int(row))
@@ -463,7 +509,10 @@ class Engine:
                 self._end(choice)
 
     def _end(self, choice: _Choice) -> None:
-        """Free what a choice holds; a prompt that is not through takes its further choices along."""
+        """Free what a choice holds.
+
+        A prompt that is not computed to its end takes its further choices along.
+        """
         scheduled = choice.scheduled
         ended = [scheduled, *(each for each in scheduled.siblings if each.status is not Status.RUNNING)]
         for each in ended:
@@ -480,8 +529,9 @@ class Engine:
 
 
 class Decoding:
-    """Requests that all come at once. Iterate to run them; tokens come in the order in which steps make them. `speed`
-    is filled as it goes.
+    """Requests that all come at once; iterate to run them.
+
+    Tokens come in the order in which steps make them. `speed` is filled as it goes.
 
     Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow;
     CheckError for a most likely token whose logit is NaN or infinite.
@@ -509,5 +559,5 @@ class Decoding:
             yield made
 
     def finish(self, index: int) -> None:
-        """End a request early, for one that has said what it had to."""
+        """End a request early."""
         self._engine.abort(index)

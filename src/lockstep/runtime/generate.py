@@ -1,4 +1,4 @@
-"""Prompts in, pieces of text out, as they are made."""
+"""Generate text: prompts in, text out as it is made."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lockstep.step.sampling import Sampling
 
 
 @dataclass(frozen=True)
-class Piece:
-    """New text of prompt number `prompt`, whole characters, may be empty. `finish` is None while more follows.
+class TextDelta:
+    """New text of prompt number `prompt`: whole characters, may be empty.
 
-    Else why it ended: "stop_id" (end of sequence), "stop_string", "max_new_tokens" or "max_seq_len".
+    `finish` is None while more follows, else why it ended: "stop_id" (end of sequence), "stop_string", "max_new_tokens"
+    or "max_seq_len".
     """
 
     prompt: int
@@ -26,8 +27,11 @@ class Piece:
 
 
 class Generation:
-    """Iterate to generate. `completions[i]` is what prompt i has by now, `tokens[i]` its new tokens; `speed` the tokens
-    a second of prefill and decode."""
+    """A generation under way; iterate to run it.
+
+    `completions[i]` is what prompt i has by now, `tokens[i]` its new tokens; `speed` the tokens a second of prefill and
+    decode.
+    """
 
     def __init__(self, decoding: Decoding, tokenizer: Tokenizer, requests: Sequence[Request], stop: Sequence[str]):
         self._decoding = decoding
@@ -39,14 +43,14 @@ class Generation:
     def speed(self) -> Speed:
         return self._decoding.speed
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextDelta]:
         for made in self._decoding:
             collector = self._collectors[made.request]
             text, finish = collector.push(made), self.completions[made.request].choices[0].finish
             if collector.stopped(made):
                 self._decoding.finish(made.request)
             if text or finish:
-                yield Piece(made.request, text, finish)
+                yield TextDelta(made.request, text, finish)
 
 
 def generate(
@@ -60,8 +64,9 @@ def generate(
     max_num_tokens: int | None = None,
     adapter: str | None = None,
 ) -> Generation:
-    """Generate for all prompts together, as many at a time as the model has slots. What one prompt gives does not hang
-    on the others. adapter: with which all are computed, by name.
+    """Generate for all prompts together, as many at a time as there are slots.
+
+    What one prompt gives does not depend on the others. adapter: with which all are computed, by name.
 
     Raises InputError, before any step, for a prompt that is empty or too long.
     """

@@ -1,4 +1,7 @@
-"""A model that runs: an engine set bound to weights, a KV cache, and the one `step` that everything else is made of."""
+"""A model that runs: engines bound to weights, a KV cache, and `step`.
+
+`step` is the one operation that everything else is made of.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,10 @@ CHUNK_SIZE, SMALL_CHUNK_SIZE = 256, PAGE_SIZE
 
 
 class Model:
-    """Requests live in slots 0 to max_batch_size-1. Not for several threads at once: the backend itself uses all that
-    it is given."""
+    """A model that runs requests in slots 0 to max_batch_size-1.
+
+    Not for several threads at once: the backend itself uses all that it is given.
+    """
 
     def __init__(
         self,
@@ -117,28 +122,36 @@ class Model:
         return self._take(advances, self._executor.logits)
 
     def step_tokens(self, advances: Sequence[Advance], following: bool | Sequence[Advance] = False) -> np.ndarray:
-        """As `step`, but gives only each request's next token, [len(advances)] int64, the most likely one or what
-        `set_sampling` says: on a GPU nothing else comes back. -1 where the largest logit is NaN or infinite.
+        """Take a step and return each request's next token, [len(advances)] int64.
 
-        following: the next step, as far as it is known: prompts, and slots of this step that go on with the token
-        which it finds (`FOUND`); True: the latter for all slots. A GPU begins it at once, before the tokens are back
+        The token is the most likely one or what `set_sampling` says: on a GPU nothing else comes back. -1 where the
+        largest logit is NaN or infinite.
+
+        following: the next step, as far as it is known: prompts, and slots of this step that go on with the token which
+        it finds (`FOUND`); True: the latter for all slots. A GPU begins it at once, before the tokens are back
         (`async_scheduling`); a step of some of it is then there, and any other step may follow all the same.
         """
         behind = then_decode(advances) if following is True else following or ()
         return self._take(advances, lambda advances: self._executor.tokens(advances, behind))
 
     def step_with_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """As `step_tokens`, and the logits [len(wanted), vocab_size] float32 behind `advances[i]` for i of `wanted`: on
-        a GPU no others come back."""
+        """Take a step and return each request's next token, and some logits.
+
+        The logits [len(wanted), vocab_size] float32 stand behind `advances[i]` for i of `wanted`: on a GPU no others
+        come back. The tokens are as of `step_tokens`.
+        """
         return self._take(advances, lambda advances: self._executor.tokens_and_logits(advances, wanted))
 
     @property
     def gives_all_logits(self) -> bool:
-        """`logits_behind` can be had: not where only those behind the last tokens are computed."""
+        """Return whether `logits_behind` can be called.
+
+        Not where only those behind the last tokens are computed.
+        """
         return isinstance(self._executor, HostExecutor)
 
     def check_gives_all_logits(self) -> None:
-        """Raises InputError where `logits_behind` cannot be had."""
+        """Check that `logits_behind` can be called. Raises InputError."""
         if not self.gives_all_logits:
             raise InputError(
                 "prompt_logprobs: expected a backend that computes the logits behind all tokens of a prompt, such as "
@@ -146,13 +159,18 @@ class Model:
             )
 
     def logits_behind(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Of the step that was taken last: the logits behind all tokens of `advances[number]`, a few at a time: see
-        `HostExecutor.logits_behind`."""
+        """Yield the logits behind all tokens of `advances[number]`, a few at a time.
+
+        Of the step that was taken last: see `HostExecutor.logits_behind`.
+        """
         return cast(HostExecutor, self._executor).logits_behind(number)
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int = 0) -> None:
-        """Have steps that give tokens draw those of a slot as `sampling` and the number of the request's choice say,
-        until the slot is released. Raises InputError for what needs logits (`Sampling.needs_logits`)."""
+        """Have steps that give tokens draw a slot's as `sampling` says.
+
+        choice: number of the request's choice. It holds until the slot is released. Raises InputError for what needs
+        logits (`Sampling.needs_logits`).
+        """
         if sampling.needs_logits:
             raise InputError(
                 "sampling: expected temperature, top_k, top_p, min_p and seed alone, found what needs logits; take "
@@ -161,38 +179,49 @@ class Model:
         self._executor.set_sampling(slot, sampling, choice)
 
     def set_adapter(self, slot: int, adapter: str | None) -> None:
-        """Compute a slot's tokens with an adapter, or with none, until the slot is released. Raises InputError for a
-        name that is no adapter's, and where other slots hold as many as can be resident."""
+        """Compute a slot's tokens with an adapter, or with none.
+
+        It holds until the slot is released. Raises InputError for a name that is no adapter's, and where other slots
+        hold as many as can be resident.
+        """
         self.check_adapter(adapter)
         if self.adapters is not None and not self.adapters.residency.claim(slot, adapter):
             most = self.adapters.residency.max_adapters
             raise InputError(f"adapter {adapter!r}: expected at most {most} at a time (max_adapters), found one more")
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Raise InputError for a name that is no adapter's."""
+        """Check the name of an adapter. Raises InputError for an unknown one."""
         if adapter is not None and self.adapters is None:
             raise unknown_adapter(adapter, ())
         if self.adapters is not None:
             self.adapters.check(adapter)
 
     def warm_up(self) -> None:
-        """Prepare all that steps are made of, so that no request waits for what is done once. Caches stay as they
-        are."""
+        """Prepare all that steps are made of, so that no request waits for it.
+
+        Caches stay as they are.
+        """
         self._executor.warm_up()
 
     @property
     def async_scheduling(self) -> bool:
-        """`step_tokens` begins the step that follows before the tokens of this one are back."""
+        """Return whether `step_tokens` begins the step that follows early.
+
+        That is before the tokens of this one are back.
+        """
         return self._executor.async_scheduling
 
     @property
     def in_flight(self) -> bool:
-        """A step was begun before it was asked for: see `step_tokens`."""
+        """Return whether a step was begun before it was asked for.
+
+        See `step_tokens`.
+        """
         return self._executor.in_flight
 
     @property
     def tables(self) -> PageTables:
-        """Which pages of the KV cache each slot has, and the pool that they are from."""
+        """Return the page tables of the slots, and the pool that pages are from."""
         return self._executor.tables
 
     def _take(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], _Taken]) -> _Taken:
@@ -215,19 +244,24 @@ class Model:
         return taken
 
     def length(self, slot: int) -> int:
-        """Tokens that the slot holds."""
+        """Return how many tokens the slot holds."""
         return int(self._executor.lengths[slot])
 
     def release(self, slot: int) -> None:
-        """Forget what the slot holds, so that its memory may be used again, how it samples, and its adapter. A new
-        request at start 0 does the first."""
+        """Forget what a slot holds, how it samples, and its adapter.
+
+        Its memory may be used again. A new request at start 0 does the first.
+        """
         self._executor.reset(slot)
         self._executor.set_sampling(slot, _GREEDY, 0)
         if self.adapters is not None:
             self.adapters.residency.release(slot)
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        """Begin a slot that holds nothing with the pages of a prefix: see `Executor.share`."""
+        """Begin a slot that holds nothing with the pages of a prefix.
+
+        See `Executor.share`.
+        """
         self._executor.share(slot, pages)
         self._executor.lengths[slot] = len(pages) * PAGE_SIZE
 
@@ -241,7 +275,10 @@ class Model:
         self._executor.lengths[other] = self._executor.lengths[slot]
 
     def swap_out(self, slot: int) -> tuple[Any, int]:
-        """Bring what a slot holds to the host's memory and reset the slot; gives what `swap_in` takes."""
+        """Bring what a slot holds to the host's memory, and reset the slot.
+
+        Returns what `swap_in` takes.
+        """
         length = self.length(slot)
         if not length:
             self.release(slot)
@@ -260,14 +297,19 @@ class Model:
 
 
 def fitting_chunk_size(wanted: int, num_slots: int, max_num_tokens: int | None) -> int:
-    """Return `wanted` tokens, or what a step has room for beside a token of each other request: in whole pages where
-    that is at least one."""
+    """Return the chunk size that fits: `wanted` tokens, or what there is room for.
+
+    A step has room for it beside a token of each other request; in whole pages where that is at least one.
+    """
     room = wanted if max_num_tokens is None else max(1, max_num_tokens - num_slots + 1)
     return wanted if wanted <= room else room // PAGE_SIZE * PAGE_SIZE or room
 
 
 def _host_bytes(kv_bytes: float | None) -> int:
-    """Memory for the KV cache on a CPU; None: a quarter of the machine's."""
+    """Return the bytes for the KV cache on a CPU.
+
+    kv_bytes: None for a quarter of the machine's memory; below 1 a part of the memory that is free.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     if kv_bytes is None:
         return page * os.sysconf("SC_PHYS_PAGES") // 4

@@ -1,4 +1,7 @@
-"""Keys of prompt prefixes: token ids in, one key for each whole chunk out. Equal keys: the same keys and values."""
+"""Keys of prompt prefixes: token ids in, one key for each whole chunk out.
+
+Equal keys stand for the same keys and values of the cache.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ from lockstep.runtime.model import Model
 
 
 def root_key(model: Model, salt: str = "", adapter: str | None = None) -> bytes:
-    """What the keys of a model's prefixes hang on: everything that decides the values beside the tokens. salt: requests
-    of another salt share nothing, nor do those of another adapter."""
+    """Return the key that all keys of a model's prefixes hang on.
+
+    It is of everything that decides the values beside the tokens. salt: requests of another salt share nothing, nor do
+    those of another adapter.
+    """
     made_by = {
         "weights": model.weights_sha256,
         "engines": model.engines.digest(),
@@ -26,8 +32,11 @@ def root_key(model: Model, salt: str = "", adapter: str | None = None) -> bytes:
 
 
 def chunk_keys(root: bytes, tokens: np.ndarray, chunk_size: int) -> list[bytes]:
-    """For each whole chunk of `tokens` (int64, 1-D) SHA-256 of the key before it and its ids as little-endian int32;
-    without the last token, which must be computed to give logits."""
+    """Return the key of each whole chunk of `tokens` (int64, 1-D).
+
+    SHA-256 of the key before it and its ids as little-endian int32; without the last token, which must be computed to
+    give logits.
+    """
     data, keys = tokens.astype("<i4").tobytes(), [root]
     for start in range(0, (len(tokens) - 1) // chunk_size * chunk_size, chunk_size):
         keys.append(hashlib.sha256(keys[-1] + data[4 * start : 4 * (start + chunk_size)]).digest())

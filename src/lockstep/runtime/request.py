@@ -1,4 +1,4 @@
-"""What the engine is asked for and what it gives: requests, tokens, speed."""
+"""The engine's inputs and outputs: requests, tokens, speed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """One new token of choice `choice` of request number `request`, chosen from `logits` [vocab_size] float32; None
-    when the model chose, greedy or drawn: see `Engine`.
+    """One new token of choice `choice` of request number `request`.
+
+    It was chosen from `logits` [vocab_size] float32; None when the model chose, greedy or drawn: see `Engine`.
 
     `finish` says why it is the last: "stop_id", "grammar_end" (the grammar allows nothing behind it), "max_new_tokens",
     "max_seq_len", or, when `token` is -1, "error" for logits that are NaN or infinite, "grammar_error" for a grammar
@@ -60,9 +61,12 @@ class Token:
 
 @dataclass
 class Speed:
-    """Tokens and seconds spent in steps. A step that brings any part of a prompt counts as prefill, with its prompt
-    tokens only. One that was under way before it was asked for (on a GPU) takes from the end of the one before: what
-    the reader of its tokens did meanwhile is in it."""
+    """Tokens and seconds spent in steps.
+
+    A step that brings any part of a prompt counts as prefill, with its prompt tokens only. One that was under way
+    before it was asked for (on a GPU) takes from the end of the one before: what the reader of its tokens did meanwhile
+    is in it.
+    """
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0

@@ -1,5 +1,6 @@
-"""What goes into the next step: requests and a pool of pages in, shares of a step out. Policy only: no clock, no
-tokens, no device.
+"""The scheduler: requests and a pool of pages in, shares of the next step out.
+
+Policy only: no clock, no tokens, no device.
 
 Each step, in this order: running requests that decode bring one token each; prompts, in order, bring whole chunks, cut
 at multiples of `chunk_size`, while `max_num_tokens` lasts: each as many as there is room for, but while others decode
@@ -34,8 +35,10 @@ Admission = Literal["guaranteed", "optimistic"]
 
 
 class Status(enum.Enum):
-    """Where a request stands. HELD: not to be admitted yet. FORKING: a further choice of a prompt that is not
-    through."""
+    """Where a request stands.
+
+    HELD: not to be admitted yet. FORKING: a further choice of a prompt that is not computed to its end.
+    """
 
     HELD = enum.auto()
     WAITING = enum.auto()
@@ -47,13 +50,12 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Scheduled:
-    """A request as the scheduler sees it; of a request with several choices, one of them.
+    """A request as the scheduler sees it; of several choices, one of them.
 
     num_prompt_tokens: must be computed before its first new token. max_tokens: held at most, prompt and answer.
-    num_computed: tokens that the cache holds. prefix: keys of its whole chunks.
-    siblings: its further choices. published: chunks of its prompt that others can reuse. adapter: what it is computed
-    with, None for the base alone. blocked: the step from which on it was first in order but for a place for its
-    adapter, 0 for none.
+    num_computed: tokens that the cache holds. prefix: keys of its whole chunks. siblings: its further choices.
+    published: chunks of its prompt that others can reuse. adapter: what it is computed with, None for the base alone.
+    blocked: the step from which on it was first in order but for a place for its adapter, 0 for none.
     """
 
     num_prompt_tokens: int
@@ -71,25 +73,30 @@ class Scheduled:
 
     @property
     def decodes(self) -> bool:
-        """Its next share of a step is one token behind its prompt. Not so of one that holds all that it may: it ends
-        once the tokens of the step before are known."""
+        """Return whether its next share of a step is one token behind its prompt.
+
+        Not so of one that holds all that it may: it ends once the tokens of the step before are known.
+        """
         return self.num_prompt_tokens <= self.num_computed < self.max_tokens
 
     @property
     def in_prompt(self) -> bool:
-        """Tokens of its prompt are still to be computed."""
+        """Return whether tokens of its prompt are still to be computed."""
         return self.num_computed < self.num_prompt_tokens
 
     @property
     def slots(self) -> list[int]:
-        """Of it and its siblings."""
+        """Return the slots of the request and its siblings."""
         return [each.slot for each in (self, *self.siblings) if each.slot >= 0]
 
 
 @dataclass(slots=True)
-class Step:
-    """admitted: requests that enter, each with pages of a prefix that it reuses. swapped_in: requests whose content
-    comes back. shares: (request, number of tokens) behind those that it holds."""
+class SchedulerOutput:
+    """What goes into one step.
+
+    admitted: requests that enter, each with pages of a prefix that it reuses. swapped_in: requests whose content comes
+    back. shares: (request, number of tokens) behind those that it holds.
+    """
 
     admitted: list[tuple[Scheduled, list[int]]] = field(default_factory=list)
     swapped_in: list[Scheduled] = field(default_factory=list)
@@ -97,7 +104,7 @@ class Step:
 
 
 class Scheduler:
-    """Takes slots and pages for requests from `tables`, and gives them back."""
+    """Schedules requests; takes their slots and pages from `tables`."""
 
     def __init__(
         self,
@@ -110,14 +117,16 @@ class Scheduler:
         residency: Residency | None = None,
         max_prefill_tokens: int | None = None,
     ):
-        """max_num_tokens: of one step. residency: of the adapters; None where there are none. max_prefill_tokens: of
-        all prompts together in a step beside requests that decode, at least a chunk, unless prompts pile up
-        (`_PILE`); None: whatever there is room for.
-        long_prefill_token_threshold: tokens that one prompt brings at most to a step beside requests that decode,
-        rounded down to whole chunks, at least one; None: whatever there is room for.
+        """Make a scheduler without requests.
 
-        Raises InputError where a step has no room for a token of each request, or, if all others decode, for a
-        chunk, and for a threshold below 1."""
+        max_num_tokens: of one step. residency: of the adapters; None where there are none. max_prefill_tokens: of all
+        prompts together in a step beside requests that decode, at least a chunk, unless prompts pile up (`_PILE`);
+        None: whatever there is room for. long_prefill_token_threshold: tokens that one prompt brings at most to a step
+        beside requests that decode, rounded down to whole chunks, at least one; None: whatever there is room for.
+
+        Raises InputError where a step has no room for a token of each request, or, if all others decode, for a chunk,
+        and for a threshold below 1.
+        """
         if max_num_tokens < num_slots:
             raise InputError(f"max_num_tokens: expected at least max_batch_size ({num_slots}), found {max_num_tokens}")
         if not 1 <= chunk_size <= max_num_tokens - num_slots + 1:
@@ -144,17 +153,20 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests, or choices of them, that hold a slot."""
+        """Return how many requests, or choices of them, hold a slot."""
         return self._num_slots - len(self._free_slots)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that were not admitted yet, and those that are swapped out."""
+        """Return how many requests are not admitted yet, or swapped out."""
         return self._num_waiting + len(self._swapped)
 
     def add(self, request: Scheduled, held: bool = False) -> None:
-        """Queue a request; held: it takes its place in the order, but is not admitted before `unhold`. Raises
-        InputError for one that no empty pool, or no number of slots, could ever take."""
+        """Queue a request.
+
+        held: it takes its place in the order, but is not admitted before `unhold`. Raises InputError for one that no
+        empty pool, or no number of slots, could ever take.
+        """
         needed, there = self._pages_for(request, request.max_tokens), self.tables.pool.num_pages
         if needed > there:
             raise InputError(
@@ -183,8 +195,10 @@ class Scheduler:
         self._wait(request)
 
     def finish(self, request: Scheduled) -> None:
-        """Forget a request, wherever it stands: its slot and pages are free. A prompt with further choices takes these
-        along while it is not through."""
+        """Forget a request, wherever it stands: its slot and pages are free.
+
+        A prompt with further choices takes these along while it is not computed to its end.
+        """
         status, request.status = request.status, Status.FINISHED
         if status in (Status.WAITING, Status.HELD):
             self._num_waiting -= 1  # it leaves the heap when its turn comes
@@ -200,8 +214,10 @@ class Scheduler:
                 self._leave(sibling)
 
     def victim(self) -> Scheduled | None:
-        """The request to swap out before the next step, or None. Bring its content to the host, then call
-        `swapped_out`, and ask again."""
+        """Return the request to swap out before the next step, or None.
+
+        Bring its content to the host, then call `swapped_out`, and ask again.
+        """
         if self.admission == "guaranteed":
             return None
         needed = sum(
@@ -215,7 +231,7 @@ class Scheduler:
         return next((each for each in reversed(self._running) if not _is_forking(each)), None)
 
     def swapped_out(self, request: Scheduled) -> None:
-        """The content of a `victim` is safe: its slot and pages are free."""
+        """Free the slot and pages of a `victim` whose content was copied."""
         self._running.remove(request)
         self._leave(request)
         request.status = Status.SWAPPED
@@ -223,13 +239,15 @@ class Scheduler:
         self._swapped.sort(key=_order)
         self.num_swaps += 1
 
-    def schedule(self) -> Step:
-        """The next step. What it says is computed, unless `finish` says otherwise before the next call.
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step.
 
-        The tokens of the step before need not be known yet, if `computed` was told of it: what ends with them, if only
-        its tokens can say so, brings a token that nobody asks for."""
+        What it says is computed, unless `finish` says otherwise before the next call. The tokens of the step before
+        need not be known yet, if `computed` was called for it: what ends with them, if only its tokens can say so,
+        brings a token whose result is dropped.
+        """
         self._steps += 1
-        step = Step()
+        step = SchedulerOutput()
         if self.admission == "optimistic":  # what runs goes before what comes: `victim` has seen to the pages
             self.tables.reserve({each.slot: each.num_computed + 1 for each in self._running if each.decodes})
         all_in, held = self._swap_in(step)
@@ -251,8 +269,10 @@ class Scheduler:
         return step
 
     def _beside_decoding(self, left: int) -> int:
-        """Tokens of prompts for a step that has room for `left`, beside requests that decode: those wait for all of
-        them."""
+        """Return the tokens of prompts for a step beside requests that decode.
+
+        The step has room for `left`; the requests that decode wait for all of it.
+        """
         limit = self._max_prefill_tokens
         if limit is None or self._num_waiting:
             return left
@@ -260,9 +280,12 @@ class Scheduler:
         prompts = sum(each.num_prompt_tokens - each.num_computed for each in self._running if each.in_prompt)
         return min(left, limit) if prompts <= _PILE * limit else left
 
-    def computed(self, step: Step) -> list[tuple[Scheduled, int, list[int]]]:
-        """A step was taken. Gives (request, first token, pages) of each chunk that can be reused from now on, where its
-        content must be copied into these pages: see `stored`."""
+    def computed(self, step: SchedulerOutput) -> list[tuple[Scheduled, int, list[int]]]:
+        """Note that a step was taken; return what must be copied for reuse.
+
+        Gives (request, first token, pages) of each chunk that can be reused from now on, where its content must be
+        copied into these pages: see `stored`.
+        """
         copies = []
         for request, count in step.shares:
             request.num_computed += count
@@ -271,8 +294,10 @@ class Scheduler:
         return copies
 
     def forked(self, request: Scheduled) -> list[Scheduled]:
-        """The further choices of a request whose prompt is through: they run from now on, each with a copy of its
-        content."""
+        """Let the further choices of a request whose prompt is computed run.
+
+        Returns these, each to have a copy of the request's content.
+        """
         siblings = [each for each in request.siblings if each.status is Status.FORKING]
         for sibling in siblings:
             if self.tables.shares:
@@ -284,20 +309,26 @@ class Scheduler:
         return siblings
 
     def stored(self, pages: Sequence[int]) -> None:
-        """What `computed` asked for is copied."""
+        """Release pages into which what `computed` asked for was copied."""
         self.tables.pool.release(pages)
 
     def check(self) -> None:
-        """Raise AssertionError where slots or pages are lost: for tests, and for an idle engine."""
+        """Check that no slot or page is lost.
+
+        Raises AssertionError: for tests, and for an idle engine.
+        """
         held = [slot for request in self._running for slot in request.slots]
         assert sorted([*held, *self._free_slots]) == list(range(self._num_slots))
         assert all(not self.tables[slot] for slot in self._free_slots)
         self.tables.pool.check()
 
     def _chunks(self, request: Scheduled, left: int, decoding: bool) -> int:
-        """Tokens of a prompt for this step: whole chunks, or up to its end. A last chunk of one token comes in a step
-        of its own, whatever room there is: one token decodes, several are a prompt, and which of the two computes a
-        token must not depend on the others."""
+        """Return the tokens of a prompt for this step.
+
+        They are whole chunks, or up to its end. A last chunk of one token comes in a step of its own, whatever room
+        there is: one token decodes, several are a prompt, and which of the two computes a token must not depend on the
+        others.
+        """
         start, end = request.num_computed, request.num_prompt_tokens
         first = min(end, (start // self.chunk_size + 1) * self.chunk_size)
         if first - start > left:
@@ -315,7 +346,7 @@ class Scheduler:
         heapq.heappush(self._waiting.setdefault(request.adapter, []), (request.order, request))
 
     def _first_waiting(self, but: Collection[str | None]) -> Scheduled | None:
-        """The first in order of those that wait, but for those of some adapters."""
+        """Return the first waiting request in order, but for those of some adapters."""
         firsts = []
         for adapter in [*self._waiting]:
             queue = self._waiting[adapter]
@@ -327,8 +358,11 @@ class Scheduler:
                 firsts.append(queue[0])
         return min(firsts)[1] if firsts else None
 
-    def _admit(self, step: Step, held: bool) -> None:
-        """held: a request has waited for a place for so long that no further one may take or keep any."""
+    def _admit(self, step: SchedulerOutput, held: bool) -> None:
+        """Admit waiting requests while there is room.
+
+        held: a request has waited for a place for so long that no further one may take or keep any.
+        """
         passed: set[str | None] = set()
         while (request := self._first_waiting(passed)) is not None:
             if len(self._free_slots) <= len(request.siblings):
@@ -349,12 +383,15 @@ class Scheduler:
             step.admitted.append((request, found))
 
     def _is_blocked_for_long(self, request: Scheduled) -> bool:
-        """Note that a request is let down by nothing but a slot for its adapter; whether that is so for long."""
+        """Note that only a slot for its adapter is missing; return if for long."""
         request.blocked = request.blocked or self._steps
         return self._steps - request.blocked >= PATIENCE
 
     def _take(self, request: Scheduled, found: list[int]) -> bool:
-        """Give a request its slots and pages, if there are enough; else release what was found for it."""
+        """Give a request its slots and pages, if there are enough.
+
+        Else release what was found for it, and return False.
+        """
         tables = self.tables
         tokens = request.max_tokens
         if self.admission == "optimistic":
@@ -378,17 +415,20 @@ class Scheduler:
         return True
 
     def _pages_for(self, request: Scheduled, tokens: int) -> int:
-        """Pages of a request that holds `tokens`, its choices together."""
+        """Return the pages of a request that holds `tokens`, its choices together."""
         pages_for = self.tables.pages_for
         return pages_for(tokens) + len(request.siblings) * pages_for(tokens - self._shared_tokens(request))
 
     def _shared_tokens(self, request: Scheduled) -> int:
-        """Tokens of a prompt whose pages its choices share."""
+        """Return the tokens of a prompt whose pages its choices share."""
         return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
 
-    def _swap_in(self, step: Step) -> tuple[bool, bool]:
-        """Bring requests back while there is room. Gives whether none is left that others have to wait for, and whether
-        one has waited for long for a slot for its adapter, before which others may pass."""
+    def _swap_in(self, step: SchedulerOutput) -> tuple[bool, bool]:
+        """Bring requests back while there is room.
+
+        Returns whether none is left that others have to wait for, and whether one has waited for long for a slot for
+        its adapter, before which others may not pass.
+        """
         held, passed = False, set[str | None]()
         for request in [*self._swapped]:
             tokens = min(request.max_tokens, request.num_computed + LOOKAHEAD)
@@ -407,7 +447,7 @@ class Scheduler:
         return True, held
 
     def _has_adapter_slot(self, request: Scheduled) -> bool:
-        """Whether the request's adapter is resident, or can be."""
+        """Return whether the request's adapter is resident, or can be."""
         return self._residency is None or self._residency.can_claim(self._free_slots[0], request.adapter)
 
     def _claim(self, request: Scheduled) -> None:

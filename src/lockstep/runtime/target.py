@@ -14,11 +14,12 @@ from lockstep.targets import Results, Target
 
 
 def open_model(target: str, results: str | os.PathLike = "results", **limits: Any) -> Model:
-    """Open the model of a target, such as `demo-llama/fp16/all/onnxruntime`, of a finished run, with its adapters.
+    """Open the model of a target of a finished run, with its adapters.
 
-    results: the results tree. limits: of `Model.open` (`max_batch_size`, `max_seq_len`, `max_num_tokens`, `threads`,
-    `low_memory`, `kv_bytes`, `chunk_size`). Raises InputError for a name that is no target's, and what `Model.open`
-    raises.
+    target: such as `demo-llama/fp16/all/onnxruntime`. results: the results tree. limits: of `Model.open`
+    (`max_batch_size`, `max_seq_len`, `max_num_tokens`, `threads`, `low_memory`, `kv_bytes`, `chunk_size`).
+
+    Raises InputError for a name that is no target's, and what `Model.open` raises.
     """
     tree, names = Results(Path(results)), _parse(target)
     model, precision = names.model, names.precision

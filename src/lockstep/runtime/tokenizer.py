@@ -1,4 +1,7 @@
-"""Text to token ids and back, with the checkpoint's tokenizer.json. Streams whole characters only."""
+"""Text to token ids and back, with the checkpoint's tokenizer.json.
+
+Streams whole characters only.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from lockstep.errors import CheckError, InputError
 
 @contextlib.contextmanager
 def _one_line(expected: str) -> Iterator[None]:
-    """What the tokenizers package says, as InputError that opens with `expected`: it raises bare Exception, and where
-    its Rust code panics something that is none."""
+    """Raise what the tokenizers package raises as InputError.
+
+    The message opens with `expected`. The package raises bare Exception, and where its Rust code panics something that
+    is none.
+    """
     try:
         yield
     except BaseException as error:
@@ -25,15 +31,17 @@ def _one_line(expected: str) -> Iterator[None]:
 
 
 def _said(expected: str, error: BaseException) -> BaseException:
-    """What the tokenizers package raised, as `_one_line` raises it."""
+    """Return what the tokenizers package raised, as `_one_line` raises it."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         return error
     return InputError(f"{expected}{' '.join(str(error).split())}")
 
 
 def tokenizer_path(assembly_json: str | os.PathLike) -> Path:
-    """Return the file of the tokenizer that an assembly names. Raises InputError where it names none, CheckError for a
-    file that is not the one that was exported."""
+    """Return the file of the tokenizer that an assembly names.
+
+    Raises InputError where it names none, CheckError for a file that is not the one that was exported.
+    """
     entry = load_tokenizer(assembly_json)
     if entry is None:
         raise InputError(
@@ -50,7 +58,10 @@ class Tokenizer:
     """The tokenizer of an assembly."""
 
     def __init__(self, path: str | os.PathLike):
-        """Raises InputError for a file that is absent or not a tokenizer, or when the tokenizers package is missing."""
+        """Open a tokenizer.json.
+
+        Raises InputError for a file that is absent or not a tokenizer, or when the tokenizers package is missing.
+        """
         try:
             import tokenizers
         except ModuleNotFoundError:
@@ -72,13 +83,17 @@ class Tokenizer:
 
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
-        """The tokenizer that the assembly names. Raises CheckError when its file is not the one that was exported."""
+        """Open the tokenizer that the assembly names.
+
+        Raises CheckError when its file is not the one that was exported.
+        """
         return cls(tokenizer_path(assembly_json))
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """Token ids int64 [num_tokens]; special: with the tokens that the tokenizer adds to a prompt.
+        """Return the token ids of a text, int64 [num_tokens].
 
-        Raises InputError for text that is not Unicode, and for a text that the tokenizer fails on.
+        special: with the tokens that the tokenizer adds to a prompt. Raises InputError for text that is not Unicode,
+        and for a text that the tokenizer fails on.
         """
         try:
             text.encode()
@@ -91,14 +106,14 @@ class Tokenizer:
             return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         try:  # not a context manager: a server is here for each token
             return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
         except BaseException as error:
             raise _said(f"{self._path}: expected a tokenizer.json, found ", error) from None
 
     def length(self, tokens: Sequence[int]) -> int:
-        """Characters of `decode`; those of single tokens are kept."""
+        """Return the number of characters of `decode`; those of one token are kept."""
         if len(tokens) != 1:
             return len(self.decode(tokens))
         found = self._lengths.get(tokens[0])
@@ -107,7 +122,7 @@ class Tokenizer:
         return found
 
     def token_text(self, token: int) -> str:
-        """The text of one token as it stands behind others, that of a special token too.
+        """Return the text of one token behind others, that of a special token too.
 
         A decoder may take the space off the first token of a text, so the token is decoded behind itself.
         """
@@ -116,14 +131,18 @@ class Tokenizer:
             return decode(2)[len(decode(1)) :]
 
     def stream(self, context: Sequence[int] = ()) -> TextStream:
-        """A fresh stream for one request's new tokens. context: tokens before them; of their text only a character
-        that they leave unfinished is given."""
+        """Return a fresh stream for one request's new tokens.
+
+        context: tokens before them; of their text only a character that they leave unfinished is given.
+        """
         return TextStream(self, context)
 
 
 class TextStream:
-    """Tokens in one at a time, text out as soon as its characters are whole. The pieces together are `decode` of all
-    tokens, but for bytes that are no text, of which `decode` may make other replacement characters.
+    """Tokens in one at a time, text out as soon as its characters are whole.
+
+    The pieces together are `decode` of all tokens, but for bytes that are no text, of which `decode` may make other
+    replacement characters.
 
     A token's text depends on the one before it (spaces, bytes of a character), so both are decoded, and what the first
     alone gives is taken off. The tokenizers package's DecodeStream does the same, but raises when bytes turn out to be
@@ -139,7 +158,10 @@ class TextStream:
         self._pending = list(context[whole:])
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty in the middle of a character."""
+        """Return the text that this token completes.
+
+        It is empty in the middle of a character.
+        """
         self._pending.append(int(token))
         piece = self._text()
         if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -148,7 +170,10 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What is left: a character cut off by the end shows as the replacement character."""
+        """Return what is left.
+
+        A character cut off by the end shows as the replacement character.
+        """
         piece = self._text()
         self._context, self._pending = self._pending, []
         return piece

@@ -1,1 +1,4 @@
-"""One step of a model: requests in, a packed batch, calls of engines, logits or tokens out."""
+"""One step of a model, from requests to logits or tokens.
+
+Requests in; a packed batch; calls of engines; logits or tokens out.
+"""

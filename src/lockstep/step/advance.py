@@ -1,4 +1,7 @@
-"""What one step is asked for, checked: a list of `Advance` in, cache rows, starts and packed layout out."""
+"""What one step is asked for, and its checks.
+
+A list of `Advance` in; cache rows, starts and packed layout out.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 @dataclass(frozen=True)
 class Advance:
-    """One request's share of a step: `tokens` (int64, 1-D, at least one) at positions `start`, `start`+1, ... of its
-    slot.
+    """One request's share of a step.
 
-    `start` is 0 for a new request, which forgets what the slot held, else the number of tokens that the slot holds.
-    In a step that follows another, `tokens` may be `FOUND`.
+    `tokens` (int64, 1-D, at least one) stand at positions `start`, `start`+1, ... of its slot. `start` is 0 for a new
+    request, which forgets what the slot held, else the number of tokens that the slot holds. In a step that follows
+    another, `tokens` may be `FOUND`.
     """
 
     slot: int
@@ -41,16 +44,18 @@ FOUND = np.array([-1], np.int64)  # the token that the step before finds for the
 
 
 def then_decode(advances: Sequence[Advance]) -> list[Advance]:
-    """The step behind `advances` that brings one more token of each."""
+    """Return the step behind `advances`, with one more token of each request."""
     return [Advance(each.slot, FOUND, each.start + len(each.tokens)) for each in advances]
 
 
 class Executor(Protocol):
-    """What runs steps on a device. `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`; slots are 0 to
-    `num_slots`-1. `tables` names the pages that the cache is made of.
+    """Runs steps on a device.
 
-    `Model` checks a step before it, has slots forgotten that new requests take, and sets `lengths` behind it. `share`
-    to `swap_in` are asked for only where `tables.shares` is not None.
+    `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`; slots are 0 to `num_slots`-1. `tables` names
+    the pages that the cache is made of.
+
+    `Model` checks a step before it, resets slots that new requests take, and sets `lengths` behind it. `share` to
+    `swap_in` are called only where `tables.shares` is not None.
     """
 
     num_slots: int
@@ -63,7 +68,7 @@ class Executor(Protocol):
 
     @property
     def in_flight(self) -> bool:
-        """A step was begun that nobody has asked for yet."""
+        """Return whether a step was begun whose tokens were not taken yet."""
         ...
 
     def warm_up(self) -> None:
@@ -75,22 +80,35 @@ class Executor(Protocol):
         ...
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Take a step; the logits behind each request's last token, [len(advances), vocab_size] float32, in the order
-        of the list. Raises InputError, and changes nothing, when the pool lacks pages for it."""
+        """Take a step and return the logits behind each request's last token.
+
+        [len(advances), vocab_size] float32, in the order of the list. Raises InputError, and changes nothing, when the
+        pool lacks pages for it.
+        """
         ...
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
-        """Take a step; each request's next token, as `set_sampling` says, [len(advances)] int64; -1 where the largest
-        logit is NaN or infinite. following: `Model.step_tokens`."""
+        """Take a step and return each request's next token, [len(advances)] int64.
+
+        The tokens are chosen as `set_sampling` says; -1 where the largest logit is NaN or infinite. following:
+        `Model.step_tokens`.
+        """
         ...
 
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """As `tokens`, and the logits [len(wanted), vocab_size] float32 behind `advances[i]` for each i of `wanted`."""
+        """Take a step and return each request's next token, and some logits.
+
+        The tokens are as of `tokens`; the logits [len(wanted), vocab_size] float32 stand behind `advances[i]` for each
+        i of `wanted`.
+        """
         ...
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
-        """Choose a slot's tokens by `sampling.draw` from now on, as choice `choice` of its request; at temperature 0,
-        as at first, the most likely one. What needs logits (`Sampling.needs_logits`) is not looked at."""
+        """Choose a slot's tokens by `sampling.draw` from now on.
+
+        choice: number of the choice of its request. At temperature 0, as at first, the most likely token is chosen.
+        What needs logits (`Sampling.needs_logits`) is ignored.
+        """
         ...
 
     def take_adapters(
@@ -105,21 +123,32 @@ class Executor(Protocol):
         ...
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        """Make a slot that holds nothing hold the tokens of `pages`, which are a prefix. Where `tables.shares`, its
-        table begins with them; else they are copied."""
+        """Make an empty slot hold the tokens of `pages`, which are a prefix.
+
+        Where `tables.shares`, its table begins with them; else they are copied.
+        """
         ...
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        """Copy the slot's tokens from `start` on into `pages`. Not asked for where `tables.shares`."""
+        """Copy the slot's tokens from `start` on into `pages`.
+
+        Not called where `tables.shares`.
+        """
         ...
 
     def fork(self, slot: int, other: int) -> None:
-        """Make another slot hold what a slot holds. Where `tables.shares`, the other's table begins with the slot's
-        full pages already; what is behind them is copied."""
+        """Make another slot hold what a slot holds.
+
+        Where `tables.shares`, the other's table begins with the slot's full pages already; what is behind them is
+        copied.
+        """
         ...
 
     def swap_out(self, slot: int) -> Any:
-        """Copy what a slot holds to the host's memory, and reset it; gives what `swap_in` takes."""
+        """Copy what a slot holds to the host's memory, and reset the slot.
+
+        Returns what `swap_in` takes.
+        """
         ...
 
     def swap_in(self, slot: int, swapped: Any) -> None:
@@ -128,7 +157,10 @@ class Executor(Protocol):
 
 
 def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num_tokens: int | None) -> None:
-    """Raises InputError, one line, for a step that cannot be taken. Changes nothing."""
+    """Check that a step can be taken; changes nothing.
+
+    Raises InputError, one line, where it cannot.
+    """
     seen = set()
     total = 0
     for advance in advances:

@@ -16,10 +16,10 @@ class Executable(Protocol):
     """An engine with its weights."""
 
     def prepare(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
-        """A call that reads `inputs` and writes `outputs` in place, as often as it is called.
+        """Return a call that reads `inputs` and writes `outputs` in place.
 
-        Arrays must be contiguous and of the engine's dtypes; they are kept alive by the call. Raises CheckError
-        otherwise.
+        It may be called any number of times. Arrays must be contiguous and of the engine's dtypes; they are kept alive
+        by the call. Raises CheckError otherwise.
         """
         ...
 
@@ -36,17 +36,22 @@ class Declared(Protocol):
 
 @runtime_checkable
 class DeviceExecutable(Executable, Protocol):
-    """An engine on arrays of a device, which can also be called once with arrays of the host."""
+    """An engine on arrays of a device, which `run_once` calls with host arrays."""
 
     def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs for `inputs`, in the shapes and dtypes of `like`; both are cast to the engine's dtypes."""
+        """Return the outputs for `inputs`, in the shapes and dtypes of `like`.
+
+        Both are cast to the engine's dtypes.
+        """
         ...
 
 
 @runtime_checkable
 class HasAdapterRows(Executable, Protocol):
-    """An engine whose weights have rows that adapters are written to: by input lora_A of its graph an array
-    [max_adapters * max_lora_rank, in_features], A transposed."""
+    """An engine whose weights have rows that adapters are written to.
+
+    By input lora_A of its graph an array [max_adapters * max_lora_rank, in_features], A transposed.
+    """
 
     @property
     def adapter_rows(self) -> Mapping[str, Any]: ...
@@ -54,7 +59,10 @@ class HasAdapterRows(Executable, Protocol):
 
 @runtime_checkable
 class HostExecutable(Executable, Protocol):
-    """An engine on NumPy arrays, which declares what it takes and gives. `where`: its file, for errors."""
+    """An engine on NumPy arrays, which declares its inputs and outputs.
+
+    `where`: its file, for errors.
+    """
 
     @property
     def where(self) -> str: ...
@@ -67,8 +75,11 @@ class HostExecutable(Executable, Protocol):
 
 
 def check_bound(given: Mapping[str, np.ndarray], declared: Mapping[str, Declared], where: str) -> None:
-    """Raises CheckError unless these are contiguous arrays of the names and dtypes that an engine on the host declares:
-    a library would copy another one without a word, and write to the copy."""
+    """Check arrays against the names and dtypes that a host engine declares.
+
+    Raises CheckError for others and for arrays that are not contiguous: a library would copy such an array silently,
+    and write to the copy.
+    """
     if set(given) != set(declared):
         raise CheckError(f"{where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
     for name, array in given.items():

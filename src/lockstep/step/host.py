@@ -1,4 +1,7 @@
-"""The step on host arrays: plans over NumPy buffers, for backends without an executor of their own."""
+"""Steps on host arrays, for backends without an executor of their own.
+
+Each step is a `HostStep`: calls bound to NumPy buffers.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from lockstep.step.greedy import most_likely
 from lockstep.step.kv_cache import KVCache
 from lockstep.step.network import Network
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
-from lockstep.step.plan import Chunk, Layout, Plan, Rows
+from lockstep.step.plan import Chunk, HostStep, Layout, Rows
 from lockstep.step.sampling import Sampling, draw
 from lockstep.weights.adapters import LoraArrays
 
-_KEPT_PLANS = 8
+_KEPT_STEPS = 8
 _ROWS = 16  # of logits at a time, where all of a prompt are asked for
 
 
@@ -32,19 +35,24 @@ class HostExecutor:
     in_flight = async_scheduling = False
 
     def __init__(self, network: Network, num_slots: int, max_seq_len: int, chunk_size: int, kv_bytes: int):
-        """chunk_size: tokens brought together are cut at multiples of it. kv_bytes: for the pages of all requests."""
+        """Check the engines, and make an empty cache.
+
+        chunk_size: tokens brought together are cut at multiples of it. kv_bytes: for the pages of all requests.
+        """
         _check_declared(network)
         self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
         self._network = network
-        self._cache = KVCache([kind.cache for _, kind in network.layers], num_slots, max_seq_len, network.dtype)
+        self._cache = KVCache(
+            [attention.cache for _, attention in network.layers], num_slots, max_seq_len, network.dtype
+        )
         page_nbytes = PAGE_SIZE * self._cache.token_nbytes
         pages_for = lambda length: -(-self._cache.capacity_for(length) // PAGE_SIZE)
         self._stored: dict[int, list[np.ndarray]] = {}  # by page
         pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
         self.tables = PageTables(pool, num_slots, pages_for, shares=False)
         self._room = [0] * num_slots  # tokens that each slot's row has room for, and pages
-        self._plans: dict[Layout, Plan] = {}
-        self._taken: tuple[Plan, Sequence[Advance]] | None = None  # the last step
+        self._steps: dict[Layout, HostStep] = {}
+        self._taken: tuple[HostStep, Sequence[Advance]] | None = None  # the last step
         self._samplings: dict[int, tuple[Sampling, int]] = {}  # of slots that sample
         self._adapters: np.ndarray | None = None  # the adapter slot of each request slot
 
@@ -53,7 +61,7 @@ class HostExecutor:
         return self._cache.lengths
 
     def warm_up(self) -> None:
-        """Nothing: an engine is ready when it is open, and a layout costs no more the first time."""
+        """Do nothing: an open engine is ready, and a first layout costs no more."""
 
     def reset(self, slot: int) -> None:
         """Forget what the slot holds, so that its memory may be used again."""
@@ -64,7 +72,7 @@ class HostExecutor:
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
         return self._take(advances).logits().astype(np.float32)
 
-    def _take(self, advances: Sequence[Advance]) -> Plan:
+    def _take(self, advances: Sequence[Advance]) -> HostStep:
         self._taken = None  # its buffers are free before others are made
         ends = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         grown = {slot: end for slot, end in ends.items() if end > self._room[slot]}
@@ -72,35 +80,38 @@ class HostExecutor:
             self.tables.reserve(grown)
             for slot, end in grown.items():
                 self._reserve_row(slot, end)
-        plan = self._plan(self._lay_out(advances))
-        decoded = self._pack(plan, advances)
-        plan.run()
-        plan.write_decoded(decoded)
-        self._taken = plan, advances
-        return plan
+        step = self._host_step(self._lay_out(advances))
+        decoded = self._pack(step, advances)
+        step.run()
+        step.write_decoded(decoded)
+        self._taken = step, advances
+        return step
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
-        plan = self._take(advances)
+        step = self._take(advances)
         if any(advance.slot in self._samplings for advance in advances):
-            return self._choose(advances, plan.logits().astype(np.float32))
-        return plan.most_likely()
+            return self._choose(advances, step.logits().astype(np.float32))
+        return step.most_likely()
 
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         logits = self.logits(advances)
         return self._choose(advances, logits), logits[wanted]
 
     def logits_behind(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Of the step that was taken last: a few tokens of `advances[number]` at a time, the position of the first and
-        the logits behind each, [num_tokens, vocab_size] float32. Groups lie within chunks, so what a token's row is
-        computed with depends on its request alone."""
+        """Yield the logits behind all tokens of `advances[number]`, a few at a time.
+
+        Of the step that was taken last. Each item is the position of the first token, and the logits behind each,
+        [num_tokens, vocab_size] float32. Groups lie within chunks, so what a token's row is computed with depends on
+        its request alone.
+        """
         assert self._taken is not None
-        plan, advances = self._taken
+        step, advances = self._taken
         advance = advances[number]
-        first = int(plan.logit_rows[number]) + 1 - len(advance.tokens) - advance.start  # packed row of position 0
-        for start, end in self._pieces(advance):
+        first = int(step.logit_rows[number]) + 1 - len(advance.tokens) - advance.start  # packed row of position 0
+        for start, end in self._chunks(advance):
             for low in range(start, end, _ROWS):
                 rows = np.arange(low, min(low + _ROWS, end), dtype=np.int64)
-                yield low, plan.logits_behind(first + rows).astype(np.float32)
+                yield low, step.logits_behind(first + rows).astype(np.float32)
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
         if sampling.temperature:
@@ -154,83 +165,98 @@ class HostExecutor:
 
     def _reserve_row(self, slot: int, length: int) -> None:
         if self._cache.reserve(slot, length):
-            self._plans.clear()
-        self._room[slot] = self._cache.place(slot).capacity
+            self._steps.clear()
+        self._room[slot] = self._cache.row_of(slot).capacity
 
     def _lay_out(self, advances: Sequence[Advance]) -> Layout:
-        """Requests of one token decode, in the order of their rows; the others follow, in the order of the list."""
+        """Lay out a step: decoding requests by row, then the others in list order.
+
+        A request of one token decodes.
+        """
         rows: dict[int, list[int]] = {}
         chunks = []
         for advance in advances:
-            place = self._cache.place(advance.slot)
+            place = self._cache.row_of(advance.slot)
             if len(advance.tokens) == 1:
                 rows.setdefault(place.capacity, []).append(place.row)
             else:
-                chunks += [Chunk(place, start, end - start) for start, end in self._pieces(advance)]
+                chunks += [Chunk(place, start, end - start) for start, end in self._chunks(advance)]
         decoding = [Rows(capacity, min(found), max(found) + 1) for capacity, found in sorted(rows.items())]
         return Layout(tuple(decoding), tuple(chunks), len(advances))
 
-    def _pieces(self, advance: Advance) -> Iterator[tuple[int, int]]:
-        """First token, and token behind the last, of the parts that multiples of `chunk_size` cut an advance into."""
+    def _chunks(self, advance: Advance) -> Iterator[tuple[int, int]]:
+        """Yield (start, end) of the chunks of an advance, cut at `chunk_size`.
+
+        Cuts lie at multiples of `chunk_size`; end is behind the last token.
+        """
         start, end = advance.start, advance.start + len(advance.tokens)
         while start < end:
             stop = min(end, (start // self.chunk_size + 1) * self.chunk_size)
             yield start, stop
             start = stop
 
-    def _plan(self, layout: Layout) -> Plan:
-        """Decode steps come again and again with one layout: their plans are kept. A prompt's is used once."""
-        plan = self._plans.get(layout)
-        if plan is None:
-            plan = Plan(self._network, self._cache, layout)
-            if not layout.chunks:
-                while len(self._plans) >= _KEPT_PLANS:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[layout] = plan
-        return plan
+    def _host_step(self, layout: Layout) -> HostStep:
+        """Return the bound calls of a layout.
 
-    def _pack(self, plan: Plan, advances: Sequence[Advance]) -> dict[int, np.ndarray]:
-        """Fill the plan's token ids, positions and logit rows; gives by capacity the cache rows that decode,
-        ascending."""
-        layout = plan.layout
-        first_of = {part.capacity: at.start - part.low for part, at in zip(layout.decoding, plan.slices)}
+        Decode steps come again and again with one layout: those are kept. A prompt's is used once.
+        """
+        step = self._steps.get(layout)
+        if step is None:
+            step = HostStep(self._network, self._cache, layout)
+            if not layout.chunks:
+                while len(self._steps) >= _KEPT_STEPS:
+                    del self._steps[next(iter(self._steps))]
+                self._steps[layout] = step
+        return step
+
+    def _pack(self, step: HostStep, advances: Sequence[Advance]) -> dict[int, np.ndarray]:
+        """Fill the step's token ids, positions, adapter ids and logit rows.
+
+        Returns by capacity the cache rows that decode, ascending.
+        """
+        layout = step.layout
+        first_of = {part.capacity: at.start - part.low for part, at in zip(layout.decoding, step.slices)}
         decoded: dict[int, list[int]] = {capacity: [] for capacity in first_of}
         offset = layout.num_decode
         if offset > sum(len(advance.tokens) == 1 for advance in advances):
-            plan.token_ids[:offset] = 0  # rows between that do not decode: token 0 at position 0, past length 0
-            plan.position_ids[:offset] = 0
-            plan.adapter_ids[:offset] = -1
+            step.token_ids[:offset] = 0  # rows between that do not decode: token 0 at position 0, past length 0
+            step.position_ids[:offset] = 0
+            step.adapter_ids[:offset] = -1
         for i, advance in enumerate(advances):
             count = len(advance.tokens)
             if count == 1:
-                place = self._cache.place(advance.slot)
+                place = self._cache.row_of(advance.slot)
                 decoded[place.capacity].append(place.row)
                 first = first_of[place.capacity] + place.row
-                plan.token_ids[first], plan.position_ids[first] = advance.tokens[0], advance.start
+                step.token_ids[first], step.position_ids[first] = advance.tokens[0], advance.start
             else:
                 first, offset = offset, offset + count
-                plan.token_ids[first:offset] = advance.tokens
-                plan.position_ids[first:offset] = np.arange(advance.start, advance.start + count)
-            plan.logit_rows[i] = first + count - 1
+                step.token_ids[first:offset] = advance.tokens
+                step.position_ids[first:offset] = np.arange(advance.start, advance.start + count)
+            step.logit_rows[i] = first + count - 1
             if self._adapters is not None:
-                plan.adapter_ids[first : first + count] = self._adapters[advance.slot]
+                step.adapter_ids[first : first + count] = self._adapters[advance.slot]
         return {capacity: np.array(sorted(rows), np.int64) for capacity, rows in decoded.items()}
 
 
 def _check_declared(network: Network) -> None:
-    """Raises CheckError where an engine reads or makes something else than the assembly says: buffers are of the
-    assembly's sizes. Dimensions that a step decides may have any name, or none."""
+    """Check that all engines read and make what the assembly says.
+
+    Buffers are of the assembly's sizes. Dimensions that a step decides may have any name, or none. Raises CheckError.
+    """
     declared: dict[Executable, Signature] = {block.run: block.signature for block, _ in network.layers}
     declared |= {block.run: block.signature for block in (network.embedding, network.exit)}
-    for kind in {id(kind): kind for _, kind in network.layers}.values():
-        declared |= {kind.engines[phase]: graph.signature for phase, graph in kind.variant.phases().items()}
+    for attention in {id(attention): attention for _, attention in network.layers}.values():
+        declared |= {attention.engines[phase]: graph.signature for phase, graph in attention.variant.phases().items()}
     for executable, signature in declared.items():
         check_engine(executable, signature)
 
 
 def check_engine(executable: Executable, signature: Signature) -> None:
-    """Raises CheckError where an engine on host arrays takes or gives something else than `signature` without slots
-    says. Dimensions that a step decides may have any name, or none."""
+    """Check what an engine on host arrays takes and gives against `signature`.
+
+    Slots are left out. Dimensions that a step decides may have any name, or none. Raises CheckError where they differ.
+    """
     engine = cast(HostExecutable, executable)  # what this executor runs is on host arrays
     expected, found = (
         Signature(*(tuple(IO(name, dtype, _any_name(shape)) for name, dtype, shape in ios) for ios in sides))

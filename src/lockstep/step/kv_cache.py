@@ -1,8 +1,8 @@
-"""Keys and values of all requests: contiguous arrays that engines read without a copy.
+"""The KV cache on the host: contiguous arrays that engines read without a copy.
 
 Rows are kept by capacity, a power of two of tokens: a request that outgrows its row is copied into one of the next
-capacity. So a row's capacity follows from its own length alone, a short request never reads, or pays for, the length
-of a long one beside it, and what a decode graph computes for a request does not depend on its company.
+capacity. So a row's capacity follows from its own length alone, a short request never reads, or pays for, the length of
+a long one beside it, and what a decode graph computes for a request does not depend on its company.
 
 `keys` of rows of one capacity and one kind of layer are [layers, rows, num_kv_heads, capacity, head_dim]: one layer's
 rows `low:high` are a contiguous view, which is what the decode graph takes.
@@ -22,8 +22,10 @@ from lockstep.step.pages import PAGE_SIZE
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Cache of one layer, for one request and token: keys [num_kv_heads, head_dim], values [num_kv_heads,
-    value_head_dim]."""
+    """Cache of one layer, for one request and token.
+
+    keys [num_kv_heads, head_dim], values [num_kv_heads, value_head_dim].
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -31,12 +33,12 @@ class LayerShape:
 
     @property
     def size(self) -> int:
-        """Numbers of a token's key and value."""
+        """Return how many numbers a token's key and value have."""
         return self.num_kv_heads * (self.head_dim + self.value_head_dim)
 
 
 @dataclass(frozen=True)
-class Place:
+class CacheRow:
     """Where a request's row lies: row `row` of those of `capacity` tokens."""
 
     capacity: int
@@ -44,7 +46,10 @@ class Place:
 
 
 class _Rows:
-    """Rows of one capacity. For each kind of layer keys and values; `slots[row]`: whose it is, None for a free one."""
+    """Rows of one capacity: for each kind of layer keys and values.
+
+    `slots[row]`: the slot that has the row, None for a free one.
+    """
 
     def __init__(self) -> None:
         self.slots: list[int | None] = []
@@ -53,8 +58,10 @@ class _Rows:
 
 
 class KVCache:
-    """Rows for slots 0 to `num_slots`-1. `lengths[slot]` tokens of a slot are valid; the rest of its row is zero or
-    stale, but finite."""
+    """Rows of keys and values for slots 0 to `num_slots`-1.
+
+    `lengths[slot]` tokens of a slot are valid; the rest of its row is zero or stale, but finite.
+    """
 
     def __init__(self, layers: Sequence[LayerShape], num_slots: int, max_seq_len: int, dtype: np.dtype):
         self.num_slots, self.max_seq_len, self.dtype = num_slots, max_seq_len, np.dtype(dtype)
@@ -63,23 +70,26 @@ class KVCache:
         self._groups = [(shape, sum(other == shape for other in layers)) for shape in shapes]
         # layer -> (group, index in it)
         self._layers = [(shapes.index(shape), layers[:i].count(shape)) for i, shape in enumerate(layers)]
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, CacheRow] = {}
         self._rows: dict[int, _Rows] = {}  # by capacity
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token's keys and values, all layers together."""
+        """Return the bytes of one token's keys and values, all layers together."""
         return sum(shape.size * count for shape, count in self._groups) * self.dtype.itemsize
 
     def capacity_for(self, length: int) -> int:
-        """The capacity of a row that holds `length` tokens."""
+        """Return the capacity of a row that holds `length` tokens."""
         capacity = PAGE_SIZE
         while capacity < length:
             capacity *= 2
         return min(capacity, self.max_seq_len)
 
     def reserve(self, slot: int, length: int) -> bool:
-        """Make room for `length` tokens of a slot; True when arrays moved, so that views must be taken again."""
+        """Make room for `length` tokens of a slot.
+
+        Returns True when arrays moved, so that views must be taken again.
+        """
         capacity, old = self.capacity_for(length), self._places.get(slot)
         if old is not None and capacity <= old.capacity:
             return False
@@ -91,24 +101,27 @@ class KVCache:
             self._drop_row(old)
         return moved
 
-    def place(self, slot: int) -> Place:
-        """Where the slot's row lies: `reserve` first."""
+    def row_of(self, slot: int) -> CacheRow:
+        """Return the row of a slot for which `reserve` was called. Raises KeyError."""
         return self._places[slot]
 
     def layer(self, index: int) -> tuple[int, int]:
-        """(group, index in the group) of a layer."""
+        """Return (group, index in the group) of a layer."""
         return self._layers[index]
 
     def group_shapes(self) -> list[tuple[LayerShape, int]]:
-        """(shape, number of layers) of each group."""
+        """Return (shape, number of layers) of each group."""
         return self._groups
 
     def view(self, layer: int, capacity: int, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys [high-low, num_kv_heads, capacity, head_dim] and values of rows `low:high`, contiguous, no copy."""
+        """Return keys and values of rows `low:high`, contiguous, without a copy.
+
+        Keys are [high-low, num_kv_heads, capacity, head_dim].
+        """
         (group, index), rows = self._layers[layer], self._rows[capacity]
         return rows.keys[group][index, low:high], rows.values[group][index, low:high]
 
-    def write(self, layer: int, place: Place, start: int, key: np.ndarray, value: np.ndarray) -> None:
+    def write(self, layer: int, place: CacheRow, start: int, key: np.ndarray, value: np.ndarray) -> None:
         """Put key and value [num_tokens, num_kv_heads, head_dim] of one row at `start`."""
         keys, values = self.view(layer, place.capacity, place.row, place.row + 1)
         end = start + len(key)
@@ -118,14 +131,19 @@ class KVCache:
     def write_each(
         self, group: int, capacity: int, rows: np.ndarray, starts: np.ndarray, key: np.ndarray, value: np.ndarray
     ) -> None:
-        """Put one token a row, for all layers of a group: key and value [layers, len(rows), num_kv_heads, head_dim]."""
+        """Put one token a row, for all layers of a group.
+
+        key and value: [layers, len(rows), num_kv_heads, head_dim].
+        """
         arrays = self._rows[capacity]
         arrays.keys[group][:, rows, :, starts] = key.swapaxes(0, 1)
         arrays.values[group][:, rows, :, starts] = value.swapaxes(0, 1)
 
     def copy_out(self, slot: int, start: int, end: int) -> list[np.ndarray]:
-        """Copies of tokens `start` to `end`-1 of a slot: of each group keys, then values, [layers, num_kv_heads,
-        end-start, head_dim]."""
+        """Return copies of tokens `start` to `end`-1 of a slot.
+
+        Of each group keys, then values, [layers, num_kv_heads, end-start, head_dim].
+        """
         return [array[:, :, start:end].copy() for pair in self._row(self._places[slot]) for array in pair]
 
     def copy_in(self, slot: int, start: int, arrays: Sequence[np.ndarray]) -> None:
@@ -141,13 +159,19 @@ class KVCache:
             self._drop_row(place)
         self.lengths[slot] = 0
 
-    def _row(self, place: Place) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each group keys and values [layers, num_kv_heads, capacity, head_dim] of a row."""
+    def _row(self, place: CacheRow) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the keys and values of a row, of each group.
+
+        [layers, num_kv_heads, capacity, head_dim].
+        """
         rows = self._rows[place.capacity]
         return [(keys[:, place.row], values[:, place.row]) for keys, values in zip(rows.keys, rows.values)]
 
     def _take_row(self, slot: int, capacity: int) -> bool:
-        """Give a slot the lowest free row of this capacity; True when the arrays had to grow."""
+        """Give a slot the lowest free row of this capacity.
+
+        Returns True when the arrays had to grow.
+        """
         rows = self._rows.get(capacity)
         if rows is None:
             rows = self._rows[capacity] = _Rows()
@@ -174,11 +198,14 @@ class KVCache:
             rows.slots += [None] * (count - len(rows.slots))
         row = rows.slots.index(None)
         rows.slots[row] = slot
-        self._places[slot] = Place(capacity, row)
+        self._places[slot] = CacheRow(capacity, row)
         return moved
 
-    def _drop_row(self, place: Place) -> None:
-        """Its memory is cleared: masked entries weigh 0, but 0 times a stale infinity would be NaN."""
+    def _drop_row(self, place: CacheRow) -> None:
+        """Free a row and clear its memory.
+
+        Masked entries weigh 0, but 0 times a stale infinity would be NaN.
+        """
         rows = self._rows[place.capacity]
         rows.slots[place.row] = None
         if any(slot is not None for slot in rows.slots):

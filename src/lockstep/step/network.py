@@ -1,4 +1,7 @@
-"""The engines of a model cut after n layers, each bound to its weights, in the order in which they run."""
+"""The engines of a model cut after n layers, each bound to its weights.
+
+They stand in the order in which they run.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,12 @@ from lockstep.step.kv_cache import LayerShape
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a rank runs of a block between two sums. sums: {partial sum that it gives: the name under which later
-    pieces, or whoever reads the block, find the sum over the ranks}."""
+class ShardCall:
+    """One engine call of a rank, between two sums over the ranks.
+
+    sums: {partial sum that it gives: the name under which later calls, or whoever reads the block, find the sum over
+    the ranks}.
+    """
 
     run: Executable
     signature: Signature
@@ -28,41 +34,50 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """A batchful piece with its weights. A rank's: its pieces in order, and the signature with the rank's sizes.
-    adapters: the backend's arrays behind those of its inputs that adapters are written to. base: of a block that takes
-    adapters, the same without, where the backend has engines for steps in which no row has one."""
+    """A block of a network with its weights.
 
-    pieces: tuple[Piece, ...]
+    pieces: its engine calls in order; of a rank several, and then `signature` has the rank's sizes. adapters: the
+    backend's arrays behind those of its inputs that adapters are written to. base: of a block that takes adapters, the
+    same without, where the backend has engines for steps in which no row has one.
+    """
+
+    pieces: tuple[ShardCall, ...]
     signature: Signature
     adapters: Mapping[str, Any] = field(default_factory=dict)
     base: Block | None = None
 
     @classmethod
     def whole(cls, run: Executable, signature: Signature, adapters: Mapping[str, Any] | None = None) -> Block:
-        """A block that is one engine."""
-        return cls((Piece(run, signature, {}),), signature, adapters or {})
+        """Return a block that is one engine."""
+        return cls((ShardCall(run, signature, {}),), signature, adapters or {})
 
     def for_rows(self, adapted: bool) -> Block:
-        """What a step runs in which some row has an adapter, or none."""
+        """Return the block that a step runs in which some row has an adapter, or none."""
         return self if adapted or self.base is None else self.base
 
     @property
     def run(self) -> Executable:
-        """The engine of a block that is one."""
+        """Return the engine of a block that is one engine."""
         (piece,) = self.pieces
         return piece.run
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """An attention variant with its engines by phase: prefill and decode, or what the backend has instead."""
+    """An attention variant with its engines by phase.
+
+    The phases are prefill and decode, or what the backend has instead.
+    """
 
     engines: Mapping[str, Executable]
     variant: AttentionVariant
 
     @functools.cached_property
     def inputs(self) -> dict[str, tuple[str, ...]]:
-        """What each phase reads: a variant without RoPE decodes without positions."""
+        """Return what each phase reads.
+
+        A variant without RoPE decodes without positions.
+        """
         return {
             phase: tuple(io.name for io in graph.signature.inputs) for phase, graph in self.variant.phases().items()
         }
@@ -73,13 +88,13 @@ class LayerAttention:
 
     @functools.cached_property
     def cache(self) -> LayerShape:
-        """The cache that a layer needs."""
+        """Return the shape of the cache that a layer needs."""
         return LayerShape(self.variant.num_kv_heads, self.variant.head_dim, self.variant.value_head_dim)
 
 
 @dataclass(frozen=True)
 class Network:
-    """Everything that one step runs: embedding, then (block, attention) for each layer, then exit.
+    """All that one step runs: embedding, (block, attention) by layer, exit.
 
     others: of several ranks, each on a device of its own, what those behind the first run; this is the first's then.
     """
@@ -93,7 +108,7 @@ class Network:
 
 
 def layer_count(assembly: Assembly, layers: int | str) -> int:
-    """`layers` as a number. Raises InputError when the model has fewer."""
+    """Return `layers` as a number. Raises InputError when the model has fewer."""
     depth = len(assembly.layers)
     if layers == "all":
         return depth

@@ -1,8 +1,8 @@
-"""KV memory in pages: who holds which page, and which pages hold a prefix that others may reuse. No memory, no device.
+"""KV cache pages: their references, and the prefixes that can be reused.
 
-A page is `PAGE_SIZE` tokens of all layers. `PagePool` counts references to pages and keeps unreferenced prefixes until
-their pages are needed; `PageTables` gives each request slot its list of pages. An executor's cache is made of the pages
-that its tables name.
+Policy only: no memory, no device. A page is `PAGE_SIZE` tokens of all layers. `PagePool` counts references to pages and
+keeps unreferenced prefixes until their pages are needed; `PageTables` gives each request slot its list of pages. An
+executor's cache is made of the pages that its tables name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_nbytes: int, on_evict: Callable[[Sequence[int]], None] | None = None):
-        """page_nbytes: bytes of keys and values of one page, all layers together. on_evict: told the pages of each
-        prefix that is taken back."""
+        """Make a pool of free pages.
+
+        page_nbytes: bytes of keys and values of one page, all layers together. on_evict: called with the pages of each
+        prefix that is evicted.
+        """
         self.num_pages, self.page_nbytes, self._on_evict = num_pages, page_nbytes, on_evict
         self._next = 0  # pages from here on were never given out
         self._free: list[int] = []
@@ -37,17 +40,22 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give out: free ones, and those of prefixes that nobody references."""
+        """Return how many pages `allocate` can give out.
+
+        These are free ones, and those of prefixes without a reference.
+        """
         return self.num_pages - self._next + len(self._free) + self._reclaimable
 
     @property
     def num_cached(self) -> int:
-        """Pages of prefixes that nobody references."""
+        """Return how many pages belong to prefixes without a reference."""
         return self._reclaimable
 
     def allocate(self, count: int) -> list[int]:
-        """Give out `count` pages with one reference each. Raises InputError, and changes nothing, when there are not
-        so many."""
+        """Give out `count` pages with one reference each.
+
+        Raises InputError, and changes nothing, when there are not so many.
+        """
         if count > self.num_available:
             raise InputError(
                 f"KV cache: expected {count} free pages of {PAGE_SIZE} tokens, found {self.num_available} of "
@@ -85,8 +93,10 @@ class PagePool:
                 self._reclaimable += len(self._prefixes[key])
 
     def publish(self, key: bytes, pages: Sequence[int]) -> bool:
-        """Let others reuse `pages`, which are filled and referenced. False, and nothing is changed, where the key has
-        pages already."""
+        """Let others reuse `pages`, which are filled and referenced.
+
+        Returns False, and changes nothing, where the key has pages already.
+        """
         if key in self._prefixes:
             return False
         self._prefixes[key] = tuple(pages)
@@ -95,11 +105,14 @@ class PagePool:
         return True
 
     def holds(self, key: bytes) -> bool:
-        """The key has pages."""
+        """Return whether the key has pages."""
         return key in self._prefixes
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the longest run of `keys`, from the first, that are published; each with one more reference."""
+        """Return the pages of the longest run of `keys` that is published.
+
+        The run begins with the first key. Each page has one more reference then.
+        """
         found: list[int] = []
         for key in keys:
             pages = self._prefixes.get(key)
@@ -114,7 +127,7 @@ class PagePool:
         return found
 
     def forget(self) -> None:
-        """Drop all prefixes that nobody references: their pages are free."""
+        """Drop all prefixes without a reference: their pages are free."""
         while self._unreferenced:
             self._evict()
 
@@ -129,7 +142,10 @@ class PagePool:
             self._on_evict(pages)
 
     def check(self) -> None:
-        """Raise AssertionError where pages are lost or held twice: for tests, and for an idle engine."""
+        """Check that no page is lost or held twice.
+
+        Raises AssertionError: for tests, and for an idle engine.
+        """
         cached = [page for key in self._unreferenced for page in self._prefixes[key]]
         assert len(cached) == self._reclaimable
         everywhere = [*self._free, *self._references, *cached]
@@ -138,14 +154,20 @@ class PagePool:
 
 
 class PageTables:
-    """The pages of each request slot: page i holds tokens 64 i to 64 i + 63 of the slot's request."""
+    """The pages of each request slot.
+
+    Page i holds tokens 64 i to 64 i + 63 of the slot's request.
+    """
 
     def __init__(
         self, pool: PagePool, num_slots: int, pages_for: Callable[[int], int] | None = None, shares: bool | None = True
     ):
-        """pages_for: the pages that a request of so many tokens takes, where that is more than it fills. shares: a
-        table may name pages of a prefix; False: a prefix is copied out of them and into them; None: what a slot holds
-        cannot be moved."""
+        """Make empty tables.
+
+        pages_for: the pages that a request of so many tokens takes, where that is more than it fills. shares: a table
+        may name pages of a prefix; False: a prefix is copied out of them and into them; None: what a slot holds cannot
+        be moved.
+        """
         self.pool, self.shares = pool, shares
         self.pages_for = pages_for or (lambda length: -(-length // PAGE_SIZE))
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
@@ -154,8 +176,10 @@ class PageTables:
         return self._tables[slot]
 
     def reserve(self, ends: Mapping[int, int]) -> list[int]:
-        """Make room for `ends[slot]` tokens in each slot; gives the slots whose tables grew. Raises InputError, and
-        changes nothing, when there are not so many pages."""
+        """Make room for `ends[slot]` tokens in each slot.
+
+        Returns the slots whose tables grew. Raises InputError, and changes nothing, when there are not so many pages.
+        """
         more = {slot: self.pages_for(end) - len(self._tables[slot]) for slot, end in ends.items()}
         grown = [slot for slot, count in more.items() if count > 0]
         if grown:
@@ -165,12 +189,18 @@ class PageTables:
         return grown
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        """Begin a slot's table, which must be empty, with pages that are referenced for it: see `PagePool.find`."""
+        """Begin a slot's empty table with pages that are referenced for it.
+
+        See `PagePool.find`.
+        """
         assert not self._tables[slot]
         self._tables[slot] = list(pages)
 
     def fork(self, slot: int, other: int, length: int) -> None:
-        """Put the full pages of a slot of `length` tokens before those that another slot has reserved."""
+        """Put a slot's full pages before those that another slot has reserved.
+
+        length: tokens of the first slot.
+        """
         pages = self._tables[slot][: length // PAGE_SIZE]
         self.pool.retain(pages)
         self._tables[other] = pages + self._tables[other]

@@ -1,4 +1,6 @@
-"""A plan: all calls of one step, bound to buffers, for one layout of requests. Running it allocates nothing.
+"""The calls of one step on the host, bound to buffers, for one layout.
+
+Running them allocates nothing.
 
 Tokens are packed with the decoding rows first, one token a row. Rows of one capacity of the cache lie together, `low`
 to `high` without a gap, so that queries, the cache and the attention's result are plain slices; a row in between that
@@ -21,7 +23,7 @@ from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO
 from lockstep.step.executable import Run
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
-from lockstep.step.kv_cache import KVCache, Place
+from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.network import Block, LayerAttention, Network
 from lockstep.step.ranks import RankBlock
 
@@ -41,16 +43,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chunk:
-    """`count` tokens of one request for the row at `place`, behind the `start` tokens that it holds."""
+    """`count` tokens of one request, behind the `start` tokens that it holds.
 
-    place: Place
+    place: its row of the cache.
+    """
+
+    place: CacheRow
     start: int
     count: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a step lie: decoding rows, then chunks. `num_logits` rows reach lm_head."""
+    """Where the tokens of a step lie: decoding rows, then chunks.
+
+    `num_logits` rows reach lm_head.
+    """
 
     decoding: tuple[Rows, ...]
     chunks: tuple[Chunk, ...]
@@ -65,7 +73,7 @@ class Layout:
         return self.num_decode + sum(chunk.count for chunk in self.chunks)
 
     def slices(self) -> list[slice]:
-        """The packed tokens of each of `decoding`, then of each of `chunks`."""
+        """Return the packed tokens of each of `decoding`, then of each of `chunks`."""
         found, offset = [], 0
         for count in (*(rows.count for rows in self.decoding), *(chunk.count for chunk in self.chunks)):
             found.append(slice(offset, offset + count))
@@ -73,9 +81,12 @@ class Layout:
         return found
 
 
-class Plan:
-    """Buffers and bound calls of a layout. Fill `token_ids`, `position_ids`, `adapter_ids`, `logit_rows`, then `run`,
-    then ask for `logits`, or just for `most_likely`."""
+class HostStep:
+    """Buffers and bound calls of a layout.
+
+    Fill `token_ids`, `position_ids`, `adapter_ids`, `logit_rows`, then `run`, then ask for `logits`, or just for
+    `most_likely`.
+    """
 
     def __init__(self, network: Network, cache: KVCache, layout: Layout):
         self.layout, self.slices = layout, layout.slices()
@@ -108,13 +119,15 @@ class Plan:
         self._add_exit(network.exit, values)
 
     def logits(self) -> np.ndarray:
-        """After `run`: the logits [num_logits, vocab_size]."""
+        """Return the logits [num_logits, vocab_size], after `run`."""
         self._gather()
         return self._logits
 
     def most_likely(self) -> np.ndarray:
-        """After `run`: of each row of the logits the token `greedy.most_likely`. Ranks that have parts of the logits
-        tell their own tokens, and no logits are gathered."""
+        """Return the token `greedy.most_likely` of each row of the logits, after `run`.
+
+        Ranks that have parts of the logits tell their own tokens, and no logits are gathered.
+        """
         if not self._parts:
             return most_likely(self._logits.astype(np.float32))
         firsts = np.cumsum([0, *(part.shape[1] for part in self._parts)]).tolist()
@@ -125,7 +138,10 @@ class Plan:
             call()
 
     def logits_behind(self, rows: np.ndarray) -> np.ndarray:
-        """After `run`: the logits behind any packed tokens, rows int64 [num_rows] -> [num_rows, vocab_size]."""
+        """Return the logits behind any packed tokens, after `run`.
+
+        rows: int64 [num_rows]. Returns [num_rows, vocab_size].
+        """
         values, dims = {**self._before_exit, "logit_rows": rows}, {**self._dims, "num_requests": len(rows)}
         inputs = _inputs(self._exit, values)
         outputs = {
@@ -136,8 +152,10 @@ class Plan:
         return outputs["logits"]
 
     def write_decoded(self, decoded: Mapping[int, np.ndarray]) -> None:
-        """Put the decoding rows' new keys and values at their positions in the cache. decoded: by capacity, the rows
-        that decode, ascending."""
+        """Write the decoding rows' new keys and values to the cache.
+
+        They go to the rows' positions. decoded: by capacity, the rows that decode, ascending.
+        """
         for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
             offsets = rows - part.low
@@ -154,11 +172,11 @@ class Plan:
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
 
     def _add_exit(self, block: Block, values: Mapping[str, np.ndarray]) -> None:
-        """The last call; what gives the logits is put together where they are asked for."""
+        """Add the last call; parts of the logits are gathered when they are asked for."""
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._logits = outputs["logits"]
         self._parts: Sequence[np.ndarray] = ()  # of the logits, by rank, where each has one
-        self._gather: Run = _nothing
+        self._gather: Run = _no_gather
         if isinstance(block.run, RankBlock):
             call, parts, self._gather = block.run.prepare_parts(_inputs(block, values), outputs)
             self._parts = parts.get("logits", ())
@@ -184,8 +202,11 @@ class Plan:
         values["attention"] = attention
 
     def _past(self, index: int, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
-        """What a chunk looks at: a contiguous copy of its past, made by a call before it; for a prompt's first chunk
-        one masked position."""
+        """Return the keys and values that a chunk looks at.
+
+        They are a contiguous copy of its past, made by a call before it; for a prompt's first chunk one masked
+        position.
+        """
         shape, length = layer_attention.cache, max(chunk.start, 1)
         pair = self._buffers.get(("past", chunk, shape))
         if pair is None:
@@ -217,7 +238,10 @@ class Plan:
         self._calls.append(layer_attention.engines[phase].prepare(inputs, outputs))
 
     def _buffer(self, io: IO, first_dim: int | None = None) -> np.ndarray:
-        """Two buffers a name, in turn: a block reads the value that it replaces."""
+        """Return one of two buffers of a name, in turn.
+
+        A block reads the value that it replaces.
+        """
         shape = tuple(self._dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
         shape = shape if first_dim is None else (first_dim, *shape[1:])
         pair = self._buffers.setdefault((io.key, shape), [])
@@ -228,8 +252,10 @@ class Plan:
         return pair[1]
 
     def _chunk_buffers(self, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
-        """Shared by all layers: each layer's keys and values are written to the cache before the next layer's are
-        made."""
+        """Return the buffers of a chunk's new keys and values, shared by all layers.
+
+        Each layer's are written to the cache before the next layer's are made.
+        """
         shape = layer_attention.cache
         pair = self._buffers.get((chunk, shape))
         if pair is None:
@@ -239,11 +265,11 @@ class Plan:
         return pair[0], pair[1]
 
 
-def _nothing() -> None:
-    """The logits are whole."""
+def _no_gather() -> None:
+    """Do nothing: the logits are whole."""
 
 
 def _inputs(block: Block, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a block reads: values of the step, and the arrays of adapters."""
+    """Return what a block reads: values of the step, and the arrays of adapters."""
     own = block.adapters
     return {io.name: own[io.name] if io.name in own else values[io.key] for io in block.signature.inputs}

@@ -1,5 +1,8 @@
-"""Several ranks in one process, on host arrays: what a step calls as one engine runs each rank's, one rank after
-another, with sums in rank order. For checks of what several devices will run, and for tests, on a CPU."""
+"""Several ranks in one process, on host arrays.
+
+What a step calls as one engine runs each rank's, one rank after another, with sums in rank order. For checks of what
+several devices will run, and for tests, on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ class _Declared(NamedTuple):
     shape: Sequence[int | str]
 
 
-class Parts(NamedTuple):
-    """A block in two calls. parts: by name of an output what each rank has of it after `run`; `gather` puts it
-    together."""
+class ShardOutputs(NamedTuple):
+    """A block in two calls, `run` and `gather`.
+
+    parts: by name of an output what each rank has of it after `run`; `gather` puts it together.
+    """
 
     run: Run
     parts: Mapping[str, Sequence[np.ndarray]]
@@ -30,8 +35,11 @@ class Parts(NamedTuple):
 
 
 class RankBlock:
-    """A block in pieces. runs[piece][rank]: its engines with their weights, in the order of the pieces. signature: of
-    the whole block; signatures: of the pieces."""
+    """A block of several engine calls, of several ranks.
+
+    runs[piece][rank]: its engines with their weights, in the order of the pieces. signature: of the whole block;
+    signatures: of the pieces.
+    """
 
     def __init__(
         self,
@@ -47,14 +55,20 @@ class RankBlock:
         calls, ranks = self._prepare(inputs, outputs)
         return _all([*calls, *self._puts(ranks, outputs)])
 
-    def prepare_parts(self, inputs: Arrays, outputs: Arrays) -> Parts:
-        """As `prepare`, in two calls: what of `outputs` each rank has a part of is there after the second."""
+    def prepare_parts(self, inputs: Arrays, outputs: Arrays) -> ShardOutputs:
+        """Bind the block as two calls, of which the second gathers sharded outputs.
+
+        As `prepare` otherwise: what of `outputs` each rank has a part of is there after the second.
+        """
         calls, ranks = self._prepare(inputs, outputs)
         parts = {name: [known[name] for known in ranks] for name in outputs if name in self._sharded.values}
-        return Parts(_all(calls), parts, _all(self._puts(ranks, outputs)))
+        return ShardOutputs(_all(calls), parts, _all(self._puts(ranks, outputs)))
 
     def _prepare(self, inputs: Arrays, outputs: Arrays) -> tuple[list[Run], list[dict[str, np.ndarray]]]:
-        """The calls of all pieces, and by rank and name the arrays that they read and write."""
+        """Return the calls of all pieces, and the arrays that they read and write.
+
+        The arrays are by rank and name.
+        """
         sizes = _sizes(self._signature, inputs, outputs)
         degree, values = len(self._runs[0]), self._sharded.values
         ranks: list[dict[str, np.ndarray]] = [{} for _ in range(degree)]
@@ -85,14 +99,20 @@ class RankBlock:
         ]
 
     def _result(self, io: IO, rank: int, outputs: Arrays, sizes: Mapping[str, int]) -> np.ndarray:
-        """Where a rank writes: the first rank's whole results are the block's own."""
+        """Return the array that a rank writes a result to.
+
+        The first rank's whole results are the block's own.
+        """
         if rank == 0 and io.name in outputs and io.name not in self._sharded.values:
             return outputs[io.name]
         return np.empty([sizes[size] if isinstance(size, str) else size for size in io.shape], io.numpy_dtype)
 
 
 class RankAttention:
-    """An attention's phase over all heads, by engines for a rank's. shards: see `attention_shards`."""
+    """An attention's phase over all heads, by engines for a rank's heads.
+
+    shards: see `attention_shards`.
+    """
 
     def __init__(self, shards: Mapping[str, Shard], signature: Signature, run: Executable, degree: int):
         self._shards, self._run, self._degree = shards, run, degree
@@ -122,7 +142,7 @@ def _declared(signature: Signature) -> tuple[dict[str, Declared], dict[str, Decl
 
 
 def _sizes(signature: Signature, inputs: Arrays, outputs: Arrays) -> dict[str, int]:
-    """What the names in the shapes stand for."""
+    """Return the sizes that the names in the shapes stand for."""
     found: dict[str, int] = {}
     for ios, arrays in ((signature.inputs, inputs), (signature.outputs, outputs)):
         for io in ios:
@@ -131,7 +151,10 @@ def _sizes(signature: Signature, inputs: Arrays, outputs: Arrays) -> dict[str, i
 
 
 def _brought(shard: Shard | None, array: np.ndarray, rank: int, calls: list[Run]) -> np.ndarray:
-    """A rank's part of an input, brought at each call; the array itself where it is whole."""
+    """Return a rank's part of an input; the array itself where it is whole.
+
+    `calls` gains a call that copies the part.
+    """
     if shard is None:
         return array
     own = np.array(shard.take(array, rank), order="C")

@@ -1,7 +1,7 @@
-"""Which adapters are resident, and which of them each slot's request is computed with. Policy only: no tensors.
+"""Resident adapters, and the adapter of each slot's request.
 
-A request holds its adapter from when it gets a slot until it leaves it. An adapter that nobody holds stays resident
-until another one needs its slot: the one that was left longest ago goes first.
+Policy only: no tensors. A request holds its adapter from when it gets a slot until it leaves it. An adapter that no
+request holds stays resident until another one needs its slot: the one that was left longest ago goes first.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Residency:
         return True
 
     def release(self, slot: int) -> None:
-        """The slot's request has ended."""
+        """Release the adapter of a slot whose request has ended."""
         self.adapter_slots[slot] = -1
 
     def can_claim(self, slot: int, adapter: str | None) -> bool:
-        """Whether `claim` would succeed."""
+        """Return whether `claim` would succeed."""
         return adapter is None or adapter in self._resident or self._free_adapter_slot(slot) is not None
 
     @property

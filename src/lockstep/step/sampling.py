@@ -90,12 +90,15 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """`draw` or the most likely token of the logits as they are does not do: the host must see them."""
+        """Return whether the host must see the logits.
+
+        So where neither `draw` nor the most likely token of the logits as they are is enough.
+        """
         return self.logprobs is not None or self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
-        """Tokens before, or a list, decide beside the logits."""
+        """Return whether earlier tokens or a list change the logits."""
         return bool(
             self.logit_bias
             or self.bad_words
@@ -108,7 +111,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural logarithms of probabilities: of the chosen token, and of the likeliest tokens, likeliest first."""
+    """Natural logarithms of probabilities.
+
+    Of the chosen token, and of the likeliest tokens, likeliest first.
+    """
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -123,7 +129,10 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses one request's tokens, and keeps what its penalties need: how often each token came."""
+    """Chooses one request's tokens.
+
+    It keeps what its penalties need: how often each token came.
+    """
 
     def __init__(
         self,
@@ -133,8 +142,11 @@ class Sampler:
         choice: int = 0,
         num_prompt_tokens: int | None = None,
     ):
-        """prompt: token ids; stop_ids: what `min_tokens` holds back; choice: number of the request's choice;
-        num_prompt_tokens: fewer than `prompt` has, where its last tokens are an answer that was interrupted."""
+        """Begin a request.
+
+        prompt: token ids. stop_ids: what `min_tokens` holds back. choice: number of the request's choice.
+        num_prompt_tokens: fewer than `prompt` has, where its last tokens are an answer that was interrupted.
+        """
         self.sampling, self._choice = sampling, choice
         tokens = [int(token) for token in prompt] if sampling.changes_logits else []  # else none is looked at
         cut = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
@@ -142,9 +154,12 @@ class Sampler:
         self._stop_ids = sorted(stop_ids)
 
     def __call__(self, logits: np.ndarray, position: int, allowed: np.ndarray | None = None) -> Sampled:
-        """logits: [vocab_size] float32. position: number of the request's tokens before the one that is chosen.
-        allowed: [vocab_size] bool, what a grammar leaves, at least one; it comes before all else: where lists leave
-        nothing of it, they do not count."""
+        """Choose the next token.
+
+        logits: [vocab_size] float32. position: number of the request's tokens before the one that is chosen. allowed:
+        [vocab_size] bool, what a grammar leaves, at least one; it comes before all else: where lists leave nothing of
+        it, they are ignored.
+        """
         sampling = self.sampling
         best = int(np.argmax(logits))  # NaN counts as the largest
         if not np.isfinite(logits[best]):
@@ -188,7 +203,7 @@ class Sampler:
 
 
 def parameters(sampling: Sampling, choice: int) -> tuple[float, int, float, int, float, int, int]:
-    """The fields of PARAMETERS, for the draws of a request's choice."""
+    """Return the fields of PARAMETERS, for the draws of a request's choice."""
     temperature = float(_temperature(sampling)) if sampling.temperature else 0.0
     top_k = min(sampling.top_k, np.iinfo(np.int32).max)
     return temperature, top_k, sampling.min_p, 0, sampling.top_p, sampling.seed, choice
@@ -199,7 +214,7 @@ def _temperature(sampling: Sampling) -> np.float32:
 
 
 def draw(logits: np.ndarray, sampling: Sampling, choice: int, position: int) -> int:
-    """A token for logits [vocab_size], at a temperature above 0."""
+    """Draw a token from logits [vocab_size], at a temperature above 0."""
     weights = probabilities(logits, sampling)
     kept = np.flatnonzero(weights)
     if len(kept) == 1:
@@ -211,8 +226,11 @@ def draw(logits: np.ndarray, sampling: Sampling, choice: int, position: int) -> 
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """What the draw weighs tokens by, [vocab_size] float32: probabilities at a temperature above 0, up to a common
-    factor; 0 for those that min-p, top-k or top-p leave out."""
+    """Return the weights of tokens in the draw, [vocab_size] float32.
+
+    They are probabilities at a temperature above 0, up to a common factor; 0 for those that min-p, top-k or top-p leave
+    out.
+    """
     # The largest is taken off before the division: a tiny temperature then gives exp(-inf) = 0, not an overflow.
     with np.errstate(over="ignore"):
         weights = np.exp((logits.astype(np.float32) - logits.max()) / _temperature(sampling))
@@ -227,7 +245,10 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def _nucleus(weights: np.ndarray, top_p: float) -> tuple[int, np.float32]:
-    """(number, least) of the smallest set of largest weights that holds `top_p` of their sum."""
+    """Return the smallest set of largest weights that holds `top_p` of their sum.
+
+    As (number, least).
+    """
     wanted, count = top_p * float(weights.sum(dtype=np.float64)), 512
     while count < len(weights):  # most of the sum lies in few tokens: sort these only
         largest = np.partition(weights, -count)[-count:]
@@ -242,7 +263,10 @@ def _nucleus(weights: np.ndarray, top_p: float) -> tuple[int, np.float32]:
 
 
 def _keep_largest(weights: np.ndarray, count: int, edge: np.float32) -> None:
-    """Zero all but the `count` largest, of which `edge` is the least; of those that equal it the lower ids stay."""
+    """Zero all but the `count` largest weights, of which `edge` is the least.
+
+    Of those that equal it the lower ids stay.
+    """
     equal = np.flatnonzero(weights == edge)
     more = int((weights > edge).sum())
     weights[weights < edge] = 0
@@ -250,7 +274,7 @@ def _keep_largest(weights: np.ndarray, count: int, edge: np.float32) -> None:
 
 
 def exponential_noise(seed: int, choice: int, position: int, count: int) -> np.ndarray:
-    """Noise of tokens 0 to `count`-1, float32 above 0, exponentially distributed.
+    """Return the exponential noise of tokens 0 to `count`-1, float32 above 0.
 
     Philox4x64-10 with key (seed, choice) and counter (block, position, 0, 0) gives 4 words of 64 bits a block; token t
     takes 32 bits of block t // 8 + 1, word t % 8 // 2, the low half first. With those bits as v in (0, 1): -log(1 - v).
@@ -264,7 +288,10 @@ def exponential_noise(seed: int, choice: int, position: int, count: int) -> np.n
 
 
 def log_probabilities(logits: np.ndarray, token: int, count: int) -> Logprobs:
-    """Of `token` and of the `count` likeliest, of logits [vocab_size]; of equals the lower ids first."""
+    """Return the log probabilities of `token` and of the `count` likeliest.
+
+    logits: [vocab_size]. Of equal ones the lower ids come first.
+    """
     largest = float(logits.max())
     total = largest + math.log(np.exp(logits - np.float32(largest)).sum(dtype=np.float64))
     top = np.arange(len(logits))

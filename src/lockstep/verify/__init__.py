@@ -1,1 +1,4 @@
-"""The checks: graphs, engines and golden outputs against their references, and what tells where they part."""
+"""The checks: graphs, engines and golden outputs against their references.
+
+And what tells where they part (`bisect`).
+"""

@@ -1,4 +1,6 @@
-"""The lengths at which attention over a KV cache may start to go wrong: a config and a limit in, sorted lengths out.
+"""The lengths at which attention over a KV cache may start to go wrong.
+
+A config and a limit in; sorted lengths out.
 
 Positions and cache rows are equal in kind but for a few edges: of pages, of a cache that grows by doubling, of a
 sliding window, of a RoPE setting that names a length, and of the limit itself. Checks look on both sides of each.
@@ -23,8 +25,10 @@ _LARGEST_WEIGHT = 8192
 
 
 def config_lengths(config: Mapping[str, Any]) -> set[int]:
-    """Return the lengths in tokens that a config.json names, at any depth: windows, chunks, the length that RoPE was
-    scaled from."""
+    """Return the lengths in tokens that a config.json names, at any depth.
+
+    These are windows, chunks, and the length that RoPE was scaled from.
+    """
     return {
         length for key, value in _items(config) if _LENGTH_KEYS.search(key) for length in _numbers(value) if length > 0
     }
@@ -45,8 +49,10 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def edges(longest: int, lengths: Iterable[int] = ()) -> list[int]:
-    """Return the sorted lengths from 1 to `longest` at which something may begin or end: powers of two from a page on,
-    `lengths`, and `longest`."""
+    """Return the sorted lengths from 1 to `longest` at which something may change.
+
+    Something may begin or end at powers of two from a page on, at `lengths`, and at `longest`.
+    """
     found = {longest, *lengths}
     capacity = PAGE
     while capacity < longest:
@@ -57,7 +63,10 @@ def edges(longest: int, lengths: Iterable[int] = ()) -> list[int]:
 
 
 def both_sides(longest: int, lengths: Iterable[int] = ()) -> list[int]:
-    """Return the sorted lengths one below, at and one above each of `edges`, from 1 to `longest`."""
+    """Return the sorted lengths one below, at and one above each of `edges`.
+
+    From 1 to `longest`.
+    """
     return sorted(
         {near for edge in edges(longest, lengths) for near in (edge - 1, edge, edge + 1) if 1 <= near <= longest}
     )
@@ -66,8 +75,9 @@ def both_sides(longest: int, lengths: Iterable[int] = ()) -> list[int]:
 def synthetic_past(
     random: np.random.Generator, rows: int, heads: int, dims: tuple[int, int], lengths: Iterable[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return seeded keys [rows, heads, dims[0]] and values [rows, heads, dims[1]], float32, for a cache in which each
-    row that matters shows.
+    """Return seeded keys and values for a cache in which each row matters.
+
+    Keys [rows, heads, dims[0]] and values [rows, heads, dims[1]], float32.
 
     Standard normal keys spread attention over all rows, so one row has a weight of about 1/rows, which no tolerance
     would notice. The values of the rows on both sides of each edge, counted from the front and (for windows) from the

@@ -1,7 +1,11 @@
-"""How a check ends: a report where it passes, a failing report and one line where it does not."""
+"""How a check ends.
+
+With a report where it passes, with a failing report and one line where it does not.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +16,17 @@ from lockstep.errors import CheckError
 
 
 def largest(errors: list[float | None]) -> float | None:
-    """The largest of some errors; None (not a finite number) beats all. 0 of an empty list."""
+    """Return the largest of some errors; 0 of an empty list.
+
+    None (not a finite number) beats all.
+    """
     finite = [error for error in errors if error is not None]
     return max(finite, default=0.0) if len(finite) == len(errors) else None
+
+
+def finite(error: float | None) -> float | None:
+    """Return the error as reports have it: None where it is not finite."""
+    return error if error is not None and math.isfinite(error) else None
 
 
 def finish(out: str | os.PathLike, report: Report, failure: str | None) -> Path:

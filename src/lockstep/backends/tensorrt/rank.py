@@ -26,7 +26,7 @@ from lockstep.backends.tensorrt.prompt_blocks import BoundBlock, BoundPiece, Bou
 from lockstep.backends.tensorrt.prompts import Inputs, PromptInputs
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.step.advance import Advance
-from lockstep.step.network import Block, LayerAttention, Network, Piece
+from lockstep.step.network import Block, LayerAttention, Network, ShardCall
 from lockstep.step.pages import PageTables
 
 Call = Callable[[], None]
@@ -54,7 +54,7 @@ class StepCalls:
 class _Run:
     """A call of a piece's engine on arrays."""
 
-    piece: Piece
+    piece: ShardCall
     inputs: Mapping[str, cuda.Array]
     outputs: Mapping[str, cuda.Array]
 
@@ -452,8 +452,8 @@ def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> li
     return [values[name][:total] for name in names]
 
 
-def engine_of(of: Block | Piece) -> TensorRTExecutable:
-    """Return the executable of a block or piece, which is of this backend.
+def engine_of(of: Block | ShardCall) -> TensorRTExecutable:
+    """Return the executable of a block or of a rank's call, which is of this backend.
 
     The executor is given networks of this backend's engines alone.
     """

@@ -18,7 +18,7 @@ from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError
 from lockstep.pipeline.stages import entry_of
-from lockstep.pipeline.step import Step
+from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity
 from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, touch
 from lockstep.provenance.record import content
@@ -27,20 +27,20 @@ from lockstep.provenance.slsa import provenance_path
 _SUFFIXES = (".onnx", ".engine")
 
 
-def _is_cached(step: Step) -> bool:
+def _is_cached(step: JobSpec) -> bool:
     """Checks are not: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made
     sooner than it is copied."""
     return entry_of(step).is_cached
 
 
-def cache_for(step: Step, configured: str) -> Cache | None:
+def cache_for(step: JobSpec, configured: str) -> Cache | None:
     """The cache for a step; None where there is none or the step is not cached. Raises InputError for a place where no
     cache can be."""
     folder = cache_folder(configured) if _is_cached(step) else None
     return Cache(folder) if folder else None
 
 
-def take(cache: Cache | None, step: Step, key: BuildKey) -> bool:
+def take(cache: Cache | None, step: JobSpec, key: BuildKey) -> bool:
     """Restore the artefact with this build key to the output of `step`, if the cache has it whole. False: it is to be
     made."""
     if cache is None:
@@ -64,7 +64,7 @@ def take(cache: Cache | None, step: Step, key: BuildKey) -> bool:
     return True
 
 
-def put(cache: Cache | None, step: Step, record: BuildRecord) -> None:
+def put(cache: Cache | None, step: JobSpec, record: BuildRecord) -> None:
     """Put what `step` has just made, and what its record lists, into the cache. Not what names files elsewhere: it is
     right in one place only."""
     if cache is None or not _is_whole(step.output, record.outputs):
@@ -85,7 +85,7 @@ def put(cache: Cache | None, step: Step, record: BuildRecord) -> None:
         _say(f"{step} is put into {cache.folder}, build key {entry.key[:12]}")
 
 
-def _restore(cache: Cache, step: Step, entry: Entry) -> None:
+def _restore(cache: Cache, step: JobSpec, entry: Entry) -> None:
     """The manifest is looked at first and appears last: a run that is killed in between leaves none."""
     folder, output = step.output.parent, step.output
     for name in entry.files:
@@ -105,7 +105,7 @@ def _restore(cache: Cache, step: Step, entry: Entry) -> None:
             _clear(folder, set(entry.files))
 
 
-def _beside(step: Step) -> list[Path]:
+def _beside(step: JobSpec) -> list[Path]:
     """What is kept with an artefact and is no part of its record: who built an engine set, and when."""
     return [provenance_path(step.output)] if step.stage == "build" else []
 
@@ -117,7 +117,7 @@ def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
     )
 
 
-def _check_unchanged(step: Step, key: BuildKey) -> None:
+def _check_unchanged(step: JobSpec, key: BuildKey) -> None:
     """Raises InputError when inputs or code are not those that the key is of: others may have been read when the
     artefact was made."""
     package = code_identity.SOURCES

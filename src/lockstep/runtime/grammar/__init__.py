@@ -1,4 +1,7 @@
-"""Structured output: a grammar in, which tokens may come next out. llguidance is loaded when one is first asked for."""
+"""Structured output: a grammar in, the tokens that may come next out.
+
+llguidance is loaded when a grammar is first asked for.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ Kind = Literal["json_schema", "json_object", "regex", "lark"]
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be. text: a JSON schema, a regular expression that the whole answer matches, or a grammar in
-    llguidance's dialect of Lark; "json_object" has none. name: of the field that asked for it, for errors."""
+    """The form that an answer must have.
+
+    text: a JSON schema, a regular expression that the whole answer matches, or a grammar in llguidance's dialect of
+    Lark; "json_object" has none. name: of the field that asked for it, for errors.
+    """
 
     kind: Kind
     text: str = ""

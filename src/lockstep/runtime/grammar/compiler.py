@@ -1,4 +1,7 @@
-"""Grammars in, matchers out, off the loop that steps: threads compile, each after a trial in a process of its own."""
+"""Compile grammars in threads beside the loop that steps.
+
+Grammars in; matchers out. Each grammar is first compiled on trial in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.grammar.matcher import Matcher
-from lockstep.runtime.grammar.trial import Refusal, Trial, compiled, open_tokenizer
+from lockstep.runtime.grammar.trial import Refusal, TrialProcess, compiled, open_tokenizer
 from lockstep.runtime.tokenizer import tokenizer_path
 
 SECONDS = 5.0
@@ -31,8 +34,10 @@ class _Job:
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer. Threads and processes begin with the first; several grammars that are slow
-    on purpose hold others up by at most their time limits, and nobody else.
+    """Compiles grammars for one tokenizer.
+
+    Threads and processes begin with the first; several grammars that are slow on purpose hold other grammars up by at
+    most their time limits, and no other request.
 
     The first grammar also loads the tokenizer, in which llguidance lets no other thread run: 0.15 s for 32,000 tokens,
     0.6 s for 128,000.
@@ -41,7 +46,10 @@ class Compiler:
     def __init__(
         self, assembly_json: str | os.PathLike, vocab_size: int, eos_token_ids: Sequence[int], seconds: float = SECONDS
     ):
-        """assembly_json: names the tokenizer. seconds: that a grammar may take to compile."""
+        """Make a compiler; no thread runs yet.
+
+        assembly_json: names the tokenizer. seconds: that a grammar may take to compile.
+        """
         self._assembly, self._seconds = assembly_json, seconds
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -56,7 +64,10 @@ class Compiler:
         self._num_workers = 0
 
     def submit(self, key: int, grammar: Grammar, answer_ids: Sequence[int] = ()) -> None:
-        """Compile a grammar; `poll` gives its outcome. answer_ids: tokens that were given out already."""
+        """Compile a grammar; `poll` gives its outcome.
+
+        answer_ids: tokens that were given out already.
+        """
         self._open.add(key)
         self._jobs.put(_Job(key, grammar, answer_ids))
         if self._num_workers < min(_WORKERS, len(self._open)):
@@ -67,11 +78,14 @@ class Compiler:
             threading.stack_size(before)
 
     def forget(self, key: int) -> None:
-        """Nobody waits for this one any more."""
+        """Drop the outcome of a grammar that was submitted."""
         self._open.discard(key)
 
     def poll(self) -> list[tuple[int, Matcher | str]]:
-        """What has come: by key the matcher, behind its answer_ids, or in one line why there is none."""
+        """Return the outcomes that have come, by key.
+
+        Each is the matcher, behind its answer_ids, or one line that says why there is none.
+        """
         self._came.clear()
         found = []
         while self._outcomes:
@@ -82,11 +96,11 @@ class Compiler:
         return found
 
     def wait(self, seconds: float) -> None:
-        """Until an outcome comes, for at most so long."""
+        """Wait until an outcome comes, for at most so many seconds."""
         self._came.wait(seconds)
 
     def _work(self) -> None:
-        trial: Trial | None = None
+        trial: TrialProcess | None = None
         while True:
             job = self._jobs.get()
             if job.key not in self._open:
@@ -95,7 +109,7 @@ class Compiler:
                 tokenizer = self._load()
                 if job.grammar not in self._known:
                     assert self._text is not None
-                    trial = trial or Trial(self._text, self._vocab_size, self._eos_token_ids)
+                    trial = trial or TrialProcess(self._text, self._vocab_size, self._eos_token_ids)
                     trial.check(job.grammar.kind, job.grammar.text, self._seconds)
                 outcome: Matcher | str = self._matcher(tokenizer, job)
             except Refusal as refusal:

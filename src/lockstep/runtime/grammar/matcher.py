@@ -1,4 +1,4 @@
-"""Where an answer stands in its grammar: tokens in, which may come next out."""
+"""The matcher of one answer, which says what tokens its grammar allows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ End = Literal["grammar_end", "grammar_error"]
 
 
 class Matcher:
-    """One answer's. The next mask is computed in a thread, while the model computes the logits that it is for: median
-    60 us, but up to 30 ms for a grammar that is made to be slow."""
+    """The grammar of one answer, at the answer's end so far.
+
+    The next mask is computed in a thread, while the model computes the logits that it is for: median 60 us, but up to
+    30 ms for a grammar that is made to be slow.
+    """
 
     def __init__(self, matcher: Any, vocab_size: int, masks: ThreadPoolExecutor):
-        """matcher: llguidance's, which belongs to this from now on; computes the first mask."""
+        """Take over llguidance's `matcher`, and compute the first mask."""
         self._matcher, self._vocab_size, self._masks = matcher, vocab_size, masks
         self._mask: bytes = matcher.compute_bitmask()
         self._coming: Future[bytes] | None = None
 
     def fork(self) -> Matcher:
-        """Another answer that stands where this one does."""
+        """Return a matcher of another answer that stands where this one does."""
         self._wait()
         other = object.__new__(Matcher)
         other._matcher, other._vocab_size, other._masks = self._matcher.deep_copy(), self._vocab_size, self._masks
@@ -32,8 +35,11 @@ class Matcher:
         return other
 
     def allowed(self) -> np.ndarray | None:
-        """Which tokens may come next, [vocab_size] bool; the end of sequence where the answer may end. None where
-        llguidance gives up, for the grammar is too complex here, or allows only tokens that the model lacks."""
+        """Return which tokens may come next, [vocab_size] bool.
+
+        The end of sequence where the answer may end. None where llguidance gives up, for the grammar is too complex
+        here, or allows only tokens that the model lacks.
+        """
         self._wait()
         if self._matcher.is_error():
             return None
@@ -42,7 +48,7 @@ class Matcher:
         return allowed if allowed.any() else None
 
     def consume(self, token: int) -> End | None:
-        """The answer goes on with this token; gives why no other can follow, if so."""
+        """Go on with this token; return why no other can follow, if so."""
         self._wait()
         if not self._matcher.consume_token(token) or self._matcher.is_error():
             return "grammar_error"
@@ -52,27 +58,29 @@ class Matcher:
         return None
 
     def _wait(self) -> None:
-        """llguidance's matcher is not for two threads at once."""
+        """Wait for the mask: llguidance's matcher is not for two threads at once."""
         if self._coming is not None:
             self._mask, self._coming = self._coming.result(), None
 
 
 class GrammarCompiler(Protocol):
-    """What makes the matchers of an engine (`compiler.Compiler`), which need not be there where no request asks for a
-    grammar."""
+    """Compiles the grammars of an engine's requests: `compiler.Compiler`.
+
+    An engine without one takes no request with a grammar.
+    """
 
     def submit(self, key: int, grammar: Grammar, answer_ids: Sequence[int] = ()) -> None:
         """Begin with a grammar. answer_ids: tokens that its answer has already."""
         ...
 
     def forget(self, key: int) -> None:
-        """Its request has ended."""
+        """Drop a grammar whose request has ended."""
         ...
 
     def poll(self) -> list[tuple[int, Matcher | str]]:
-        """What is done: the matcher, or why there is none."""
+        """Return what is done, by key: the matcher, or why there is none."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until something is done, for at most so long."""
+        """Wait until something is done, for at most so many seconds."""
         ...

@@ -1,4 +1,6 @@
-"""Compile a grammar in a process of its own first, which may hang, need all memory or crash: the engine lives on.
+"""Compile a grammar on trial, in a process of its own.
+
+The process may hang, need all memory or crash: the engine lives on.
 
 llguidance takes minutes for some grammars of a few hundred characters, and overflows the stack for long chains of
 rules. A thread that does so cannot be ended; a process can. The process runs this file, with the standard library and
@@ -27,15 +29,15 @@ class Refusal(Exception):
     """Why a grammar is not taken: one line that goes on "expected ..."."""
 
 
-class Trial:
-    """The engine's end. Not for several threads at once."""
+class TrialProcess:
+    """A child process that compiles grammars, and its limits. Not thread-safe."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]):
         self._terms = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, kind: str, text: str, seconds: float) -> None:
-        """Raises Refusal for a grammar that does not compile within `seconds`."""
+        """Check that a grammar compiles within `seconds`. Raises Refusal."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -80,7 +82,10 @@ class Trial:
 
 
 def open_tokenizer(text: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
-    """Return llguidance's tokenizer of a tokenizer.json. Raises Refusal, also where llguidance is not installed."""
+    """Return llguidance's tokenizer of a tokenizer.json.
+
+    Raises Refusal, also where llguidance is not installed.
+    """
     try:
         import llguidance
     except ModuleNotFoundError as error:
@@ -158,7 +163,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped."""
+    """Return the bytes that this process has mapped."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

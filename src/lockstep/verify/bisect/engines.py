@@ -19,7 +19,10 @@ from lockstep.weights import Weights
 
 
 class Engines:
-    """An engine set. Weights are bound for one call and let go: one layer's copy at a time."""
+    """The engines of a set, called one at a time.
+
+    Weights are bound for one call and let go: one layer's copy at a time.
+    """
 
     def __init__(self, engines: EngineSet, weights: Weights, threads: int | None = None):
         self.set, self._weights, self._threads = engines, weights, threads
@@ -29,7 +32,10 @@ class Engines:
         self.max_rows: int | None = rows  # requests that the engines were built for; None: any number
 
     def name(self, graph: str) -> str:
-        """Return the engine that computes a graph for tokens without adapters: one without room for any, if there."""
+        """Return the engine that computes a graph for tokens without adapters.
+
+        One without room for adapters, if there is one.
+        """
         base = base_engine(graph)
         return base if base in self._names else graph
 

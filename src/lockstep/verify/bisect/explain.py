@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.bisect_report import EngineReport
 from lockstep.backends import EngineSet
 from lockstep.backends.graphs import graph_file
 from lockstep.errors import LockstepError
@@ -41,10 +41,11 @@ def explain_failure(
 ) -> str:
     """Explain a failed check in one line: the first engine that leaves its graph.
 
-    The first engine that leaves its graph, or that none does, and what to run next.
+    Or that none does; and what to run next.
 
     target: its name, for the advice. tolerance: {"block", "logits"}. ids, num_prompt: the failing request, prompt and
     the reference's tokens; without them seeded ones are taken. Stops between two stages when `seconds` are over.
+
     Raises nothing of its own: whoever calls has a failure to report, and what keeps this one from looking is said in
     the line.
     """
@@ -54,14 +55,13 @@ def explain_failure(
         found = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, tokens, seconds, threads)
     except (LockstepError, OSError, MemoryError) as error:
         return f"bisect cannot run the engines beside their graphs: {' '.join(str(error).split())}; {further}"
-    if found["fault"]:
-        return "; ".join([answer(found["fault"]), *advice(found["fault"])])
-    if not found["finished"]:
-        last = found["rows"][-1]
-        reached = f"{last['graph']} at layer {last['layer']}"
+    if found.fault:
+        return "; ".join([answer(found.fault), *advice(found.fault)])
+    if not found.finished:
+        reached = f"{found.rows[-1].graph} at layer {found.rows[-1].layer}"
         return f"engines agree with their graphs as far as {seconds:g} s took ({reached}); {further}"
-    if found["served"] and not found["served"]["passed"]:
-        off = f"the logits of lockstep.runtime are off from position {found['served']['position']} on"
+    if found.served and not found.served.passed:
+        off = f"the logits of lockstep.runtime are off from position {found.served.position} on"
         return f"each engine alone agrees with its graph on these tokens, but {off}; {further}"
     return f"each engine alone agrees with its graph on these tokens; {further}"
 
@@ -75,10 +75,8 @@ def engine_report(
     tokens: tuple[Sequence[int], int] | None,
     seconds: float | None = None,
     threads: int | None = None,
-) -> dict[str, Any]:
-    """Compare engines with their graphs along tokens; JSON.
-
-    {"rows", "fault" or None, "served", "finished"}.
+) -> EngineReport:
+    """Compare engines with their graphs along tokens.
 
     served: how far the runtime's logits are from the graphs', once no engine is at fault; None otherwise.
     """
@@ -100,12 +98,7 @@ def engine_report(
             tolerance["logits"],
             threads,
         )
-    return {
-        "rows": rows_of(walked),
-        "fault": fault_of(fault) if fault else None,
-        "served": served,
-        "finished": walked.finished,
-    }
+    return EngineReport(rows_of(walked), fault_of(fault) if fault else None, served, walked.finished)
 
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:

@@ -18,7 +18,7 @@ import onnx
 from lockstep.backends import build
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.nodes import NodeFault, first_fault
-from lockstep.verify.bisect.stages import Graphs, Measured, Stage, Step, Tokens, measure, walk
+from lockstep.verify.bisect.stages import Graphs, Measured, Stage, StageRun, Tokens, measure, walk
 from lockstep.verify.metrics import largest
 from lockstep.weights import slot_array
 
@@ -112,7 +112,7 @@ def walk_stages(
     return walked
 
 
-def _measured(step: Step, engines: Engines | None, tolerance: Mapping[str, float]) -> list[Measured]:
+def _measured(step: StageRun, engines: Engines | None, tolerance: Mapping[str, float]) -> list[Measured]:
     rows = [
         measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance)
         for name, expected in step.expected.items()

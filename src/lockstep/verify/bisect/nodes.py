@@ -1,4 +1,4 @@
-"""Find the first node of a graph whose output is off, beside a graph that is right.
+"""Find the first node of a graph whose output is off.
 
 The graph, one that is right, and what both are fed, in; the node out.
 
@@ -59,11 +59,9 @@ def first_fault(
 ) -> NodeFault | None:
     """Find the first node that makes one of `outputs` wrong; None if all are the same.
 
-    None where all of them are the same.
-
-    feeds: (those of `suspect`, those of `right`); they may differ in weights. same_nodes: `right` should have the
-    same nodes, so that a node without a counterpart is a fault; otherwise such a node is as wrong as what it reads
-    (an engine beside the graph that it was built from).
+    feeds: (those of `suspect`, those of `right`); they may differ in weights. same_nodes: `right` should have the same
+    nodes, so that a node without a counterpart is a fault; otherwise such a node is as wrong as what it reads (an
+    engine beside the graph that it was built from).
     """
     found, expected = trace(suspect, feeds[0]), trace(right, feeds[1])
     pairs = _pairs(suspect.graph, right.graph, same_nodes)

@@ -5,56 +5,58 @@ Measurements and faults in; a document, a short answer and a table by layer out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
+from lockstep.artifacts.bisect_report import BisectReport, FaultMeasured, FaultNode, FoundFault, MeasuredOutput
 from lockstep.verify.bisect.faults import Fault, Walked
+from lockstep.verify.bisect.nodes import NodeFault
 from lockstep.verify.bisect.stages import Stage
+from lockstep.verify.metrics import finite
 
-Entry = dict[str, Any]
 _REFERENCE = {"graph": "PyTorch", "engine": "its graph"}
 
 
-def rows_of(walked: Walked) -> list[Entry]:
-    """Return the measurements as JSON, in the order in which the stages run."""
-    return [
-        {
-            **_place(row.stage),
-            "tensor": row.tensor,
-            "against": row.against,
-            "max_abs_error": row.error.max_abs_error,
-            "relative_error": row.error.relative_error,
-            "tolerance": row.tolerance,
-            "passed": row.passed,
-            "position": row.position,
-        }
+def rows_of(walked: Walked) -> tuple[MeasuredOutput, ...]:
+    """Return the measurements for the report, in the order in which the stages run."""
+    return tuple(
+        MeasuredOutput(
+            *_name_of(row.stage),
+            row.tensor,
+            row.against,
+            finite(row.error.max_abs_error),
+            finite(row.error.relative_error),
+            row.tolerance,
+            row.passed,
+            row.position,
+        )
         for row in walked.rows
-    ]
+    )
 
 
-def fault_of(fault: Fault) -> Entry:
-    """Return a fault as JSON; its layer is the decoder layer that it lies in."""
-    row = fault.measured
-    return {
-        "wrong": fault.wrong,
-        "layer": _layer(fault),
-        **{f"block_{key}" if key == "layer" else key: value for key, value in _place(fault.place).items()},
-        "node": asdict(fault.node) if fault.node else None,
-        "look_at": fault.look_at,
-        "measured": {
-            **_place(row.stage),
-            "tensor": row.tensor,
-            "position": row.position,
-            "error_before": fault.error_before,
-            "error_after": row.error.max_abs_error,
-            "tolerance": row.tolerance,
-        },
-    }
+def fault_of(fault: Fault) -> FoundFault:
+    """Return a fault for the report; its layer is the decoder layer that it lies in."""
+    row, place = fault.measured, fault.place
+    before, after = finite(fault.error_before), finite(row.error.max_abs_error)
+    return FoundFault(
+        wrong=fault.wrong,
+        layer=_layer(fault),
+        part=place.part,
+        graph=place.graph,
+        phase=place.phase,
+        block_layer=place.layer,
+        node=_node_of(fault.node) if fault.node else None,
+        look_at=fault.look_at,
+        measured=FaultMeasured(*_name_of(row.stage), row.tensor, row.position, before, after, row.tolerance),
+    )
 
 
-def _place(stage: Stage) -> Entry:
-    return {"part": stage.part, "graph": stage.graph, "phase": stage.phase, "layer": stage.layer}
+def _name_of(stage: Stage) -> tuple[str, str, str, int | None]:
+    return stage.part, stage.graph, stage.phase, stage.layer
+
+
+def _node_of(node: NodeFault) -> FaultNode:
+    before, after = finite(node.error_before), finite(node.error_after)
+    return FaultNode(node.name, node.operator, node.output, before, after, node.reason, node.others)
 
 
 def _layer(fault: Fault) -> int | None:
@@ -73,63 +75,65 @@ def _layer(fault: Fault) -> int | None:
     return stage.layer
 
 
-def answer(fault: Mapping[str, Any]) -> str:
+def answer(fault: FoundFault) -> str:
     """Say in one line which is wrong, where, and the error before and after."""
-    measured, node = fault["measured"], fault["node"]
-    before, after = _number(measured["error_before"]), _number(measured["error_after"])
-    errors = f"error {before} before, {after} after (tolerance {measured['tolerance']:g})"
-    found = (
-        f"{measured['tensor']} is off {_REFERENCE[fault['wrong']]} from position {measured['position']} on, {errors}"
-    )
-    return f"{fault['wrong']}: {where(fault)}{f', node {_name(node)}' if node else ''}: {found}"
+    measured, node = fault.measured, fault.node
+    before, after = _number(measured.error_before), _number(measured.error_after)
+    errors = f"error {before} before, {after} after (tolerance {measured.tolerance:g})"
+    found = f"{measured.tensor} is off {_REFERENCE[fault.wrong]} from position {measured.position} on, {errors}"
+    place = _where(fault.part, fault.graph, fault.phase, fault.block_layer, fault.layer)
+    return f"{fault.wrong}: {place}{f', node {_name(node)}' if node else ''}: {found}"
 
 
-def advice(fault: Mapping[str, Any]) -> list[str]:
+def advice(fault: FoundFault) -> list[str]:
     """Say how the node differs from the right one, and what to do."""
-    node = fault["node"]
+    node = fault.node
     if not node:
-        return [fault["look_at"]]
-    errors = (
-        f"off by {_number(node['error_before'])} in what it reads, by {_number(node['error_after'])} in what it gives"
-    )
-    more = f"; {node['others']} more nodes differ by themselves" if node["others"] else ""
+        return [fault.look_at]
+    before, after = ("inf" if error is None else _number(error) for error in (node.error_before, node.error_after))
+    more = f"; {node.others} more nodes differ by themselves" if node.others else ""
+    reason = node.reason or "the same node as in the graph"
     return [
-        f"node {_name(node)}: {node['reason'] or 'the same node as in the graph'}; {errors}{more}",
-        fault["look_at"],
+        f"node {_name(node)}: {reason}; off by {before} in what it reads, by {after} in what it gives{more}",
+        fault.look_at,
     ]
 
 
-def _name(node: Mapping[str, Any]) -> str:
-    return (
-        f"{node['name']} ({node['operator']})"
-        if node["name"] == node["output"]
-        else f"{node['name']} ({node['operator']} -> {node['output']})"
-    )
+def _name(node: FaultNode) -> str:
+    made = f"{node.operator} -> {node.output}" if node.name != node.output else node.operator
+    return f"{node.name} ({made})"
 
 
-def where(fault: Mapping[str, Any]) -> str:
-    part, graph, layer = fault["part"], fault["graph"], fault["block_layer"]
+def _where(part: str, graph: str, phase: str, block_layer: int | None, layer: int | None) -> str:
+    """Say where a stage is.
+
+    block_layer: its own; layer: the decoder layer that its fault lies in.
+    """
     if part == "embedding":
         return f"embedding (class {graph})"
     if part == "exit":
-        return f"layer {layer}, exit (class {graph}, behind the last attention)"
+        return f"layer {block_layer}, exit (class {graph}, behind the last attention)"
     if part == "attention":
-        return f"layer {layer}, attention ({graph}, {fault['phase']})"
-    both = f"the end of layer {layer - 1} and the beginning of layer {layer}" if layer else "the beginning of layer 0"
-    return f"layer {fault['layer']}, block {graph} ({both})"
+        return f"layer {block_layer}, attention ({graph}, {phase})"
+    both = (
+        f"the end of layer {block_layer - 1} and the beginning of layer {block_layer}"
+        if block_layer
+        else "the beginning of layer 0"
+    )
+    return f"layer {layer}, block {graph} ({both})"
 
 
-def text(report: Mapping[str, Any]) -> str:
+def text(report: BisectReport) -> str:
     """Write the answer, what to look at, and the table by layer."""
-    lines = [report["answer"], *(f"look at: {line}" for line in report["look_at"]), "", *_table(report)]
-    about = f"{report['num_tokens']} tokens, {report['num_prompt']} of them the prompt {report['prompt']!r}"
-    return "\n".join([*lines, "", about, *report["notes"]]) + "\n"
+    lines = [report.answer, *(f"look at: {line}" for line in report.look_at), "", *_table(report)]
+    about = f"{report.num_tokens} tokens, {report.num_prompt} of them the prompt {report.prompt!r}"
+    return "\n".join([*lines, "", about, *report.notes]) + "\n"
 
 
-def _table(report: Mapping[str, Any]) -> list[str]:
+def _table(report: BisectReport) -> list[str]:
     """Write a line for each layer: the largest error of what each part gives.
 
-    The largest error of what each part gives, of the graph against PyTorch and of the engine against its graph.
+    Of the graph against PyTorch, and of the engine against its graph.
     """
     heads = (
         "layer",
@@ -143,55 +147,51 @@ def _table(report: Mapping[str, Any]) -> list[str]:
         "attention",
         "off from position",
     )
-    lines = [heads]
-    for label, rows in _by_layer(report["rows"]):
-        torch, engine = ([row for row in rows if row["against"] == against] for against in ("pytorch", "graph"))
-        graph = next((row["graph"] for row in rows if row["part"] != "attention"), rows[0]["graph"])
+    lines: list[tuple[str, ...]] = [heads]
+    for label, rows in _by_layer(report.rows):
+        torch, engine = ([row for row in rows if row.against == against] for against in ("pytorch", "graph"))
+        graph = next((row.graph for row in rows if row.part != "attention"), rows[0].graph)
         tensors = [
-            _largest([row for row in torch if row["tensor"] in names])
+            _largest([row for row in torch if row.tensor in names])
             for names in (("hidden", "hidden_out"), ("key_out",), ("value_out",), ("attention",), ("logits",))
         ]
         parts = [
-            _largest([row for row in engine if (row["part"] == "attention") == attention])
-            for attention in (False, True)
+            _largest([row for row in engine if (row.part == "attention") == attention]) for attention in (False, True)
         ]
-        off = [row["position"] for row in rows if not row["passed"]]
+        off = [row.position for row in rows if not row.passed]
         lines.append((label, graph, *tensors, *parts, str(min(off)) if off else ""))
     widths = [max(map(len, column)) for column in zip(*lines)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
 
 
-def _by_layer(rows: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
-    groups: dict[str, list[Entry]] = {}
+def _by_layer(rows: Sequence[MeasuredOutput]) -> list[tuple[str, list[MeasuredOutput]]]:
+    groups: dict[str, list[MeasuredOutput]] = {}
     for row in rows:
-        groups.setdefault(row["part"] if row["part"] in ("embedding", "exit") else str(row["layer"]), []).append(row)
+        groups.setdefault(row.part if row.part in ("embedding", "exit") else str(row.layer), []).append(row)
     return list(groups.items())
 
 
-def _largest(rows: Sequence[Entry]) -> str:
+def _largest(rows: Sequence[MeasuredOutput]) -> str:
     """Write the largest absolute error, marked where it is over tolerance."""
     if not rows:
         return "-"
     worst = max(
-        rows,
-        key=lambda row: (not row["passed"], float("inf") if row["max_abs_error"] is None else row["max_abs_error"]),
+        rows, key=lambda row: (not row.passed, float("inf") if row.max_abs_error is None else row.max_abs_error)
     )
-    return _number(worst["max_abs_error"]) + ("" if worst["passed"] else " !")
+    return _number(worst.max_abs_error) + ("" if worst.passed else " !")
 
 
 def _number(error: float | None) -> str:
     return "NaN" if error is None else f"{error:.1e}" if error else "0"
 
 
-def largest_within(rows: Sequence[Entry]) -> str:
+def largest_within(rows: Sequence[MeasuredOutput]) -> str:
     """Say where the largest error is, of rows that all pass.
 
     Nothing is said to be wrong, but this is the first place to look.
     """
-    worst = max(rows, key=lambda row: row["relative_error"] / row["tolerance"])
-    reference = {"pytorch": "of the graph against PyTorch", "graph": "of the engine against its graph"}[
-        worst["against"]
-    ]
-    place = where({**worst, "block_layer": worst["layer"]})
-    found = f"{_number(worst['max_abs_error'])} (tolerance {worst['tolerance']:g})"
-    return f"the largest error {reference} is {found}, {worst['tensor']} at position {worst['position']}: {place}"
+    worst = max(rows, key=lambda row: (row.relative_error or 0.0) / row.tolerance)
+    reference = {"pytorch": "of the graph against PyTorch", "graph": "of the engine against its graph"}[worst.against]
+    place = _where(*worst.stage, worst.layer)
+    found = f"{_number(worst.max_abs_error)} (tolerance {worst.tolerance:g})"
+    return f"the largest error {reference} is {found}, {worst.tensor} at position {worst.position}: {place}"

@@ -59,9 +59,10 @@ def choose(results: Results, target: Target, prompt: str | None, vocab_size: int
 
 
 def failing(reference: Path, failed: Path) -> Request | None:
-    """Choose the first prompt that is wrong in the failed golden report, the long one last; None where none is.
+    """Choose the first prompt that is wrong in the failed golden report.
 
-    Raises InputError for a prompt that the reference does not have.
+    The long one comes last; None where no prompt is wrong. Raises InputError for a prompt that the reference does not
+    have.
     """
     manifest, report = ReferenceManifest.load(reference), GoldenReport.load(failed)
     entries, why = manifest.prompts, f"the first that fails in {failed}"

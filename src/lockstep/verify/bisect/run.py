@@ -9,16 +9,17 @@ PyTorch had there. Where the backend lives in another Python, its engines are ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.adapters import LoraSlots
+from lockstep.artifacts.bisect_report import BisectReport, EngineReport, FoundFault, MeasuredOutput, StepsError
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import EngineSet
@@ -36,13 +37,12 @@ from lockstep.verify.bisect.streamed import StreamedModel
 from lockstep.verify.validate.torch_trace import Record
 from lockstep.weights import Weights
 
-Report = dict[str, Any]
-Ask = Callable[..., Report]
+Ask = Callable[..., Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Right:
-    """What graphs and engines are held to.
+    """The reference of a bisection.
 
     What PyTorch computes of a request, and the graphs as an export gives them now (or why there are none).
     """
@@ -67,6 +67,26 @@ def make_right(
     return Right(StreamedModel(config, weights, layers).record(ids), clean)
 
 
+class _Paths(NamedTuple):
+    checkpoint: Path
+    weights: Path
+    assembly: Path
+    engines: Path
+
+    @classmethod
+    def of(cls, results: Results, target: Target) -> _Paths:
+        """Return where a target's results lie.
+
+        Raises InputError where some, but for engines, are not there.
+        """
+        model, precision = target.model, target.precision
+        graphs = results.checkpoint(model), results.weights(model, precision), results.assembly(model, precision)
+        for path in graphs:
+            if not path.is_file():
+                raise InputError(f"{path}: expected the results of {target}, found none; run snakemake first")
+        return cls(*graphs, results.engines(model, precision, target.backend))
+
+
 def bisect(
     results: Results,
     target: Target,
@@ -75,97 +95,102 @@ def bisect(
     prompt: str | None = None,
     threads: int | None = None,
     right: Right | None = None,
-) -> Report:
-    """Follow a request through PyTorch, graphs and engines; the report is JSON.
+) -> BisectReport:
+    """Follow a request through PyTorch, graphs and engines.
 
     tolerance: {"block", "logits"}. ask: runs `explain.engine_report`, whose arguments it takes, in the Python of the
-    target's backend; None where that is this one. prompt: a text to follow instead of the failing one. right: of the
-    same model and request, where it was made before. Raises InputError without results or for a prompt that gives no
-    tokens, CheckError for graphs or engines that are damaged or cannot run.
+    target's backend, and gives its JSON; None where that is this one. prompt: a text to follow instead of the failing
+    one. right: of the same model and request, where it was made before.
+
+    Raises InputError without results or for a prompt that gives no tokens, CheckError for graphs or engines that are
+    damaged or cannot run.
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    assembly_json, weights_json = (
-        results.assembly(target.model, target.precision),
-        results.weights(target.model, target.precision),
-    )
-    checkpoint_json, engines_json = (
-        results.checkpoint(target.model),
-        results.engines(target.model, target.precision, target.backend),
-    )
-    for path in (checkpoint_json, weights_json, assembly_json):
-        if not path.is_file():
-            raise InputError(f"{path}: expected the results of {target}, found none; run snakemake first")
-    config = CheckpointManifest.load(checkpoint_json).config
-    graphs = open_graphs(assembly_json, weights_json, target.layers, threads)
+    paths = _Paths.of(results, target)
+    graphs = open_graphs(paths.assembly, paths.weights, target.layers, threads)
     request = choose(results, target, prompt, graphs.assembly.vocab_size)
     _check_length(request, graphs.assembly.max_position_embeddings)
-    notes = [] if engines_json.is_file() else [f"no engines at {engines_json}: only the graphs were looked at"]
-    here = engines_json.is_file() and ask is None
-    engines = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads) if here else None
-    if graphs.assembly.adapters is not None:
-        notes.append("the model takes adapters: the request is followed without one; for those see the check `adapted`")
-    right = right or make_right(
-        config, graphs.weights, target.layers, request.tokens.ids, threads, graphs.assembly.adapters
+    has_engines = paths.engines.is_file()
+    engines = (
+        Engines(EngineSet.open(paths.engines, paths.assembly), graphs.weights, threads)
+        if has_engines and ask is None
+        else None
     )
-    record, clean = right.record, right.clean
-    walked = walk_stages(graphs, engines, request.tokens, tolerance, record)
-    rows, faults = rows_of(walked), []
-    if isinstance(clean, str):
-        notes.append(f"the model cannot be exported again: {clean}")
-    else:
-        notes += differing(graphs, clean)
-    if fault := graph_fault(walked, graphs, clean, assembly_json.parent):
+    if right is None:
+        config = CheckpointManifest.load(paths.checkpoint).config
+        right = make_right(config, graphs.weights, target.layers, request.tokens.ids, threads, graphs.assembly.adapters)
+    logits = right.record.logits
+    walked = walk_stages(graphs, engines, request.tokens, tolerance, right.record)
+    notes = _notes(paths, graphs, right.clean)
+    walked_rows, faults, served = rows_of(walked), [], None
+    if fault := graph_fault(walked, graphs, right.clean, paths.assembly.parent):
         faults.append(fault_of(fault))
-    served = None
+    rows = walked_rows
     if engines:
-        if fault := engine_fault(walked, graphs, engines, assembly_json):
+        if fault := engine_fault(walked, graphs, engines, paths.assembly):
             faults.append(fault_of(fault))
         served = served_error(
-            engines_json,
-            assembly_json,
-            weights_json,
+            paths.engines,
+            paths.assembly,
+            paths.weights,
             target.layers,
             request.tokens,
-            record.logits,
+            logits,
             tolerance["logits"],
             threads,
         )
-    elif ask is not None and engines_json.is_file():
-        tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
-        paths = {"assembly": str(assembly_json), "weights": str(weights_json), "engines": str(engines_json)}
-        found = ask(**paths, layers=target.layers, tolerance=dict(tolerance), tokens=tokens)
-        rows += found["rows"]
-        faults += [found["fault"]] if found["fault"] else []
-        served = found["served"]
+    elif ask is not None and has_engines:
+        found = _ask(ask, paths, target, tolerance, request)
+        rows, served = walked_rows + found.rows, found.served
+        faults += [found.fault] if found.fault else []
         notes.append("the engines ran in their backend's own Python, on what the graphs give")
-    order = {
-        (row["part"], row["graph"], row["phase"], row["layer"]): number
-        for number, row in reversed(list(enumerate(rows_of(walked))))
-    }
-    faults.sort(
-        key=lambda fault: order.get(
-            tuple(fault["measured"][key] for key in ("part", "graph", "phase", "layer")), len(order)
-        )
-    )
-    weights = _weights_error(results, target, request, record.logits, tolerance["logits"])
+    faults = _in_order(faults, walked_rows)
+    weights = _weights_error(results, target, request, logits, tolerance["logits"])
     line, look_at = _verdict(faults, rows, served, weights, results, target)
-    return {
-        "format": formats.BISECT,
-        "target": str(target),
-        "prompt": request.text,
-        "chosen": request.why,
-        "num_tokens": len(request.tokens.ids),
-        "num_prompt": request.tokens.num_prompt,
-        "wrong": faults[0]["wrong"] if faults else line.partition(":")[0],
-        "answer": line,
-        "look_at": look_at,
-        "faults": faults,
-        "served": served,
-        "weights": weights,
-        "rows": rows,
-        "notes": [f"chosen: {request.why}", *notes],
-    }
+    return BisectReport(
+        target=str(target),
+        prompt=request.text,
+        chosen=request.why,
+        num_tokens=len(request.tokens.ids),
+        num_prompt=request.tokens.num_prompt,
+        wrong=faults[0].wrong if faults else line.partition(":")[0],
+        answer=line,
+        look_at=tuple(look_at),
+        faults=tuple(faults),
+        served=served,
+        weights=weights,
+        rows=rows,
+        notes=(f"chosen: {request.why}", *notes),
+    )
+
+
+def _notes(paths: _Paths, graphs: Graphs, clean: Graphs | str) -> list[str]:
+    """List what was not looked at, and where the assembly is out of date.
+
+    So where it is not what an export gives now.
+    """
+    notes = []
+    if not paths.engines.is_file():
+        notes.append(f"no engines at {paths.engines}: only the graphs were looked at")
+    if graphs.assembly.adapters is not None:
+        notes.append("the model takes adapters: the request is followed without one; for those see the check `adapted`")
+    if isinstance(clean, str):
+        return [*notes, f"the model cannot be exported again: {clean}"]
+    return [*notes, *differing(graphs, clean)]
+
+
+def _ask(ask: Ask, paths: _Paths, target: Target, tolerance: Mapping[str, float], request: Request) -> EngineReport:
+    """Compare engines with their graphs in the Python of their backend."""
+    tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
+    files = {name: str(getattr(paths, name)) for name in ("assembly", "weights", "engines")}
+    return EngineReport.from_json(ask(**files, layers=target.layers, tolerance=dict(tolerance), tokens=tokens))
+
+
+def _in_order(faults: list[FoundFault], rows: Sequence[MeasuredOutput]) -> list[FoundFault]:
+    """Sort faults by the stage where each shows, in the order in which the stages run."""
+    order = {row.stage: number for number, row in reversed(list(enumerate(rows)))}
+    return sorted(faults, key=lambda fault: order.get(fault.measured.stage, len(order)))
 
 
 def _check_length(request: Request, longest: int | None) -> None:
@@ -178,7 +203,7 @@ def _check_length(request: Request, longest: int | None) -> None:
 
 def _weights_error(
     results: Results, target: Target, request: Request, logits: np.ndarray, tolerance: float
-) -> Report | None:
+) -> StepsError | None:
     """Measure how far PyTorch on the target's weights is from the reference.
 
     None for a prompt that is not in it.
@@ -196,10 +221,10 @@ def _placed(found: np.ndarray, request: Request) -> np.ndarray:
 
 
 def _verdict(
-    faults: list[Report],
-    rows: list[Report],
-    served: Report | None,
-    weights: Report | None,
+    faults: Sequence[FoundFault],
+    rows: Sequence[MeasuredOutput],
+    served: StepsError | None,
+    weights: StepsError | None,
     results: Results,
     target: Target,
 ) -> tuple[str, list[str]]:
@@ -207,15 +232,14 @@ def _verdict(
     if faults:
         return answer(faults[0]), [*advice(faults[0]), *(f"next, {answer(fault)}" for fault in faults[1:])]
     within = largest_within(rows)
-    if weights and not weights["passed"]:
+    if weights and not weights.passed:
         file = results.weights(target.model, target.precision)
         return (
-            f"weights: PyTorch on {file} is off the reference from position {weights['position']} on, "
-            f"{_found(weights)}",
+            f"weights: PyTorch on {file} is off the reference from position {weights.position} on, {_found(weights)}",
             [f"{file}: delete it and convert again"],
         )
-    if served and not served["passed"]:
-        where = f"off from position {served['position']} on, {_found(served)}"
+    if served and not served.passed:
+        where = f"off from position {served.position} on, {_found(served)}"
         line = f"runtime: each graph and each engine alone is right, but the logits of lockstep.runtime are {where}"
         return line, [
             "how steps are packed and cache rows are kept (lockstep.runtime), or errors that accumulate",
@@ -226,6 +250,6 @@ def _verdict(
     ]
 
 
-def _found(entry: Report) -> str:
-    shown = "NaN or infinity" if entry["max_abs_error"] is None else f"{entry['max_abs_error']:.1e}"
-    return f"largest error {shown} (tolerance {entry['tolerance']:g})"
+def _found(error: StepsError) -> str:
+    shown = "NaN or infinity" if error.max_abs_error is None else f"{error.max_abs_error:.1e}"
+    return f"largest error {shown} (tolerance {error.tolerance:g})"

@@ -6,14 +6,14 @@ An engine set and tokens in, how far the logits behind each step are off out.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from lockstep.artifacts.bisect_report import StepsError
 from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime import Advance, Model
 from lockstep.verify.bisect.stages import Tokens
-from lockstep.verify.metrics import largest
+from lockstep.verify.metrics import finite, largest
 
 
 def served_error(
@@ -25,7 +25,7 @@ def served_error(
     expected: np.ndarray,
     tolerance: float,
     threads: int | None = None,
-) -> dict[str, Any]:
+) -> StepsError:
     """Bring the prompt, then token by token, and compare each step's logits.
 
     position: of the first step over tolerance, of the one with the largest error where none is. Weights are read in
@@ -44,17 +44,12 @@ def served_error(
     return compare_steps(steps_of(model, tokens), expected, tokens, tolerance)
 
 
-def compare_steps(found: np.ndarray, expected: np.ndarray, tokens: Tokens, tolerance: float) -> dict[str, Any]:
+def compare_steps(found: np.ndarray, expected: np.ndarray, tokens: Tokens, tolerance: float) -> StepsError:
     """Compare the logits [steps, vocab_size] behind the prompt and each later token."""
     errors = [difference(wanted, row).max_abs_error for wanted, row in zip(expected[tokens.num_prompt - 1 :], found)]
     over = [step for step, error in enumerate(errors) if error is None or error > tolerance]
     step = over[0] if over else int(np.argmax(np.array(errors, np.float64)))  # none is None where none is over
-    return {
-        "max_abs_error": largest(errors),
-        "tolerance": tolerance,
-        "passed": not over,
-        "position": tokens.num_prompt - 1 + step,
-    }
+    return StepsError(finite(largest(errors)), tolerance, not over, tokens.num_prompt - 1 + step)
 
 
 def steps_of(model: Model, tokens: Tokens) -> np.ndarray:

@@ -125,9 +125,10 @@ class Graphs:
         return part.graph, part.slots
 
     def no_adapter(self, name: str, count: int) -> Arrays:
-        """Return what a block that takes adapters reads of them for `count` tokens that have none.
+        """Return what a block reads of adapters for tokens that have none.
 
-        Numbers lie in all places; no such token may see them.
+        count: of these tokens. Numbers lie in all places; no such token may see them. Nothing for a block without
+        adapters.
         """
         adapters = self.assembly.adapters
         if adapters is None or name not in adapters.classes:
@@ -173,7 +174,7 @@ class Graphs:
 
 
 @dataclass(frozen=True)
-class Step:
+class StageRun:
     """A stage that was run.
 
     What its graph gave, and what PyTorch has for some of the outputs (none without a record).
@@ -184,7 +185,7 @@ class Step:
     expected: Arrays
 
 
-def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 16) -> Iterator[Step]:
+def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 16) -> Iterator[StageRun]:
     """Run every stage once along the tokens, in the order of the model.
 
     record: what PyTorch computed (`validate.torch_trace.Record` of the same ids): each stage then gets what PyTorch
@@ -194,11 +195,11 @@ def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 
     positions = np.arange(count, dtype=np.int64)
     env: Arrays = {"token_ids": tokens.ids, "position_ids": positions, "logit_rows": positions}
 
-    def run(part: str, graph: str, layer: int | None, slots: Mapping[str, Sequence[str]], expected: Arrays) -> Step:
+    def run(part: str, graph: str, layer: int | None, slots: Mapping[str, Sequence[str]], expected: Arrays) -> StageRun:
         known = {**env, **graphs.no_adapter(graph, count)}
         inputs = {io.name: known[io.name] for io in graphs.files[graph].signature.inputs if io.name in known}
         stage = Stage(part, graph, layer, "", slots, inputs, positions)
-        return Step(stage, graphs.run(graph, inputs, slots), expected)
+        return StageRun(stage, graphs.run(graph, inputs, slots), expected)
 
     embedding = graphs.assembly.embedding
     step = run("embedding", embedding.graph, None, embedding.slots, {"hidden": record.embedded} if record else {})
@@ -226,7 +227,7 @@ def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 
 
 def _attention(
     graphs: Graphs, variant: str, index: int, env: Arrays, tokens: Tokens, layer: Any, decode_rows: int
-) -> Generator[Step, None, np.ndarray]:
+) -> Generator[StageRun, None, np.ndarray]:
     """Run the three phases of a layer's attention.
 
     Returns the attention [num_tokens, num_heads*head_dim] that the next block reads.
@@ -234,12 +235,12 @@ def _attention(
     count = len(tokens.ids)
     known = {} if layer is None else {"key_out": layer.keys, "value_out": layer.values, "attention": layer.attention}
 
-    def run(phase: str, graph: str, rows: np.ndarray, past: Arrays) -> Step:
+    def run(phase: str, graph: str, rows: np.ndarray, past: Arrays) -> StageRun:
         name = f"{variant}.{graph}"
         given = {**{key: env[key][rows] for key in ("query", "key", "value", "position_ids")}, **past}
         inputs = {io.name: given[io.name] for io in graphs.files[name].signature.inputs if io.name in given}
         stage = Stage("attention", name, index, phase, {}, inputs, rows)
-        return Step(stage, graphs.run(name, inputs, {}), {key: values[rows] for key, values in known.items()})
+        return StageRun(stage, graphs.run(name, inputs, {}), {key: values[rows] for key, values in known.items()})
 
     spec = graphs.assembly.variants[variant]
     shapes = [(spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_head_dim)]

@@ -1,4 +1,4 @@
-"""Compare: does each engine of a set compute what the graph computes that it was built from?"""
+"""Compare: each engine of a set against the graph that it was built from."""
 
 from lockstep.verify.compare.run import run
 

@@ -1,4 +1,7 @@
-"""Polygraphy's runner for the engines of any backend on NumPy arrays, as the runtime calls them."""
+"""Polygraphy's runner for engines on NumPy arrays, of any backend.
+
+It calls them as the runtime does.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a graph and its engine are compared on: a graph, an assembly and the limits in; cases of sizes and seeded arrays
-out."""
+"""The inputs on which a graph and its engine are compared.
+
+A graph, an assembly and the limits in; cases of sizes and seeded arrays out.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ _SCORES = 0.5  # standard deviation of attention scores against a long cache: ea
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a graph and its engine: the optimization profile, the size of each dimension, and for attention how
-    long each request's cache is."""
+    """One run of a graph and its engine.
+
+    The optimization profile, the size of each dimension, and for attention how long each request's cache is.
+    """
 
     profile: int
     sizes: Sizes
@@ -44,10 +48,10 @@ class Case:
 def cases(
     model: onnx.ModelProto, assembly: Assembly, limits: Mapping[str, Any], variant: AttentionVariant | None = None
 ) -> list[Case]:
-    """Each optimization profile of a graph at its smallest sizes and at up to 32 tokens; attention of `variant` also
-    over caches of the largest capacity.
+    """Return the cases of each optimization profile of a graph.
 
-    These end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's
+    At its smallest sizes and at up to 32 tokens; attention of `variant` also over caches of the largest capacity. These
+    end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's
     positions, so that a past and the tokens behind it have valid positions.
     """
     positions = _positions(assembly, limits)
@@ -67,7 +71,10 @@ def cases(
 
 
 def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
-    """Empty, full and between; a single request's cache is half full."""
+    """Return lengths of caches: empty, full and between.
+
+    A single request's cache is half full.
+    """
     if "past_capacity" not in sizes:
         return ()
     requests, capacity = sizes.get("num_requests", 1), sizes["past_capacity"]
@@ -77,8 +84,10 @@ def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
 def _long_cases(
     profile: int, bounds: Mapping[str, tuple[int, int]], positions: int, variant: AttentionVariant
 ) -> Iterator[Case]:
-    """Over caches of the largest capacity: of a decode graph all lengths, a few requests at a time; of a prefill graph
-    one for each edge."""
+    """Yield cases over caches of the largest capacity.
+
+    Of a decode graph all lengths, a few requests at a time; of a prefill graph one for each edge.
+    """
     capacity = min(bounds["past_capacity"][1], positions)
     windows = [variant.window] if variant.window else []
     if "num_requests" in bounds:
@@ -104,11 +113,10 @@ def arrays(
     limits: Mapping[str, Any],
     variant: AttentionVariant | None = None,
 ) -> dict[str, np.ndarray]:
-    """Seeded values for all inputs of a graph but its weights (`slots`): activations N(0, 1), as a norm gives them;
-    integers are valid.
+    """Return seeded values for all inputs of a graph but its weights (`slots`).
 
-    Of a long case queries are scaled down, so that each row of the cache takes part. Raises CheckError for an integer
-    input of unknown meaning.
+    Activations are N(0, 1), as a norm gives them; integers are valid. Of a long case queries are scaled down, so that
+    each row of the cache takes part. Raises CheckError for an integer input of unknown meaning.
     """
     random, chosen = np.random.default_rng(SEED), case.sizes
     found: dict[str, np.ndarray] = {}
@@ -159,18 +167,24 @@ def arrays(
 
 
 def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.ndarray:
-    """A token's position is the length of what lies before it. Without a cache all positions are valid: from the first
-    to the last."""
+    """Return the positions of `count` tokens.
+
+    A token's position is the length of what lies before it. Without a cache all positions are valid: from the first to
+    the last.
+    """
     if lengths is None:
         return np.linspace(0, positions - 1, count).astype(np.int64) if count > 1 else np.array([positions - 1])
     return lengths if len(lengths) == count else lengths[0] + np.arange(count)
 
 
 def _positions(assembly: Assembly, limits: Mapping[str, Any]) -> int:
-    """Positions that a request can have."""
+    """Return how many positions a request can have."""
     return min(assembly.max_position_embeddings or _POSITIONS, limits["max_seq_len"])
 
 
 def limits_of(options: Mapping[str, Any], limits: Mapping[str, int]) -> dict[str, int]:
-    """The limits that an engine set was built for; `limits` where its backend has engines of any size."""
+    """Return the limits that an engine set was built for.
+
+    `limits` where its backend has engines of any size.
+    """
     return {name: options[name] if name in options else limits[name] for name in LIMITS}

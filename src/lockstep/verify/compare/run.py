@@ -1,5 +1,6 @@
-"""The compare stage: an engine set with its assembly and weights in; for each engine, how far it is from its graph in
-ONNX Runtime, out.
+"""The compare stage: how far each engine of a set is from its graph.
+
+An engine set with its assembly and weights in; for each engine its error against the graph in ONNX Runtime out.
 
 The graph is the canonical one of the assembly, run as it is written on a CPU; the engine is what was built. Both run in
 Polygraphy's runners on the same inputs, at several sizes of each optimization profile, attention also over caches up to
@@ -53,7 +54,7 @@ _COMPARISON = "lockstep.backends.*.comparison"
 
 @dataclass(frozen=True)
 class Error:
-    """Of one output of an engine; true where it is small enough.
+    """The error of one output of an engine; true where it is small enough.
 
     of.magnitude: rms of what ONNX Runtime gives. of.max_abs_error: largest |found - expected|. of.relative_error:
     largest |found - expected| / max(magnitude, |expected|). All None but the magnitude where the engine gives NaN or
@@ -85,12 +86,14 @@ def run(
     out: Path,
     threads: int | None = None,
 ) -> Path:
-    """Compare the engines of a set with their graphs and write the report to `out`, which is returned.
+    """Compare the engines of a set with their graphs.
 
-    tolerance: the largest error of an output, relative to its magnitude. limits: {"max_batch_size", "max_num_tokens",
-    "max_seq_len"}, where the engines do not say for which they were built. Raises CheckError naming engine, sizes,
-    output, error and tolerance for the first engine over it, when all are compared, and then writes the report to
-    `<out>.failed.json`; InputError for inputs that do not fit together, or a precision that ONNX Runtime lacks.
+    Writes the report to `out`, which is returned. tolerance: the largest error of an output, relative to its magnitude.
+    limits: {"max_batch_size", "max_num_tokens", "max_seq_len"}, where the engines do not say for which they were built.
+
+    Raises CheckError naming engine, sizes, output, error and tolerance for the first engine over it, when all are
+    compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit together, or a
+    precision that ONNX Runtime lacks.
     """
     engines = EngineSet.open(engines_json, assembly_json)
     weights, assembly = Weights.open(weights_json), engines.assembly
@@ -131,8 +134,10 @@ def run(
 
 
 class _Pair:
-    """An engine and its graph, with the weights of one layer; `failures` are lines, in the order in which they were
-    found."""
+    """An engine and its graph, with the weights of one layer.
+
+    `failures` are lines, in the order in which they were found.
+    """
 
     def __init__(
         self,
@@ -169,7 +174,7 @@ class _Pair:
         self._signature = signature_of(self._model.graph, tensors)
 
         def place(slots: Sequence[IO], tensors: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
-            """What each slot takes, but for rows that adapters are written to."""
+            """Return what each slot takes, but for rows that adapters are written to."""
             shape = lambda slot: (-1, *slot.sizes[1:]) if rows_of(slot.name) else slot.sizes
             return {slot.name: slot_array(source, tensors[slot.name], shape(slot)) for slot in slots}
 
@@ -185,7 +190,7 @@ class _Pair:
         self.failures: list[str] = []
 
     def compare(self, tolerance: float) -> ComparedEngine:
-        """The engine's entry in the report."""
+        """Return the engine's entry in the report."""
         runs: list[ComparedRun] = []
         for case in inputs.cases(self._model, self._assembly, self._limits, self._variant):
             feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._variant)
@@ -232,8 +237,10 @@ class _Pair:
 
 
 def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str) -> Error:
-    """In units of the output's rms `difference` tells errors relative to it: then nothing is let through because its
-    numbers are small."""
+    """Return the error of an output, in units of the output's rms.
+
+    `difference` tells errors relative to it: then nothing is let through because its numbers are small.
+    """
     exact, other = expected.astype(np.float64), found.astype(np.float64)
     if not np.isfinite(exact).all():
         raise CheckError(
@@ -248,8 +255,10 @@ def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str
 
 
 def _place(assembly: Assembly, name: str) -> tuple[int | None, Part]:
-    """(layer, part) of a class, or of a class that has this piece: of the first layer that has it as a block, of the
-    last that has it as the exit; None is the embedding."""
+    """Return (layer, part) of a class, or of a class that has this piece.
+
+    Of the first layer that has it as a block, of the last that has it as the exit; None is the embedding.
+    """
     layers = list(enumerate(assembly.layers))
     parts = [
         (None, assembly.embedding),
@@ -264,8 +273,11 @@ def _place(assembly: Assembly, name: str) -> tuple[int | None, Part]:
 
 
 def _own_runner(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | None:
-    """`open_engine` of the backend's module `comparison`, which is given the engine's file, the graph's inputs but the
-    weights, the weights by input, and how many threads, and gives what makes a runner for an optimization profile; None
-    for a backend whose engines run on NumPy arrays and at any size."""
+    """Return `open_engine` of the backend's module `comparison`.
+
+    It is given the engine's file, the graph's inputs but the weights, the weights by input, and how many threads, and
+    gives what makes a runner for an optimization profile. None for a backend whose engines run on NumPy arrays and at
+    any size.
+    """
     module = _COMPARISON.replace("*", backend)
     return importlib.import_module(module).open_engine if importlib.util.find_spec(module) else None

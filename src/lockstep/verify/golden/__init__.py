@@ -1,13 +1,18 @@
-"""Golden: what the model says in Hugging Face transformers, and whether an engine set says the same.
+"""Golden: references of Hugging Face transformers, and engine sets against them.
 
-`make_reference`, `make_quantized_reference` and `check_engines` are loaded when they are asked for, and by name:
-references need torch, the check must not load it, and a stage is rerun for a change of its own code only.
+Its functions are loaded when they are asked for, and by name: references need torch, the check must not load it, and a
+stage is rerun for a change of its own code only.
 """
 
 import importlib
 from typing import Any
 
-_MODULES = {"make_reference": "reference", "make_quantized_reference": "quantized", "check_engines": "check"}
+_MODULES = {
+    "GoldenTerms": "terms",
+    "check_engines": "check",
+    "make_quantized_reference": "quantized",
+    "make_reference": "reference",
+}
 __all__ = sorted(_MODULES)
 
 

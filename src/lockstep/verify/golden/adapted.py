@@ -1,4 +1,5 @@
-"""The check of adapters: does an engine set with several adapters in one batch say what transformers says with each?
+"""The check of adapters: several in one batch, against transformers with each.
+
 Needs no torch.
 
 In: an engine set with its assembly, weights and adapters, and the reference with each adapter. Out: a report. All
@@ -57,10 +58,13 @@ def check(
     expected: Sequence[str | None] = (),
     threads: int | None = None,
 ) -> Path:
-    """Check an engine set with its adapters and write the report to `out`, which is returned.
+    """Check an engine set with its adapters.
 
-    Arguments as of `golden.check_engines`; expected: for each prompt of the reference. Raises CheckError, one line, for
-    the first thing wrong, with the whole report in `<out>.failed.json`; InputError for inputs that do not fit together.
+    Writes the report to `out`, which is returned. Arguments as of `golden.check_engines`; expected: for each prompt of
+    the reference.
+
+    Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`; InputError for
+    inputs that do not fit together.
     """
     reference, prompts = _read(Path(reference_json), expected)
     check_layers(reference_json, reference.layers, target)
@@ -98,7 +102,10 @@ def _read(path: Path, expected: Sequence[str | None]) -> tuple[AdaptedReference,
 
 
 class _Check:
-    """One run of the check; `failures` are lines, in the order in which they were found."""
+    """One run of the check.
+
+    `failures` are lines, in the order in which they were found.
+    """
 
     def __init__(
         self,
@@ -167,14 +174,17 @@ class _Check:
         )
 
     def _from_base(self, one: Adapted) -> float | None:
-        """How far the adapter moves the logits behind the prompt; None where it was not computed without."""
+        """Return how far the adapter moves the logits behind the prompt.
+
+        None where it was not computed without.
+        """
         bases = [other.prompt for other in self.prompts if not other.adapter and other.prompt.text == one.prompt.text]
         if not one.adapter or not bases:
             return None
         return difference(bases[0].logits[0], one.prompt.logits[0]).max_abs_error
 
     def _same(self, one: Adapted, how: str, batch: Decoded, other: Decoded) -> bool:
-        """Whether a request gave in another company what it gave in the batch."""
+        """Return whether a request gave in other company what it gave in the batch."""
         if self.model.engines.backend.batch_invariant:
             same = len(batch.logits) == len(other.logits) and all(map(np.array_equal, batch.logits, other.logits))
             if not same:
@@ -199,7 +209,7 @@ class _Check:
         return found
 
     def _generate(self) -> list[list[int]]:
-        """As `lockstep generate` decodes: the model chooses the tokens."""
+        """Decode as `lockstep generate` does: the model chooses the tokens."""
         make = lambda one: Request(one.prompt.prompt_ids, self.max_new_tokens, stop_ids=self.stop_ids, adapter=one.name)
         found: list[list[int]] = [[] for _ in self.prompts]
         try:

@@ -1,5 +1,6 @@
-"""What a checkpoint with an adapter answers to golden prompts in Hugging Face transformers. Needs torch and
-transformers.
+"""The reference with adapters: answers of Hugging Face transformers with each.
+
+Needs torch and transformers.
 
 In: a checkpoint's manifest and that of its adapters, a layer count, prompts; where weights are quantised, these. Out:
 as of the reference (`verify.golden.reference`), for each adapter, and for none.
@@ -10,9 +11,7 @@ layer, not merged into its weights. A test holds this against PEFT's own numbers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.numpy import save
@@ -26,6 +25,7 @@ from lockstep.artifacts.reference import FileBeside
 from lockstep.errors import InputError
 from lockstep.verify.golden.quantized import dequantized
 from lockstep.verify.golden.reference import answer, entry, load_checkpoint, load_tokenizer
+from lockstep.verify.golden.terms import AdaptedTerms
 from lockstep.weights import Weights
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 
@@ -34,16 +34,17 @@ def make_adapted_reference(
     checkpoint_json: Path,
     adapters_json: Path,
     layers: int | str,
-    golden: Mapping[str, Any],
+    golden: AdaptedTerms,
     out: Path,
     weights_json: Path | None = None,
 ) -> Path:
-    """Write the reference of the model's first `layers` layers (or "all") with each adapter, and with none, to `out`,
-    its logits beside it; gives `out`.
+    """Write the reference of a model with each adapter, and with none, to `out`.
 
-    golden: {"max_new_tokens": int, "prompts": {adapter, "" for none: [text, ...]}}. weights_json: quantised weights of
-    the checkpoint, which are computed with, dequantised, in its place. Same inputs, same bytes. Raises InputError as
-    `make_reference` does, and for an adapter of modules that the model does not have.
+    layers: the model's first so many, or "all". The logits lie beside `out`, which is returned. weights_json: quantised
+    weights of the checkpoint, which are computed with, dequantised, in its place.
+
+    Same inputs, same bytes. Raises InputError as `make_reference` does, and for an adapter of modules that the model
+    does not have.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     manifest, adapters = CheckpointManifest.load(checkpoint_json), open_adapters(adapters_json)
@@ -57,10 +58,10 @@ def make_adapted_reference(
     answers: list[AdaptedAnswer] = []
     tensors = {}
     ends: tuple[int, ...] = ()
-    for name, prompts in golden["prompts"].items():
+    for name, prompts in golden.prompts.items():
         adapter = adapters[name] if name else None
         hooks = attach(model, adapter, layers) if adapter else []
-        found = answer(model, tokenizer, manifest.config, prompts, golden["max_new_tokens"], 0)
+        found = answer(model, tokenizer, manifest.config, prompts, golden.max_new_tokens, 0)
         for hook in hooks:
             hook.remove()
         ends = found.eos_token_ids
@@ -70,13 +71,16 @@ def make_adapted_reference(
     logits_path = out.with_suffix(".safetensors")
     write_bytes(logits_path, save(tensors))
     logits = FileBeside(logits_path.name, sha256_file(logits_path))
-    AdaptedReference(layers, golden["max_new_tokens"], ends, logits, tuple(answers)).save(out)
+    AdaptedReference(layers, golden.max_new_tokens, ends, logits, tuple(answers)).save(out)
     return out
 
 
 def attach(model: PreTrainedModel, adapter: LoadedAdapter, layers: int | str = "all") -> list[RemovableHandle]:
-    """Have a model computed with an adapter until what is given is removed. layers: how many of the base's the model
-    has; modules of others are left out."""
+    """Have a model computed with an adapter until the returned hooks are removed.
+
+    layers: how many of the base's the model has; modules of others are left out. Raises InputError, of all layers, for
+    a module that the model does not have.
+    """
     modules, hooks = dict(model.named_modules()), []
     for name, (a, b) in adapter.modules.items():
         if name not in modules:

@@ -1,9 +1,10 @@
-"""The golden check: does an engine set, run by the runtime that also serves, say what the reference says? Needs no
-torch.
+"""The golden check: an engine set, run by the runtime, against the reference.
+
+Needs no torch.
 
 In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and
 speeds apart from it. The prompts are decoded freely in one batch, then along the reference's tokens, then each alone;
-as `lockstep generate` does, which leaves the choice of tokens to the device; and in random pieces beside other
+as `lockstep generate` does, which leaves the choice of tokens to the device; and in random chunks beside other
 requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole, cut on both sides of each
 edge of cache, window and RoPE, and beside the others.
 """
@@ -23,7 +24,7 @@ from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Target
-from lockstep.verify.golden.forced import Errors, force, pieces, stretches
+from lockstep.verify.golden.forced import Errors, chunks_to_edges, force, random_chunks
 from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, first_difference, read_reference, short
 from lockstep.verify.golden.text import new_text
@@ -43,11 +44,13 @@ def check_engines(
     expected: Sequence[str | None] = (),
     threads: int | None = None,
 ) -> Path:
-    """Check an engine set, write the report to `out` and the speeds to `speed_out`; gives `out`.
+    """Check an engine set; write the report to `out`, the speeds to `speed_out`.
 
-    tolerance["logits"]: the largest absolute error of a logit. limits: the config's. expected: for each prompt the text
-    that must follow it, or None. Raises CheckError, one line, for the first thing wrong, with the whole report in
-    `<out>.failed.json`; InputError for inputs that do not fit together or prompts that exceed the limits.
+    Returns `out`. tolerance["logits"]: the largest absolute error of a logit. limits: the config's. expected: for each
+    prompt the text that must follow it, or None.
+
+    Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`; InputError for
+    inputs that do not fit together or prompts that exceed the limits.
     """
     prompts, long, reference = read_reference(Path(reference_json), expected)
     check_layers(reference_json, reference.layers, target)
@@ -68,7 +71,10 @@ def check_engines(
 
 
 class _Check:
-    """One run of the check; `failures` are lines, in the order in which they were found."""
+    """One run of the check.
+
+    `failures` are lines, in the order in which they were found.
+    """
 
     def __init__(
         self,
@@ -86,7 +92,7 @@ class _Check:
         self.failures: list[str] = []
 
     def run(self, target: Target) -> tuple[GoldenReport, SpeedReport]:
-        """(report, speeds)"""
+        """Return the report and the speeds."""
         if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
             expected, found = list(self.eos_token_ids), list(self.model.eos_token_ids)
             self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
@@ -119,8 +125,10 @@ class _Check:
         return report, self._speed(target, batch, alone)
 
     def _speed(self, target: Target, batch: Speed, alone: Sequence[Speed]) -> SpeedReport:
-        """Tokens per second in the batch, and alone. Of the pass along the reference's tokens: as long as others', and
-        behind a warm-up."""
+        """Return tokens per second in the batch, and alone.
+
+        Of the pass along the reference's tokens: as long as others', and behind a warm-up.
+        """
         each = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
         return SpeedReport(
             target=target,
@@ -135,7 +143,10 @@ class _Check:
     def _generate(
         self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], stop_ids: frozenset[int]
     ) -> list[tuple[TokenDifference, ...]]:
-        """Decode as `lockstep generate` does; gives for each prompt where it first came to others than `tokens`."""
+        """Decode as `lockstep generate` does.
+
+        Returns for each prompt the first token that differs from `tokens`, one or none.
+        """
         requests = [Request(prompt.prompt_ids, self.max_new_tokens, stop_ids=stop_ids) for prompt in prompts]
         found: list[list[int]] = [[] for _ in prompts]
         try:
@@ -149,8 +160,11 @@ class _Check:
         ]
 
     def _long(self, long: Long) -> GoldenLongPrompt:
-        """The long prompt's entry, without `mixed_max_logit_error`: its logits when it comes whole, as often as fills a
-        step; cut at the edges; and token by token; and what it generates."""
+        """Return the long prompt's entry, without `mixed_max_logit_error`.
+
+        Its logits when it comes whole, as often as fills a step; cut at the edges; and token by token; and what it
+        generates.
+        """
         prompt, logits = long.prompt, long.logits
         count, answer = len(prompt.prompt_ids), tuple(range(len(prompt.prompt_ids) + 1, prompt.total + 1))
         full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
@@ -158,7 +172,7 @@ class _Check:
         for how, ends in (
             ("in one piece", [(count, *answer)] * full),
             ("in pieces", [(*long.edges, *answer)]),
-            ("token by token", list(stretches(long.edges))),
+            ("token by token", list(chunks_to_edges(long.edges))),
         ):
             errors = force(
                 self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens
@@ -185,8 +199,10 @@ class _Check:
         )
 
     def _mixed(self) -> list[float | None]:
-        """All prompts in random pieces, in all slots and a few times more, beside the long prompt; gives the largest
-        error of each, the long prompt's last."""
+        """Run all prompts in random chunks, beside the long prompt.
+
+        In all slots and a few times more. Returns the largest error of each, the long prompt's last.
+        """
         random, requests, owners = np.random.default_rng(0), [], []
         if self.long:
             prompt, logits = self.long.prompt, self.long.logits
@@ -196,7 +212,7 @@ class _Check:
             owners.append(prompt)
         for number in range(self.model.max_batch_size + len(self.prompts)):
             prompt = self.prompts[number % len(self.prompts)]
-            requests.append(prompt.forced(pieces(len(prompt.prompt_ids), prompt.total, random)))
+            requests.append(prompt.forced(random_chunks(len(prompt.prompt_ids), prompt.total, random)))
             owners.append(prompt)
         errors = force(self.model, requests, self.tolerance, self.max_num_tokens, pauses=True)
         worst = []
@@ -206,19 +222,25 @@ class _Check:
         return worst
 
     def _forced_error(self, prompt: Prompt, how: str, errors: Sequence[Errors]) -> float | None:
-        """The largest error; the first over tolerance goes to `failures`."""
+        """Return the largest error; the first over tolerance goes to `failures`."""
         first = next((found.first for found in errors if found.first), None)
         if first:
             self._fail(prompt, f"behind {first[0]} tokens, {how}: {_off(first[1], self.tolerance)}")
         return largest([found.worst for found in errors])
 
     def _freely(self, prompt: Prompt) -> Request:
-        """By the logits of each step, whatever they are: NaN is for the judge."""
+        """Return a request that chooses by the logits of each step.
+
+        Whatever they are: `_judge` finds NaN.
+        """
         choose = lambda logits: int(logits.argmax())
         return Request(prompt.prompt_ids, self.max_new_tokens, choose, frozenset(self.eos_token_ids))
 
     def _decode(self, requests: Sequence[Request], prefix_caching: bool = False) -> tuple[list[Decoded], Speed]:
-        """What the loop that `lockstep generate` runs makes of the requests, with the logits that they choose from."""
+        """Run requests in the loop of `lockstep generate`.
+
+        Returns their tokens, and the logits that they choose from.
+        """
         decoding = Decoding(self.model, requests, None, self.max_num_tokens, prefix_caching)
         found = [Decoded() for _ in requests]
         for made in decoding:
@@ -228,8 +250,10 @@ class _Check:
         return found, decoding.speed
 
     def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> GoldenPrompt:
-        """A prompt's entry in the report, without what `_generate` and `_mixed` find; what is wrong with it goes to
-        `failures`."""
+        """Return a prompt's entry in the report.
+
+        Without what `_generate` and `_mixed` find; what is wrong with it goes to `failures`.
+        """
         tokens = free.tokens
         found_ids = self.tokenizer.encode(prompt.text).tolist()
         if found_ids != list(prompt.prompt_ids):
@@ -271,8 +295,10 @@ class _Check:
     def _first_difference(
         self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]
     ) -> tuple[TokenDifference, ...]:
-        """The first differing token, one or none (`prompts.first_difference`); one that is not accepted goes to
-        `failures`."""
+        """Return the first differing token, one or none.
+
+        See `prompts.first_difference`; one that is not accepted goes to `failures`.
+        """
         difference, wrong = first_difference(prompt, expected, found, self.tolerance, self.tokenizer.decode)
         if wrong is not None:
             step, what = wrong

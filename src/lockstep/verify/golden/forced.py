@@ -1,8 +1,9 @@
-"""Teacher-forced requests through `Model.step`, cut into pieces and mixed as traffic would: known logits in, errors
-out.
+"""Teacher-forced requests through `Model.step`, in chunks and mixed.
+
+They are mixed as traffic would be: known logits in, errors out.
 
 A request's tokens are given, so its logits are known whatever else goes wrong, and behind whatever number of tokens the
-reference kept them. What a step brings of each request is up to the schedule: pieces of a prompt, single tokens of
+reference kept them. What a step brings of each request is up to the schedule: chunks of a prompt, single tokens of
 others, pauses, rows that come and go.
 """
 
@@ -19,7 +20,7 @@ from lockstep.runtime import Advance, Model
 from lockstep.verify.boundaries import PAGE
 
 _SEED = 0
-_LONGEST_PIECE = 8  # tokens of a short prompt, when it comes in pieces
+_LONGEST_CHUNK = 8  # tokens of a short prompt, when it comes in pieces
 _PAUSE = 0.25  # how often a request sits a step out
 
 
@@ -28,7 +29,7 @@ class Forced:
     """A request with its whole history.
 
     tokens: prompt and answer, int64. expected: {number of tokens: logits [vocab_size] float32 behind so many}. ends:
-    ascending numbers of tokens, each the end of a piece; the request ends with the last.
+    ascending numbers of tokens, each the end of a chunk; the request ends with the last.
     """
 
     name: str
@@ -39,8 +40,10 @@ class Forced:
 
 @dataclass
 class Errors:
-    """Of one request's logits. worst: the largest absolute error, None where one is NaN or infinite; first: where it
-    went over tolerance first."""
+    """The errors of one request's logits.
+
+    worst: the largest absolute error, None where one is NaN or infinite. first: where it went over tolerance first.
+    """
 
     worst: float | None = 0.0
     first: tuple[int, Difference] | None = None
@@ -60,19 +63,23 @@ class _Running:
     ends: deque[int] = field(default_factory=deque)
 
 
-def pieces(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
-    """Cut a prompt of `prompt` tokens into random pieces; each of the other tokens up to `total` is a piece of its
-    own."""
+def random_chunks(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
+    """Return the ends of random chunks of a prompt of `prompt` tokens.
+
+    Each of the other tokens up to `total` is a chunk of its own.
+    """
     ends, at = [], 0
     while at < prompt:
-        at = min(at + int(random.integers(1, _LONGEST_PIECE + 1)), prompt)
+        at = min(at + int(random.integers(1, _LONGEST_CHUNK + 1)), prompt)
         ends.append(at)
     return (*ends, *range(prompt + 1, total + 1))
 
 
-def stretches(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Ends of pieces that come to each of `edges` from the one before token by token, or from a page before it:
-    decoding rows at all those lengths."""
+def chunks_to_edges(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the ends of chunks that come to each of `edges` token by token.
+
+    From the edge before it, or from a page before it: decoding rows at all those lengths.
+    """
     for before, edge in zip((0, *edges), edges):
         yield tuple(range(max(before, edge - PAGE, 1), edge + 1))
 
@@ -80,11 +87,11 @@ def stretches(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def force(
     model: Model, requests: Sequence[Forced], tolerance: float, max_num_tokens: int, pauses: bool = False
 ) -> list[Errors]:
-    """Run the requests, as many together as the model has slots, and compare their logits wherever they are known.
+    """Run the requests, and compare their logits wherever they are known.
 
-    max_num_tokens: the most tokens of a step; a piece that does not fit is cut once more. pauses: let each request sit
-    steps out, and name the others in any order, at random but the same each time, so that rows of many lengths meet.
-    Gives the errors of each request, in their order.
+    As many run together as the model has slots. max_num_tokens: the most tokens of a step; a chunk that does not fit is
+    cut once more. pauses: let each request sit steps out, and name the others in any order, at random but the same each
+    time, so that rows of many lengths meet. Returns the errors of each request, in their order.
     """
     random = np.random.default_rng(_SEED)
     results = [Errors() for _ in requests]
@@ -114,8 +121,10 @@ def force(
 
 
 def _advances(slots: Mapping[int, _Running], room: int, random: np.random.Generator | None) -> Iterator[Advance]:
-    """The next pieces of all requests in order of their slots, while there is room; at least one of them. `random`
-    gives pauses and another order."""
+    """Yield the next chunks of requests, while there is room; at least one.
+
+    In order of their slots; `random` gives pauses and another order.
+    """
     chosen = [slot for slot in sorted(slots) if random is None or random.random() >= _PAUSE] or [min(slots)]
     if random is not None:
         random.shuffle(chosen)

@@ -1,4 +1,7 @@
-"""The model of a golden check: opened with the limits of the config, for a reference of the same layers."""
+"""The model of a golden check, for a reference of the same layers.
+
+It is opened with the limits of the config.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from lockstep.targets import Target
 
 
 def check_layers(reference_json: Path, layers: int | str, target: Target) -> None:
-    """Raises InputError unless a reference of `layers` is that of the target."""
+    """Check that a reference of `layers` is that of the target. Raises InputError."""
     if layers != target.layers:
         raise InputError(
             f"{reference_json}: layers: expected {target.layers}, found {layers}; make the reference of this target"
@@ -27,7 +30,10 @@ def open_model(
     threads: int | None,
     adapters_json: Path | None = None,
 ) -> Model:
-    """limits: the config's. Raises InputError and CheckError as `Model.open` does."""
+    """Open the model of a target. limits: the config's.
+
+    Raises InputError and CheckError as `Model.open` does.
+    """
     return Model.open(
         engines_json,
         assembly_json,

@@ -20,7 +20,10 @@ from lockstep.verify.golden.text import new_text
 
 @dataclass
 class Decoded:
-    """Of one request: the logits [vocab_size] of every step and the token chosen from them."""
+    """What one request gave at each step.
+
+    The logits [vocab_size] of every step and the token chosen from them.
+    """
 
     logits: list[np.ndarray] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -28,8 +31,11 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of the reference: logits [len(tokens), vocab_size] float32, gaps between the two largest of each step,
-    expected text."""
+    """One prompt of the reference.
+
+    logits: [len(tokens), vocab_size] float32. gaps: between the two largest of each step. expected: the text that must
+    follow.
+    """
 
     text: str
     prompt_ids: Sequence[int]
@@ -41,11 +47,17 @@ class Prompt:
 
     @property
     def total(self) -> int:
-        """Tokens that bring the last of `logits`: the last of `tokens` is never brought."""
+        """Return how many tokens bring the last of `logits`.
+
+        The last of `tokens` is never brought.
+        """
         return len(self.prompt_ids) + len(self.tokens) - 1
 
     def forced(self, ends: Sequence[int], earlier: Mapping[int, np.ndarray] | None = None) -> Forced:
-        """Take this prompt and its answer as given, in pieces that end at `ends`; earlier: logits within the prompt."""
+        """Return this prompt and its answer as given, in chunks that end at `ends`.
+
+        earlier: logits within the prompt.
+        """
         tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
         behind = {len(self.prompt_ids) + step: row for step, row in enumerate(self.logits)}
         return Forced(self.text, tokens, {**(earlier or {}), **behind}, tuple(ends))
@@ -53,9 +65,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Long:
-    """The long prompt. prompt: as the others, with a name for its text; edges: numbers of tokens at which it is cut,
-    the last is all of it;
-    logits: {number of tokens: logits [vocab_size] float32 behind so many of it}."""
+    """The long prompt.
+
+    prompt: as the others, with a name for its text. edges: numbers of tokens at which it is cut, the last is all of it.
+    logits: {number of tokens: logits [vocab_size] float32 behind so many of it}.
+    """
 
     prompt: Prompt
     edges: tuple[int, ...]
@@ -90,7 +104,10 @@ def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray]) -> Lo
 
 
 def read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
-    """The arrays of the safetensors file beside a reference. Raises InputError where it is not the recorded one."""
+    """Return the arrays of the safetensors file beside a reference.
+
+    Raises InputError where it is not the recorded one.
+    """
     if not path.is_file() or sha256_file(path) != sha256:
         found = "other bytes" if path.is_file() else "no file"
         raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")
@@ -108,8 +125,10 @@ def first_difference(
     tolerance: float,
     decode: Callable[[Sequence[int]], str],
 ) -> tuple[TokenDifference | None, tuple[int, str] | None]:
-    """The first differing token, or None: behind it the histories differ, and nothing can be compared; and the step and
-    what is wrong with it, where it is not accepted.
+    """Return the first differing token, and what is wrong with it.
+
+    Both may be None; behind it the histories differ, and nothing can be compared. What is wrong is (step, text), where
+    the token is not accepted.
 
     It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest, are
     nearer to each other than the tolerance.
@@ -138,7 +157,10 @@ def first_difference(
 def _token_texts(
     prompt: Prompt, expected: Sequence[int], found: Sequence[int], step: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[str, str, str]:
-    """The text before the first differing token, and what either token adds to it: the expected one, the found one."""
+    """Return the text before the first differing token, and what each token adds.
+
+    The expected one, then the found one.
+    """
     text = lambda tokens: new_text(decode, prompt.prompt_ids, tokens)
     before = text(expected[:step])
     of = lambda tokens: text(tokens[: step + 1])[len(before) :]

@@ -1,4 +1,6 @@
-"""The reference of quantised weights, and their drift. Needs torch and transformers.
+"""The reference of quantised weights, and their drift.
+
+Needs torch and transformers.
 
 In: a checkpoint, its weights as integers with scales, and what the checkpoint itself says (the reference). Out: what
 transformers says on the same weights, dequantised, in float32: the reference that engines are held against; and how far
@@ -26,6 +28,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.export.torch_model import cut_config, layer_of, load_tensors
 from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.verify.golden.reference import answer, load_checkpoint, load_tokenizer, save_reference, tokens_of
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights
 from lockstep.weights.groups import unpack
 from lockstep.weights.source import Source, open_source
@@ -39,17 +42,19 @@ def make_quantized_reference(
     weights_json: Path,
     reference_json: Path,
     layers: int | str,
-    golden: Mapping[str, Any],
+    golden: GoldenTerms,
     drift_text: str,
     out: Path,
     drift_out: Path,
 ) -> Path:
-    """Write the reference of the quantised weights to `out`, its logits beside it, and the drift to `drift_out`; gives
-    `out`.
+    """Write the reference of the quantised weights, and the drift.
 
-    reference_json: of the checkpoint and the same layers. golden: as of `make_reference`. drift_text: whose perplexity
-    is measured; empty for the prompts, one after another. Same inputs, same bytes. Raises CheckError for a weight that
-    is off the checkpoint's by more than its rounding, InputError for inputs that do not fit together.
+    The reference goes to `out`, which is returned, its logits beside it, and the drift to `drift_out`. reference_json:
+    of the checkpoint and the same layers. drift_text: whose perplexity is measured; empty for the prompts, one after
+    another.
+
+    Same inputs, same bytes. Raises CheckError for a weight that is off the checkpoint's by more than its rounding,
+    InputError for inputs that do not fit together.
     """
     manifest = CheckpointManifest.load(checkpoint_json)
     weights, folder = Weights.open(weights_json), manifest.folder_of(Path(checkpoint_json))
@@ -62,11 +67,11 @@ def make_quantized_reference(
     tokenizer, config = load_tokenizer(folder), manifest.config
     model = load_checkpoint(Path(checkpoint_json), layers)
     rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
-    text = tokens_of(tokenizer, drift_text or " ".join(golden["prompts"]), rows)
+    text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
     full_perplexity, count = _perplexity(model, text)
     del model
     model = dequantized(config, weights, layers)
-    made = answer(model, tokenizer, config, golden["prompts"], golden["max_new_tokens"], golden["long_prompt"])
+    made = answer(model, tokenizer, config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
     perplexity, _ = _perplexity(model, text)
     expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
     Drift(
@@ -83,12 +88,14 @@ def make_quantized_reference(
         perplexity=perplexity,
         full_perplexity=full_perplexity,
     ).save(drift_out)
-    return save_reference(made, layers, golden["max_new_tokens"], Path(out), drift_out)
+    return save_reference(made, layers, golden.max_new_tokens, Path(out), drift_out)
 
 
 def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
-    """A model's first layers in transformers, float32, with the numbers that quantised weights stand for. config: its
-    config.json's content, of all layers."""
+    """Return a model's first layers in transformers, float32, dequantised.
+
+    With the numbers that quantised weights stand for. config: its config.json's content, of all layers.
+    """
     tensors = {
         name: torch.from_numpy(np.array(array, np.float32 if array.dtype.kind not in "iub" else array.dtype))
         for name, array in weights.dequantized()
@@ -98,7 +105,10 @@ def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) 
 
 
 def _check_weights(source: Source, weights: Weights) -> float:
-    """The largest error of a weight, in steps of its group; CheckError where it is no rounding."""
+    """Return the largest error of a weight, in steps of its group.
+
+    Raises CheckError where it is no rounding.
+    """
     worst = 0.0
     for name in quantized_names(dict.fromkeys(weights.names())):
         error, allowed = _steps(source, weights, name)
@@ -116,8 +126,11 @@ def _check_weights(source: Source, weights: Weights) -> float:
 
 
 def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(error of each number, what is allowed) in steps of its group, both [out_features, in_features]. A number that
-    lies beyond the last integer may be a whole step off."""
+    """Return the error of each number, and what is allowed.
+
+    In steps of its group, both [out_features, in_features]. A number that lies beyond the last integer may be a whole
+    step off.
+    """
     place, group_size = source.tensors[name], weights.group_size
     assert group_size is not None  # checked before
     exact = source.array(name).astype(np.float64)
@@ -131,7 +144,10 @@ def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.
 
 
 def _perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, int]:
-    """Of a text, and how many of its tokens it was measured on: all but the first, within the model's positions."""
+    """Return the perplexity of a text, and how many tokens it was measured on.
+
+    These are all but the first, within the model's positions.
+    """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     ids = torch.tensor([list(tokens[:limit])])
     if ids.shape[1] < 2:
@@ -143,8 +159,10 @@ def _perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, i
 
 
 def _along(model: PreTrainedModel, reference: ReferenceManifest, file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [tokens, vocab_size] of the checkpoint's answers, as it gave them, in `file`, and as this model gives
-    them."""
+    """Return the logits along the checkpoint's answers: its own, and this model's.
+
+    Both [tokens, vocab_size]; its own lie in `file`. Raises InputError where that is not the recorded one.
+    """
     if not file.is_file() or sha256_file(file) != reference.logits.sha256:
         raise InputError(f"{file}: expected the logits of the reference, found others; make the reference again")
     logits = load_file(file)

@@ -1,5 +1,6 @@
-"""The reference: what a checkpoint answers to the golden prompts in Hugging Face transformers. Needs torch and
-transformers.
+"""The reference: answers of Hugging Face transformers to the golden prompts.
+
+Needs torch and transformers.
 
 In: a checkpoint's manifest, a layer count, prompts. Out: prompt ids, greedily decoded tokens, and the logits of every
 step, computed in float32 with eager attention and a KV cache. One reference serves all precisions and backends of a
@@ -29,6 +30,7 @@ from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
 from lockstep.verify.boundaries import both_sides, config_lengths
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
 from lockstep.weights.source import open_source
 
@@ -40,9 +42,11 @@ _MOST_ROWS, _MOST_BYTES = 256, 1 << 25  # logits of the long prompt that are kep
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt and what follows it. tokens: greedy, an end-of-sequence token included; logits [len(tokens),
-    vocab_size] float32: those that each token was chosen from; new_text: the tokens as text, special tokens left
-    out."""
+    """One prompt and what follows it.
+
+    tokens: greedy, an end-of-sequence token included. logits: [len(tokens), vocab_size] float32, those that each token
+    was chosen from. new_text: the tokens as text, special tokens left out.
+    """
 
     text: str
     prompt_ids: tuple[int, ...]
@@ -75,27 +79,28 @@ class Reference:
     long: LongAnswer | None
 
 
-def make_reference(checkpoint_json: Path, layers: int | str, golden: Mapping[str, Any], out: Path) -> Path:
-    """Write the reference of the model's first `layers` layers (or "all") to `out`, its logits beside it; gives `out`.
+def make_reference(checkpoint_json: Path, layers: int | str, golden: GoldenTerms, out: Path) -> Path:
+    """Write the reference of a model to `out`, its logits beside it; return `out`.
 
-    golden: {"max_new_tokens": int, "prompts": [text, ...], "long_prompt": tokens of the long prompt, 0 for none}. Same
-    inputs, same bytes. Raises InputError for a checkpoint that transformers cannot load or a prompt that does not fit
-    the model.
+    layers: the model's first so many, or "all". Same inputs, same bytes. Raises InputError for a checkpoint that
+    transformers cannot load or a prompt that does not fit the model.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     manifest = CheckpointManifest.load(checkpoint_json)
     folder = manifest.folder_of(checkpoint_json)
     manifest.check(folder)
     model, tokenizer = load_checkpoint(checkpoint_json, layers), load_tokenizer(folder)
-    asked = golden["prompts"], golden["max_new_tokens"], golden["long_prompt"]
-    reference = answer(model, tokenizer, manifest.config, *asked)
-    return save_reference(reference, layers, golden["max_new_tokens"], out)
+    reference = answer(model, tokenizer, manifest.config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
+    return save_reference(reference, layers, golden.max_new_tokens, out)
 
 
 def save_reference(
     reference: Reference, layers: int | str, max_new_tokens: int, out: Path, drift: Path | None = None
 ) -> Path:
-    """Write the manifest `out`, which is returned, and the logits beside it. drift: a file that lies there already."""
+    """Write the manifest `out`, which is returned, and the logits beside it.
+
+    drift: a file that lies there already.
+    """
     logits_path, long = out.with_suffix(".safetensors"), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
     if long:
@@ -114,8 +119,10 @@ def save_reference(
 
 
 def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
-    """A checkpoint's first layers in transformers, float32; of weights that are quantised already the numbers that they
-    stand for."""
+    """Load a checkpoint's first layers in transformers, float32.
+
+    Of weights that are quantised already the numbers that they stand for.
+    """
     manifest = CheckpointManifest.load(checkpoint_json)
     folder, config = manifest.folder_of(checkpoint_json), cut_config(manifest.config, layers)
     if manifest.quantization is None:
@@ -138,7 +145,10 @@ def compute(
     max_new_tokens: int,
     long_prompt: int = 0,
 ) -> Reference:
-    """The reference without files: a checkpoint folder and its config.json's content in."""
+    """Return the reference of a checkpoint folder, without writing files.
+
+    config: its config.json's content.
+    """
     model = load_folder(folder, cut_config(config, layers))
     return answer(model, load_tokenizer(folder), config, prompts, max_new_tokens, long_prompt)
 
@@ -151,7 +161,10 @@ def answer(
     max_new_tokens: int,
     long_prompt: int,
 ) -> Reference:
-    """What a model says to the prompts. config: its config.json's content, of all layers."""
+    """Return what a model says to the prompts.
+
+    config: its config.json's content, of all layers. Raises InputError for a prompt that does not fit the model.
+    """
 
     def decode(ids: list[int]) -> str:
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -193,8 +206,10 @@ def long_prompt_ids(count: int, vocab_size: int) -> tuple[int, ...]:
 def long_answer(
     model: torch.nn.Module, vocab_size: int, count: int, max_new_tokens: int, lengths: Iterable[int]
 ) -> LongAnswer:
-    """Decode greedily behind a long prompt, brought in chunks; keep the logits on both sides of the edges that
-    `lengths` and its own length make, and others evenly between them."""
+    """Decode greedily behind a long prompt, brought in chunks.
+
+    Keeps the logits on both sides of the edges that `lengths` and its own length make, and others evenly between them.
+    """
     prompt_ids = long_prompt_ids(count, vocab_size)
     edges = sorted({*(near for near in both_sides(count + max_new_tokens, lengths) if near < count), count})
     rows = min(count, _MOST_ROWS, max(1, _MOST_BYTES // (4 * vocab_size)))
@@ -218,8 +233,10 @@ def long_answer(
 def greedy(
     model: torch.nn.Module, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int]
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Decode greedily with a KV cache until an end-of-sequence token, which is kept, or `max_new_tokens`: tokens,
-    logits [steps, vocab_size]."""
+    """Decode greedily with a KV cache; return tokens, logits [steps, vocab_size].
+
+    Until an end-of-sequence token, which is kept, or `max_new_tokens`.
+    """
     with torch.no_grad():
         output = model(input_ids=torch.tensor([list(prompt_ids)]), use_cache=True)
     return _decode(
@@ -230,7 +247,10 @@ def greedy(
 def _decode(
     model: torch.nn.Module, first: np.ndarray, cache: Any, max_new_tokens: int, eos_token_ids: Sequence[int]
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Decode greedily behind `cache`, whose last token gave the logits `first`: tokens, logits [steps, vocab_size]."""
+    """Decode greedily behind `cache`; return tokens, logits [steps, vocab_size].
+
+    first: the logits that the last token of `cache` gave.
+    """
     rows, tokens = [first], [int(first.argmax())]
     with torch.no_grad():
         while len(tokens) < max_new_tokens and tokens[-1] not in eos_token_ids:
@@ -242,7 +262,7 @@ def _decode(
 
 
 def entry(answer: Answer) -> ReferencePrompt:
-    """A prompt's entry in a manifest."""
+    """Return a prompt's entry in a manifest."""
     order = np.argsort(-answer.logits, axis=-1, kind="stable")[:, :TOP]  # equal logits: the lower id first, as argmax
     top = np.take_along_axis(answer.logits, order, axis=-1)
     steps = (
@@ -267,7 +287,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) -> tuple[int, ...]:
-    """The tokens of a golden prompt. Raises InputError where there are none, or one that the model does not know."""
+    """Return the tokens of a golden prompt.
+
+    Raises InputError where there are none, or one that the model does not know.
+    """
     try:
         ids = tuple(tokenizer(text)["input_ids"])
     except (KeyboardInterrupt, SystemExit):
@@ -288,7 +311,9 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) ->
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Where `generate` would stop: the generation config's ids, which transformers takes from config.json when it has
-    no file of its own."""
+    """Return the tokens at which `generate` would stop.
+
+    The generation config's ids, which transformers takes from config.json when it has no file of its own.
+    """
     found = model.generation_config.eos_token_id
     return tuple(sorted({found} if isinstance(found, int) else set(found or ())))

@@ -1,4 +1,7 @@
-"""The text that tokens add to a prompt: one rule for the reference and for what is compared with it."""
+"""The text that tokens add to a prompt.
+
+One rule for the reference and for what is compared with it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Callable, Sequence
 
 
 def new_text(decode: Callable[[list[int]], str], prompt_ids: Sequence[int], tokens: Sequence[int]) -> str:
-    """What `tokens` add to the prompt's text; `decode` gives the text of ids, without special tokens.
+    """Return what `tokens` add to the prompt's text.
+
+    decode: gives the text of ids, without special tokens.
 
     Decoded behind the prompt, since tokenizers drop a space at the start of a text. Where the new tokens change the
     prompt's own text (a character begun there ends here), they are decoded alone.

@@ -1,4 +1,7 @@
-"""Validate: are the exported graphs well-formed, and do they compute what the model computes in torch?"""
+"""Validate: exported graphs against torch, and against ONNX's rules.
+
+They must be well-formed, and compute what the model computes in torch.
+"""
 
 from lockstep.verify.validate.run import run
 

@@ -1,5 +1,6 @@
-"""Names, dtypes and shapes must be exactly those declared. An assembly's graphs and files or arrays in;
-CheckError or nothing out.
+"""The gate: names, dtypes and shapes must be exactly those declared.
+
+An assembly's graphs and files or arrays in; CheckError or nothing out.
 
 Why by hand: ONNX Runtime reports a wrong name late, and Polygraphy not at all: it matches inputs by position where
 names differ, drops what is left over, casts and reshapes what does not fit, skips outputs that only one side has, and
@@ -21,7 +22,10 @@ from lockstep.onnx_tools.signature import signature_of
 
 
 def check_graph(path: Path, sha256: str, signature: Signature) -> onnx.ModelProto:
-    """The model in the file, once its bytes have the recorded digest and it takes and gives what is declared."""
+    """Return the model in the file, once checked.
+
+    Its bytes must have the recorded digest, and it must take and give what is declared. Raises CheckError otherwise.
+    """
     if not path.is_file():
         raise CheckError(f"{path}: expected a graph of the assembly, found no file; export again")
     if (found := sha256_file(path)) != sha256:
@@ -40,10 +44,10 @@ def check_arrays(
     arrays: Mapping[str, np.ndarray],
     dims: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Arrays are what the declared inputs or outputs (`role`) want, with every free dimension of one size wherever it
-    occurs.
+    """Check that arrays are what the declared inputs or outputs (`role`) want.
 
-    `dims` are sizes known already. Gives them with those found.
+    Every free dimension must have one size wherever it occurs. dims: sizes known already. Returns them with those
+    found. Raises CheckError.
     """
     check_names(where, role, [io.name for io in declared], list(arrays))
     sizes = dict(dims or {})

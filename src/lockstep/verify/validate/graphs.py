@@ -1,4 +1,6 @@
-"""The assembly's graphs as callables: one ONNX Runtime session for each graph, weights given as inputs.
+"""The assembly's graphs as callables.
+
+One ONNX Runtime session for each graph, weights given as inputs.
 
 Graph optimisation is off: what is validated is the graph as exported. What a backend makes of it is the golden check's
 to judge. ONNX Runtime has no bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
@@ -28,8 +30,10 @@ from lockstep.weights import Weights, check_slots, slot_array
 
 
 class Graph:
-    """One graph of the assembly, its file checked: `run` takes and gives arrays by name, exactly those declared;
-    float32 for bfloat16."""
+    """One graph of the assembly, its file checked.
+
+    `run` takes and gives arrays by name, exactly those declared; float32 for bfloat16.
+    """
 
     def __init__(self, path: Path, graph: GraphFile, threads: int | None):
         self.path = path
@@ -53,7 +57,10 @@ class Graph:
 
     @contextlib.contextmanager
     def computed_file(self) -> Iterator[Path]:
-        """A file of the graph as it is computed, for as long as it is looked at."""
+        """Yield a file of the graph as it is computed.
+
+        It is there for as long as the context is open.
+        """
         if self.computed is self.model:
             yield self.path
             return
@@ -65,8 +72,10 @@ class Graph:
     def run(
         self, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
-        """Outputs by name. Raises CheckError for arrays that are not those declared, and when the library cannot run
-        the graph."""
+        """Run the graph; outputs by name.
+
+        Raises CheckError for arrays that are not those declared, and when the library cannot run the graph.
+        """
         weights = weights or {}
         dims = check_arrays(str(self.path), "input", self.inputs, inputs)
         check_arrays(str(self.path), "slot", self.slots, weights, dims)
@@ -82,10 +91,16 @@ class Graph:
 
 
 class Graphs(GraphRunner):
-    """An assembly with its graphs and its weights, cut after the first `num_layers` layers."""
+    """An assembly with its graphs and its weights, cut after some layers.
+
+    It has the first `num_layers` layers.
+    """
 
     def __init__(self, path: Path, assembly: Assembly, weights: Weights, layers: int | str, threads: int | None = None):
-        """Raises InputError for weights of another precision and for a layer count that the model does not have."""
+        """Open the graphs of an assembly.
+
+        Raises InputError for weights of another precision and for a layer count that the model does not have.
+        """
         self.path, self.assembly, self.weights = path, assembly, weights
         if weights.precision != assembly.precision:
             raise InputError(
@@ -118,11 +133,17 @@ class Graphs(GraphRunner):
             check_slots(weights, part.slots, assembly.classes[part.graph].signature.slots, part.graph)
 
     def graphs(self) -> dict[str, Graph]:
-        """All graphs in use by name: classes, then `<variant>.<phase>`; then those of a rank."""
+        """Return all graphs in use by name.
+
+        Classes, then `<variant>.<phase>`; then those of a rank.
+        """
         return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
     def carries(self, part: Part) -> list[str]:
-        """What a block hands on to the next besides query, key and value: `hidden` alone in most models."""
+        """Return what a block hands on to the next besides query, key and value.
+
+        `hidden` alone in most models.
+        """
         return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
 
     def run_graph(
@@ -131,8 +152,10 @@ class Graphs(GraphRunner):
         return _run(self._by_name[name], inputs, weights)
 
     def adapter_inputs(self, part: Part, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What a block with adapters reads of them, for tokens without one: in every place lie numbers that none of
-        them may see."""
+        """Return what a block reads of adapters, for tokens that have none.
+
+        In every adapter slot lie numbers that none of them may see.
+        """
         if self.assembly.adapters is None:
             return {}
         name = part.graph
@@ -146,18 +169,23 @@ class Graphs(GraphRunner):
         return {**self._noise[name], IDS: np.full(tokens, -1, np.int64)}
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
-        """The weights of a slot of one of the graphs, in the dtype that it is computed in."""
+        """Return the weights of a slot, in the dtype that it is computed in.
+
+        tensors: of the checkpoint, by name. slot: of one of the graphs.
+        """
         return slot_array(self.weights, tensors, slot.sizes).astype(widened_dtype(slot.dtype), copy=False)
 
     def forward_inputs(self) -> list[IO]:
-        """What a whole forward takes: hidden, position_ids, logit_rows."""
+        """Return what a whole forward takes: hidden, position_ids, logit_rows."""
         hidden = self.classes[self.layers[0].block.graph].inputs[0]
         rows = next(io for io in self.classes[self.exit.graph].inputs if io.name == "logit_rows")
         return [hidden, IO("position_ids", "int64", ("num_tokens",)), rows]
 
     def uncut(self, threads: int | None = None) -> Graph | None:
-        """The uncut graph, its weight inputs (named as in the checkpoint) as slots; None when the model is cut, for it
-        has all layers."""
+        """Return the uncut graph; None when the model is cut.
+
+        Its weight inputs (named as in the checkpoint) are slots. It has all layers, so a model that is cut has none.
+        """
         uncut = self.assembly.batchful
         if uncut is None or self.num_layers < len(self.assembly.layers):
             return None

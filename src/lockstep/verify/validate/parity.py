@@ -1,4 +1,6 @@
-"""Do the graphs compute what torch computes? The graphs of an assembly and recorded sequences in, errors by layer out.
+"""Errors of the graphs against torch, by layer.
+
+The graphs of an assembly and recorded sequences in; errors by layer out.
 
 Teacher-forced: each block and each attention gets what torch had there, so that an error shows in the layer that makes
 it and in no later one. Free: the embedded tokens go in, and every graph takes what the one before gave. Sequences start
@@ -22,25 +24,29 @@ _SPARE = 3  # such rows
 
 @dataclass
 class LayerErrors:
-    """Errors of one layer by tensor: `hidden` (what leaves the layer), then for each phase `<phase>.key_out`,
-    `.value_out`, `.attention`."""
+    """Errors of one layer by tensor.
+
+    `hidden` (what leaves the layer), then for each phase `<phase>.key_out`, `.value_out`, `.attention`.
+    """
 
     layer: int
     block: str
-    kind: str
+    variant: str
     tensors: dict[str, Difference] = field(default_factory=dict)
 
 
 def embedding_error(graphs: Graphs, records: Sequence[Record]) -> Difference:
-    """The embedding graph on all tokens."""
+    """Return the error of the embedding graph on all tokens."""
     token_ids = np.concatenate([record.token_ids for record in records])
     found = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
     return difference(np.concatenate([record.embedded for record in records]), found)
 
 
 def layer_errors(graphs: Graphs, records: Sequence[Record]) -> tuple[list[LayerErrors], Difference]:
-    """Errors of each layer, teacher-forced, and of the logits behind the last one. All sequences run packed, as in a
-    step."""
+    """Return the errors of each layer, teacher-forced, and of the logits.
+
+    The logits are those behind the last layer. All sequences run packed, as in a step.
+    """
     errors, env = _layers_alone(graphs, records)
     env["logit_rows"] = np.arange(len(env["position_ids"]))
     logits = graphs.run_block(graphs.exit, env)["logits"]
@@ -48,15 +54,18 @@ def layer_errors(graphs: Graphs, records: Sequence[Record]) -> tuple[list[LayerE
 
 
 def errors_behind(graphs: Graphs, record: Record, capacity: int) -> list[LayerErrors]:
-    """Errors of the layers of a record that comes behind a cache, teacher-forced: its tokens in one piece (`chunked`),
-    and each as a row of one decode step. The graphs get a cache of at least `capacity` rows."""
+    """Return the errors of the layers of a record that comes behind a cache.
+
+    Teacher-forced: its tokens in one chunk (`chunked`), and each as a row of one decode step. The graphs get a cache of
+    at least `capacity` rows.
+    """
     return _layers_alone(graphs, [record], capacity)[0]
 
 
 def _layers_alone(
     graphs: Graphs, records: Sequence[Record], capacity: int = 0
 ) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
-    """Errors of each layer, and what goes on from the last one to the exit."""
+    """Return the errors of each layer, and what goes on from the last to the exit."""
     packed = lambda arrays: np.concatenate(arrays).astype(graphs.dtype)
     spans = _spans(records)
     env: dict[str, np.ndarray] = {
@@ -77,19 +86,23 @@ def _layers_alone(
         entry = LayerErrors(index, part.graph, layer.variant)
         layers = [record.layers[index] for record in records]
         if records[0].num_past:
-            entry.tensors |= _kind_errors_behind(graphs, layer.variant, env, layers[0], records[0].num_past, capacity)
+            entry.tensors |= _variant_errors_behind(
+                graphs, layer.variant, env, layers[0], records[0].num_past, capacity
+            )
         else:
-            entry.tensors |= _kind_errors(graphs, layer.variant, env, layers, spans)
+            entry.tensors |= _variant_errors(graphs, layer.variant, env, layers, spans)
         errors.append(entry)
         env["attention"] = packed([record.layers[index].attention for record in records])
     return errors, env
 
 
-def _kind_errors(
-    graphs: Graphs, kind: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
+def _variant_errors(
+    graphs: Graphs, variant: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
 ) -> dict[str, Difference]:
-    """A layer's attention three ways: whole prompts, prompts whose second half comes behind a cache, and last tokens as
-    one decode step."""
+    """Return the errors of a layer's attention in three phases.
+
+    Whole prompts, prompts whose second half comes behind a cache, and last tokens as one decode step.
+    """
     found = _Found()
     for layer, span in zip(layers, spans):
         count = span.stop - span.start
@@ -98,12 +111,12 @@ def _kind_errors(
                 continue  # one token cannot be halved
             past = _past(graphs, [layer], [start])
             outputs = graphs.run_attention(
-                kind, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past}
+                variant, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past}
             )
             found.add(phase, outputs, _expected(layer, slice(start, count)))
     last = np.array([span.stop - 1 for span in spans])
     lengths = [span.stop - span.start - 1 for span in spans]
-    outputs = graphs.run_attention(kind, "decode", {**_rows(env, last), **_past(graphs, layers, lengths)})
+    outputs = graphs.run_attention(variant, "decode", {**_rows(env, last), **_past(graphs, layers, lengths)})
     for row, (layer, length) in enumerate(zip(layers, lengths)):
         found.add(
             "decode",
@@ -113,10 +126,13 @@ def _kind_errors(
     return found.errors()
 
 
-def _kind_errors_behind(
-    graphs: Graphs, kind: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
+def _variant_errors_behind(
+    graphs: Graphs, variant: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
 ) -> dict[str, Difference]:
-    """A layer's attention behind a cache: all tokens as a chunk, and each as a request of one decode step."""
+    """Return the errors of a layer's attention behind a cache.
+
+    All tokens as a chunk, and each as a request of one decode step.
+    """
     scale = {"query": layer.query_scale, "key": layer.key_scale}
     rows = {
         name: (array * np.float32(scale.get(name, 1))).astype(array.dtype)
@@ -126,13 +142,13 @@ def _kind_errors_behind(
     expected = _expected(layer, slice(0, count), num_past)
     found.add(
         "chunked",
-        graphs.run_attention(kind, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)}),
+        graphs.run_attention(variant, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)}),
         expected,
     )
     lengths = [num_past + token for token in range(count)]
     found.add(
         "decode",
-        graphs.run_attention(kind, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)}),
+        graphs.run_attention(variant, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)}),
         expected,
     )
     return found.errors()
@@ -149,7 +165,7 @@ class _Found:
             self._arrays.setdefault((phase, name), []).append((expected[name].ravel(), outputs[name].ravel()))
 
     def errors(self) -> dict[str, Difference]:
-        """{"<phase>.<output>": error}, in the order in which phases were added."""
+        """Return {"<phase>.<output>": error}, in the order in which phases were added."""
         return {
             f"{phase}.{name}": difference(*(np.concatenate(side) for side in zip(*pairs)))
             for (phase, name), pairs in self._arrays.items()
@@ -159,7 +175,10 @@ class _Found:
 def _past(
     graphs: Graphs, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0
 ) -> dict[str, np.ndarray]:
-    """A cache with torch's keys and values of each request's first tokens, and stale numbers behind them."""
+    """Return a cache with torch's keys and values of each request's first tokens.
+
+    Stale numbers lie behind them.
+    """
     capacity = max(capacity, max(lengths) + _SPARE)
     caches = {}
     for name in ("key", "value"):
@@ -172,7 +191,10 @@ def _past(
 
 
 def _expected(layer: LayerRecord, rows: slice, num_past: int = 0) -> dict[str, np.ndarray]:
-    """What the graphs should give for the tokens `rows` of a record that comes behind `num_past` cache rows."""
+    """Return what the graphs should give for the tokens `rows` of a record.
+
+    The record comes behind `num_past` cache rows.
+    """
     cached = slice(num_past + rows.start, num_past + rows.stop)
     return {"key_out": layer.keys[cached], "value_out": layer.values[cached], "attention": layer.attention[rows]}
 
@@ -187,8 +209,10 @@ def _spans(records: Sequence[Record]) -> list[slice]:
 
 
 def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
-    """Logits [len(logit_rows), vocab_size] of one whole sequence, free: `hidden` [num_tokens, hidden_size] through
-    every graph."""
+    """Return the logits [len(logit_rows), vocab_size] of one whole sequence, free.
+
+    `hidden` [num_tokens, hidden_size] goes through every graph.
+    """
 
     def attend(index: int, env: Mapping[str, np.ndarray]) -> np.ndarray:
         name = graphs.layers[index].variant

@@ -1,5 +1,6 @@
-"""ONNX checker and Polygraphy (lint, inspect, Comparator) on the assembly's graphs, behind gates that make a mismatch
-an error.
+"""ONNX's checker and Polygraphy's checks on the assembly's graphs.
+
+Lint, inspect and Comparator run behind gates that make a mismatch an error.
 
 In: graphs of an assembly, torch's model. Out: what goes into the report; CheckError for what fails. Polygraphy's lint
 is a command line tool with no function of its own: its class is run in this process. It needs onnx_graphsurgeon.
@@ -39,7 +40,7 @@ _LINT_SIZES = {"num_tokens": 3, "num_requests": 2, "past_capacity": 4}
 
 
 def check_model(path: Path, model: onnx.ModelProto) -> None:
-    """The ONNX checker with shape inference over every node."""
+    """Run the ONNX checker with shape inference over every node. Raises CheckError."""
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
@@ -47,8 +48,10 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
 
 
 def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> Inspected:
-    """What Polygraphy reads in the graph: number of nodes, and how often each operator occurs. Its inputs and outputs
-    are gated first."""
+    """Return what Polygraphy reads in the graph.
+
+    The number of nodes, and how often each operator occurs. Its inputs and outputs are gated first.
+    """
     Signature(tuple(inputs), tuple(outputs)).check(signature_of(model.graph), str(path), "export again")
     with quiet():
         data = graph_data_from_onnx(model)
@@ -63,8 +66,9 @@ def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: S
 
 
 def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
-    """Run Polygraphy's lint on `file`, the graph `path` as it is computed: ONNX checker, then every node in ONNX
-    Runtime. Gives the number of nodes and its warnings.
+    """Run Polygraphy's lint on `file`, the graph `path` as it is computed.
+
+    ONNX checker, then every node in ONNX Runtime. Returns the number of nodes and its warnings.
 
     Raises CheckError for a node that fails, and for an input or a node that does not affect an output: lint only warns
     of those, but an input without effect is how a dropped mask or a forgotten weight shows.
@@ -95,7 +99,10 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
 
 
 class _Sessions(OnnxrtSessionArgs):
-    """Gives lint our sessions: its own cannot be opened in a process whose sessions share one thread pool."""
+    """Gives lint our sessions.
+
+    Its own cannot be opened in a process whose sessions share one thread pool.
+    """
 
     def __init__(self, path: Path):
         super().__init__()
@@ -112,8 +119,10 @@ class _Sessions(OnnxrtSessionArgs):
 
 
 class GraphRunner(BaseRunner):
-    """A Polygraphy runner over any function of the declared inputs that gives `logits`: torch's model, or the chain of
-    split graphs."""
+    """A Polygraphy runner over any function that gives `logits`.
+
+    Of the declared inputs: torch's model, or the chain of split graphs.
+    """
 
     def __init__(self, name: str, inputs: Sequence[IO], function: Callable[[Mapping[str, np.ndarray]], np.ndarray]):
         super().__init__(name=name)
@@ -132,12 +141,12 @@ class GraphRunner(BaseRunner):
 def compare(
     runners: Sequence[BaseRunner], inputs: Sequence[IO], feeds: Sequence[Mapping[str, np.ndarray]], tolerance: float
 ) -> dict[str, ForwardError]:
-    """Run all runners on all feeds with Polygraphy's Comparator; each is compared with the last, by largest absolute
-    error and cosine.
+    """Run all runners on all feeds with Polygraphy's Comparator.
 
-    Gives {runner: its error}. Raises CheckError when a feed is not what
-    `inputs` declare, when a runner takes other inputs, or when runners give other outputs: Polygraphy would match by
-    position, cast, or skip.
+    Each is compared with the last, by largest absolute error and cosine. Returns {runner: its error}.
+
+    Raises CheckError when a feed is not what `inputs` declare, when a runner takes other inputs, or when runners give
+    other outputs: Polygraphy would match by position, cast, or skip.
     """
     for feed in feeds:
         check_arrays("Comparator", "input", inputs, feed)
@@ -163,7 +172,10 @@ def compare(
 def _summary(
     errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float
 ) -> ForwardError:
-    """The worst of all feeds and outputs. `passed` is Polygraphy's own verdict, and false for NaN."""
+    """Return the worst of all feeds and outputs.
+
+    `passed` is Polygraphy's own verdict, and false for NaN.
+    """
     results = [result for outputs in errors for result in outputs.values()]
     worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in results])
     cosine = min((angle.cosine_similarity for outputs in angles for angle in outputs.values()), default=0.0)
@@ -181,7 +193,10 @@ def _check_metadata(runner: BaseRunner, inputs: Sequence[IO]) -> None:
 
 
 def _check_outputs(results: Any) -> None:
-    """All runners gave the same outputs in the same shapes, for every feed."""
+    """Check that all runners gave the same outputs in the same shapes.
+
+    For every feed. Raises CheckError.
+    """
     name, reference = results[-1]
     for other, iterations in results:
         if len(iterations) != len(reference):

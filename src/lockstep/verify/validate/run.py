@@ -1,4 +1,6 @@
-"""The validate stage: graphs, weights and the model's config in; a report of how far the graphs are from torch out.
+"""The validate stage: how far the graphs are from torch.
+
+Graphs, weights and the model's config in; a report out.
 
 The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared,
 ONNX checker, Polygraphy's lint and inspect, each layer teacher-forced on short sequences, then behind long synthetic
@@ -46,7 +48,7 @@ _TEXT = "The river comes down from the hills, and the town lies where it is wide
 
 @dataclass
 class _Found:
-    """What was found until now: the report of a check that fails has it too."""
+    """The report so far, which a check that fails writes too."""
 
     report: ValidationReport
 
@@ -72,8 +74,9 @@ def run(
     model: str | None = None,
     threads: int | None = None,
 ) -> Path:
-    """Validate the graphs of an assembly cut after `layers` layers (or "all") and write the report to `out`, which is
-    returned.
+    """Validate the graphs of an assembly cut after `layers` layers (or "all").
+
+    Writes the report to `out`, which is returned.
 
     tolerance: {"logits": the largest absolute error of a logit, "block": the same for what a layer computes, where
     values above one have proportionally more room (`Difference.within_scaled`)}. max_seq_len: the most tokens of a
@@ -109,14 +112,16 @@ def run(
 
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
-    """The tensors that the model's blocks take, at full depth. What else a checkpoint holds is ignored, and listed in
-    the report."""
+    """Return the tensors that the model's blocks take, at full depth.
+
+    What else a checkpoint holds is ignored, and listed in the report.
+    """
     parts = [assembly.embedding, *(part for layer in assembly.layers for part in (layer.block, layer.exit))]
     return [name for part in parts for names in part.slots.values() for name in names]
 
 
 def _check_graph(name: str, graph: Graph, found: _Found) -> None:
-    """Checker, inspect and lint of one graph."""
+    """Run checker, inspect and lint on one graph."""
     inputs = [*graph.inputs, *graph.slots]
     check_model(graph.path, graph.model)
     found.note_graph(name, checker=PASS)
@@ -126,7 +131,7 @@ def _check_graph(name: str, graph: Graph, found: _Found) -> None:
 
 
 def _check_layers(graphs: Graphs, records: list[Record], tolerance: Mapping[str, float], found: _Found) -> None:
-    """The embedding and each layer, teacher-forced."""
+    """Check the embedding and each layer, teacher-forced. Raises CheckError."""
     embedding = embedding_error(graphs, records)
     errors, logits = layer_errors(graphs, records)
     block, bound = tolerance["block"], tolerance["logits"]
@@ -153,11 +158,11 @@ def _check_long_contexts(
     tolerance: float,
     found: _Found,
 ) -> None:
-    """Each kind of layer behind synthetic caches that end at the edges of pages, windows, RoPE lengths and of
-    `max_seq_len`, teacher-forced.
+    """Check each kind of layer behind long synthetic caches, teacher-forced.
 
-    The layers are the first that show each block class with each kind; `short` has the shapes of their keys and values.
-    Every second cache has `max_seq_len` rows, the others have just enough.
+    These end at the edges of pages, windows, RoPE lengths and of `max_seq_len`. The layers are the first that show each
+    block class with each kind; `short` has the shapes of their keys and values. Every second cache has `max_seq_len`
+    rows, the others have just enough. Raises CheckError.
     """
     pairs = [(layer.block.graph, layer.variant) for layer in graphs.layers]
     count = 1 + max(pairs.index(pair) for pair in pairs)
@@ -185,14 +190,16 @@ def _check_long_contexts(
 
 
 def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, found: _Found) -> None:
-    """Raises CheckError for the first tensor over tolerance, and notes its layer."""
+    """Check each tensor of each layer against the tolerance.
+
+    Raises CheckError for the first over it, and notes its layer.
+    """
     for entry in errors:
         for name, error in entry.tensors.items():
             if not error.within_scaled(tolerance):
                 found.note(first_failing_layer=entry.layer)
-                raise CheckError(
-                    f"layer {entry.layer} (block {entry.block}, {entry.kind}): {where}{_found(name, error, tolerance)}"
-                )
+                layer = f"layer {entry.layer} (block {entry.block}, {entry.variant})"
+                raise CheckError(f"{layer}: {where}{_found(name, error, tolerance)}")
 
 
 def _sequences(graphs: Graphs) -> list[np.ndarray]:
@@ -208,8 +215,10 @@ def _sequences(graphs: Graphs) -> list[np.ndarray]:
 def _check_forward(
     graphs: Graphs, uncut: Graph | None, torch_model: TorchModel, records: list[Record], tolerance: float, found: _Found
 ) -> None:
-    """Whole sequences, free, through Polygraphy: the chain of split graphs, and at full depth the uncut graph, each
-    against torch."""
+    """Check whole sequences, free, through Polygraphy.
+
+    The chain of split graphs, and at full depth the uncut graph, each against torch. Raises CheckError.
+    """
     inputs = graphs.forward_inputs()
     split = lambda feed: forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
     expected = lambda feed: torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
@@ -241,7 +250,7 @@ def _check_forward(
 
 def _layer_entry(errors: LayerErrors, tolerance: float) -> BlockErrors:
     tensors = {name: _entry(error, tolerance) for name, error in errors.tensors.items()}
-    return BlockErrors(errors.block, tensors, errors.layer, errors.kind)
+    return BlockErrors(errors.block, tensors, errors.layer, errors.variant)
 
 
 def _entry(error: Difference, tolerance: float) -> TensorError:

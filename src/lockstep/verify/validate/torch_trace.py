@@ -1,5 +1,6 @@
-"""What torch computes inside a model, layer by layer: an assembly's target weights and token sequences in, recorded
-arrays out.
+"""What torch computes inside a model, layer by layer.
+
+An assembly's target weights and token sequences in; recorded arrays out.
 
 The weights are the target's (fp16 weights are upcast), the arithmetic is float32: so that a difference is the graph's
 own error, neither the rounding of the weights, which `convert` is asked for, nor that of torch's fp16, which is as
@@ -55,8 +56,10 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Record:
-    """A sequence behind `num_past` tokens: token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers,
-    logits [num_tokens, vocab_size]."""
+    """What torch computed of a sequence behind `num_past` tokens.
+
+    token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers, logits [num_tokens, vocab_size].
+    """
 
     token_ids: np.ndarray
     embedded: np.ndarray
@@ -71,16 +74,22 @@ class Record:
 
 @dataclass
 class _Recording:
-    """What the attention hook has seen, by layer, of tokens behind a synthetic cache: of each layer its keys and values
-    [1, num_kv_heads, num_past, ...]; none where there is no such cache."""
+    """What the attention hook has seen, by layer.
+
+    past: of tokens behind a synthetic cache its keys and values [1, num_kv_heads, num_past, ...] of each layer; none
+    where there is no such cache.
+    """
 
     past: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 class _TokensBefore(DynamicCache):
-    """A cache of which masks and positions see the number of tokens. The attention hook puts its keys and values in
-    front: a model's own cache may hold others, which it computes them from (MLA's latents)."""
+    """A cache of which masks and positions see the number of tokens.
+
+    The attention hook puts its keys and values in front: a model's own cache may hold others, which it computes them
+    from (MLA's latents).
+    """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **more: Any
@@ -92,7 +101,10 @@ _recording: contextvars.ContextVar[_Recording] = contextvars.ContextVar("recordi
 
 
 class TorchModel:
-    """The first layers of a model in torch. Raises InputError for a model that does not use the attention interface."""
+    """The first layers of a model in torch.
+
+    Raises InputError for a model that does not use the attention interface.
+    """
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         tensors = {
@@ -152,7 +164,10 @@ class TorchModel:
             config.num_hidden_layers = self.num_layers = before
 
     def logits(self, hidden: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
-        """[num_tokens, hidden_size] embedded tokens of one sequence -> [num_tokens, vocab_size]."""
+        """Return the logits [num_tokens, vocab_size] of one sequence.
+
+        hidden: its embedded tokens, [num_tokens, hidden_size].
+        """
         _recording.set(_Recording())
         with torch.no_grad():
             embedded = torch.from_numpy(np.asarray(hidden, np.float32))[None]
@@ -170,8 +185,11 @@ def _record_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers calls this for attention: query [1, num_heads, num_tokens, head_dim], key, value [1, num_kv_heads,
-    ...]."""
+    """Compute attention for transformers, and record it.
+
+    query: [1, num_heads, num_tokens, head_dim]. key, value: [1, num_kv_heads, ...]. Raises InputError for a layer that
+    is called twice.
+    """
     recording = _recording.get()
     eager = eager_attention(module)
     if module.layer_idx in recording.calls:
@@ -198,10 +216,10 @@ def _record_attention(
 def _scaled(
     query: torch.Tensor, key: torch.Tensor, num_past: int, scaling: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Scale queries to scores of standard deviation _SCORES against standard normal keys, and the new keys to an rms of
-    one.
+    """Scale queries to scores of standard deviation _SCORES, and keys to rms one.
 
-    RoPE is linear, so the graphs may scale their queries and keys before it.
+    The scores are against standard normal keys; the keys are the new ones. RoPE is linear, so the graphs may scale
+    their queries and keys before it.
     """
     rms = lambda x: max(float(x.square().mean().sqrt()), 1e-6)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -211,7 +229,10 @@ def _scaled(
 
 
 def _by_head(array: np.ndarray) -> torch.Tensor:
-    """[rows, heads, dim] as transformers' caches hold it: [1, heads, rows, dim]."""
+    """Return [rows, heads, dim] as transformers' caches hold it.
+
+    That is [1, heads, rows, dim].
+    """
     return torch.from_numpy(np.ascontiguousarray(array.swapaxes(0, 1)))[None]
 
 
@@ -220,7 +241,10 @@ AttentionMaskInterface.register(HOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def _float32(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the array's memory where it is float32 already (the mapped file is only read), else a cast copy."""
+    """Return a float32 tensor over the array's memory, or a cast copy.
+
+    Over the memory where it is float32 already (the mapped file is only read).
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "not writable": nothing writes to it
         return torch.from_numpy(
@@ -233,10 +257,10 @@ def _is_float(array: np.ndarray) -> bool:
 
 
 def sequences(vocab_size: int, longest: int, prompt: Sequence[int], windows: Sequence[int] = ()) -> list[np.ndarray]:
-    """Token sequences to validate with: seeded random ids of several lengths, one of them 1, and a real text's `prompt`
-    ids.
+    """Return token sequences to validate with.
 
-    One goes beyond each of the sliding `windows` of at most _WIDEST tokens; a wider one costs more than it would show.
+    Seeded random ids of several lengths, one of them 1, and a real text's `prompt` ids. One goes beyond each of the
+    sliding `windows` of at most _WIDEST tokens; a wider one costs more than it would show.
     """
     rng = np.random.default_rng(0)
     beyond = sorted({window + 3 for window in windows if 0 < window <= _WIDEST})

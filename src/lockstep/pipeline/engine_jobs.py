@@ -1,0 +1,233 @@
+"""The stages that run engines.
+
+Arguments of JSON in; files, an answer of JSON, or text on stdout out. `worker` calls them by name, here or in the
+Python that has the backend's library. Imports stand in the functions, so that a job loads what it needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.files import dump_json
+from lockstep.errors import CheckError
+
+
+def identity(name: str) -> dict[str, Any]:
+    """Return the library and the device that engines are built for.
+
+    That is what a build key and a lock hold of a backend.
+    """
+    from lockstep.backends import get_backend  # loads the library: only where something is built or run
+
+    library = get_backend(name)
+    device = library.describe_device()
+    found = {
+        "name": name,
+        "version": library.version(),
+        "revision": library.revision,
+        "device": library.device_key(device),
+        "options": library.default_options(),
+    }
+    return {**found, "driver": device["driver"]} if "driver" in device else found
+
+
+def hardware(name: str, builds: bool) -> str | None:
+    """Return the name of the GPU or CPU here that a backend runs on.
+
+    Of a CPU its architecture. None where engines of any device can be built here and it `builds`.
+    """
+    from lockstep.backends import get_backend
+
+    library = get_backend(name)
+    describe = getattr(library, "describe_hardware", None)  # of a backend whose engines are for no one device
+    if describe and builds:
+        return None
+    device = (describe or library.describe_device)()
+    return str(device.get("name") or device.get("architecture"))
+
+
+def inspect(engines: str, assembly: str) -> dict[str, Any]:
+    """Return what of an engine set can be compared with another, as JSON.
+
+    That is an `InspectedSet`, of engines that open here.
+    """
+    from lockstep.backends import EngineSet
+    from lockstep.backends.inspected import inspected
+
+    return inspected(EngineSet.open(engines, assembly)).to_json()
+
+
+def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
+    from lockstep import backends
+
+    backends.build(Path(assembly), backend, Path(out), options)
+
+
+def compare(
+    assembly: str,
+    weights: str,
+    engines: str,
+    tolerance: float,
+    limits: Mapping[str, int],
+    out: str,
+    threads: int | None = None,
+) -> None:
+    from lockstep.verify.compare import run
+
+    run(Path(assembly), Path(weights), Path(engines), tolerance, limits, Path(out), threads)
+
+
+def golden(
+    assembly: str,
+    weights: str,
+    engines: str,
+    reference: str,
+    target: Mapping[str, Any],
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: str,
+    speed: str,
+    expected: list[str | None],
+    threads: int | None = None,
+) -> None:
+    """Run `golden.check_engines`.
+
+    Where the engines are wrong, the line also says which one leaves its graph first.
+    """
+    from lockstep.targets import Target
+    from lockstep.verify.golden.check import check_engines
+    from lockstep.verify.metrics import failed_path
+
+    paths = (Path(assembly), Path(weights), Path(engines), Path(reference))
+    try:
+        check_engines(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
+    except CheckError as error:
+        failed = failed_path(out)
+        if str(failed) not in str(error):  # it ended before anything was compared
+            raise
+        from lockstep.verify.bisect.explain import explain_failure
+        from lockstep.verify.bisect.request import failing
+
+        request = failing(paths[3], failed)
+        tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
+        raise CheckError(
+            f"{error}; {explain_failure(*paths[:3], target['layers'], tolerance, str(Target(**target)), *tokens)}"
+        ) from None
+
+
+def bisect(
+    assembly: str,
+    weights: str,
+    engines: str,
+    layers: int | str,
+    tolerance: Mapping[str, float],
+    tokens: list[Any],
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Compare engines with graphs along tokens: `bisect.explain.engine_report`."""
+    from lockstep.verify.bisect.explain import engine_report
+
+    report = engine_report(
+        Path(assembly), Path(weights), Path(engines), layers, tolerance, tuple(tokens), threads=threads
+    )
+    return report.to_json()
+
+
+def generate(
+    assembly: str,
+    weights: str,
+    engines: str,
+    layers: int | str,
+    limits: Mapping[str, int],
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    stop: list[str],
+    threads: int | None = None,
+    adapters: str | None = None,
+    adapter: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the text as it is made; then the speed, on stderr.
+
+    as_json: one document at the end, with both.
+    """
+    from lockstep.runtime import Model, Sampling, Tokenizer
+    from lockstep.runtime import generate as start
+
+    sizes: dict[str, Any] = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
+    sizes |= {"max_batch_size": 1, "threads": threads, "adapters_json": adapters}
+    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
+    generation = start(
+        model,
+        Tokenizer.open(Path(assembly)),
+        [prompt],
+        max_new_tokens,
+        Sampling(**sampling),
+        stop,
+        limits["max_input_len"],
+        adapter=adapter,
+    )
+    for piece in generation:
+        if not as_json:
+            print(piece.text, end="", flush=True)
+    speed = generation.speed
+    if as_json:
+        rates = {
+            "prefill_tokens_per_s": speed.prefill_tokens_per_second,
+            "decode_tokens_per_s": speed.decode_tokens_per_second,
+        }
+        print(dump_json({**generation.completions[0].record(), "speed": rates}), end="")
+        return
+    print(flush=True)
+    for what, tokens, rate in (
+        ("prefill", speed.prefill_tokens, speed.prefill_tokens_per_second),
+        ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
+    ):
+        print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
+
+
+def generate_file(
+    assembly: str,
+    weights: str,
+    engines: str,
+    layers: int | str,
+    limits: Mapping[str, int],
+    source: str,
+    out: str,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    stop: list[str],
+    threads: int | None = None,
+    adapters: str | None = None,
+    adapter: str | None = None,
+) -> None:
+    """Complete a file of prompts; on a terminal say how far it is.
+
+    Raises CheckError, when all lines are through, for lines that failed.
+    """
+    from lockstep.runtime import Model, Sampling, Tokenizer
+    from lockstep.runtime.batch_file import Defaults, Done
+    from lockstep.runtime.batch_file import generate_file as run
+    from lockstep.runtime.request import Speed
+
+    def say(done: Done, speed: Speed) -> None:
+        if sys.stderr.isatty():
+            rate = f"{speed.decode_tokens_per_second:.0f} tokens/s"
+            print(f"\r{done.lines} requests done, {speed.decode_tokens} tokens, {rate} ", end="", file=sys.stderr)
+
+    sizes: dict[str, Any] = {key: limits[key] for key in ("max_batch_size", "max_seq_len", "max_num_tokens")}
+    sizes |= {"threads": threads, "adapters_json": adapters}
+    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
+    model.check_adapter(adapter)
+    defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
+    tokenizer = Tokenizer.open(Path(assembly))
+    done = run(model, tokenizer, Path(source), Path(out), defaults, limits["max_input_len"], say)
+    print(
+        f"{chr(13) if sys.stderr.isatty() else ''}{out}: {done.lines} requests, {done.failed} failed", file=sys.stderr
+    )
+    if done.failed:
+        raise CheckError(f"{done.first_error} (the first of {done.failed} requests that failed; see {out})")
