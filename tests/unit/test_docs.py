@@ -52,6 +52,15 @@ def test_lines_have_at_most_120_characters(page: Path) -> None:
     assert not [line for line in written.splitlines() if len(line) > 120]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_cells_of_tables_are_values(page: Path) -> None:
+    """Caveats stand below a table, as numbered notes, or the table is a list."""
+    written = prose(GENERATED_PART.sub("", page.read_text(encoding="utf-8")))
+    rows = [line for line in written.splitlines() if line.startswith("|")]
+    long = [cell for row in rows for cell in re.split(r" \| ", row.strip("| ")) if ";" in cell or len(cell) > 85]
+    assert not long
+
+
 def test_every_page_stands_in_the_index() -> None:
     index = REPOSITORY / "docs" / "README.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
