@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import build_seconds, random_weights, timed
+from benchmarks.markdown import paragraph
 from benchmarks.measure import spread
 from lockstep import Advance, Engine, InputError, Model, Request, Sampling
 from lockstep.artifacts.assembly import Assembly
@@ -267,9 +268,11 @@ def page(record: Mapping[str, Any]) -> str:
     lines = [
         "# TensorRT at every batch size",
         "",
-        f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
-        f"{record['device']['name']} with TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches --work "
-        f"FOLDER --write docs{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}`.",
+        paragraph(
+            f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
+            f"{record['device']['name']} with TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches "
+            f"--work FOLDER --write docs{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}`."
+        ),
         "",
         f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s; warm-up "
         f"takes {record['warm_up_seconds']} s.",
@@ -297,8 +300,10 @@ def page(record: Mapping[str, Any]) -> str:
         + (f" (vLLM: 2048 tokens {other['prompt_2048']})" if other and other["prompt_2048"] else "")
         + ".",
         "",
-        "A step that brings prompt tokens beside rows that decode, milliseconds; parts: both alone, one after the "
-        "other; host: before it waits for the device:",
+        paragraph(
+            "A step that brings prompt tokens beside rows that decode, milliseconds; parts: both alone, one after the "
+            "other; host: before it waits for the device:"
+        ),
         "",
         *_table(
             ["rows", "prompt tokens", "step", "decoding alone", "prompt alone", "step of parts", "host"],

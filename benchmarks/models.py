@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import paragraph
 from benchmarks.measure import surroundings
 from lockstep import InputError
 
@@ -115,24 +116,23 @@ def _child(model_type: str, send: Any) -> None:
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
     """The report as a page for people."""
-    versions = report["versions"]
+    versions, counts = report["versions"], report["counts"]
     lines = [
         "# Which models work",
         "",
-        f"Every causal-LM type of transformers {versions['transformers']}, each as a tiny random model "
-        f"through all stages (fp32, ONNX Runtime",
-        f"{versions['onnxruntime']}): `python -m benchmarks models` made this page. A type works when the "
-        f"logits of four requests (one of 300 tokens), prefilled",
-        "together and then decoded, and of the long one again, in chunks of 97 tokens beside the others' "
-        "decoding, equal those of each request alone and whole:",
-        f"they differ from transformers' eager forward by at most {report['tolerance']:.0e} of their "
-        f"standard deviation, or by at most four times what",
-        "transformers in fp32 differs from itself in fp64 (the third column; random weights may make a model "
-        "that sensitive).",
+        paragraph(
+            f"Every causal-LM type of transformers {versions['transformers']}, each as a tiny random model through all "
+            f"stages (fp32, ONNX Runtime {versions['onnxruntime']}): `python -m benchmarks models` made this page. A "
+            "type works when the logits of four requests (one of 300 tokens), prefilled together and then decoded, and "
+            "of the long one again, in chunks of 97 tokens beside the others' decoding, equal those of each request "
+            "alone and whole: they differ from transformers' eager forward by at most "
+            f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what transformers in fp32 "
+            "differs from itself in fp64 (the third column; random weights may make a model that sensitive)."
+        ),
         "",
         "| result | types | meaning |",
         "|---|---|---|",
-        *(f"| {result} | {count} | {RESULTS[result]} |" for result, count in report["counts"].items()),
+        *(f"| {result} | {counts[result]} | {meaning} |" for result, meaning in RESULTS.items() if result in counts),
         "",
         "## Works",
         "",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import item, paragraph
 from benchmarks.peers import CONTESTANTS, OURS
 from lockstep.artifacts.files import atomic_path, write_json
 
@@ -32,7 +33,7 @@ def write(record: Mapping[str, Any], docs: Path) -> list[Path]:
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2] if rest else ""
     with atomic_path(page) as temporary:
-        temporary.write_text(f"{before.rstrip()}\n\n{BEGIN}\n{render(record)}{END}\n{after.lstrip()}".rstrip() + "\n")
+        temporary.write_text(f"{before.rstrip()}\n\n{BEGIN}\n{render(record)}{END}\n\n{after.lstrip()}".rstrip() + "\n")
     return [data, page]
 
 
@@ -63,16 +64,14 @@ def render(record: Mapping[str, Any]) -> str:
         ),
     )
     absent = [
-        f"- {entry['label']} is not in a table: {entry['reason']}."
-        for entry in contestants.values()
-        if "reason" in entry
+        f"{entry['label']} is not in a table: {entry['reason']}." for entry in contestants.values() if "reason" in entry
     ]
-    notes = [f"- {entry['label']}: {note}" for entry in contestants.values() for note in entry["notes"]]
+    notes = [f"{entry['label']}: {note}" for entry in contestants.values() for note in entry["notes"]]
     return "\n".join([
-        "## Side by side with other exporters", "", _intro(record), "",
+        "## Side by side with other exporters", "", paragraph(_intro(record)), "",
         "To a runnable ONNX model, packages' imports included:", "", exports, "",
         f"Decoding with that model, batch 1, behind {record['context']} tokens:", "", decodes, "",
-        *_aims(record), *absent, *notes, "", _surroundings(record), "",
+        *map(item, (*_aims(record), *absent, *notes)), "", paragraph(_surroundings(record)), "",
     ])  # fmt: skip
 
 
@@ -122,11 +121,11 @@ def _aims(record: Mapping[str, Any]) -> list[str]:
             best = min(others, key=others.__getitem__)
             verdict = "reached" if others[best] >= aim else "missed"
             each = ", ".join(f"{record['contestants'][name]['label']} {value:.2f}" for name, value in others.items())
-            lines.append(f"- Aim: {what} than the best of them: {verdict} ({each}).")
+            lines.append(f"Aim: {what} than the best of them: {verdict} ({each}).")
     if "export" in (ours := record["contestants"].get(OURS, {})):
         written, weights = ours["export"]["bytes_written"], record["checkpoint_bytes"]
         lines.append(
-            f"- Aim: no weight bytes written: {'reached' if written < weights / 10 else 'missed'} "
+            f"Aim: no weight bytes written: {'reached' if written < weights / 10 else 'missed'} "
             f"({_size(written)} of graphs and manifests)."
         )
     return lines
