@@ -126,8 +126,8 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
             "type works when the logits of four requests (one of 300 tokens), prefilled together and then decoded, and "
             "of the long one again, in chunks of 97 tokens beside the others' decoding, equal those of each request "
             "alone and whole: they differ from transformers' eager forward by at most "
-            f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what transformers in fp32 "
-            "differs from itself in fp64 (the third column; random weights may make a model that sensitive)."
+            f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what transformers in "
+            "fp32 differs from itself in fp64 (the third column; random weights may make a model that sensitive)."
         ),
         "",
         "| result | types | meaning |",
