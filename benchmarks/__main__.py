@@ -12,11 +12,18 @@ from typing import Any
 
 import click
 
+import lockstep
+from benchmarks.measure import dump_json, read_json, write_json
 from lockstep import InputError
-from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
-from lockstep.cli.stages import RESULTS
 
+_RESULTS = click.option(
+    "--results",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="The results tree.",
+)
 _DOCS = click.option(
     "--write",
     "docs",
@@ -167,7 +174,7 @@ def adapters(docs: Path | None, **settings: Any) -> None:
 )
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True, help="Of models.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
-@RESULTS
+@_RESULTS
 @_ROUNDS
 @_DOCS
 def throughput(models: tuple[str, ...], targets: tuple[str, ...], docs: Path | None, **settings: Any) -> None:
@@ -199,7 +206,7 @@ def serving(models: tuple[str, ...], streams: int, threads: int | None, rounds: 
 
 @bench.command()
 @click.option("--target", required=True, help="A target of a finished run, such as demo-llama/fp32/all.")
-@RESULTS
+@_RESULTS
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=10, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--kills", is_flag=True, help="Kill the engine once a minute.")
@@ -445,14 +452,12 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
     """TensorRT on one GPU: build, load, decode and prefill of a Llama in fp16 with random weights, beside
     transformers."""
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
-    from lockstep.pipeline import worker
 
     path = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
     config = _llama(path)
-    worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{path.stem}.json"
-    export_config(config, "fp16", graphs)
+    lockstep.export_config(config, "fp16", graphs)
     names = {
         "assembly": str(graphs / "assembly.json"),
         "work": str(work.absolute()),
@@ -460,7 +465,7 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
         "python": python,
         "transformers": sys.executable,
     }
-    worker.call(python, "benchmarks.gpu:measure", **names, rounds=rounds, options=options, config=config)
+    lockstep.run_in_python(python, "benchmarks.gpu:measure", **names, rounds=rounds, options=options, config=config)
     click.echo(out)
 
 
@@ -504,13 +509,11 @@ def batches(
     """TensorRT at every batch size: decoding, prompts beside it, and many requests at once."""
     from benchmarks.batches import page
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
-    from lockstep.pipeline import worker
 
-    worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute()
     out /= f"batches-{tensor_parallel}.json" if tensor_parallel > 1 else "batches.json"
-    export_config(read_json(SHAPES / f"{shape}.json"), "fp16", graphs, tensor_parallel)
+    lockstep.export_config(read_json(SHAPES / f"{shape}.json"), "fp16", graphs, tensor_parallel)
     names = {
         "assembly": str(graphs / "assembly.json"),
         "work": str(work.absolute()),
@@ -518,7 +521,7 @@ def batches(
         "python": python,
         "vllm": str(vllm.absolute()) if vllm else None,
     }
-    worker.call(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options, alike=alike)
+    lockstep.run_in_python(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options, alike=alike)
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
     click.echo(out)
 
@@ -558,14 +561,12 @@ def adapters_gpu(
 ) -> None:
     """TensorRT with adapters of rank 16 in 16 rows, with none, and with graphs without room for any."""
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
-    from lockstep.pipeline import worker
 
     work, out = work.absolute(), ((docs / "gpu") if docs else work).absolute() / "adapters.json"
     config = read_json(SHAPES / f"{shape}.json")
     for folder, room in (("graphs-plain", None), ("graphs", {"max_adapters": adapters, "max_lora_rank": 16})):
         if not (work / folder / "assembly.json").is_file():
-            export_config(config, "fp16", work / folder, adapters=room)
+            lockstep.export_config(config, "fp16", work / folder, adapters=room)
     if graphs_only:
         click.echo(work)
         return
@@ -576,7 +577,9 @@ def adapters_gpu(
         "out": str(out),
         "vllm": str(vllm.absolute()) if vllm else None,
     }
-    worker.call(python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, options=options, forms=not no_forms)
+    lockstep.run_in_python(
+        python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, options=options, forms=not no_forms
+    )
     click.echo(out)
 
 
@@ -620,15 +623,13 @@ def ranks(
     beside the numbers. A run that was cut short goes on where it was, with the same folder."""
     from benchmarks import ranks as bench_ranks
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
-    from lockstep.pipeline import worker
 
     paths = [SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape) for shape in shapes]
     wanted = {path: degrees or bench_ranks.RANKS.get(path.stem, (1, 2, 4)) for path in paths}
     configs = {path: _llama(path) for path in paths}
-    worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     most = max(max(counts) for counts in wanted.values())
-    gpus = worker.ask(python, "benchmarks.ranks:count_gpus", ranks=most)
+    gpus = lockstep.ask_python(python, "benchmarks.ranks:count_gpus", ranks=most)
     if gpus < (least := min(min(counts) for counts in wanted.values())):
         raise InputError(
             f"ranks: expected {least} GPUs or more, for the fewest ranks that are asked for, found {gpus}; make more "
@@ -640,8 +641,8 @@ def ranks(
         for count in (count for count in counts if count <= gpus):
             out, place = folder / f"{count}.json", folder / str(count)
             if not out.is_file():
-                export_config(configs[path], "fp16", place / "graphs", count)
-                worker.call(
+                lockstep.export_config(configs[path], "fp16", place / "graphs", count)
+                lockstep.run_in_python(
                     python,
                     "benchmarks.ranks:measure",
                     assembly=str(place / "graphs" / "assembly.json"),

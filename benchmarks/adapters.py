@@ -26,10 +26,8 @@ from safetensors.numpy import save_file
 import lockstep
 from benchmarks.decode import prepare
 from benchmarks.export import SHAPES
-from benchmarks.measure import in_turn, spread, surroundings, thread_count
+from benchmarks.measure import THREADS_VARIABLE, in_turn, read_json, spread, surroundings, thread_count
 from lockstep import Advance, Model, Results
-from lockstep.artifacts.files import read_json
-from lockstep.backends.cpu import THREADS_VARIABLE
 
 _CONTEXT, _STEPS, _PROMPT = 64, 16, 256
 _TOKENS = (1, 4, 64, 256)  # of one linear layer

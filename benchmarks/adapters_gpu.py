@@ -26,12 +26,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import batches
 from benchmarks.gpu import random_weights
-from benchmarks.measure import in_turn, spread
-from lockstep import Advance, Model, Sampling, build_engines
+from benchmarks.measure import in_turn, read_json, spread, write_json
+from lockstep import Advance, Assembly, Model, Sampling, build_engines
 from lockstep.artifacts.adapters import LoraSlots
-from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import get_backend
 from lockstep.weights.adapters import LoadedAdapter
 

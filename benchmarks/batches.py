@@ -20,10 +20,8 @@ import numpy as np
 
 from benchmarks.gpu import build_seconds, random_weights, timed
 from benchmarks.markdown import paragraph
-from benchmarks.measure import spread
-from lockstep import Advance, Engine, InputError, Model, Request, Sampling
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json, write_json
+from benchmarks.measure import read_json, spread, write_json
+from lockstep import Advance, Assembly, Engine, InputError, Model, Request, Sampling
 
 PARTS = "batches.parts.json"  # of the record, while it is made
 LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}

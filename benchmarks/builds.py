@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.export import SHAPES
-from benchmarks.measure import spread, surroundings
-from lockstep import CheckError, build_engines
-from lockstep.artifacts.files import read_json
-from lockstep.export.run import export_config
+from benchmarks.measure import read_json, spread, surroundings
+from lockstep import CheckError, build_engines, export_config
 
 LIMITS = {"max_batch_size": 16, "max_num_tokens": 2048, "max_seq_len": 4096}
 

@@ -22,9 +22,8 @@ from typing import Any
 
 import lockstep
 from benchmarks.child import Usage, run_child
-from benchmarks.measure import ratios, spread, surroundings
+from benchmarks.measure import ratios, spread, surroundings, write_json
 from lockstep import CheckError, Results
-from lockstep.artifacts.files import write_json
 from lockstep.config import load
 from lockstep.pipeline.stages import STAGES, all_steps, path_of
 from lockstep.pipeline.wanted import all_jobs

@@ -26,7 +26,7 @@ _CHILD = """
 import json, resource, sys, time
 began = time.perf_counter()
 from pathlib import Path
-from lockstep.export.run import export_config
+from lockstep import export_config
 files = export_config(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], Path(sys.argv[3]))
 seconds = time.perf_counter() - began
 print(json.dumps({"seconds": seconds, "files": files}))

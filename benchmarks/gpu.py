@@ -2,7 +2,7 @@
 
 In: the assembly of a shape, a scratch folder with room for its weights. Out: a record. In the scratch folder it is
 written after each part, so that a run that is cut short says what it came to. Runs in the Python that TensorRT runs in
-(`lockstep.pipeline.worker`); a Python that has torch and transformers runs the same weights beside it
+(`lockstep.run_in_python`); a Python that has torch and transformers runs the same weights beside it
 (gpu_transformers.py): speeds, and logits to be held against.
 """
 
@@ -24,19 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import spread
-from lockstep import Advance, CheckError, InputError, Model
+import lockstep
+from benchmarks.measure import read_json, spread, write_json
+from lockstep import Advance, Assembly, CheckError, InputError, Model
 from lockstep.artifacts import formats
-from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype
-from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.quantized import is_scales
 from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.layers import differences
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD
-from lockstep.pipeline import worker
 from lockstep.verify.metrics import difference
 
 _DTYPES = {graph_dtype(name): name for name in DTYPE_BITS}  # safetensors' name of each
@@ -173,7 +171,7 @@ def as_they_are(
 def build_seconds(assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None) -> float:
     """Of the build of an engine set, in a new process."""
     request = {"assembly": str(assembly_json), "backend": "tensorrt", "options": dict(options), "out": str(engines)}
-    return round(timed(lambda: worker.call(python or sys.executable, "build", **request))[0], 1)
+    return round(timed(lambda: lockstep.run_in_python(python or sys.executable, "build", **request))[0], 1)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -200,7 +198,7 @@ def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Pa
     libraries, engines, kernels, weights."""
     began = time.time()
     return round(
-        worker.ask(
+        lockstep.ask_python(
             python or sys.executable,
             "benchmarks.gpu:ready_at",
             engines=str(engines),

@@ -1,4 +1,8 @@
-"""Time several contestants side by side: rounds in turn, the median of each, and ratios pair by pair."""
+"""What all benchmarks share: contestants timed side by side, the machine they ran on, records read and written.
+
+Contestants take rounds in turn; of each the median is given, and ratios pair by pair. JSON and digests are the
+package's, so that a manifest made here is sealed as one of the package.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from lockstep.backends.cpu import describe_cpu, thread_count
+import lockstep
+from lockstep.artifacts.files import atomic_path, dump_json, read_json, sha256_file, write_json
+from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
+
+__all__ = [
+    "THREADS_VARIABLE",
+    "atomic_path",
+    "dump_json",
+    "in_turn",
+    "ratios",
+    "read_json",
+    "sha256_file",
+    "spread",
+    "surroundings",
+    "thread_count",
+    "write_json",
+]
 
 _PAUSE = 0.05  # seconds: thread pools stop spinning before the next contestant starts
 
@@ -47,7 +67,7 @@ def ratios(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str,
 def surroundings(*packages: str, threads: int | None = None) -> dict[str, Any]:
     """What the numbers were measured on and with."""
     return {
-        "cpu": describe_cpu(),
+        "cpu": lockstep.describe_cpu(),
         "threads": thread_count(threads),
         "versions": {name: metadata.version(name) for name in sorted(packages)},
     }

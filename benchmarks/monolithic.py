@@ -14,8 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from lockstep import Weights
-from lockstep.artifacts.assembly import Assembly
+from lockstep import Assembly, Weights
 from lockstep.artifacts.signature import IO
 from lockstep.export.compose import DOMAIN
 from lockstep.weights import slot_array

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import sha256_file
 from benchmarks.peers import environment_python
 from lockstep import CheckError
-from lockstep.artifacts.files import sha256_file
 
 _RUNNERS = Path(__file__).parent / "peers_runners"
 

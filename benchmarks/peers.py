@@ -23,9 +23,8 @@ import numpy as np
 import lockstep
 from benchmarks.child import Usage, available_memory, run_child
 from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import ratios, spread, surroundings
+from benchmarks.measure import ratios, read_json, sha256_file, spread, surroundings, write_json
 from lockstep import CheckError, InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OURS, REFERENCE = "lockstep", "transformers"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import item, paragraph
+from benchmarks.measure import atomic_path, write_json
 from benchmarks.peers import CONTESTANTS, OURS
-from lockstep.artifacts.files import atomic_path, write_json
 
 BEGIN, END = "<!-- peers: written by `python -m benchmarks peers` -->", "<!-- /peers -->"
 _TITLE = "# Benchmarks\n"

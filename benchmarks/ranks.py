@@ -28,8 +28,8 @@ from benchmarks.gpu import (
     ready_seconds,
     references,
 )
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json, write_json
+from benchmarks.measure import read_json, write_json
+from lockstep import Assembly
 
 RANKS = {"llama-2-7b": (1, 2, 4), "llama-3-70b": (4,)}
 # Too large for a disk with all their layers apart, or for the GPU of transformers at full depth in fp32.

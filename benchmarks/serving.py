@@ -24,10 +24,9 @@ from typing import Any
 
 import numpy as np
 
+import lockstep
 from benchmarks.measure import spread, surroundings
-from lockstep import Engine, InputError, Model, Request
-from lockstep.artifacts.assembly import Assembly
-from lockstep.pipeline import worker
+from lockstep import Assembly, Engine, InputError, Model, Request
 
 PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop")
 STARTS = 600.0  # seconds that a server may take until it is ready
@@ -85,7 +84,7 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
             found["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
     # The bare engine alone: two engines would share the device.
     for number in streams:
-        bare = worker.ask(
+        bare = lockstep.ask_python(
             place.python or sys.executable, "benchmarks.serving:bare", place=_json(place), streams=number, rounds=rounds
         )
         served = found["streams"][str(number)]
@@ -235,7 +234,7 @@ def serve(place: Place) -> None:
 
 
 def _tokenizer(place: Place, folder: Path) -> Any:
-    from lockstep.runtime.tokenizer import Tokenizer
+    from lockstep import Tokenizer
 
     assembly = Assembly.load(Path(place.assembly))
     import tokenizers

@@ -25,10 +25,8 @@ import numpy as np
 import lockstep
 from benchmarks.decode import decoding, prepare, time_steps
 from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import in_turn, ratios, spread, surroundings, thread_count
+from benchmarks.measure import THREADS_VARIABLE, in_turn, ratios, read_json, spread, surroundings, thread_count
 from benchmarks.peer_steps import PEERS, PeerProcess
-from lockstep.artifacts.files import read_json
-from lockstep.backends.cpu import THREADS_VARIABLE
 from lockstep.config.backends import backends as known_backends
 
 PACKAGES = ("numpy", "onnxruntime")

@@ -22,10 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import random_weights, timed
-from benchmarks.measure import spread
-from lockstep import Advance, Model
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json, write_json
+from benchmarks.measure import read_json, spread, write_json
+from lockstep import Advance, Assembly, Model
 from lockstep.backends.builder import build
 
 PRECISIONS = ("fp16", "w8a16", "w4a16")
@@ -42,7 +40,7 @@ _SECONDS = 110  # of a precision: what is under way then is ended, and what was 
 def graphs(folder: Path) -> None:
     """Export the shape in all precisions. Needs torch."""
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
+    from lockstep import export_config
 
     for precision in PRECISIONS:
         export_config(read_json(SHAPES / f"{SHAPE}.json"), precision, folder / precision, group_size=GROUP)

@@ -18,10 +18,8 @@ import numpy as np
 import lockstep
 from benchmarks.decode import prepare
 from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import in_turn, ratios, spread, surroundings
-from lockstep import Advance, Engine, Model, Request, Results, Sampling
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json
+from benchmarks.measure import in_turn, ratios, read_json, spread, surroundings
+from lockstep import Advance, Assembly, Engine, Model, Request, Results, Sampling
 from lockstep.runtime.scheduler import Scheduled, Scheduler
 from lockstep.step.pages import PagePool, PageTables
 

@@ -14,10 +14,9 @@ import torch
 import transformers
 
 import lockstep
+from benchmarks.measure import write_json
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
-from lockstep import Advance, InputError, Model, Results
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import write_json
+from lockstep import Advance, Assembly, InputError, Model, Results
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
 from lockstep.export.small_configs import small_configs
