@@ -1,5 +1,6 @@
-"""Benchmarks: each writes JSON with the hardware and the versions it ran on. Comparisons run side by side in one
-process, in turn.
+"""Benchmarks: each writes JSON with the hardware and the versions it ran on.
+
+Comparisons run side by side in one process, in turn.
 
 What a user can do is measured through the public API, `import lockstep`. Below it only the modules of `INSIDE` are
 imported, and by `faults` whatever it plants its faults in; tests/unit/test_api.py holds the list.

@@ -1,4 +1,4 @@
-"""Prose of generated pages, in lines of at most 120 characters, as the pages that are written by hand."""
+"""Prose of generated pages, in lines of at most 120 characters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def paragraph(text: str) -> str:
 
 
 def item(text: str) -> str:
-    """Return one item of a list, wrapped, with its dash and the indentation of further lines."""
+    """Return one item of a list, wrapped, with its dash and further lines indented."""
     return _wrapped(f"- {text}", "  ")
 
 

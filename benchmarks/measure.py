@@ -1,4 +1,4 @@
-"""What all benchmarks share: contestants timed side by side, the machine they ran on, records read and written.
+"""What all benchmarks share: timing in turn, the machine, JSON and digests.
 
 Contestants take rounds in turn; of each the median is given, and ratios pair by pair. JSON and digests are the
 package's, so that a manifest made here is sealed as one of the package.
@@ -34,8 +34,10 @@ _PAUSE = 0.05  # seconds: thread pools stop spinning before the next contestant 
 
 
 def in_turn(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run each contestant once a round, A B C A B C ..., after one round that does not count; each call gives its own
-    seconds."""
+    """Run each contestant once a round, A B C A B C ..., and return their seconds.
+
+    One round before does not count. Each call gives its own seconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name, run in contestants.items():
@@ -56,7 +58,10 @@ def spread(values: Sequence[float], digits: int = 6) -> dict[str, float]:
 
 
 def ratios(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str, float]]:
-    """How many times as fast as each other contestant `of` is, round by round: above 1, `of` is faster."""
+    """Return how many times as fast as each other contestant `of` is, round by round.
+
+    Above 1, `of` is faster.
+    """
     return {
         name: spread([a / b for a, b in zip(values, times[of], strict=True)], 3)
         for name, values in times.items()
@@ -65,7 +70,7 @@ def ratios(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str,
 
 
 def surroundings(*packages: str, threads: int | None = None) -> dict[str, Any]:
-    """What the numbers were measured on and with."""
+    """Return what the numbers were measured on and with."""
     return {
         "cpu": lockstep.describe_cpu(),
         "threads": thread_count(threads),

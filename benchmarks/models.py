@@ -1,5 +1,6 @@
-"""Which models work: every causal-LM type of the installed transformers, each as a tiny random model through all
-stages.
+"""Which models work: every causal-LM type of the installed transformers is tried.
+
+Each as a tiny random model through all stages.
 
 In: model types (default: all). Out: for each whether it works (with the error of its logits against transformers' eager
 forward, and the numbers of block classes and attention variants), is refused (with the reason), or why no tiny model
@@ -42,7 +43,10 @@ _MEMORY = 8 << 30
 def run(
     types: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
-    """Try `types`, `jobs` at a time. `progress`, if given, is called with each record as it is made."""
+    """Try `types`, `jobs` at a time.
+
+    `progress`, if given, is called with each record as it is made.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
     chosen = sorted(known) if types is None else list(types)
@@ -115,7 +119,7 @@ def _child(model_type: str, send: Any) -> None:
 
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
-    """The report as a page for people."""
+    """Write the report as a page for people."""
     versions, counts = report["versions"], report["counts"]
     lines = [
         "# Which models work",

@@ -1,4 +1,6 @@
-"""Peers that decode in processes of their own, kept open to be timed in turn with this project's engines.
+"""Peers that decode in processes of their own, kept open.
+
+So they are timed in turn with this project's engines.
 
 In: a checkpoint of a Llama, a work folder, which keeps their environments (from the pins in `envs/peers-*.txt`) and
 models. Out: seconds of a decode step and of a prompt, from `peers_runners/steps_*.py`.
@@ -41,7 +43,10 @@ PEERS: dict[str, Peer] = {
 
 
 class PeerProcess:
-    """One peer, with its model made and opened. Raises CheckError, naming its log, where it cannot."""
+    """One peer, with its model made and opened.
+
+    Raises CheckError, naming its log, where it cannot.
+    """
 
     def __init__(
         self, name: str, work: Path, checkpoint: Path, batch: int, capacity: int, threads: int, cpu_time: bool

@@ -1,5 +1,6 @@
-"""The tables of `python -m benchmarks peers` as Markdown, between two marks in `docs/benchmarks.md`, from the record
-beside them.
+"""The tables of `python -m benchmarks peers` as Markdown, from the record.
+
+They stand between two marks in `docs/benchmarks.md`.
 
 In: the record of `peers.run`. Out: text, or `docs/bench/peers.json` and the part of `docs/benchmarks.md` that is this
 benchmark's.
@@ -25,7 +26,10 @@ _AIMS = (
 
 
 def write(record: Mapping[str, Any], docs: Path) -> list[Path]:
-    """Put record and tables into the folder `docs`; what else stands in benchmarks.md stays."""
+    """Put record and tables into the folder `docs`.
+
+    What else stands in benchmarks.md stays.
+    """
     data, page = Path(docs) / "bench" / "peers.json", Path(docs) / "benchmarks.md"
     data.parent.mkdir(parents=True, exist_ok=True)
     write_json(data, record)
@@ -38,7 +42,7 @@ def write(record: Mapping[str, Any], docs: Path) -> list[Path]:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """The whole section, ending in a newline."""
+    """Return the whole section, ending in a newline."""
     # JSON sorts them
     contestants = {name: record["contestants"][name] for name in CONTESTANTS if name in record["contestants"]}
     exports = _table(
@@ -112,7 +116,10 @@ def _decode_row(entry: Mapping[str, Any], relative: Mapping[str, float] | None) 
 
 
 def _aims(record: Mapping[str, Any]) -> list[str]:
-    """Each aim against the best of the other contestants: the one that comes closest to us."""
+    """Return a line for each aim, against the best of the other contestants.
+
+    The best is the one that comes closest to us.
+    """
     lines = []
     for key, what, aim in _AIMS:
         relative = record.get("lockstep_relative_to", {}).get(key, {})

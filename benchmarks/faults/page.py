@@ -1,5 +1,7 @@
-"""The page of planted faults, docs/faults.md, from the records of `python -m benchmarks faults`: one of each backend
-in, Markdown out."""
+"""The page of planted faults, docs/faults.md, from the records.
+
+The records of `python -m benchmarks faults`, one of each backend, in; Markdown out.
+"""
 
 from __future__ import annotations
 
