@@ -1,5 +1,7 @@
-"""`python -m benchmarks`: the benchmarks. Each prints its record as JSON or writes it, with its tables, into a folder
-of documents."""
+"""Commands of `python -m benchmarks`.
+
+Each prints its record as JSON, or writes it, with its tables, into a folder of documents.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,18 @@ from typing import Any
 
 import click
 
+import lockstep
+from benchmarks.measure import dump_json, read_json, write_json
 from lockstep import InputError
-from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
-from lockstep.cli.stages import RESULTS
 
+_RESULTS = click.option(
+    "--results",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="The results tree.",
+)
 _DOCS = click.option(
     "--write",
     "docs",
@@ -78,7 +87,10 @@ _ROUNDS = click.option(
 def decode(
     models: tuple[str, ...], batches: tuple[int, ...], precision: str, docs: Path | None, **settings: Any
 ) -> None:
-    """A decode step: the engine set, one monolithic ONNX graph, transformers eager, in turn."""
+    """Measure a decode step beside one monolithic ONNX graph and transformers eager.
+
+    The contestants take turns in one process.
+    """
     from benchmarks.decode import run_models
 
     _deliver(run_models(models, precision, batches, **settings), docs)
@@ -129,7 +141,10 @@ def decode(
 @_ROUNDS
 @_DOCS
 def small_weights(docs: Path | None, **settings: Any) -> None:
-    """A decode step in bf16, w8a16 and w4a16 beside fp32, in turn, and the bandwidth of memory."""
+    """Measure a decode step in bf16, w8a16 and w4a16 beside fp32, in turn.
+
+    The bandwidth of memory is measured too.
+    """
     from benchmarks.small_weights import run
 
     _deliver(run(**settings), docs)
@@ -145,7 +160,10 @@ def small_weights(docs: Path | None, **settings: Any) -> None:
 @_ROUNDS
 @_DOCS
 def adapters(docs: Path | None, **settings: Any) -> None:
-    """Steps with an adapter in each row, with none, and without room for any; two forms of an adapter's products."""
+    """Measure steps with an adapter in each row, with none, and without room for any.
+
+    Two forms of an adapter's products are measured too.
+    """
     from benchmarks.adapters import run
 
     _deliver(run(**settings), docs)
@@ -167,11 +185,14 @@ def adapters(docs: Path | None, **settings: Any) -> None:
 )
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True, help="Of models.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
-@RESULTS
+@_RESULTS
 @_ROUNDS
 @_DOCS
 def throughput(models: tuple[str, ...], targets: tuple[str, ...], docs: Path | None, **settings: Any) -> None:
-    """Requests through the engine beside its bare steps, reused prefixes, sampling, the scheduler alone."""
+    """Measure requests through the engine beside its bare steps.
+
+    And reused prefixes, sampling, and the scheduler alone.
+    """
     from benchmarks.throughput import run
 
     chosen = models or (() if targets else ("llama-1024x8", "resources/demo-llama"))
@@ -188,7 +209,10 @@ def throughput(models: tuple[str, ...], targets: tuple[str, ...], docs: Path | N
 @_ROUNDS
 @_DOCS
 def serving(models: tuple[str, ...], streams: int, threads: int | None, rounds: int, docs: Path | None) -> None:
-    """The server beside the bare engine on this CPU: tokens/s, CPU time of the API process."""
+    """Measure the server beside the bare engine on this CPU.
+
+    In tokens/s, and in CPU time of the API process.
+    """
     import os
 
     from benchmarks.serving import measured
@@ -199,14 +223,17 @@ def serving(models: tuple[str, ...], streams: int, threads: int | None, rounds: 
 
 @bench.command()
 @click.option("--target", required=True, help="A target of a finished run, such as demo-llama/fp32/all.")
-@RESULTS
+@_RESULTS
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=10, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--kills", is_flag=True, help="Kill the engine once a minute.")
 @click.option("--kv-bytes", default="16M", show_default=True, help="The server's, so small that all of it is used.")
 @_DOCS
 def soak(docs: Path | None, **settings: Any) -> None:
-    """Endurance: the server under a mixed load whose clients leave; memory, descriptors, pages."""
+    """Run the server for long under a mixed load whose clients leave.
+
+    Memory, descriptors and pages are looked at all along.
+    """
     from benchmarks.soak import run
     from lockstep import CheckError
 
@@ -222,7 +249,10 @@ def soak(docs: Path | None, **settings: Any) -> None:
 @_ROUNDS
 @_DOCS
 def export(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | None) -> None:
-    """The export of a model's shape from its config.json alone: seconds, peak memory, bytes written."""
+    """Measure the export of a model's shape from its config.json alone.
+
+    In seconds, peak memory and bytes written.
+    """
     from benchmarks.export import run
 
     _deliver(run(shapes, precision, rounds), docs)
@@ -234,7 +264,10 @@ def export(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | No
 @_ROUNDS
 @_DOCS
 def builds(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | None) -> None:
-    """Engine sets of TensorRT-RTX for a model's shape, without a GPU: seconds, bytes, and that they are the same."""
+    """Build engine sets of TensorRT-RTX for a model's shape, without a GPU.
+
+    Measures seconds and bytes, and that two builds are the same bytes.
+    """
     from benchmarks.builds import run
 
     _deliver(run(shapes, precision, "tensorrt_rtx", rounds), docs)
@@ -245,7 +278,7 @@ def builds(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | No
 @_ROUNDS
 @_DOCS
 def demo(cores: str, rounds: int, docs: Path | None) -> None:
-    """The demo workflow: a full run in a new folder, and a run with nothing to do."""
+    """Time the demo workflow: a full run in a new folder, and one with nothing to do."""
     from benchmarks.demo import run
 
     _deliver(run(cores, rounds), docs)
@@ -298,7 +331,10 @@ def dag(
 def peers(
     work: Path, shape: str, only: tuple[str, ...], threads: int | None, docs: Path | None, **settings: int
 ) -> None:
-    """Side by side: optimum, onnxruntime-genai, torch.onnx.export and transformers on one random checkpoint."""
+    """Compare with optimum, onnxruntime-genai, torch.onnx.export and transformers.
+
+    Side by side, on one random checkpoint.
+    """
     from benchmarks import peers as benchmark
     from benchmarks import peers_table
     from benchmarks.measure import thread_count
@@ -316,8 +352,10 @@ def peers(
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Types tried at a time.")
 @_DOCS
 def models(types: tuple[str, ...], jobs: int, docs: Path | None) -> None:
-    """Which causal-LM types of transformers work: each as a tiny random model through all stages.  [default: all
-    types]"""
+    """Try which causal-LM types of transformers work, each as a tiny random model.
+
+    Each goes through all stages.  [default: all types]
+    """
     from benchmarks.models import run, write_page
 
     record = run(types or None, jobs, lambda found: click.echo(f"{found['type']}: {found['result']}", err=True))
@@ -395,7 +433,10 @@ _SETTING = click.option(
 def faults(
     backend: str, only: tuple[str, ...], models: tuple[str, ...], limit: int | None, docs: Path | None, **settings: Any
 ) -> None:
-    """Planted faults through all gates. Exit code 1 where a harmful one passes them all."""
+    """Send planted faults through all gates.
+
+    Exit code 1 where a harmful one passes them all.
+    """
     from benchmarks.faults import page
     from benchmarks.faults import run as benchmark
 
@@ -442,17 +483,17 @@ _WORK = click.option(
 )
 @_ROUNDS
 def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rounds: int, docs: Path | None) -> None:
-    """TensorRT on one GPU: build, load, decode and prefill of a Llama in fp16 with random weights, beside
-    transformers."""
+    """Measure TensorRT on one GPU: build, load, decode and prefill of a Llama in fp16.
+
+    With random weights, beside transformers.
+    """
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
-    from lockstep.pipeline import worker
 
     path = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
     config = _llama(path)
-    worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{path.stem}.json"
-    export_config(config, "fp16", graphs)
+    lockstep.export_config(config, "fp16", graphs)
     names = {
         "assembly": str(graphs / "assembly.json"),
         "work": str(work.absolute()),
@@ -460,7 +501,7 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
         "python": python,
         "transformers": sys.executable,
     }
-    worker.call(python, "benchmarks.gpu:measure", **names, rounds=rounds, options=options, config=config)
+    lockstep.run_in_python(python, "benchmarks.gpu:measure", **names, rounds=rounds, options=options, config=config)
     click.echo(out)
 
 
@@ -501,16 +542,17 @@ def batches(
     tensor_parallel: int,
     alike: bool,
 ) -> None:
-    """TensorRT at every batch size: decoding, prompts beside it, and many requests at once."""
+    """Measure TensorRT at every batch size.
+
+    Decoding, prompts beside it, and many requests at once.
+    """
     from benchmarks.batches import page
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
-    from lockstep.pipeline import worker
 
-    worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute()
     out /= f"batches-{tensor_parallel}.json" if tensor_parallel > 1 else "batches.json"
-    export_config(read_json(SHAPES / f"{shape}.json"), "fp16", graphs, tensor_parallel)
+    lockstep.export_config(read_json(SHAPES / f"{shape}.json"), "fp16", graphs, tensor_parallel)
     names = {
         "assembly": str(graphs / "assembly.json"),
         "work": str(work.absolute()),
@@ -518,7 +560,7 @@ def batches(
         "python": python,
         "vllm": str(vllm.absolute()) if vllm else None,
     }
-    worker.call(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options, alike=alike)
+    lockstep.run_in_python(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options, alike=alike)
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
     click.echo(out)
 
@@ -556,16 +598,17 @@ def adapters_gpu(
     docs: Path | None,
     rounds: int,
 ) -> None:
-    """TensorRT with adapters of rank 16 in 16 rows, with none, and with graphs without room for any."""
+    """Measure TensorRT with adapters of rank 16 in 16 rows.
+
+    Beside none, and beside graphs without room for any.
+    """
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
-    from lockstep.pipeline import worker
 
     work, out = work.absolute(), ((docs / "gpu") if docs else work).absolute() / "adapters.json"
     config = read_json(SHAPES / f"{shape}.json")
     for folder, room in (("graphs-plain", None), ("graphs", {"max_adapters": adapters, "max_lora_rank": 16})):
         if not (work / folder / "assembly.json").is_file():
-            export_config(config, "fp16", work / folder, adapters=room)
+            lockstep.export_config(config, "fp16", work / folder, adapters=room)
     if graphs_only:
         click.echo(work)
         return
@@ -576,7 +619,9 @@ def adapters_gpu(
         "out": str(out),
         "vllm": str(vllm.absolute()) if vllm else None,
     }
-    worker.call(python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, options=options, forms=not no_forms)
+    lockstep.run_in_python(
+        python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, options=options, forms=not no_forms
+    )
     click.echo(out)
 
 
@@ -616,19 +661,20 @@ def ranks(
     docs: Path | None,
     rounds: int,
 ) -> None:
-    """TensorRT on several GPUs: builds, readiness, decoding, prompts and logits beside transformers, with the aims
-    beside the numbers. A run that was cut short goes on where it was, with the same folder."""
+    """Measure TensorRT on several GPUs.
+
+    Builds, readiness, decoding, prompts and logits beside transformers, with the aims beside the numbers. A run that
+    was cut short goes on where it was, with the same folder.
+    """
     from benchmarks import ranks as bench_ranks
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
-    from lockstep.pipeline import worker
 
     paths = [SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape) for shape in shapes]
     wanted = {path: degrees or bench_ranks.RANKS.get(path.stem, (1, 2, 4)) for path in paths}
     configs = {path: _llama(path) for path in paths}
-    worker.ask(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
     most = max(max(counts) for counts in wanted.values())
-    gpus = worker.ask(python, "benchmarks.ranks:count_gpus", ranks=most)
+    gpus = lockstep.ask_python(python, "benchmarks.ranks:count_gpus", ranks=most)
     if gpus < (least := min(min(counts) for counts in wanted.values())):
         raise InputError(
             f"ranks: expected {least} GPUs or more, for the fewest ranks that are asked for, found {gpus}; make more "
@@ -640,8 +686,8 @@ def ranks(
         for count in (count for count in counts if count <= gpus):
             out, place = folder / f"{count}.json", folder / str(count)
             if not out.is_file():
-                export_config(configs[path], "fp16", place / "graphs", count)
-                worker.call(
+                lockstep.export_config(configs[path], "fp16", place / "graphs", count)
+                lockstep.run_in_python(
                     python,
                     "benchmarks.ranks:measure",
                     assembly=str(place / "graphs" / "assembly.json"),
@@ -665,7 +711,7 @@ def ranks(
 
 
 def _llama(path: Path) -> dict[str, Any]:
-    """The config.json of a Llama. Raises InputError for another model's."""
+    """Read the config.json of a Llama. Raises InputError for another model's."""
     config = read_json(path)
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "llama":
@@ -700,7 +746,10 @@ def serving_gpu(
     requests: int,
     rounds: int,
 ) -> None:
-    """The server on one GPU: beside the bare engine, under Poisson arrivals, and when a long prompt comes."""
+    """Measure the server on one GPU.
+
+    Beside the bare engine, under Poisson arrivals, and when a long prompt comes.
+    """
     from benchmarks.batches import LIMITS
     from benchmarks.serving import Place, run
 

@@ -1,5 +1,7 @@
-"""What adapters cost on this CPU: steps of a model with an adapter in each row, with none, and of the same model whose
-graphs take none, in turn; how long one takes to load; and the two forms that their products could have.
+"""What adapters cost on this CPU.
+
+Steps of a model with an adapter in each row, with none, and of the same model whose graphs take none, in turn; how long
+one takes to load; and the two forms that their products could have.
 
 In: a shape, which gets random weights and random adapters of all linear layers. Out: a record.
 
@@ -26,10 +28,8 @@ from safetensors.numpy import save_file
 import lockstep
 from benchmarks.decode import prepare
 from benchmarks.export import SHAPES
-from benchmarks.measure import in_turn, spread, surroundings, thread_count
+from benchmarks.measure import THREADS_VARIABLE, in_turn, read_json, spread, surroundings, thread_count
 from lockstep import Advance, Model, Results
-from lockstep.artifacts.files import read_json
-from lockstep.backends.cpu import THREADS_VARIABLE
 
 _CONTEXT, _STEPS, _PROMPT = 64, 16, 256
 _TOKENS = (1, 4, 64, 256)  # of one linear layer
@@ -45,8 +45,11 @@ def run(
     threads: int | None,
     cpu_time: bool = False,
 ) -> dict[str, Any]:
-    """Measure a shape. rank, adapters: of the adapters, and how many. cpu_time: take one thread,
-    and the process's CPU seconds, which other work on the machine changes less. Works in a temporary folder."""
+    """Measure a shape, in a temporary folder.
+
+    rank, adapters: of the adapters, and how many. cpu_time: take one thread, and the process's CPU seconds, which other
+    work on the machine changes less.
+    """
     threads, clock = (1, time.process_time) if cpu_time else (threads, time.perf_counter)
     os.environ[THREADS_VARIABLE] = str(thread_count(threads))  # of the builds too: a process has one pool
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +80,7 @@ def run(
 
 
 def _prepare(plain: dict[str, Path], name: str, work: Path, room: dict[str, int]) -> dict[str, Path]:
-    """The same model with room for adapters."""
+    """Make the same model with room for adapters."""
     results = Results(work / "taking")
     assembly, engines = results.assembly(name, "fp32"), results.engines(name, "fp32", "onnxruntime")
     lockstep.export_graphs(Results(work / "plain").checkpoint(name), "fp32", assembly, adapters=room)

@@ -1,5 +1,7 @@
-"""What adapters cost with TensorRT: decode steps and prompts of a model with an adapter in each row, with none, and of
-the same model whose graphs take none, in turn; how long one takes to load; and forms that their products could have.
+"""What adapters cost with TensorRT.
+
+Decode steps and prompts of a model with an adapter in each row, with none, and of the same model whose graphs take
+none, in turn; how long one takes to load; and forms that their products could have.
 
 In: assemblies of a shape in fp16, one of which takes adapters; a scratch folder. Out: a record. In the scratch folder
 it is written after each part, so that a run that is cut short says what it came to.
@@ -26,12 +28,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import batches
 from benchmarks.gpu import random_weights
-from benchmarks.measure import in_turn, spread
-from lockstep import Advance, Model, Sampling, build_engines
+from benchmarks.measure import in_turn, read_json, spread, write_json
+from lockstep import Advance, Assembly, Model, Sampling, build_engines
 from lockstep.artifacts.adapters import LoraSlots
-from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import get_backend
 from lockstep.weights.adapters import LoadedAdapter
 
@@ -57,9 +57,11 @@ def run(
     forms: bool = True,
     vllm: str | None = None,
 ) -> None:
-    """Measure everything. plain, taking: assemblies of one shape, the second with room for adapters of RANK of all
-    linear layers. options: of the builds. forms: measure those too. vllm: a record of vllm_adapters.py on the same
-    machine, which is kept beside."""
+    """Measure everything, and write the record.
+
+    plain, taking: assemblies of one shape, the second with room for adapters of RANK of all linear layers. options: of
+    the builds. forms: measure those too. vllm: a record of vllm_adapters.py on the same machine, which is kept beside.
+    """
     assembly = Assembly.load(taking)
     assert assembly.adapters is not None
     work.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,7 @@ def run(
 
 
 def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a record of vLLM: its version, the same numbers, and the way it was started."""
+    """Return what is kept of a record of vLLM: version, numbers, how it was started."""
     lora, plain = found["lora"], found.get("plain", {})
     steps = lora["decode_step"]["milliseconds"] | (
         {_WITHOUT: plain["decode_step"]["milliseconds"][_NONE]} if "decode_step" in plain else {}
@@ -130,7 +132,7 @@ def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(model: Model, assembly: Assembly, name: str, rank: int) -> None:
-    """An adapter of all linear layers, of the same random numbers for each layer."""
+    """Add an adapter of all linear layers, of the same random numbers for each layer."""
     random, pool, modules = np.random.default_rng(len(name)), dict[tuple[int, ...], np.ndarray](), {}
     for module, (deep, wide) in _modules(assembly).items():
         pair = []
@@ -159,7 +161,10 @@ def _nbytes(assembly: Assembly, rank: int) -> int:
 
 
 def _timer(call: Callable[[Model], Any], model: Model, adapters: Sequence[str | None], room: bool) -> Callable[[], Any]:
-    """A call with adapters in the slots; room: by the engines that take adapters, whatever rows have."""
+    """Return a call that times steps with adapters in the slots.
+
+    room: by the engines that take adapters, whatever rows have.
+    """
 
     def run() -> Any:
         executor: Any = model._executor
@@ -210,8 +215,11 @@ def _compared(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def _load(model: Model, names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """An adapter that is not resident: milliseconds until its copies are on the stream, until they are through, and of
-    a step of 15 rows that waits for them, beside one that does not."""
+    """Time the load of an adapter that is not resident, in milliseconds.
+
+    Until its copies are on the stream, until they are through, and of a step of 15 rows that waits for them, beside one
+    that does not.
+    """
     host, through, steps, quiet = [], [], [], []
     assert model.adapters is not None
     executor: Any = model._executor
@@ -307,9 +315,12 @@ def _in_a_graph(call: Callable[[], None], stream: Any) -> Callable[[], float]:
 
 
 def form_graphs(hidden: int, count: int, rank: int) -> dict[str, onnx.ModelProto]:
-    """q, k and v of `hidden` features each as one product and their sum with what adapters add: fp16 x [num_tokens,
-    hidden] in and mask [num_tokens, count * rank] (adapter_mask.py), or ids int64 [num_tokens], y [num_tokens, 3 *
-    hidden] out; "alone" without adapters."""
+    """Return graphs of q, k and v with what adapters add, one for each form.
+
+    q, k and v have `hidden` features each and are one product. In: fp16 x [num_tokens, hidden], and mask [num_tokens,
+    count * rank] (adapter_mask.py) or ids int64 [num_tokens]. Out: y [num_tokens, 3 * hidden]. "alone" is without
+    adapters.
+    """
     node, half, columns = helper.make_node, TensorProto.FLOAT16, count * rank
     three = [f"{part}" for part in "qkv"]
     base = [node("Gemm", ["x", "w"], ["base"], transB=1)]

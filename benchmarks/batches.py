@@ -1,5 +1,6 @@
-"""TensorRT at every batch size: decoding, steps that bring prompts beside rows that decode, prompts, and
-many requests at once, of a model's shape with random weights.
+"""TensorRT at every batch size, of a model's shape with random weights.
+
+Decoding, steps that bring prompts beside rows that decode, prompts, and many requests at once.
 
 In: the assembly of a shape in fp16, a scratch folder with room for its weights. Out: a record, and its page. In the
 scratch folder the record is written after each part, so that a run that is cut short says what it came to.
@@ -19,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import build_seconds, random_weights, timed
-from benchmarks.measure import spread
-from lockstep import Advance, Engine, InputError, Model, Request, Sampling
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json, write_json
+from benchmarks.markdown import paragraph
+from benchmarks.measure import read_json, spread, write_json
+from lockstep import Advance, Assembly, Engine, InputError, Model, Request, Sampling
 
 PARTS = "batches.parts.json"  # of the record, while it is made
 LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
@@ -50,8 +50,10 @@ def run(
     vllm: str | None = None,
     alike: bool = False,
 ) -> None:
-    """Measure everything. rounds: of each speed, of which the median counts. vllm: a record of vLLM on the same
-    machine, which is kept beside. alike: see `random_weights`.
+    """Measure everything, and write the record.
+
+    rounds: of each speed, of which the median counts. vllm: a record of vLLM on the same machine, which is kept beside.
+    alike: see `random_weights`.
 
     Raises InputError for an assembly in another precision than fp16.
     """
@@ -92,7 +94,10 @@ def run(
 
 
 def sums(model: Model) -> dict[str, Any]:
-    """Microseconds of a sum over the ranks of [tokens, hidden] fp16, in graphs of SUMS_IN_A_GRAPH."""
+    """Return the microseconds of a sum over the ranks of [tokens, hidden] fp16.
+
+    Measured in graphs of SUMS_IN_A_GRAPH sums.
+    """
     executor: Any = model._executor
     (hidden,) = {
         io.shape[1]
@@ -129,7 +134,10 @@ def release(model: Model) -> None:
 
 
 def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
-    """Steps of `batch` requests behind CONTEXT tokens, each launched before the tokens of the one before are back."""
+    """Time steps of `batch` requests behind CONTEXT tokens.
+
+    Each is launched before the tokens of the one before are back.
+    """
     seconds = [seconds_of_a_step(model, batch, Sampling()) for _ in range(rounds)]
     return {
         "milliseconds": spread([1e3 * value for value in seconds], 3),
@@ -138,7 +146,7 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
 
 
 def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
-    """The mean of STEPS steps behind WARM, each request with a seed of its own."""
+    """Return the mean of STEPS steps behind WARM, each request with a seed of its own."""
     tokens = begin(model, batch)
     for slot in range(batch):
         model.set_sampling(slot, dataclasses.replace(sampling, seed=slot))
@@ -153,7 +161,10 @@ def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
 
 
 def sampled(model: Model, batch: int, rounds: int) -> dict[str, Any]:
-    """Steps of requests that are SAMPLED beside greedy ones, in turn. of_greedy: the median of the rounds' ratios."""
+    """Time steps of requests that are SAMPLED beside greedy ones, in turn.
+
+    of_greedy: the median of the rounds' ratios.
+    """
     pairs = [[seconds_of_a_step(model, batch, each) for each in (Sampling(), SAMPLED)] for _ in range(rounds)]
     return {
         "milliseconds": spread([1e3 * drawn for _, drawn in pairs], 3),
@@ -173,8 +184,11 @@ def prompt(model: Model, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def mixed(model: Model, rows: int, rounds: int) -> dict[str, Any]:
-    """Steps of a prompt of each of CHUNKS beside `rows` rows that decode behind CONTEXT tokens, beside the parts alone.
-    host: what of a step the host spends before it waits for tokens."""
+    """Time steps of a prompt of each of CHUNKS beside `rows` rows that decode.
+
+    They decode behind CONTEXT tokens; the parts alone are timed too. host: what of a step the host spends before it
+    waits for tokens.
+    """
     found: dict[str, Any] = {}
     for chunk in CHUNKS:
         given, samples = np.arange(chunk) % model.vocab_size, []
@@ -223,14 +237,20 @@ def waits() -> Iterator[list[float]]:
 
 
 def lengths() -> tuple[np.ndarray, np.ndarray]:
-    """Of REQUESTS requests the tokens of their prompts, and the new ones: normal, as a load of chats."""
+    """Return the tokens of the prompts of REQUESTS requests, and their new ones.
+
+    Both are normal, as in a load of chats.
+    """
     random = np.random.default_rng(0)
     prompts = np.clip(np.rint(random.normal(512, 128, REQUESTS)), 16, 2048).astype(int)
     return prompts, np.clip(np.rint(random.normal(128, 32, REQUESTS)), 8, 512).astype(int)
 
 
 def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
-    """REQUESTS requests at once, twice, each with a seed of its own; the better counts."""
+    """Time REQUESTS requests at once, twice; the better counts.
+
+    Each request has a seed of its own.
+    """
     random, runs = np.random.default_rng(0), []
     prompts, new = lengths()
     given = [
@@ -252,7 +272,7 @@ def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
 
 
 def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a record of vLLM: its version, and the same numbers."""
+    """Return what is kept of a record of vLLM: its version, and the same numbers."""
     return {
         "version": found["versions"]["vllm"],
         "decode": {str(row["batch"]): round(row["tokens_per_s"], 1) for row in found.get("decode", ())},
@@ -262,14 +282,16 @@ def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     other = record.get("vllm")
     lines = [
         "# TensorRT at every batch size",
         "",
-        f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
-        f"{record['device']['name']} with TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches --work "
-        f"FOLDER --write docs{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}`.",
+        paragraph(
+            f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
+            f"{record['device']['name']} with TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches "
+            f"--work FOLDER --write docs{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}`."
+        ),
         "",
         f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s; warm-up "
         f"takes {record['warm_up_seconds']} s.",
@@ -297,8 +319,10 @@ def page(record: Mapping[str, Any]) -> str:
         + (f" (vLLM: 2048 tokens {other['prompt_2048']})" if other and other["prompt_2048"] else "")
         + ".",
         "",
-        "A step that brings prompt tokens beside rows that decode, milliseconds; parts: both alone, one after the "
-        "other; host: before it waits for the device:",
+        paragraph(
+            "A step that brings prompt tokens beside rows that decode, milliseconds; parts: both alone, one after the "
+            "other; host: before it waits for the device:"
+        ),
         "",
         *_table(
             ["rows", "prompt tokens", "step", "decoding alone", "prompt alone", "step of parts", "host"],

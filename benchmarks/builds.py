@@ -1,4 +1,4 @@
-"""How long, how large and whether the same: engine sets of a model's shape, built where no GPU is needed.
+"""Time, size and sameness of engine sets that are built where no GPU is needed.
 
 In: names of shapes (`shapes/*.json`), a precision, a backend. Out: seconds of each build, bytes and digest of the set.
 """
@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.export import SHAPES
-from benchmarks.measure import spread, surroundings
-from lockstep import CheckError, build_engines
-from lockstep.artifacts.files import read_json
-from lockstep.export.run import export_config
+from benchmarks.measure import read_json, spread, surroundings
+from lockstep import CheckError, build_engines, export_config
 
 LIMITS = {"max_batch_size": 16, "max_num_tokens": 2048, "max_seq_len": 4096}
 
 
 def run(shapes: Sequence[str], precision: str, backend: str, rounds: int = 3) -> dict[str, Any]:
-    """Build the engine set of each shape `rounds` times. Raises CheckError when two are other bytes."""
+    """Build the engine set of each shape `rounds` times.
+
+    Raises CheckError when two are other bytes.
+    """
     measured = {}
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:

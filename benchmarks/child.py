@@ -1,4 +1,6 @@
-"""One command in a process of its own: what it took, from the kernel's own account of the process and its children.
+"""One command in a process of its own, and what it took.
+
+The numbers are the kernel's own account of the process and its children.
 
 In: a command, a log file, a time limit. Out: exit code, wall and CPU seconds, peak resident memory of its largest
 process.
@@ -27,7 +29,9 @@ class Usage:
 
 
 def run_child(command: Sequence[str], log: Path, limit: float, environment: Mapping[str, str] | None = None) -> Usage:
-    """Run `command`, its output in `log`; after `limit` seconds it and its children are killed.
+    """Run `command`, its output in `log`, and return what it took.
+
+    After `limit` seconds it and its children are killed.
 
     Linux counts what the starting process holds as the child's until the child's own program is loaded: keep this one
     small.

@@ -1,4 +1,6 @@
-"""What a config of many models costs before and between its jobs: planning, a run with nothing to do, the scheduler.
+"""What a config of many models costs before its jobs and between them.
+
+Planning, a run with nothing to do, the scheduler.
 
 In: numbers of targets, five layer counts in two precisions of each of several tiny models that are copies of one. Out:
 seconds of `snakemake -n` in a new folder, less those of an empty workflow; beside it the same jobs as bare rules, which
@@ -22,9 +24,8 @@ from typing import Any
 
 import lockstep
 from benchmarks.child import Usage, run_child
-from benchmarks.measure import ratios, spread, surroundings
+from benchmarks.measure import ratios, spread, surroundings, write_json
 from lockstep import CheckError, Results
-from lockstep.artifacts.files import write_json
 from lockstep.config import load
 from lockstep.pipeline.stage import path_of
 from lockstep.pipeline.stages import STAGES, all_steps
@@ -86,9 +87,11 @@ def run(counts: Sequence[int], finished: Sequence[int], rounds: int, before: Pat
 
 
 def figures(spent: Mapping[str, Sequence[Usage]], counts: Sequence[int], queues: Mapping[int, Usage]) -> dict[str, Any]:
-    """Medians of all, and what they come to a target and a job: a contestant's less the empty workflow's, round by
-    round. queues: the run that touched everything, by number of targets; Snakemake sleeps 0.1 s before it touches what
-    a job made, so that CPU seconds are what counts."""
+    """Return the medians of all, and what they come to for a target and for a job.
+
+    A contestant's figure is less the empty workflow's, round by round. queues: the run that touched everything, by
+    number of targets; Snakemake sleeps 0.1 s before it touches what a job made, so that CPU seconds are what counts.
+    """
     empty = spent["empty workflow"]
 
     def per(name: str, parts: int) -> dict[str, Any]:
@@ -128,7 +131,10 @@ def figures(spent: Mapping[str, Sequence[Usage]], counts: Sequence[int], queues:
 
 
 def bare_rules(config: Mapping[str, Any]) -> str:
-    """A Snakefile of the same jobs with the same files, whose rules have wildcards and nothing else."""
+    """Return a Snakefile of the same jobs with the same files.
+
+    Its rules have wildcards and nothing else.
+    """
     results, names = Results(), {name: f"{{{name}}}" for name in ("model", "precision", "layers", "backend")}
     *jobs, summary, _ = _jobs(config)
     used = {step.stage for step in _steps(config)}
@@ -168,7 +174,7 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _new(folder: Path, count: int, checkpoint: Path) -> Path:
-    """A folder with a config of `count` targets and the checkpoints that it names."""
+    """Make a folder with a config of `count` targets and the checkpoints it names."""
     config = _config(count)
     for name in config["models"]:
         shutil.copytree(checkpoint, folder / "models" / name, copy_function=os.link)
@@ -177,8 +183,10 @@ def _new(folder: Path, count: int, checkpoint: Path) -> Path:
 
 
 def _finish(folder: Path, one: Path) -> Usage:
-    """Put the results of one model, which lie in the folder `one`, under the names of all; gives what it took to take
-    each job from the queue, touch what it made and record it."""
+    """Put the results of one model, in the folder `one`, under the names of all.
+
+    Returns what it took to take each job from the queue, touch what it made and record it.
+    """
     names = sorted((folder / "models").iterdir())
     shutil.copytree(one / "results", folder / "results")
     for path in names[1:]:
@@ -213,7 +221,10 @@ def _spent(arguments: Sequence[str], folder: Path) -> Usage:
 
 
 def _in_turn(contestants: Mapping[str, Callable[[], Usage]], rounds: int) -> dict[str, list[Usage]]:
-    """As `measure.in_turn`: one round that does not count, then each once a round."""
+    """Run each once a round in turn, after one round that does not count.
+
+    See `measure.in_turn`.
+    """
     found: dict[str, list[Usage]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name, contestant in contestants.items():

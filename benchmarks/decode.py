@@ -1,5 +1,6 @@
-"""How fast is a decode step: the engine set, one monolithic with-past ONNX graph, and transformers eager, in one
-process, in turn.
+"""A decode step of the engine set, beside one monolithic graph and transformers.
+
+The monolithic graph is ONNX with past inputs, transformers is eager; all run in one process, in turn.
 
 In: a checkpoint folder (and the precision). Out: seconds a step of each contestant at each batch size, and the ratios.
 All three get the same prompts, threads and number of steps, and their logits are compared before anything is timed.
@@ -26,8 +27,10 @@ _BACKEND = "onnxruntime"
 
 
 def run_models(models: Sequence[str], precision: str, batches: Sequence[int], **settings: Any) -> dict[str, Any]:
-    """`run` for each of `models`, a checkpoint folder or the name of a shape, which gets random weights. Works in a
-    temporary folder."""
+    """Measure each of `models`, in a temporary folder; see `run`.
+
+    A model is a checkpoint folder or the name of a shape, which gets random weights.
+    """
     measured = {}
     for model in models:
         with tempfile.TemporaryDirectory() as work:
@@ -51,7 +54,9 @@ def run(
     rounds: int = 7,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Measure at each batch size; `context` tokens are in the cache when the `steps` timed steps of a round begin.
+    """Measure a decode step at each batch size.
+
+    `context` tokens are in the cache when the `steps` timed steps of a round begin.
 
     Raises CheckError when the contestants do not agree, since then the times would mean nothing.
     """
@@ -69,8 +74,10 @@ def run(
 
 
 def prepare(folder: Path, precision: str, work: Path, group_size: int = 32, backend: str = _BACKEND) -> dict[str, Path]:
-    """Take the checkpoint through resolve, export, convert and build below `work`; gives the paths of what they
-    made."""
+    """Take the checkpoint through resolve, export, convert and build below `work`.
+
+    Returns the paths of what they made.
+    """
     results, name = Results(work), folder.name
     checkpoint, weights = results.checkpoint(name), results.weights(name, precision)
     assembly, engines = results.assembly(name, precision), results.engines(name, precision, backend)
@@ -116,7 +123,10 @@ def time_steps(
 
 
 def decoding(paths, batch: int, capacity: int, threads: int) -> Callable:
-    """An opened model: given prompts [batch, tokens] what takes a step, and the logits behind them."""
+    """Return the calls of an opened model, for prompts [batch, tokens].
+
+    One takes a step, the other gives the logits behind the prompts.
+    """
     model = Model.open(
         paths["engines"],
         paths["assembly"],

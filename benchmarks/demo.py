@@ -1,5 +1,6 @@
-"""How long `make demo` takes once everything is installed: a full run of the workflow, and a run that has nothing to
-do.
+"""The time that `make demo` takes once everything is installed.
+
+A full run of the workflow, and a run that has nothing to do.
 
 In: the repository. Out: wall seconds of Snakemake on `config/config.yaml` in a new folder, then on the finished one.
 """

@@ -1,7 +1,7 @@
-"""How long and how large: the export of a model's shape from its config.json alone, in a process of its own.
+"""Time and memory of the export of a model's shape from its config.json alone.
 
 In: names of shapes (`shapes/*.json`) and a precision. Out: seconds of the export with its imports, wall and CPU
-seconds of the whole process, its peak resident memory (it starts no other), bytes written.
+seconds of the whole process, which is one of its own, its peak resident memory (it starts no other), bytes written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHILD = """
 import json, resource, sys, time
 began = time.perf_counter()
 from pathlib import Path
-from lockstep.export.run import export_config
+from lockstep import export_config
 files = export_config(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], Path(sys.argv[3]))
 seconds = time.perf_counter() - began
 print(json.dumps({"seconds": seconds, "files": files}))
@@ -38,7 +38,10 @@ def shape_names() -> list[str]:
 
 
 def run(shapes: Sequence[str], precision: str, rounds: int = 5) -> dict[str, Any]:
-    """Export each shape `rounds` times after one that does not count. Raises CheckError when two exports differ."""
+    """Export each shape `rounds` times after one that does not count.
+
+    Raises CheckError when two exports differ.
+    """
     measured = {}
     for shape in shapes:
         config = SHAPES / f"{shape}.json"

@@ -1,8 +1,10 @@
-"""The TensorRT backend on one GPU: building, loading, decoding and prefill of a model's shape, with random weights.
+"""The TensorRT backend on one GPU, with a model's shape and random weights.
+
+Building, loading, decoding and prefill are measured.
 
 In: the assembly of a shape, a scratch folder with room for its weights. Out: a record. In the scratch folder it is
 written after each part, so that a run that is cut short says what it came to. Runs in the Python that TensorRT runs in
-(`lockstep.pipeline.worker`); a Python that has torch and transformers runs the same weights beside it
+(`lockstep.run_in_python`); a Python that has torch and transformers runs the same weights beside it
 (gpu_transformers.py): speeds, and logits to be held against.
 """
 
@@ -24,20 +26,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import spread
-from lockstep import Advance, CheckError, InputError, Model
+import lockstep
+from benchmarks.measure import read_json, spread, write_json
+from lockstep import Advance, Assembly, CheckError, InputError, Model
 from lockstep.artifacts import formats
-from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype
-from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.quantized import is_scales
 from lockstep.backends.builder import COSTS
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.layers import ChosenLayer, differences
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD
 from lockstep.onnx_tools.metrics import difference
-from lockstep.pipeline import worker
 
 _DTYPES = {graph_dtype(name): name for name in DTYPE_BITS}  # safetensors' name of each
 PARTS = "parts.json"  # of the record, while it is made
@@ -62,8 +62,10 @@ def run(
     transformers: str,
     config: Mapping[str, Any],
 ) -> None:
-    """Measure everything once but speeds, which are medians of `rounds`. python: what this runs in, as it was asked
-    for. transformers: an interpreter that has it, which makes a model of `config`.
+    """Measure everything once but speeds, which are medians of `rounds`.
+
+    python: what this runs in, as it was asked for. transformers: an interpreter that has it, which makes a model of
+    `config`.
 
     Raises InputError for an assembly in another precision than fp16 and for an interpreter without transformers and
     CUDA, before anything is made; CheckError, when all is measured, for logits too far from transformers'.
@@ -123,8 +125,10 @@ def run(
 def builds(
     assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None
 ) -> Iterator[dict[str, Any]]:
-    """Each in a new process: cold, recording tactics; then besides from that record in another folder, and what got
-    other tactics there."""
+    """Build cold, and again from the record, each in a new process.
+
+    The cold build records tactics; the other is in another folder. Also returns what got other tactics there.
+    """
     again = engines.parent.with_name("again") / engines.name
     for path in (engines, again):
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -156,8 +160,10 @@ def as_they_are(
     python: str | None,
     assembly: Assembly,
 ) -> dict[str, Any]:
-    """What `one_region` is held against: the same engines built without it, cold, in a new process; and microseconds of
-    all blocks in the steps that are measured."""
+    """Measure the same engines built without `one_region`.
+
+    They are built cold, in a new process. Of all blocks in the steps that are measured the microseconds are taken.
+    """
     shutil.rmtree(engines.parent, ignore_errors=True)
     options = {**options, "one_region": False, "tactics": "free"}
     seconds = build_seconds(assembly_json, engines, options, python)
@@ -174,7 +180,7 @@ def as_they_are(
 def build_seconds(assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None) -> float:
     """Of the build of an engine set, in a new process."""
     request = {"assembly": str(assembly_json), "backend": "tensorrt", "options": dict(options), "out": str(engines)}
-    return round(timed(lambda: worker.call(python or sys.executable, "build", **request))[0], 1)
+    return round(timed(lambda: lockstep.run_in_python(python or sys.executable, "build", **request))[0], 1)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -184,7 +190,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all") -> Model:
-    """A model whose weights are on the device."""
+    """Return a model whose weights are on the device."""
     model = Model.open(engines, assembly, weights, layers, **LIMITS)
     model._executor.wait()
     return model
@@ -197,11 +203,13 @@ def ready_at(engines: str, assembly: str, weights: str) -> float:
 
 
 def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Path) -> float:
-    """From the start of a new process until it can take a step, with the weights' file in the page cache: interpreter,
-    libraries, engines, kernels, weights."""
+    """Return the seconds from the start of a new process until it can take a step.
+
+    The weights' file is in the page cache. It takes interpreter, libraries, engines, kernels, weights.
+    """
     began = time.time()
     return round(
-        worker.ask(
+        lockstep.ask_python(
             python or sys.executable,
             "benchmarks.gpu:ready_at",
             engines=str(engines),
@@ -214,9 +222,11 @@ def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Pa
 
 
 def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Path:
-    """A file of random numbers (standard deviation 0.02, gains of 1) under a weights manifest; of quantised weights
-    random integers. alike: all layers take the first one's numbers, which lie in the file once: for shapes that are
-    larger than the disk."""
+    """Make a file of random numbers under a weights manifest.
+
+    Numbers have a standard deviation of 0.02, gains are 1; those of quantised weights are random integers. alike: all
+    layers take the first one's numbers, which lie in the file once: for shapes that are larger than the disk.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, list[int]] = {}
     dtypes: dict[str, str] = {}
@@ -326,8 +336,10 @@ def prefill(model: Model, rounds: int, assembly: Assembly) -> dict[str, Any]:
 
 
 def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Assembly) -> dict[str, Any]:
-    """Where the time of the prompt that `prefill` has just taken goes: each kind of call repeated alone in a graph;
-    "gaps": the rest of the whole."""
+    """Return where the time of the prompt that `prefill` has just taken goes.
+
+    Each kind of call is repeated alone in a graph; "gaps" is the rest of the whole.
+    """
     parts = model._executor.breakdown_prefill()
     parts["gaps"] = round(found["milliseconds"]["median"] * 1e3 - sum(parts.values()), 1)
     return {
@@ -337,8 +349,10 @@ def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Assembly) ->
 
 
 def operations(assembly: Assembly, tokens: int) -> tuple[int, int]:
-    """What one prompt takes: of the blocks, two for each weight and token; of attention's products, without windows,
-    and of the exit, for its one row."""
+    """Return the operations of one prompt, of blocks, attention and exit.
+
+    Blocks: two for each weight and token. Attention: its products, without windows. Exit: for its one row.
+    """
     weights = lambda part: sum(
         math.prod(slot.sizes) for slot in assembly.classes[part.graph].signature.slots if len(slot.shape) > 1
     )
@@ -349,7 +363,10 @@ def operations(assembly: Assembly, tokens: int) -> tuple[int, int]:
 
 
 def beside(python: str, work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers on the same weights, in another Python: its speeds; its logits are left in the work folder."""
+    """Run transformers on the same weights, in another Python.
+
+    Returns its speeds; its logits are left in the work folder.
+    """
     request = {
         "weights": str(weights),
         "work": str(work),
@@ -375,13 +392,19 @@ def probe(python: str) -> None:
 def references(
     python: str, folder: Path, weights: Path, config: Mapping[str, Any], layers: Sequence[int | str]
 ) -> None:
-    """Logits of transformers on the same weights, cut after each of `layers`, in another Python: left in `folder`."""
+    """Leave logits of transformers on the same weights in `folder`.
+
+    They are cut after each of `layers`, and made in another Python.
+    """
     request = {"weights": str(weights), "work": str(folder), "layers": layers, "config": dict(config), "device": "cuda"}
     _in_transformers(python, {**request, "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS})
 
 
 def _in_transformers(python: str, request: Mapping[str, Any]) -> Any:
-    """What gpu_transformers.py answers. Raises InputError with its last line when it fails."""
+    """Return what gpu_transformers.py answers.
+
+    Raises InputError with its last line when it fails.
+    """
     command = [python, str(Path(__file__).with_name("gpu_transformers.py"))]
     try:
         ended = subprocess.run(
@@ -407,7 +430,10 @@ def _plain_environment() -> dict[str, str]:
 
 
 def check(engines: Path, assembly: Path, weights: Path, layers: int | str, reference: Path) -> dict[str, Any]:
-    """The engines along the tokens of a reference of transformers, as `agreement` has it."""
+    """Run the engines along the tokens of a reference of transformers.
+
+    Returns what `agreement` does.
+    """
     saved = np.load(reference)
     model = ready(engines, assembly, weights, layers)
     prompt, tokens = saved["prompt"], saved["tokens"]
@@ -418,7 +444,9 @@ def check(engines: Path, assembly: Path, weights: Path, layers: int | str, refer
 
 
 def agreement(ours: np.ndarray, exact: np.ndarray, half: np.ndarray) -> dict[str, Any]:
-    """Logits [num_tokens, vocab_size] of ours and of transformers in fp16 (`half`) beside its fp32 (`exact`): the
+    """Compare our logits with those of transformers in fp16, beside its fp32.
+
+    Logits are [num_tokens, vocab_size]: ours, of transformers in fp16 (`half`) and in fp32 (`exact`). Returns the
     largest difference, and how many most likely tokens are the same. `preferred_by`: where ours is another, how much
     higher the exact logit of the right one is, at most; errors of logits allow twice theirs. An error is None where NaN
     or infinity is among the logits.

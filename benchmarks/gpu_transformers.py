@@ -1,4 +1,6 @@
-"""transformers beside the GPU benchmark, in a Python of its own: JSON in on stdin, JSON out on the last line of stdout.
+"""transformers beside the GPU benchmark, in a Python of its own.
+
+JSON comes in on stdin, and goes out on the last line of stdout.
 
 A Llama on the weights of a manifest: eager with a static cache, the same compiled, one prompt; and the logits of one
 prompt and its greedy continuation in fp32 and fp16, into `reference-<layers>.npz`. Needs torch and transformers only.
@@ -17,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 
 def model_of(request, layers, dtype):
-    """The first `layers` layers of the weights on the device."""
+    """Return the first `layers` layers of the weights, on the device."""
     manifest = json.loads(Path(request["weights"]).read_text())
     data = np.memmap(Path(request["weights"]).with_name(manifest["files"][0]["path"]), np.uint8, "r")
     tensors = manifest["tensors"]
@@ -67,8 +69,10 @@ def speeds(request, model, step, compiled):
 
 
 def reference(request, layers):
-    """Logits of the prompt's last token and of each greedy token after it, in fp32; then along the same tokens in
-    fp16."""
+    """Return logits of the prompt's last token and of each greedy token after it.
+
+    In fp32, then along the same tokens in fp16.
+    """
     depth = request["config"]["num_hidden_layers"] if layers == "all" else layers
     prompt = np.arange(7, 7 + request["prompt"]) * 37 % request["config"]["vocab_size"]
     saved = {"prompt": prompt}

@@ -1,4 +1,8 @@
-"""Time several contestants side by side: rounds in turn, the median of each, and ratios pair by pair."""
+"""What all benchmarks share: timing in turn, the machine, JSON and digests.
+
+Contestants take rounds in turn; of each the median is given, and ratios pair by pair. JSON and digests are the
+package's, so that a manifest made here is sealed as one of the package.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,32 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from lockstep.backends.cpu import describe_cpu, thread_count
+import lockstep
+from lockstep.artifacts.files import atomic_path, dump_json, read_json, sha256_file, write_json
+from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
+
+__all__ = [
+    "THREADS_VARIABLE",
+    "atomic_path",
+    "dump_json",
+    "in_turn",
+    "ratios",
+    "read_json",
+    "sha256_file",
+    "spread",
+    "surroundings",
+    "thread_count",
+    "write_json",
+]
 
 _PAUSE = 0.05  # seconds: thread pools stop spinning before the next contestant starts
 
 
 def in_turn(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run each contestant once a round, A B C A B C ..., after one round that does not count; each call gives its own
-    seconds."""
+    """Run each contestant once a round, A B C A B C ..., and return their seconds.
+
+    One round before does not count. Each call gives its own seconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name, run in contestants.items():
@@ -36,7 +58,10 @@ def spread(values: Sequence[float], digits: int = 6) -> dict[str, float]:
 
 
 def ratios(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str, float]]:
-    """How many times as fast as each other contestant `of` is, round by round: above 1, `of` is faster."""
+    """Return how many times as fast as each other contestant `of` is, round by round.
+
+    Above 1, `of` is faster.
+    """
     return {
         name: spread([a / b for a, b in zip(values, times[of], strict=True)], 3)
         for name, values in times.items()
@@ -45,9 +70,9 @@ def ratios(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str,
 
 
 def surroundings(*packages: str, threads: int | None = None) -> dict[str, Any]:
-    """What the numbers were measured on and with."""
+    """Return what the numbers were measured on and with."""
     return {
-        "cpu": describe_cpu(),
+        "cpu": lockstep.describe_cpu(),
         "threads": thread_count(threads),
         "versions": {name: metadata.version(name) for name in sorted(packages)},
     }

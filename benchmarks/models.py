@@ -1,5 +1,6 @@
-"""Which models work: every causal-LM type of the installed transformers, each as a tiny random model through all
-stages.
+"""Which models work: every causal-LM type of the installed transformers is tried.
+
+Each as a tiny random model through all stages.
 
 In: model types (default: all). Out: for each whether it works (with the error of its logits against transformers' eager
 forward, and the numbers of block classes and attention variants), is refused (with the reason), or why no tiny model
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import paragraph
 from benchmarks.measure import surroundings
 from lockstep import InputError
 
@@ -41,7 +43,10 @@ _MEMORY = 8 << 30
 def run(
     types: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
-    """Try `types`, `jobs` at a time. `progress`, if given, is called with each record as it is made."""
+    """Try `types`, `jobs` at a time.
+
+    `progress`, if given, is called with each record as it is made.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
     chosen = sorted(known) if types is None else list(types)
@@ -114,25 +119,24 @@ def _child(model_type: str, send: Any) -> None:
 
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
-    """The report as a page for people."""
-    versions = report["versions"]
+    """Write the report as a page for people."""
+    versions, counts = report["versions"], report["counts"]
     lines = [
         "# Which models work",
         "",
-        f"Every causal-LM type of transformers {versions['transformers']}, each as a tiny random model "
-        f"through all stages (fp32, ONNX Runtime",
-        f"{versions['onnxruntime']}): `python -m benchmarks models` made this page. A type works when the "
-        f"logits of four requests (one of 300 tokens), prefilled",
-        "together and then decoded, and of the long one again, in chunks of 97 tokens beside the others' "
-        "decoding, equal those of each request alone and whole:",
-        f"they differ from transformers' eager forward by at most {report['tolerance']:.0e} of their "
-        f"standard deviation, or by at most four times what",
-        "transformers in fp32 differs from itself in fp64 (the third column; random weights may make a model "
-        "that sensitive).",
+        paragraph(
+            f"Every causal-LM type of transformers {versions['transformers']}, each as a tiny random model through all "
+            f"stages (fp32, ONNX Runtime {versions['onnxruntime']}): `python -m benchmarks models` made this page. A "
+            "type works when the logits of four requests (one of 300 tokens), prefilled together and then decoded, and "
+            "of the long one again, in chunks of 97 tokens beside the others' decoding, equal those of each request "
+            "alone and whole: they differ from transformers' eager forward by at most "
+            f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what transformers in "
+            "fp32 differs from itself in fp64 (the third column; random weights may make a model that sensitive)."
+        ),
         "",
         "| result | types | meaning |",
         "|---|---|---|",
-        *(f"| {result} | {count} | {RESULTS[result]} |" for result, count in report["counts"].items()),
+        *(f"| {result} | {counts[result]} | {meaning} |" for result, meaning in RESULTS.items() if result in counts),
         "",
         "## Works",
         "",

@@ -1,4 +1,6 @@
-"""The contestant of the decode benchmark: one with-past ONNX graph in one ONNX Runtime session, weights as constants.
+"""One with-past ONNX graph in one ONNX Runtime session, with weights as constants.
+
+The contestant of the decode benchmark.
 
 In: an assembly and its weights. Out: a `step` of one token for each of several requests. It is made from the uncut
 batchful graph by giving each attention its cache, so both sides compute the same; what differs is one session instead
@@ -14,8 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from lockstep import Weights
-from lockstep.artifacts.assembly import Assembly
+from lockstep import Assembly, Weights
 from lockstep.artifacts.signature import IO
 from lockstep.export.compose import DOMAIN
 from lockstep.weights import slot_array
@@ -68,7 +69,10 @@ class Monolithic:
         self._logits = outputs["logits"]
 
     def step(self, token_ids: np.ndarray) -> np.ndarray:
-        """token_ids [num_requests] int64 -> logits [num_requests, vocab_size] (the same array each time)."""
+        """Take a step: token_ids [num_requests] int64 in, logits out.
+
+        Logits are [num_requests, vocab_size], the same array each time.
+        """
         np.take(self._table, token_ids, axis=0, out=self._arrays["hidden"])
         self._arrays["position_ids"][:] = self.length
         self._session.run_with_iobinding(self._binding)
@@ -79,8 +83,10 @@ class Monolithic:
 
 
 def with_past(model: onnx.ModelProto, folder: Path, assembly: Assembly) -> onnx.ModelProto:
-    """Give each attention of the uncut graph its cache as inputs, its new keys and values as outputs, and the decode
-    graph as body."""
+    """Give each attention of the uncut graph its cache, and the decode graph as body.
+
+    The cache comes as inputs, its new keys and values go as outputs.
+    """
     graph = model.graph
     for value in graph.input:
         if value.name in ("hidden", "position_ids"):
@@ -121,7 +127,10 @@ def _info(name: str, io: IO) -> onnx.ValueInfoProto:
 
 
 def _externalise(graph: onnx.GraphProto, weights: Mapping[str, np.ndarray]) -> None:
-    """Turn weight inputs into external-data placeholders, whose values a session takes from memory."""
+    """Turn weight inputs into external-data placeholders.
+
+    A session takes their values from memory.
+    """
     kept = [value for value in graph.input if value.name not in weights]
     for value in [value for value in graph.input if value.name in weights]:
         tensor = graph.initializer.add(

@@ -1,4 +1,6 @@
-"""Peers that decode in processes of their own, kept open to be timed in turn with this project's engines.
+"""Peers that decode in processes of their own, kept open.
+
+So they are timed in turn with this project's engines.
 
 In: a checkpoint of a Llama, a work folder, which keeps their environments (from the pins in `envs/peers-*.txt`) and
 models. Out: seconds of a decode step and of a prompt, from `peers_runners/steps_*.py`.
@@ -14,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import sha256_file
 from benchmarks.peers import environment_python
 from lockstep import CheckError
-from lockstep.artifacts.files import sha256_file
 
 _RUNNERS = Path(__file__).parent / "peers_runners"
 
@@ -41,7 +43,10 @@ PEERS: dict[str, Peer] = {
 
 
 class PeerProcess:
-    """One peer, with its model made and opened. Raises CheckError, naming its log, where it cannot."""
+    """One peer, with its model made and opened.
+
+    Raises CheckError, naming its log, where it cannot.
+    """
 
     def __init__(
         self, name: str, work: Path, checkpoint: Path, batch: int, capacity: int, threads: int, cpu_time: bool

@@ -1,5 +1,6 @@
-"""Side by side with other exporters: one random checkpoint, every contestant's ONNX model made and decoded with, on the
-CPU in fp32.
+"""This project side by side with other exporters, on the CPU in fp32.
+
+One random checkpoint, every contestant's ONNX model made and decoded with.
 
 In: a work folder and a shape (`shapes/*.json` or a file). Out: a record with seconds, memory and bytes to a runnable
 model, and decode tokens/s at equal threads, round by round: in each round all contestants take their turn, each in a
@@ -23,9 +24,8 @@ import numpy as np
 import lockstep
 from benchmarks.child import Usage, available_memory, run_child
 from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import ratios, spread, surroundings
+from benchmarks.measure import ratios, read_json, sha256_file, spread, surroundings, write_json
 from lockstep import CheckError, InputError
-from lockstep.artifacts.files import read_json, sha256_file, write_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OURS, REFERENCE = "lockstep", "transformers"
@@ -38,8 +38,11 @@ _BASE = 1 << 30  # bytes that any contestant takes for its packages
 
 @dataclass(frozen=True)
 class Contestant:
-    """`memory`: how many times the checkpoint its export and its decoding are expected to hold; with less free they are
-    skipped."""
+    """A contestant of the comparison.
+
+    `memory`: how many times the checkpoint its export and its decoding are expected to hold; with less free they are
+    skipped.
+    """
 
     label: str
     script: str
@@ -76,8 +79,10 @@ CONTESTANTS: dict[str, Contestant] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contestants get alike. `repeats` timed runs of `steps` greedy tokens in each round, behind `context`
-    tokens."""
+    """Settings that all contestants get alike.
+
+    `repeats` timed runs of `steps` greedy tokens in each round, behind `context` tokens.
+    """
 
     rounds: int = 3
     context: int = 64
@@ -89,7 +94,10 @@ class Settings:
 
 @dataclass
 class Record:
-    """What is known of one contestant, filled round by round; `reason` says why it stopped taking part."""
+    """The record of one contestant, filled round by round.
+
+    `reason` says why it stopped taking part.
+    """
 
     exports: list[dict[str, float]] = field(default_factory=list)
     decodes: list[dict[str, Any]] = field(default_factory=list)
@@ -99,8 +107,10 @@ class Record:
 
 
 def run(work: Path, shape: str, settings: Settings, names: tuple[str, ...] = tuple(CONTESTANTS)) -> dict[str, Any]:
-    """Measure the contestants `names`. A peer that fails or lacks memory is recorded with the reason; CheckError when
-    this project does."""
+    """Measure the contestants `names`.
+
+    A peer that fails or lacks memory is recorded with the reason. Raises CheckError when this project does.
+    """
     if unknown := sorted(set(names) - set(CONTESTANTS)):
         raise InputError(f"expected contestants among {', '.join(CONTESTANTS)}, found {', '.join(unknown)}")
     work = Path(work).resolve()
@@ -150,7 +160,10 @@ def _command(shape: str, settings: Settings, names: tuple[str, ...]) -> str:
 
 
 def make_checkpoint(work: Path, shape: str) -> Path:
-    """The random checkpoint of `shape`, made in another process; one made before is used again."""
+    """Make the random checkpoint of `shape` in another process.
+
+    One made before is used again.
+    """
     config = Path(shape) if shape.endswith(".json") else SHAPES / f"{shape}.json"
     if not config.is_file():
         raise InputError(
@@ -171,8 +184,10 @@ def make_checkpoint(work: Path, shape: str) -> Path:
 
 
 def environment_python(work: Path, pins: str | None) -> str:
-    """The interpreter that has `pins`: ours, or one of an environment made now or before (its stamp holds the digest of
-    the pins)."""
+    """Return the interpreter that has `pins`.
+
+    Ours, or one of an environment made now or before (its stamp holds the digest of the pins).
+    """
     if pins is None:
         return sys.executable
     file, folder = REPOSITORY / "envs" / pins, work / "envs" / Path(pins).stem
@@ -227,7 +242,10 @@ def _decode(name: str, record: Record, work: Path, checkpoint: Path, python: str
 def _job(
     what: str, name: str, record: Record, work: Path, checkpoint: Path, python: str, settings: Settings
 ) -> tuple[Usage | None, dict]:
-    """Run the contestant's script; puts the reason into the record where there is no result."""
+    """Run the contestant's script.
+
+    Puts the reason into the record where there is no result.
+    """
     contestant, result = CONTESTANTS[name], _result(work, what, name)
     needed, free = contestant.memory * _bytes(checkpoint) + _BASE, available_memory()
     if name != OURS and free < needed:
@@ -265,7 +283,10 @@ def _bytes(checkpoint: Path) -> int:
 
 
 def _read_through(checkpoint: Path) -> None:
-    """Have the weights in the page cache, so that no contestant waits for the disk in another's stead."""
+    """Bring the weights into the page cache.
+
+    So no contestant waits for the disk in another's stead.
+    """
     for path in sorted(checkpoint.glob("*.safetensors")):
         with open(path, "rb", buffering=0) as file:
             while file.read(1 << 24):
@@ -300,8 +321,10 @@ def _of_contestant(name: str, records: Mapping[str, Record]) -> dict[str, Any]:
 
 
 def _relative(records: Mapping[str, Record]) -> dict[str, Any]:
-    """How many times as fast (or as small) as each other contestant ours is, round by round: above 1, ours is
-    better."""
+    """Return how many times as fast (or as small) ours is as each other contestant.
+
+    Round by round; above 1, ours is better.
+    """
     if OURS not in records:
         return {}
 

@@ -1,5 +1,6 @@
-"""The tables of `python -m benchmarks peers` as Markdown, between two marks in `docs/benchmarks.md`, from the record
-beside them.
+"""The tables of `python -m benchmarks peers` as Markdown, from the record.
+
+They stand between two marks in `docs/benchmarks.md`.
 
 In: the record of `peers.run`. Out: text, or `docs/bench/peers.json` and the part of `docs/benchmarks.md` that is this
 benchmark's.
@@ -11,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import item, paragraph
+from benchmarks.measure import atomic_path, write_json
 from benchmarks.peers import CONTESTANTS, OURS
-from lockstep.artifacts.files import atomic_path, write_json
 
 BEGIN, END = "<!-- peers: written by `python -m benchmarks peers` -->", "<!-- /peers -->"
 _TITLE = "# Benchmarks\n"
@@ -24,7 +26,10 @@ _AIMS = (
 
 
 def write(record: Mapping[str, Any], docs: Path) -> list[Path]:
-    """Put record and tables into the folder `docs`; what else stands in benchmarks.md stays."""
+    """Put record and tables into the folder `docs`.
+
+    What else stands in benchmarks.md stays.
+    """
     data, page = Path(docs) / "bench" / "peers.json", Path(docs) / "benchmarks.md"
     data.parent.mkdir(parents=True, exist_ok=True)
     write_json(data, record)
@@ -32,12 +37,12 @@ def write(record: Mapping[str, Any], docs: Path) -> list[Path]:
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2] if rest else ""
     with atomic_path(page) as temporary:
-        temporary.write_text(f"{before.rstrip()}\n\n{BEGIN}\n{render(record)}{END}\n{after.lstrip()}".rstrip() + "\n")
+        temporary.write_text(f"{before.rstrip()}\n\n{BEGIN}\n{render(record)}{END}\n\n{after.lstrip()}".rstrip() + "\n")
     return [data, page]
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """The whole section, ending in a newline."""
+    """Return the whole section, ending in a newline."""
     # JSON sorts them
     contestants = {name: record["contestants"][name] for name in CONTESTANTS if name in record["contestants"]}
     exports = _table(
@@ -63,16 +68,14 @@ def render(record: Mapping[str, Any]) -> str:
         ),
     )
     absent = [
-        f"- {entry['label']} is not in a table: {entry['reason']}."
-        for entry in contestants.values()
-        if "reason" in entry
+        f"{entry['label']} is not in a table: {entry['reason']}." for entry in contestants.values() if "reason" in entry
     ]
-    notes = [f"- {entry['label']}: {note}" for entry in contestants.values() for note in entry["notes"]]
+    notes = [f"{entry['label']}: {note}" for entry in contestants.values() for note in entry["notes"]]
     return "\n".join([
-        "## Side by side with other exporters", "", _intro(record), "",
+        "## Side by side with other exporters", "", paragraph(_intro(record)), "",
         "To a runnable ONNX model, packages' imports included:", "", exports, "",
         f"Decoding with that model, batch 1, behind {record['context']} tokens:", "", decodes, "",
-        *_aims(record), *absent, *notes, "", _surroundings(record), "",
+        *map(item, (*_aims(record), *absent, *notes)), "", paragraph(_surroundings(record)), "",
     ])  # fmt: skip
 
 
@@ -113,7 +116,10 @@ def _decode_row(entry: Mapping[str, Any], relative: Mapping[str, float] | None) 
 
 
 def _aims(record: Mapping[str, Any]) -> list[str]:
-    """Each aim against the best of the other contestants: the one that comes closest to us."""
+    """Return a line for each aim, against the best of the other contestants.
+
+    The best is the one that comes closest to us.
+    """
     lines = []
     for key, what, aim in _AIMS:
         relative = record.get("lockstep_relative_to", {}).get(key, {})
@@ -122,11 +128,11 @@ def _aims(record: Mapping[str, Any]) -> list[str]:
             best = min(others, key=others.__getitem__)
             verdict = "reached" if others[best] >= aim else "missed"
             each = ", ".join(f"{record['contestants'][name]['label']} {value:.2f}" for name, value in others.items())
-            lines.append(f"- Aim: {what} than the best of them: {verdict} ({each}).")
+            lines.append(f"Aim: {what} than the best of them: {verdict} ({each}).")
     if "export" in (ours := record["contestants"].get(OURS, {})):
         written, weights = ours["export"]["bytes_written"], record["checkpoint_bytes"]
         lines.append(
-            f"- Aim: no weight bytes written: {'reached' if written < weights / 10 else 'missed'} "
+            f"Aim: no weight bytes written: {'reached' if written < weights / 10 else 'missed'} "
             f"({_size(written)} of graphs and manifests)."
         )
     return lines

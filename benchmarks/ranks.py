@@ -1,5 +1,6 @@
-"""A model over several GPUs: builds, readiness, decoding, prompts, sums and logits at each number of ranks, beside what
-is aimed at.
+"""A model over several GPUs, at each number of ranks, beside what is aimed at.
+
+Builds, readiness, decoding, prompts, sums and logits are measured.
 
 In: shapes, which get random weights, and a scratch folder. Out: a record, and its page with the aims beside the
 numbers. Each shape at each number of ranks is measured in a process of its own, which leaves its part in the scratch
@@ -28,8 +29,8 @@ from benchmarks.gpu import (
     ready_seconds,
     references,
 )
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json, write_json
+from benchmarks.measure import read_json, write_json
+from lockstep import Assembly
 
 RANKS = {"llama-2-7b": (1, 2, 4), "llama-3-70b": (4,)}
 # Too large for a disk with all their layers apart, or for the GPU of transformers at full depth in fp32.
@@ -40,7 +41,10 @@ ONE_GPU = "LOCKSTEP_RANKS_ON_ONE_GPU"
 
 @dataclass(frozen=True)
 class Aim:
-    """What is aimed at: `at_least`, or `at_most`, of a figure of `figures`. vllm: the same figure of vLLM 0.23.0."""
+    """An aim: `at_least`, or `at_most`, for a figure of `figures`.
+
+    vllm: the same figure of vLLM 0.23.0.
+    """
 
     shape: str
     ranks: int
@@ -78,7 +82,10 @@ AIMS = (
 
 
 def count_gpus(ranks: int) -> int:
-    """GPUs that this process sees; `ranks` where all are to run on the first, for checks."""
+    """Return the number of GPUs that this process sees.
+
+    `ranks` where all are to run on the first, for checks.
+    """
     from lockstep.backends.tensorrt import cuda
 
     return ranks if os.environ.get(ONE_GPU) else cuda.device_count()
@@ -97,7 +104,9 @@ def measure(
     alike: bool,
     layers: Sequence[int | str],
 ) -> None:
-    """One shape at one number of ranks; for the process of another interpreter, whose arguments are JSON.
+    """Measure one shape at one number of ranks.
+
+    For the process of another interpreter, whose arguments are JSON.
 
     work: for its engines. weights: a folder for the shape's weights and for what transformers says of them, which all
     numbers of ranks share. layers: depths at which logits are held against transformers'.
@@ -137,7 +146,10 @@ def _read(path: Path) -> None:
 
 
 def figures(case: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """The numbers of a case, by the names that aims have for them. one: the same shape on one GPU."""
+    """Return the numbers of a case, by the names that aims have for them.
+
+    one: the same shape on one GPU.
+    """
     found: dict[str, float | None] = {"build: s": case["build_seconds"], "ready: s": case["ready_seconds"]}
     for batch, row in _by_size(case["decode"]):
         found[f"decode {batch}: tokens/s"] = row["tokens_per_second"]
@@ -153,13 +165,19 @@ def figures(case: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str,
 
 
 def record_of(cases: Mapping[str, Mapping[str, Any]], one_gpu: bool) -> dict[str, Any]:
-    """The record. cases: by shape and number of ranks. one_gpu: the ranks ran on the first GPU: no aim is judged."""
+    """Return the record.
+
+    cases: by shape and number of ranks. one_gpu: the ranks ran on the first GPU: no aim is judged.
+    """
     rows = [row for shape in sorted({*cases, *RANKS}) for row in _rows(shape, cases.get(shape, {}), one_gpu)]
     return {"benchmark": "ranks", "ranks_on_one_gpu": one_gpu, "cases": cases, "aims": rows}
 
 
 def _rows(shape: str, cases: Mapping[str, Any], one_gpu: bool) -> Iterator[dict[str, Any]]:
-    """A row for each figure that was measured, and for each aim, whether measured or not."""
+    """Return a row for each figure that was measured, and for each aim.
+
+    Aims have one whether they were measured or not.
+    """
     aims = {(aim.ranks, aim.figure): aim for aim in AIMS if aim.shape == shape}
     found = {int(ranks): figures(case, cases.get("1")) for ranks, case in cases.items()}
     for ranks in sorted({*found, *(ranks for ranks, _ in aims)}):
@@ -182,7 +200,7 @@ def _rows(shape: str, cases: Mapping[str, Any], one_gpu: bool) -> Iterator[dict[
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as Markdown."""
     cases = [case for by_ranks in record["cases"].values() for case in by_ranks.values()]
     case = cases[0]
     lines = [

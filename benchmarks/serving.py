@@ -24,10 +24,9 @@ from typing import Any
 
 import numpy as np
 
+import lockstep
 from benchmarks.measure import spread, surroundings
-from lockstep import Engine, InputError, Model, Request
-from lockstep.artifacts.assembly import Assembly
-from lockstep.pipeline import worker
+from lockstep import Assembly, Engine, InputError, Model, Request
 
 PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop")
 STARTS = 600.0  # seconds that a server may take until it is ready
@@ -43,7 +42,10 @@ KEPT = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What is served. limits: max_batch_size, max_seq_len, max_num_tokens. python: of the engine; None: this one."""
+    """The model that is served.
+
+    limits: max_batch_size, max_seq_len, max_num_tokens. python: of the engine; None: this one.
+    """
 
     engines: str
     assembly: str
@@ -56,7 +58,10 @@ class Place:
 
 @contextlib.contextmanager
 def model(name: str, batch: int, threads: int) -> Iterator[Place]:
-    """A checkpoint folder or a shape with random weights, in fp32 on ONNX Runtime."""
+    """Make a checkpoint folder or a shape, in fp32, into an ONNX Runtime engine set.
+
+    A shape gets random weights.
+    """
     from benchmarks.decode import prepare
     from benchmarks.export import SHAPES, shape_names
     from lockstep import make_random_checkpoint
@@ -72,7 +77,10 @@ def model(name: str, batch: int, threads: int) -> Iterator[Place]:
 
 def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: int, rounds: int, long: bool,
         others: Mapping[str, str] | None = None) -> dict[str, Any]:  # fmt: skip
-    """Measure everything. others: address by name, of servers that are up and get the same requests."""
+    """Measure everything.
+
+    others: address by name, of servers that are up and get the same requests.
+    """
     found: dict[str, Any] = {"streams": {}, "rates": {}}
     with Server(place) as server:
         found["ready_seconds"] = round(server.ready_seconds, 2)
@@ -85,7 +93,7 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
             found["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
     # The bare engine alone: two engines would share the device.
     for number in streams:
-        bare = worker.ask(
+        bare = lockstep.ask_python(
             place.python or sys.executable, "benchmarks.serving:bare", place=_json(place), streams=number, rounds=rounds
         )
         served = found["streams"][str(number)]
@@ -108,7 +116,10 @@ def _json(place: Place) -> dict[str, Any]:
 
 
 def bare(place: Mapping[str, Any], streams: int, rounds: int) -> list[float]:
-    """New tokens a second of `streams` requests at once through the engine, each round."""
+    """Measure new tokens a second of `streams` requests at once through the engine.
+
+    Returns one number a round.
+    """
     limits = {name: place["limits"][name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}
     opened = Model.open(Path(place["engines"]), Path(place["assembly"]), Path(place["weights"]), **limits,
                         threads=place["threads"], kv_bytes=place["kv_bytes"])  # fmt: skip
@@ -155,7 +166,10 @@ class Server:
             self._process.kill()
 
     def streams(self, number: int, rounds: int) -> dict[str, Any]:
-        """New tokens a second of `number` streams at once, and microseconds of the API process's CPU for each."""
+        """Measure new tokens a second of `number` streams at once.
+
+        And microseconds of the API process's CPU for each token.
+        """
         speeds, costs = [], []
         for at in range(rounds + 1):
             before = _cpu_seconds(self._process.pid)
@@ -174,7 +188,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def load(url: str, lengths: str, rate: str, requests: int, seed: int = 0) -> dict[str, float]:
-    """The figures of one run of `lockstep load`."""
+    """Return the figures of one run of `lockstep load`."""
     arguments = ["--token-norm-dist", lengths, "--rate", rate, "--requests", requests, "--seed", seed, "--warmup", 0]
     body = '{"temperature": 0, "ignore_eos": true}'
     command = [sys.executable, "-m", "lockstep", "load", url, *map(str, arguments), "--body", body, "--json"]
@@ -191,7 +205,10 @@ def at_rate(url: str, rate: str, requests: int) -> dict[str, float | None]:
 
 
 def long_prompt(url: str) -> dict[str, Any]:
-    """The gaps between tokens of QUIET streams, alone and while a prompt of LONG tokens comes."""
+    """Measure the gaps between tokens of QUIET streams.
+
+    Alone, and while a prompt of LONG tokens comes.
+    """
     quiet = load(url, f"16,0,{QUIET_NEW},0", "inf", QUIET, seed=2)
     streams = subprocess.Popen(
         [sys.executable, "-m", "lockstep", "load", url, "--token-norm-dist", f"16,0,{QUIET_NEW},0", "--requests",
@@ -215,7 +232,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 def serve(place: Place) -> None:
-    """Serve until SIGTERM; the first line says where. Without a tokenizer of all ids each token id is a word."""
+    """Serve until SIGTERM; the first line says where.
+
+    Without a tokenizer of all ids each token id is a word.
+    """
     from lockstep.serve.bodies import Access
     from lockstep.serve.run import Address
     from lockstep.serve.run import serve as run_server
@@ -235,7 +255,7 @@ def serve(place: Place) -> None:
 
 
 def _tokenizer(place: Place, folder: Path) -> Any:
-    from lockstep.runtime.tokenizer import Tokenizer
+    from lockstep import Tokenizer
 
     assembly = Assembly.load(Path(place.assembly))
     import tokenizers

@@ -1,4 +1,6 @@
-"""How fast do small weights decode on a CPU: bf16, w8a16 and w4a16 beside fp32, in one process, in turn.
+"""Decoding with small weights on a CPU: bf16, w8a16 and w4a16 beside fp32.
+
+All in one process, in turn.
 
 In: a checkpoint folder or a shape, batch sizes, group sizes, backends, and peers on request. Out: seconds of a decode
 step and of a prompt of each, the ratio to ONNX Runtime's fp32 round by round, and what bounds it: the bytes of weights
@@ -25,10 +27,8 @@ import numpy as np
 import lockstep
 from benchmarks.decode import decoding, prepare, time_steps
 from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import in_turn, ratios, spread, surroundings, thread_count
+from benchmarks.measure import THREADS_VARIABLE, in_turn, ratios, read_json, spread, surroundings, thread_count
 from benchmarks.peer_steps import PEERS, PeerProcess
-from lockstep.artifacts.files import read_json
-from lockstep.backends.cpu import THREADS_VARIABLE
 from lockstep.config.backends import backends as known_backends
 
 PACKAGES = ("numpy", "onnxruntime")
@@ -54,11 +54,13 @@ def run(
     beside: Sequence[str] = (),
     work: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure at each batch size; `context` tokens are in the cache when the `steps` timed steps of a round begin.
-    prompt: tokens of one that is timed, too; 0 for none. cpu_time: take one thread, and the process's CPU seconds,
-    which other work on the machine moves less; the bandwidth is still of wall time. backends, precisions: those to
-    measure, beside ONNX Runtime's fp32; a precision that a backend or the CPU lacks is in the record with the reason.
-    beside: of `PEERS`, in turn with w4a16. work: a folder that keeps the peers' environments and models.
+    """Measure at each batch size, behind `context` tokens in the cache.
+
+    The cache holds them when the `steps` timed steps of a round begin. prompt: tokens of one that is timed, too; 0 for
+    none. cpu_time: take one thread, and the process's CPU seconds, which other work on the machine moves less; the
+    bandwidth is still of wall time. backends, precisions: those to measure, beside ONNX Runtime's fp32; a precision
+    that a backend or the CPU lacks is in the record with the reason. beside: of `PEERS`, in turn with w4a16. work: a
+    folder that keeps the peers' environments and models.
 
     Each contestant is made, opened and measured in turn with fp32, and closed before the next one is made: a large
     model takes the memory and the disk of two.
@@ -115,8 +117,10 @@ def run(
 
 
 class _Measured(NamedTuple):
-    """Seconds of each round, by the contestant that was measured and by those that took turns; bytes of weights that a
-    step reads."""
+    """Seconds of each round, and bytes of weights that a step reads.
+
+    Seconds are those of the contestant that was measured and of those that took turns.
+    """
 
     steps: dict[int, dict[str, dict[str, list[float]]]]
     prompts: dict[str, dict[str, list[float]]]
@@ -143,7 +147,10 @@ class _Opened:
 def _contestants(
     groups: Sequence[int], backends: Sequence[str], precisions: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str, int]], dict[str, str]]:
-    """(backend, precision, group size) by name, without ONNX Runtime's fp32; and why others are none."""
+    """Return (backend, precision, group size) by name, and why others are none.
+
+    Without ONNX Runtime's fp32.
+    """
     found: dict[str, tuple[str, str, int]] = {}
     lacking: dict[str, str] = {}
     for backend in backends:
@@ -163,8 +170,10 @@ def _contestants(
 
 
 def _compared(measured: Mapping[str, Mapping[str, Sequence[float]]], what: str) -> dict[str, Any]:
-    """Spreads of each contestant, its speed beside fp32 in the same rounds, and beside the peers. Of one that took
-    turns with several, all rounds."""
+    """Return each contestant's spreads, and its speed beside fp32 and the peers.
+
+    In the same rounds. Of one that took turns with several, all rounds.
+    """
     seconds: dict[str, list[float]] = {}
     faster: dict[str, list[float]] = {}
     beside: dict[str, Any] = {}
@@ -183,7 +192,10 @@ def _compared(measured: Mapping[str, Mapping[str, Sequence[float]]], what: str) 
 
 
 def _bytes_of_a_step(paths: Mapping[str, Path]) -> int:
-    """Bytes of all weights that blocks read: all but the embedding, of which a step reads a row a token."""
+    """Return the bytes of all weights that blocks read.
+
+    All but the embedding, of which a step reads a row a token.
+    """
     assembly, weights = read_json(paths["assembly"]), read_json(paths["weights"])["tensors"]
     parts = [layer["block"] for layer in assembly["layers"]] + [assembly["layers"][-1]["exit"]]
     names = {name for part in parts for tensors in part["slots"].values() for name in tensors}
@@ -191,13 +203,16 @@ def _bytes_of_a_step(paths: Mapping[str, Path]) -> int:
 
 
 def _cpu_name() -> str:
-    """What the CPU calls itself."""
+    """Return what the CPU calls itself."""
     found = re.search("^model name\\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found.group(1) if found else "unknown"
 
 
 def _bandwidth(threads: int) -> float:
-    """Bytes a second that all threads together read from memory: the best of some passes over one large array."""
+    """Return the bytes a second that all threads together read from memory.
+
+    The best of some passes over one large array.
+    """
     array = np.ones(_READ_BYTES // 4, np.int32)
     parts = np.array_split(array, threads)
     best = 0.0

@@ -1,4 +1,6 @@
-"""What small weights give on a GPU: fp16, w8a16 and w4a16 of a model's shape, one after the other in one run.
+"""Small weights on a GPU: fp16, w8a16 and w4a16 of a model's shape, in one run.
+
+One after the other.
 
 In: folders with the assembly of the shape in each precision, a scratch folder. Out: a record; in the scratch folder
 each precision has one of its own, written after each part. All layers take one layer's random numbers, each from
@@ -22,10 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import random_weights, timed
-from benchmarks.measure import spread
-from lockstep import Advance, Model
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json, write_json
+from benchmarks.measure import read_json, spread, write_json
+from lockstep import Advance, Assembly, Model
 from lockstep.backends.builder import build
 
 PRECISIONS = ("fp16", "w8a16", "w4a16")
@@ -42,15 +42,17 @@ _SECONDS = 110  # of a precision: what is under way then is ended, and what was 
 def graphs(folder: Path) -> None:
     """Export the shape in all precisions. Needs torch."""
     from benchmarks.export import SHAPES
-    from lockstep.export.run import export_config
+    from lockstep import export_config
 
     for precision in PRECISIONS:
         export_config(read_json(SHAPES / f"{SHAPE}.json"), precision, folder / precision, group_size=GROUP)
 
 
 def run(folder: Path, work: Path, out: Path, precisions: tuple[str, ...] = PRECISIONS) -> None:
-    """Measure each precision in a process of its own, and write what each came to; `failed` has those that ended early,
-    with their exit code."""
+    """Measure each precision in a process of its own, and write the record.
+
+    `failed` has those that ended early, with their exit code.
+    """
     record: dict[str, Any] = {"benchmark": "small-weights-gpu", "shape": SHAPE, "group_size": GROUP, "failed": {}}
     for precision in precisions:
         own = work / f"{precision}.json"
@@ -73,7 +75,10 @@ def _times(record: dict[str, Any], precision: str) -> dict[str, float]:
 
 
 def measure(folder: Path, work: Path, precision: str) -> None:
-    """One precision, or "fp16-cublas": fp16 with products between the pieces of blocks, as small weights have them."""
+    """Measure one precision.
+
+    "fp16-cublas" is fp16 with products between the pieces of blocks, as small weights have them.
+    """
     of, _, products = precision.partition("-")
     assembly_json, own = folder / of / "assembly.json", work / precision
     options = {**LIMITS, **OPTIONS} | ({"products": products} if products else {})
@@ -102,8 +107,11 @@ def measure(folder: Path, work: Path, precision: str) -> None:
 
 
 def products(out: Path) -> None:
-    """Microseconds of a layer's four products by number of rows, by the kernel and by cuBLAS, a small weight made fp16
-    before, for each form of weights. Each of LAYERS layers has weights of its own."""
+    """Measure a layer's four products in microseconds, by number of rows.
+
+    By the kernel and by cuBLAS, a small weight made fp16 before, for each form of weights. Each of LAYERS layers has
+    weights of its own.
+    """
     from lockstep.backends.tensorrt import cuda
     from lockstep.backends.tensorrt import products as of
 

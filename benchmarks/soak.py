@@ -1,5 +1,7 @@
-"""Endurance of the server: `lockstep serve` under a mixed load for minutes, with clients that leave and an engine that
-may be killed. In: a target that was built. Out: what was answered, and memory, descriptors and pages all along.
+"""Endurance of the server, under a mixed load for minutes.
+
+Clients of `lockstep serve` leave, and its engine may be killed. In: a target that was built. Out: what was answered,
+and memory, descriptors and pages all along.
 
 The load is seeded, so a leak found is a leak found again; the moments of its requests are the machine's.
 """
@@ -41,7 +43,10 @@ PROCESSES = ("api", "engine")
 
 @dataclass(frozen=True)
 class Sample:
-    """What the processes held at a moment. rss: bytes; descriptors: open ones; both by name of the process."""
+    """What the processes held at a moment.
+
+    rss: bytes; descriptors: open ones; both by name of the process.
+    """
 
     rss: dict[str, int]
     descriptors: dict[str, int]
@@ -50,7 +55,10 @@ class Sample:
 
 @dataclass
 class Soak:
-    """A run: outcomes of requests, a sample a second, and when the engine was killed and up again."""
+    """A run: outcomes of requests, a sample a second, kills of the engine.
+
+    Of a kill also when the engine was up again.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -58,7 +66,10 @@ class Soak:
 
 
 class Server:
-    """`lockstep serve` of a target. Use as a context; it is ended by SIGTERM, and must end by itself."""
+    """`lockstep serve` of a target, as a context.
+
+    It is ended by SIGTERM, and must end by itself.
+    """
 
     def __init__(self, target: str, results: Path, kv_bytes: str):
         # All of the pool is written within a minute: memory that is touched for the first time is no leak.
@@ -94,7 +105,7 @@ class Server:
             return json.load(answer)
 
     def engine(self) -> int | None:
-        """The process id of the engine; None while there is none."""
+        """Return the process id of the engine; None while there is none."""
         with contextlib.suppress(OSError):
             for path in Path("/proc", str(self._process.pid), "task").glob("*/children"):
                 for child in path.read_text().split():
@@ -103,7 +114,7 @@ class Server:
         return None
 
     def sample(self) -> Sample | None:
-        """What it holds now; None while its engine starts."""
+        """Return what the server holds now; None while its engine starts."""
         pids = {"api": self._process.pid, "engine": self.engine()}
         try:
             rss = {name: _rss(pid) for name, pid in pids.items() if pid}
@@ -113,8 +124,11 @@ class Server:
         return Sample(rss, descriptors, self.status()["pages"]["used"]) if len(rss) == len(PROCESSES) else None
 
     def wait_idle(self, descriptors: dict[str, int] | None = None) -> Sample:
-        """Wait until nothing runs or waits and no page is used; and until no more than `descriptors` are open, where
-        they are given. Gives what it holds then, or holds still after `IDLE` seconds."""
+        """Wait until nothing runs or waits and no page is used.
+
+        And until no more than `descriptors` are open, where they are given. Returns what it holds then, or holds still
+        after `IDLE` seconds.
+        """
         end = time.monotonic() + IDLE
         while True:
             status, sample = self.status(), self.sample()
@@ -133,7 +147,10 @@ def _rss(pid: int) -> int:
 
 
 def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_bytes: str) -> dict[str, Any]:
-    """Soak a target's server. Returns the record; `faults` in it says what is not as it must be."""
+    """Soak a target's server, and return the record.
+
+    `faults` in it says what is not as it must be.
+    """
     soak = Soak()
     with Server(target, results, kv_bytes) as server:
         model = server.status()["model"]
@@ -152,7 +169,10 @@ def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_b
 
 
 def _warm_up(server: Server, soak: Soak, model: str, seed: int) -> None:
-    """Have everything opened that is opened once: a load, and slow grammars at once for the engine's processes."""
+    """Have everything opened that is opened once.
+
+    By a load, and by slow grammars at once for the engine's processes.
+    """
     _load(server, Soak(outcomes=soak.outcomes), model, WARM_UP, seed, False)
     with ThreadPoolExecutor(CLIENTS) as pool:
         soak.outcomes += pool.map(lambda number: send(server.port, slow_grammar(model, number)), range(2 * CLIENTS))
@@ -185,7 +205,10 @@ def _load(server: Server, soak: Soak, model: str, seconds: float, seed: int, kil
 
 
 def _kill(server: Server, soak: Soak, end: float) -> None:
-    """Kill the engine every minute, from half a minute on, and note until when the server was not ready."""
+    """Kill the engine every minute, from half a minute on.
+
+    Notes until when the server was not ready.
+    """
     due = time.monotonic() + KILLS_EVERY / 2
     while due < end:
         time.sleep(max(0.0, due - time.monotonic()))
@@ -228,7 +251,7 @@ def _record(soak: Soak, begin: Sample, end: Sample) -> dict[str, Any]:
 
 
 def _thirds(samples: Sequence[Sample], name: str) -> list[float]:
-    """The median memory of each third of a run, in bytes."""
+    """Return the median memory of each third of a run, in bytes."""
     size = len(samples) // 3
     return [statistics.median(each.rss[name] for each in samples[at * size : (at + 1) * size]) for at in range(3)]
 

@@ -1,5 +1,7 @@
-"""Mixed requests for a soak: a seed and a number in, one HTTP request out; sent, read to its end or left at a random
-moment, and judged."""
+"""Mixed requests for a soak: a seed and a number in, one HTTP request out.
+
+It is sent, read to its end or left at a random moment, and judged.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ _SCHEMA = {"type": "object", "additionalProperties": False}
 
 @dataclass(frozen=True)
 class Sent:
-    """A request. status: that it must be answered with; leaves_after: seconds until its client goes, None: it stays."""
+    """A request.
+
+    status: that it must be answered with; leaves_after: seconds until its client goes, None: it stays.
+    """
 
     kind: str
     path: str
@@ -34,7 +39,10 @@ class Sent:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request. began, ended: `time.monotonic()`; fault: one line, of what failed."""
+    """What became of a request.
+
+    began, ended: `time.monotonic()`; fault: one line, of what failed.
+    """
 
     kind: str
     status: str
@@ -44,7 +52,10 @@ class Outcome:
 
 
 def request(model: str, seed: int, number: int, cancelled: float) -> Sent:
-    """Return the request of that number. cancelled: the share of requests whose clients leave."""
+    """Return the request of that number.
+
+    cancelled: the share of requests whose clients leave.
+    """
     draw = np.random.default_rng([seed, number])
     kind = str(draw.choice(list(_KINDS)))
     path, body, status = _KINDS[kind](draw)
@@ -78,7 +89,7 @@ def send(port: int, sent: Sent) -> Outcome:
 
 
 def _ask(port: int, sent: Sent) -> str:
-    """What is wrong with the answer; empty where nothing is."""
+    """Return what is wrong with the answer; empty where nothing is."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
     with contextlib.closing(connection):
         connection.request("POST", sent.path, json.dumps(sent.body), {"Connection": "close"})

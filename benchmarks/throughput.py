@@ -1,5 +1,6 @@
-"""What serving costs: requests through the engine beside the bare steps that it took, prefixes that are reused,
-sampling, and the scheduler alone.
+"""What serving costs: requests through the engine beside the bare steps they took.
+
+And prefixes that are reused, sampling, and the scheduler alone.
 
 In: a target of a finished run, or a checkpoint folder or shape as for `decode`. Out: medians of rounds, and ratios of
 what ran in turn in one process.
@@ -18,10 +19,8 @@ import numpy as np
 import lockstep
 from benchmarks.decode import prepare
 from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import in_turn, ratios, spread, surroundings
-from lockstep import Advance, Engine, Model, Request, Results, Sampling
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import read_json
+from benchmarks.measure import in_turn, ratios, read_json, spread, surroundings
+from lockstep import Advance, Assembly, Engine, Model, Request, Results, Sampling
 from lockstep.runtime.scheduler import Scheduled, Scheduler
 from lockstep.step.pages import PagePool, PageTables
 
@@ -44,8 +43,11 @@ def run(
     threads: int | None,
     results: Path,
 ) -> dict[str, Any]:
-    """Measure each of `models` (folders or shapes), made in `precision` for `batch` requests, and of `targets` in
-    `results`, with the limits of their run; see `measure`."""
+    """Measure each of `models` and of `targets`.
+
+    `models` (folders or shapes) are made in `precision` for `batch` requests; `targets` in `results` take the limits of
+    their run. See `measure`.
+    """
     measured = {}
     for target in targets:
         limits = {name: read_json(Results(results).config())["limits"][name] for name in _LIMITS}
@@ -172,7 +174,10 @@ def _seconds(call: Any) -> float:
 
 
 def scheduler_microseconds(rows: int, steps: int = 300) -> float:
-    """Median microseconds of the scheduler's share of a step in which `rows` requests decode."""
+    """Return the median microseconds of the scheduler's share of a step.
+
+    `rows` requests decode in the step.
+    """
     scheduler = Scheduler(PageTables(PagePool(rows * 40, 1), rows), rows, 2048, 256)
     for _ in range(rows):
         scheduler.add(Scheduled(4, 2000))

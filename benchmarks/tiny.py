@@ -1,5 +1,7 @@
-"""One model type as a tiny random model through all stages, against transformers. Used by `python -m benchmarks
-models`, in a process of its own."""
+"""One model type as a tiny random model through all stages, against transformers.
+
+Used by `python -m benchmarks models`, in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,9 @@ import torch
 import transformers
 
 import lockstep
+from benchmarks.measure import write_json
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
-from lockstep import Advance, InputError, Model, Results
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.files import write_json
+from lockstep import Advance, Assembly, InputError, Model, Results
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
 from lockstep.export.small_configs import small_configs
@@ -35,7 +36,10 @@ _NAME = "tiny"
 
 
 def try_type(model_type: str, folder: Path) -> dict[str, Any]:
-    """{"result", "reason" or "logit_error", "classes", "kinds"} of one type; files go to `folder`."""
+    """Try one type, with files in `folder`, and return what came of it.
+
+    {"result", "reason" or "logit_error", "classes", "kinds"}.
+    """
     try:
         configs = tiny_configs(model_type)
     except Exception as error:  # transformers' own code, on its own defaults
@@ -82,7 +86,9 @@ def _rounded(value: float) -> float:
 
 
 def tiny_configs(model_type: str) -> list[dict[str, Any]]:
-    """The type's default config, as small as its class takes it, then closer to the default: config.json mappings.
+    """Yield the type's default config, as small as its class takes it.
+
+    Then closer to the default: config.json mappings.
 
     Raises what the class raises when it takes none of them.
     """
@@ -116,8 +122,10 @@ def tiny_configs(model_type: str) -> list[dict[str, Any]]:
 
 
 def _completed(default: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without which a default config is no causal LM (BERT's attends both ways) or no model at all (no number
-    of experts, no head size)."""
+    """Return the config with settings that its default lacks.
+
+    Without them it is no causal LM (BERT's attends both ways) or no model at all (no number of experts, no head size).
+    """
     completed: dict[str, Any] = {"is_decoder": True} if default.get("is_decoder") is False else {}
     heads, hidden = default.get("num_attention_heads"), default.get("hidden_size")
     if "head_dim" in default and default["head_dim"] is None and isinstance(heads, int) and isinstance(hidden, int):
@@ -147,7 +155,7 @@ _NUMBERS_OF_EXPERTS = {
 
 
 def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
-    """A random checkpoint, and what resolve and export make of it."""
+    """Make a random checkpoint, and what resolve and export make of it."""
     folder.mkdir()
     write_json(folder / "shape.json", {**config, "dtype": "float32"})
     source, results = (
@@ -164,9 +172,11 @@ def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
 
 
 def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> tuple[float, float]:
-    """Largest difference of a logit from transformers in fp32, where each request runs alone and whole, and that of
-    transformers in fp32 from itself in fp64; both over the logits' standard deviation. Requests: see
-    `_logits_found`."""
+    """Return the largest difference of a logit from transformers in fp32.
+
+    There each request runs alone and whole. Also that of transformers in fp32 from itself in fp64; both over the
+    logits' standard deviation. Requests: see `_logits_found`.
+    """
     lockstep.convert_weights(results.checkpoint(_NAME), "fp32", results.weights(_NAME, "fp32"))
     lockstep.build_engines(
         results.assembly(_NAME, "fp32"), "onnxruntime", results.engines(_NAME, "fp32", "onnxruntime")
@@ -192,8 +202,9 @@ def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> 
 
 
 def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> np.ndarray:
-    """Logits behind each prompt and each decoded token, [steps, requests, vocab_size]: the prompts, and the last once
-    more in chunks.
+    """Return logits behind each prompt and each decoded token.
+
+    [steps, requests, vocab_size]: the prompts, and the last once more in chunks.
 
     All whole prompts are prefilled in one step. The last one's chunks come beside the decoding of the others; its own
     tokens are decoded last.
@@ -220,8 +231,9 @@ def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequen
 def _expected(
     model: torch.nn.Module, sequences: Sequence[np.ndarray], prompts: Sequence[int]
 ) -> tuple[np.ndarray, float]:
-    """Logits behind each prompt and each decoded token [steps, requests, vocab_size], and the standard deviation of all
-    logits.
+    """Return the logits of transformers behind each prompt and each decoded token.
+
+    [steps, requests, vocab_size], and the standard deviation of all logits.
 
     Each request runs alone, in one piece.
     """

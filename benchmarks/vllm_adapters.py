@@ -1,4 +1,6 @@
-"""vLLM with adapters: what `adapters-gpu` measures of Lockstep, on the same machine.
+"""vLLM with adapters, measured as `adapters-gpu` measures Lockstep.
+
+On the same machine.
 
     python benchmarks/vllm_adapters.py --shape benchmarks/shapes/llama-2-7b.json --work FOLDER --out RECORD.json
 
@@ -108,14 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_model(config: Mapping[str, Any], folder: Path) -> None:
-    """A folder that vLLM takes for a model, without weights and tokenizer."""
+    """Write a folder that vLLM takes for a model, without weights and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", config)
 
 
 def write_adapter(config: Mapping[str, Any], folder: Path, rank: int, seed: int) -> int:
-    """An adapter of all linear layers in fp16, as PEFT saves it, with the same random numbers in each layer; its
-    bytes."""
+    """Write an adapter of all linear layers in fp16, as PEFT saves it.
+
+    Each layer has the same random numbers. Returns its bytes.
+    """
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

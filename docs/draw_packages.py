@@ -1,8 +1,8 @@
-"""Draw the packages of src/lockstep and what they import, as the Mermaid graph of docs/design.md.
+"""Draw the packages of src/lockstep and what they import, as a Mermaid graph.
 
-In: the modules of src/lockstep, read as text. Out: the lines between two markers in docs/design.md. An arrow that
-follows from others (a imports b, b imports c: a to c) is left out. `python docs/draw_packages.py` writes; with
-`--check` a drawing that is not current is exit code 1.
+The graph stands in docs/design.md. In: the modules of src/lockstep, read as text. Out: the lines between two markers in
+docs/design.md. An arrow that follows from others (a imports b, b imports c: a to c) is left out. `python
+docs/draw_packages.py` writes; with `--check` a drawing that is not current is exit code 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Graph = Mapping[str, set[str]]
 
 
 def packages(root: Path = PACKAGE) -> dict[str, set[str]]:
-    """Return what each package of `root` imports of the others, wherever in its modules."""
+    """Return what each package of `root` imports of the others, in any module."""
     names = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     graph: dict[str, set[str]] = {name: set() for name in sorted(names - ENTRY_POINTS)}
     for path in sorted(root.rglob("*.py")):
@@ -50,7 +50,10 @@ def _imports(path: Path, module: tuple[str, ...]) -> Iterator[str]:
 
 
 def circle(graph: Graph) -> list[str]:
-    """Return packages that import each other in a circle, the first one again at the end; empty where there is none."""
+    """Return packages that import each other in a circle; empty where there is none.
+
+    The first one stands at the end again.
+    """
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> list[str]:
@@ -68,9 +71,9 @@ def circle(graph: Graph) -> list[str]:
 
 
 def reduced(graph: Graph) -> dict[str, set[str]]:
-    """Return the transitive reduction: arrows that no path over other packages stands for.
+    """Return the transitive reduction: without arrows that a path stands for.
 
-    Raises ValueError for a graph with a circle, which has none.
+    A path over other packages. Raises ValueError for a graph with a circle, which has none.
     """
     if found := circle(graph):
         raise ValueError(f"expected packages that import one way, found {' -> '.join(found)}")
@@ -82,14 +85,20 @@ def reduced(graph: Graph) -> dict[str, set[str]]:
 
 
 def drawing(graph: Graph) -> str:
-    """Return the reduced graph as a Mermaid flowchart in a fenced block: from whoever imports to what is imported."""
+    """Return the reduced graph as a Mermaid flowchart in a fenced block.
+
+    Arrows lead from whoever imports to what is imported.
+    """
     arrows = [f"    {name} --> {imported}" for name, found in reduced(graph).items() for imported in sorted(found)]
     alone = [f"    {name}" for name in graph if not any(name in arrow.split() for arrow in arrows)]
     return "\n".join(["```mermaid", "flowchart TD", *arrows, *alone, "```"])
 
 
 def page(text: str, graph: Graph) -> str:
-    """Return the page with the drawing between its markers. Raises ValueError for a page that has not one of each."""
+    """Return the page with the drawing between its markers.
+
+    Raises ValueError for a page that has not one of each.
+    """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

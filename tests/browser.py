@@ -1,7 +1,7 @@
-"""A browser without a window, driven by the DevTools protocol over two pipes (`--remote-debugging-pipe`).
+"""A browser without a window, driven by the DevTools protocol over two pipes.
 
-Only what the tests need: open a page, run JavaScript in it, press keys, take a picture. Needs Chromium or Chrome and no
-package. https://chromedevtools.github.io/devtools-protocol/
+The option is `--remote-debugging-pipe`. Only what the tests need: open a page, run JavaScript in it, press keys, take a
+picture. Needs Chromium or Chrome and no package. https://chromedevtools.github.io/devtools-protocol/
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def find() -> str | None:
 
 
 class Browser:
-    """One page. `said` holds what it wrote to its console and what was refused by its policy."""
+    """One page.
+
+    `said` holds what it wrote to its console and what was refused by its policy.
+    """
 
     def __init__(self, command: str, profile: Path, width: int = 1000, height: int = 800) -> None:
         theirs_in, self._out = os.pipe()
@@ -61,7 +64,10 @@ class Browser:
         self.renew()
 
     def renew(self) -> None:
-        """Close the page and open an empty one, which knows nothing of what any before has stored."""
+        """Close the page and open an empty one.
+
+        It knows nothing of what any before has stored.
+        """
         self._session = None
         if self._context:
             self._ask("Target.disposeBrowserContext", browserContextId=self._context)

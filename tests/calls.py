@@ -1,4 +1,7 @@
-"""Commands of Snakemake and `lockstep` in the process of the test, which has imported what they need."""
+"""Commands of Snakemake and `lockstep` in the process of the test.
+
+It has imported what they need.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ MAINS = {"snakemake": "snakemake.cli", "lockstep": "lockstep.cli.main"}
 def call(
     module: str, arguments: tuple[str, ...], folder: Path, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess:
-    """What `python -m module arguments` in `folder` ends with and prints, without the start of a process."""
+    """Run `python -m module arguments` in `folder`, without the start of a process.
+
+    Returns what it ends with and prints.
+    """
     main, out, err = importlib.import_module(MAINS[module]).main, io.StringIO(), io.StringIO()
     with _inside(folder, environment, [module, *arguments]):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -32,7 +38,10 @@ def call(
 
 @contextlib.contextmanager
 def _inside(folder: Path, environment: Mapping[str, str], argv: list[str]) -> Iterator[None]:
-    """This process in the place of one that is started in `folder` with this environment."""
+    """Put this process in the place of one that is started in `folder`.
+
+    With this environment.
+    """
     before, path, own = dict(os.environ), list(sys.path), sys.argv
     try:
         os.environ.clear()

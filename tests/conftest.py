@@ -1,4 +1,7 @@
-"""What holds for all tests: how many processes they take, what these share, and which tests need a GPU."""
+"""What holds for all tests: processes, shared folders, and the need of a GPU.
+
+How many processes they take, what these share, and which tests need a GPU.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,17 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` stands for: a process for each core that this one may use."""
+    """Return what `-n auto` stands for: a process for each core that may be used."""
     return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """What is there by now is walked by no later collection: with torch and thousands of tests in the process each
-    takes half a second, and hundreds of tests ask for one or make many objects."""
+    """Freeze what is there by now, so that no later collection walks it.
+
+    With torch and thousands of tests in the process each takes half a second, and hundreds of tests ask for one or make
+    many objects.
+    """
     gc.collect()
     gc.freeze()
 
@@ -61,7 +67,10 @@ traces_anew = False
 
 
 def is_patched(module: str) -> bool:
-    """Whether a model's module is a test's own, or a test has put a function or method there."""
+    """Return whether a model's module is a test's own, or is patched by a test.
+
+    Patched: a test has put a function or method there.
+    """
     values = list(vars(sys.modules[module]).values())
     values += [method for value in values if isinstance(value, type) for method in vars(value).values()]
     files = {value.__code__.co_filename for value in values if isinstance(value, types.FunctionType)}
@@ -73,8 +82,11 @@ TESTS = Path(__file__).resolve().parent
 
 @pytest.fixture(scope="session", autouse=True)
 def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A trace of layers takes seconds, and many tests export the same models: once a test run for each content, but
-    for tests marked `traces`. Of the processes that tests start, each traces by itself."""
+    """Trace each model once a test run, for each content.
+
+    A trace of layers takes seconds, and many tests export the same models. Tests marked `traces` trace anew. Of the
+    processes that tests start, each traces by itself.
+    """
     unique_layers = sys.modules.get("lockstep.export.unique_layers")  # where no test loads it, it loads torch
     if unique_layers is None or find_spec("filelock") is None:  # the Python of the tests on a GPU may not have it
         yield
@@ -105,7 +117,7 @@ import lockstep  # noqa: E402, F401  first: it switches off what other packages 
 
 
 def _missing() -> str | None:
-    """What this machine lacks to build with TensorRT."""
+    """Return what this machine lacks to build with TensorRT."""
     from lockstep.backends import get_backend
     from lockstep.errors import LockstepError
 

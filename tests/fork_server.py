@@ -1,4 +1,6 @@
-"""Processes that start with Snakemake imported, which takes longer than most of what tests run in it.
+"""Processes that start with Snakemake imported.
+
+Its import takes longer than most of what tests run in it.
 
 One server a test process, without the package: what it forks imports that of the checkout it runs in. It reads a
 request a line from stdin, and answers each with the process's id, then with its exit code.
@@ -31,7 +33,10 @@ IMPORTED = (
 
 
 class ForkServer:
-    """`run` is `subprocess.run` of `python -m module` with text captured and nothing on stdin."""
+    """A server that forks processes, asked from this side.
+
+    `run` is `subprocess.run` of `python -m module` with text captured and nothing on stdin.
+    """
 
     def __init__(self) -> None:
         # not the variables of a test: a process gets its own
@@ -102,7 +107,10 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def become(module: str, arguments: list[str], folder: str, environment: dict[str, str], streams: list[str]) -> None:
-    """Be `python -m module arguments` in `folder`, with stdout and stderr in these files."""
+    """Become `python -m module arguments` in `folder`.
+
+    Stdout and stderr go to the files `streams`.
+    """
     for number, stream in enumerate(["/dev/null", *streams]):
         opened = os.open(stream, os.O_RDWR | (os.O_APPEND if number else 0))
         os.dup2(opened, number)

@@ -1,4 +1,6 @@
-"""Open and run bundles that are sealed as they should be and say absurd things; print what came of each.
+"""Open and run bundles that are sealed as they should be and say absurd things.
+
+What came of each is printed.
 
     python fuzz_bundle.py BUNDLE WEIGHTS WORK [FIRST] [EVERY]        # WEIGHTS: - where the bundle holds its own
 
@@ -42,7 +44,10 @@ DIGESTS = re.compile(r"sha256$")
 
 
 def mutations(value: Any) -> list[Any]:
-    """Other values for `value`: of other types, of its type and out of range, and none."""
+    """Yield other values for `value`: of other types, of its type and out of range.
+
+    And none.
+    """
     others = [
         None,
         True,
@@ -90,7 +95,10 @@ def values(document: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
 
 
 def shape(path: tuple, document: Any) -> tuple:
-    """A path with what is one of many alike (layers, slots, tensors, tokens) left out: the first of each will do."""
+    """Return a path without what is one of many alike.
+
+    Layers, slots, tensors, tokens: the first of each will do.
+    """
     named = {"slots", "tensors", "vocab", "isa", "engines"}
     return tuple(
         "*" if isinstance(key, int) or index and path[index - 1] in named else key for index, key in enumerate(path)
@@ -124,7 +132,10 @@ def changed(document: Any, path: tuple, value: Any) -> Any:
 
 
 def dump(value: Any) -> bytes:
-    """As a hostile writer would: Python's NaN, Infinity and lone surrogates as they are."""
+    """Write JSON as a hostile writer would.
+
+    Python's NaN, Infinity and lone surrogates stay as they are.
+    """
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -145,7 +156,7 @@ class Bundle:
         self.documents = {name: json.loads(self.files[name]) for name in (MANIFEST, *DOCUMENTS)}
 
     def write(self, out: Path, name: str, path: tuple, value: Any) -> None:
-        """The bundle with one value changed, and all that digests it made right."""
+        """Write the bundle with one value changed, and all that digests it made right."""
         files, documents = dict(self.files), dict(self.documents)
         documents[name] = changed(documents[name], path, value)
         if name in TEXTS:
@@ -173,7 +184,10 @@ class Bundle:
 
 
 def run(path: Path, weights: Path | None) -> str:
-    """As `lockstep generate --bundle` does; gives the text. Reads what `lockstep serve --bundle` reads besides."""
+    """Generate text as `lockstep generate --bundle` does, and return it.
+
+    Reads what `lockstep serve --bundle` reads besides.
+    """
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()), opened(path, weights) as place:
         ChatTemplate.open(place.assembly)

@@ -1,5 +1,6 @@
-"""A hub of one's own: a local HTTP server that answers what `huggingface_hub` asks, and can fail as networks and hubs
-do.
+"""A local HTTP server that answers what `huggingface_hub` asks.
+
+It can fail as networks and hubs do.
 
 Endpoints: `GET /api/models/<id>[/revision/<rev>]`, `HEAD` and `GET /<id>/resolve/<rev>/<file>`; large files are
 redirected to `/cdn/<sha256>` under another host name, as the hub does, with Range requests.
@@ -21,8 +22,10 @@ LARGE = ".safetensors"
 
 @dataclass
 class Repository:
-    """Commits by hash, each with its files; `refs` are branches and tags. `token`: who shows it may read; `gated`:
-    others may see it."""
+    """Commits by hash, each with its files; `refs` are branches and tags.
+
+    `token`: who shows it may read; `gated`: others may see it.
+    """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -45,7 +48,9 @@ class Request:
 
 
 class HubServer:
-    """`with HubServer() as hub:` serves `hub.repositories` on `hub.url`, an ephemeral port of this machine.
+    """Server of `hub.repositories` on `hub.url`, a free port of this machine.
+
+    Use as `with HubServer() as hub:`.
 
     `drop_after`: a large file's connection is closed after so many bytes, and all later ones for large files at once.
     `announce`: added to the sizes that HEAD gives of large files. `damage`: large files come with their last byte
@@ -81,7 +86,7 @@ class HubServer:
         self._server.server_close()
 
     def model(self, name: str, files: dict[str, bytes]) -> str:
-        """A new repository with one commit on main; gives the commit's hash."""
+        """Make a repository with one commit on main, and return the commit's hash."""
         self.repositories[name] = Repository()
         return self.repositories[name].commit(files)
 
@@ -174,7 +179,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(
         self, status: int, headers: dict[str, str] | None = None, body: bytes = b"", part: int | None = None
     ) -> None:
-        """All of the answer, or the first `part` bytes of the body and then a closed connection."""
+        """Send all of the answer, or a part of it and then close the connection.
+
+        The part is the first `part` bytes of the body.
+        """
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)

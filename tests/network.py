@@ -1,5 +1,7 @@
-"""A record of what processes ask of the network: names looked up and addresses called, each refused (data/network.c).
-Needs a C compiler."""
+"""A record of what processes ask of the network: names and addresses.
+
+Names looked up and addresses called, each refused (data/network.c). Needs a C compiler.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ TELEMETRY = ("ORT_DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")
 
 
 class Recorder:
-    """Processes started with `environment` are recorded, and all that they start. `folder` is also their folder of
-    temporary and cached files."""
+    """Processes started with `environment` are recorded, and all that they start.
+
+    `folder` is also their folder of temporary and cached files.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._library, self._log = folder / "network.so", folder / "network.log"
@@ -22,7 +26,10 @@ class Recorder:
 
     @classmethod
     def make(cls, folder: Path) -> Recorder:
-        """A recorder whose record begins here; another process may read it as `Recorder(folder)`."""
+        """Make a recorder whose record begins here.
+
+        Another process may read it as `Recorder(folder)`.
+        """
         recorder = cls(folder)
         recorder._temporary.mkdir(parents=True)
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(recorder._library), str(SOURCE), "-ldl"], check=True)
@@ -33,8 +40,10 @@ class Recorder:
         return self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
 
     def traces(self) -> list[str]:
-        """What ONNX Runtime's telemetry keeps on disk, from its import on: the number of a session and of this machine,
-        events not sent yet."""
+        """Return what ONNX Runtime's telemetry keeps on disk, from its import on.
+
+        The number of a session and of this machine, events not sent yet.
+        """
         kept = [
             path
             for name in (".ses", "Microsoft")

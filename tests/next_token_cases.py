@@ -1,5 +1,7 @@
-"""Rows of logits that the kernel which chooses tokens is held against the host's definition with: on a GPU, and
-compiled for the host."""
+"""Rows of logits for the kernel that chooses tokens.
+
+On them it is held against the host's definition: on a GPU, and compiled for the host.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ RATIO = 2.0**-19
 
 @dataclass(frozen=True)
 class Case:
-    """logits: "normal" (standard deviation 2), "rounded" (to fp16: many equals), "equal", "peaked", "masked" (all but
-    two of each 100 are minus infinity)."""
+    """A case: a kind of logits, and how tokens are chosen.
+
+    logits: "normal" (standard deviation 2), "rounded" (to fp16: many equals), "equal", "peaked", "masked" (all but
+    two of each 100 are minus infinity).
+    """
 
     name: str
     size: int
@@ -55,7 +60,10 @@ CASES = [
 
 
 def rows_of(case: Case, count: int) -> tuple[np.ndarray, list[Sampling], list[int], np.ndarray]:
-    """(logits [count, size] float32, sampling of each row, its choice, its position): seeds of 64 bits."""
+    """Return logits, sampling, choices and positions of the rows.
+
+    (logits [count, size] float32, sampling of each row, its choice, its position): seeds of 64 bits.
+    """
     random = np.random.default_rng(case.size + count)
     shape = (count, case.size)
     logits = 2 * random.standard_normal(shape)
@@ -73,7 +81,7 @@ def rows_of(case: Case, count: int) -> tuple[np.ndarray, list[Sampling], list[in
 
 
 def record(samplings: list[Sampling], choices: list[int]) -> np.ndarray:
-    """What the device holds of the slots, [count] of dtype SAMPLING."""
+    """Return what the device holds of the slots, [count] of dtype SAMPLING."""
     return np.array([parameters(sampling, choice) for sampling, choice in zip(samplings, choices)], SAMPLING)
 
 

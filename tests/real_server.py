@@ -1,4 +1,4 @@
-"""`lockstep serve` in a process of its own, and requests to it as any client makes them."""
+"""`lockstep serve` in a process of its own, and requests as any client makes them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def make_tree(folder: Path, demo: Results, **limits: int) -> Path:
 
 
 class RealServer:
-    """A server that is ready. `url`, and `line`: what it said of itself. Use as a context: it is ended with SIGTERM,
-    and must then end by itself."""
+    """A server that is ready.
+
+    `url`, and `line`: what it said of itself. Use as a context: it is ended with SIGTERM, and must then end by itself.
+    """
 
     def __init__(self, tree: Path, *options: object, target: str | None = "demo-llama/fp32/all", **environment: str):
         arguments = ["serve", *([target] if target else []), "--results", tree, "--port", 0, *options]
@@ -80,7 +82,7 @@ class RealServer:
 
     @property
     def engine_pid(self) -> int:
-        """The process that steps: the server's only child that does."""
+        """Return the process that steps: the server's only child that does."""
         for path in Path("/proc", str(self.process.pid), "task").glob("*/children"):
             for child in path.read_text().split():
                 if b"lockstep.serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
@@ -100,7 +102,10 @@ class RealServer:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, seconds: float = 60
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers (names in small letters) and body. body: bytes, or what is sent as JSON."""
+        """Send a request; return status, headers (names in small letters) and body.
+
+        body: bytes, or what is sent as JSON.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -111,23 +116,23 @@ class RealServer:
             connection.close()
 
     def get(self, path: str) -> Any:
-        """The JSON at `path`, whatever its status."""
+        """Return the JSON at `path`, whatever its status."""
         return json.loads(self.request("GET", path)[2])
 
     def post(self, path: str, **body: Any) -> Any:
-        """The JSON that a request is answered with; it must succeed."""
+        """Return the JSON that a request is answered with; it must succeed."""
         status, _, data = self.request("POST", path, body)
         assert status == 200, (status, data)
         return json.loads(data)
 
     def complete(self, prompt: Any, max_tokens: int = 16, **body: Any) -> Any:
-        """A completion of the demo model, greedy unless told otherwise."""
+        """Return a completion of the demo model, greedy unless told otherwise."""
         given = {"model": "demo-llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         return self.post("/v1/completions", **{**given, **body})
 
     @contextmanager
     def opened(self, prompt: Any, max_tokens: int = 16, path: str = "/v1/completions", **body: Any) -> Iterator[Events]:
-        """A stream that may be left before its end."""
+        """Open a stream that may be left before its end."""
         given = {"model": "demo-llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         events = Events(self.port, path, {**given, **body})
         try:
@@ -146,14 +151,20 @@ class RealServer:
             time.sleep(0.01)
 
     def wait_idle(self) -> None:
-        """Until nothing runs or waits; then all pages that hold no reusable prefix must be free."""
+        """Wait until nothing runs or waits.
+
+        Then all pages that hold no reusable prefix must be free.
+        """
         self.wait_until(lambda status: not status["running"] and not status["waiting"])
         pages = self.get("/status")["pages"]
         assert pages["used"] == 0, pages
 
 
 class Events:
-    """Server-sent events of one request: iterate to get their JSON. `status`, and `error`: the body of a refusal."""
+    """Server-sent events of one request: iterate to get their JSON.
+
+    `status`, and `error`: the body of a refusal.
+    """
 
     def __init__(self, port: int, path: str, body: dict[str, Any]):
         self.socket = socket.create_connection(("127.0.0.1", port), 60)
@@ -181,7 +192,7 @@ class Events:
                 yield json.loads(line[6:])
 
     def text(self) -> str:
-        """The rest of the text of a completion."""
+        """Return the rest of the text of a completion."""
         return "".join(choice.get("text", "") for event in self for choice in event["choices"])
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""A server of OpenAI's wire format that does what a test says: wait, stall, refuse, break off.
+"""A server of OpenAI's wire format that does what a test says.
 
-For what a client has to stand, which the real server cannot be made to do. Runs in a thread, on a port of its own.
+Wait, stall, refuse, break off. For what a client has to stand, which the real server cannot be made to do. Runs in a
+thread, on a port of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ PIECE = 0.002  # seconds between two pieces of the usual answer
 
 
 def words(body: dict[str, Any], number: int) -> Iterator[Step]:
-    """As many words as tokens are asked for, each a piece."""
+    """Return as many words as tokens are asked for, each a piece."""
     for at in range(body["max_tokens"]):
         yield PIECE
         yield f"w{at} "
 
 
 class ScriptedServer:
-    """`bodies`: what was asked; `gone`: numbers of the requests whose client left before the end."""
+    """The server, and what became of its requests.
+
+    `bodies`: what was asked; `gone`: numbers of the requests whose client left before the end.
+    """
 
     def __init__(self, script: Script = words) -> None:
         self.script, self.bodies, self.gone = script, [], []  # type: ignore[var-annotated]
@@ -60,8 +64,10 @@ class ScriptedServer:
             self._thread.join(10)
 
     def stall(self, after: float, seconds: float) -> None:
-        """Do nothing at all for some time, as a process that was stopped; after: seconds from the next request on, for
-        a client on a busy machine starts late."""
+        """Do nothing at all for some time, as a process that was stopped.
+
+        after: seconds from the next request on, for a client on a busy machine starts late.
+        """
         self._stalls.append((after, seconds))
 
     def _serve(self, started: threading.Event) -> None:

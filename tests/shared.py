@@ -1,4 +1,7 @@
-"""Folders that all processes of a test run read: each is made once, by the first test that asks for it."""
+"""Folders that all processes of a test run read.
+
+Each is made once, by the first test that asks for it.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,19 @@ WORKER = "PYTEST_XDIST_WORKER"  # set by pytest-xdist in each of its processes
 
 
 class Shared:
-    """Folders below `root`, by name. A test run has its own, so a name needs to tell apart what differs within one run
-    only."""
+    """Folders below `root`, by name.
+
+    A test run has its own, so a name needs to tell apart what differs within one run only.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def folder(self, name: str, make: Callable[[Path], Any]) -> Path:
-        """The folder `name`, not to be changed. `make` is given its path and makes it; what a failed or killed one left
-        is removed first."""
+        """Return the folder `name`, not to be changed.
+
+        `make` is given its path and makes it; what a failed or killed one left is removed first.
+        """
         from filelock import FileLock  # the tests on a GPU run in a Python that may not have it
 
         folder, done = self.root / name, self.root / f"{name}.done"
@@ -41,7 +48,10 @@ class Shared:
         return folder
 
     def parts(self, config: dict[str, Any], precision: str) -> TracedModel:
-        """The parts that a model of a config.json is traced to, which takes longer than all that is made of them."""
+        """Return the parts that a model of a config.json is traced to.
+
+        The trace takes longer than all that is made of them.
+        """
         from lockstep.export.tracer import meta_model  # loads torch
         from lockstep.export.unique_layers import parts_of
 
@@ -52,8 +62,10 @@ class Shared:
         return pickle.loads((folder / "parts.pickle").read_bytes())
 
     def assembled(self, config: dict[str, Any], precision: str) -> tuple[dict[str, bytes], Assembly]:
-        """Graphs by file name and the assembly of a config.json, as `assemble` gives them: no other model is made to
-        check their numbers."""
+        """Return graphs by file name and the assembly of a config.json.
+
+        As `assemble` gives them: no other model is made to check their numbers.
+        """
         from lockstep.artifacts.assembly import Assembly
         from lockstep.export.run import assemble  # loads torch
         from lockstep.export.tracer import meta_model
@@ -70,8 +82,10 @@ class Shared:
         return {path.name: path.read_bytes() for path in folder.glob("*.onnx")}, Assembly.load(folder / "assembly.json")
 
     def exported(self, config: dict[str, Any], precision: str) -> Path:
-        """The folder with assembly.json and graphs of a config.json without a checkpoint, as `export_config` gives
-        them."""
+        """Return the folder with assembly.json and graphs of a config.json.
+
+        Without a checkpoint, as `export_config` gives them.
+        """
         from lockstep.export.run import export_config  # loads torch
 
         return self.folder(
@@ -80,5 +94,8 @@ class Shared:
 
 
 def shared_root(own: Path) -> Path:
-    """`own` is the temporary folder of this process; those of a run's processes lie in one folder."""
+    """Return the folder that all processes of a test run share.
+
+    `own` is the temporary folder of this process; those of a run's processes lie in one folder.
+    """
     return (own.parent if WORKER in os.environ else own) / "shared"

@@ -1,5 +1,8 @@
-"""What tritonclient gets from a server: `python triton_client.py HTTP_PORT GRPC_PORT` prints it as JSON. It runs in an
-environment of its own (envs/tritonclient.txt), as its pins and the project's cannot be had together."""
+"""What tritonclient gets from a server.
+
+`python triton_client.py HTTP_PORT GRPC_PORT` prints it as JSON. It runs in an environment of its own
+(envs/tritonclient.txt), as its pins and the project's cannot be had together.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def tensors(module: Any, values: dict[str, np.ndarray]) -> list[Any]:
 
 
 def described(client: Any, **more: Any) -> dict[str, Any]:
-    """What both protocols say of the server."""
+    """Return what both protocols say of the server."""
     return {
         "live": client.is_server_live(),
         "ready": client.is_server_ready(),
@@ -92,7 +95,10 @@ class Streamed:
 
 
 def core(client: Any, num_tokens: int, **more: np.ndarray) -> dict[str, np.ndarray]:
-    """Inputs of tensorrt_llm, made by the model before it, as clients that chain the models do."""
+    """Return inputs of tensorrt_llm as the model before it makes them.
+
+    So do clients that chain the models.
+    """
     given = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
     made = client.infer("preprocessing", tensors(grpcclient, given))
     names = {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len"}

@@ -1,5 +1,8 @@
-"""The part of `triton_python_backend_utils` that the model.py files use: that module exists inside Triton alone, where
-`make triton-test` runs them. `requested` makes a request as Triton would give it."""
+"""The part of `triton_python_backend_utils` that the model.py files use.
+
+That module exists inside Triton alone, where `make triton-test` runs them. `requested` makes a request as Triton would
+give it.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ from benchmarks.faults.fault import ATTENTION, DECODE, PREFILL, Fault
 
 
 def scale_node(edit: Edit) -> NodeProto:
-    """The product of the query with the scale: a scalar constant, in front of the grouping of heads."""
+    """Return the product of the query with the scale.
+
+    A scalar constant, in front of the grouping of heads.
+    """
     return next(
         node for node in edit.nodes("Mul")
         if any((array := edit.constant(name)) is not None and array.ndim == 0 for name in node.input)
@@ -32,8 +35,10 @@ def filled(edit: Edit) -> NodeProto:
 
 
 def distance(edit: Edit) -> Value:
-    """From a key to the token that looks at it: [num_tokens, num_keys] in prefill, [num_requests, past_capacity] in
-    decode."""
+    """Return the distance from a key to the token that looks at it.
+
+    [num_tokens, num_keys] in prefill, [num_requests, past_capacity] in decode.
+    """
     if edit.graph.name == "prefill":
         return edit.nodes("Sub")[0].output[0]
     rows, lengths = filled(edit).input
@@ -87,7 +92,7 @@ def _cap_behind_mask(edit: Edit) -> None:
 
 
 def _columns(edit: Edit, name: str, heads: list[int]) -> Value:
-    """The flat heads of query, key or value in another order."""
+    """Put the flat heads of query, key or value in another order."""
     dim = edit.spec["value_head_dim" if name == "value" else "head_dim"]
     numbers = np.concatenate([np.arange(head * dim, (head + 1) * dim) for head in heads])
     return edit.op("Gather", name, edit.const(numbers), axis=1)
@@ -109,7 +114,10 @@ def _swap_first(heads: int, kv_heads: int) -> list[int]:
 
 
 def _interleaved(heads: int, kv_heads: int) -> list[int]:
-    """Query head i is taken to the KV head i modulo their number, not i divided by the size of a group."""
+    """Take query head i to the KV head i modulo their number.
+
+    Not to i divided by the size of a group.
+    """
     return [head for group in range(kv_heads) for head in range(group, heads, kv_heads)]
 
 
@@ -144,7 +152,7 @@ def _mask_dropped(edit: Edit) -> None:
 
 
 def _first_token_hidden(edit: Edit) -> None:
-    """The key at position 0 is seen by nobody but itself."""
+    """Hide the key at position 0 from all but itself."""
     off = distance(edit)
     position = edit.column("position_ids") if edit.graph.name == "prefill" else filled(edit).input[1]
     is_first = edit.op("Equal", off, position)
@@ -153,7 +161,7 @@ def _first_token_hidden(edit: Edit) -> None:
 
 
 def _past_changed(change: Callable[[Edit, Value, Value], Value]) -> Callable[[Edit], None]:
-    """`change(edit, rows, lengths)`: the rows of the cache that are taken for filled, instead."""
+    """Take `change(edit, rows, lengths)` for the filled rows of the cache."""
 
     def plant(edit: Edit) -> None:
         node = filled(edit)

@@ -58,7 +58,10 @@ def _kinds(*kinds: str) -> Callable[[Assembly], None]:
 
 
 def _spec(**changes: float) -> Callable[[Assembly], None]:
-    """What attention of the backend's own takes from the assembly: scale and window of the kinds."""
+    """Change what attention of the backend's own takes from the assembly.
+
+    Scale and window of the kinds.
+    """
 
     def plant(assembly: Assembly) -> None:
         for kind in assembly["kinds"].values():
@@ -68,7 +71,7 @@ def _spec(**changes: float) -> Callable[[Assembly], None]:
 
 
 def _head_is_embedding(assembly: Assembly) -> None:
-    """As if the model tied the two."""
+    """Bind the head to the embedding, as if the model tied the two."""
     for layer in assembly["layers"]:
         layer["exit"]["slots"]["lm_head.weight"] = ["model.embed_tokens.weight"]
 

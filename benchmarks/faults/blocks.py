@@ -1,4 +1,7 @@
-"""Faults of the blocks: norms, activations, residuals, weights, embedding, row selection, precision."""
+"""Faults of the blocks: norms, activations, residuals, weights, precision.
+
+And of the embedding and of row selection.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def norms(edit: Edit) -> list[tuple[NodeProto, NodeProto, NodeProto]]:
 
 
 def residual(edit: Edit, projection: str) -> NodeProto:
-    """The sum that takes in the product of a projection."""
+    """Return the sum that takes in the product of a projection."""
     return edit.reader(edit.product(projection).output[0], "Add")
 
 
@@ -86,7 +89,7 @@ def _gate_and_up(edit: Edit) -> None:
 
 
 def _residual(projection: str, factor: float) -> Callable[[Edit], None]:
-    """What a sum adds the projection to, times `factor`."""
+    """Take what a sum adds the projection to times `factor`."""
 
     def plant(edit: Edit) -> None:
         add, product = residual(edit, projection), edit.product(projection).output[0]
@@ -126,7 +129,7 @@ def _rows_rolled(edit: Edit, weight: Value) -> Value:
 
 
 def _transposed(edit: Edit, weight: Value) -> Value:
-    """The bytes of [rows, columns] read as [columns, rows], and then transposed."""
+    """Read the bytes of [rows, columns] as [columns, rows], and transpose them then."""
     shape = edit.op("Shape", weight)
     other = edit.op("Gather", shape, edit.ints(1, 0), axis=0)
     return edit.op("Transpose", edit.op("Reshape", weight, other), perm=[1, 0])
@@ -144,7 +147,10 @@ def _in_fp16(*projections: str) -> Callable[[Edit], None]:
 
 
 def _fp16_sums(block: int) -> Callable[[Edit], None]:
-    """Each product in pieces of `block` of what is summed, each piece and each sum rounded to fp16."""
+    """Accumulate each product in pieces of `block`, in fp16.
+
+    Each piece and each sum is rounded to fp16.
+    """
 
     def plant(edit: Edit) -> None:
         for node in list(edit.nodes("Gemm")):
@@ -179,7 +185,7 @@ def _bias(slots: tuple[str, ...], factor: float) -> Callable[[Edit], None]:
 
 
 def _at_size(count: int, output: Value, factor: float) -> Callable[[Edit], None]:
-    """An output times `factor` in steps of exactly `count` rows."""
+    """Take an output times `factor` in steps of exactly `count` rows."""
 
     def plant(edit: Edit) -> None:
         def change(value: Value) -> Value:

@@ -1,5 +1,6 @@
-"""One fault in one model and precision: plant it, build engines from it, and see which gates say what, and what users
-would see.
+"""One fault in one model and precision: planted, built, sent through the gates.
+
+It is seen which gates say what, and what users would see.
 
 `prepare` and `try_engines` need what engines need, no torch: they run in the Python that the backend runs in. `plant`
 needs onnx, `try_graphs` torch.
@@ -33,9 +34,11 @@ from lockstep.backends import get_backend
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases of a run share. tolerance: what the gates are given, by precision ("block",
-    "logits", and "compare" for an engine beside its graph); judged: the largest difference
-    of a logit that is no harm."""
+    """Settings that all cases of a run share.
+
+    tolerance: what the gates are given, by precision ("block", "logits", and "compare" for an engine beside its graph);
+    judged: the largest difference of a logit that is no harm.
+    """
 
     work: str
     backend: str
@@ -71,7 +74,7 @@ class Case:
         return {**{name: value for name, value in self.model.limits.items() if name in known}, **self.setting.options}
 
     def said(self, gate: str, *arguments: Any) -> str | None:
-        """What compare or golden says of `arguments`."""
+        """Return what compare or golden says of `arguments`."""
         terms = self.tolerance, self.model.limits, self.folder / f"{gate}.json"
         call = {"compare": gates.compare, "golden": gates.golden}[gate]
         return gates.said(lambda: call(self.results, *arguments, *terms), self.folder, Path(self.setting.work))
@@ -85,7 +88,7 @@ class Case:
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """The folder of the case, for as long as it is looked at."""
+        """Give the folder of the case, for as long as it is looked at."""
         try:
             yield
         finally:
@@ -93,7 +96,9 @@ class Case:
 
 
 def plant(case: Case) -> None:
-    """Write the faulty graphs and the assembly with their digests right. Nothing for a fault of the runtime.
+    """Write the faulty graphs and the assembly with their digests right.
+
+    Nothing for a fault of the runtime.
 
     Raises ValueError for a fault that changes nothing, or makes what is no graph: a mistake in the fault.
     """
@@ -124,7 +129,7 @@ def plant(case: Case) -> None:
 
 
 def try_graphs(case: Case) -> str | None:
-    """What validate says of the case's graphs. Needs torch."""
+    """Return what validate says of the case's graphs. Needs torch."""
     terms = case.model.layers, case.assembly, case.tolerance, case.model.limits, case.folder / "validate.json"
     return gates.said(
         lambda: gates.validate(case.results, case.name, case.precision, *terms), case.folder, Path(case.setting.work)
@@ -132,8 +137,10 @@ def try_graphs(case: Case) -> str | None:
 
 
 def prepare(case: Case) -> None:
-    """Engines without a fault, and their logits. Raises CheckError where a gate refuses them: it would refuse every
-    fault."""
+    """Make engines without a fault, and their logits.
+
+    Raises CheckError where a gate refuses them: it would refuse every fault.
+    """
     build_engines(case.right_assembly, case.setting.backend, case.right_engines, case.options())
     with case.cleared():
         for gate, message in {
@@ -147,9 +154,11 @@ def prepare(case: Case) -> None:
 
 
 def try_engines(case: Case) -> list[dict[str, Any]]:
-    """A record for each place that the fault was planted in: a graph with the engine built from it, and that engine
-    beside the right graph; the assembly; or the runtime. Empty where the backend builds no engine from what the fault
-    changes (fused attention has its own)."""
+    """Return a record for each place that the fault was planted in.
+
+    A graph with the engine built from it, and that engine beside the right graph; the assembly; or the runtime. Empty
+    where the backend builds no engine from what the fault changes (fused attention has its own).
+    """
     fault = case.fault
     if fault.place != "graph":
         with fault.runtime() if fault.runtime else contextlib.nullcontext():
@@ -210,8 +219,9 @@ def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, 
 def in_backends_python(
     setting: Mapping[str, Any], models: Sequence[Sequence[str]], cases: Sequence[Sequence[str]], out: str
 ) -> None:
-    """`prepare` each of `models` (model, precision), then `try_engines` each of `cases` (fault, precision), planted
-    already.
+    """Prepare each of `models`, then try the engines of each of `cases`.
+
+    models: (model, precision), for `prepare`. cases: (fault, precision), planted already, for `try_engines`.
 
     Writes a line of JSON to `out` after each case: [fault, precision, records].
     """

@@ -1,5 +1,6 @@
-"""Edit an ONNX graph by the roles that its nodes have: what the planted faults of `python -m benchmarks faults` are
-made with.
+"""Edit an ONNX graph by the roles that its nodes have.
+
+The planted faults of `python -m benchmarks faults` are made with it.
 
 In: a canonical graph of an assembly. Out: the same graph with nodes added, rewired or changed, sorted and checked.
 Needs onnx, no torch.
@@ -21,7 +22,10 @@ Value = str  # the name of a value in a graph
 
 
 class Edit:
-    """A graph under change. `spec` is the kind's entry in the assembly, for attention graphs; empty for blocks."""
+    """A graph under change.
+
+    `spec` is the kind's entry in the assembly, for attention graphs; empty for blocks.
+    """
 
     def __init__(self, model: onnx.ModelProto, spec: Mapping[str, Any] | None = None):
         self.model = onnx.ModelProto()
@@ -41,7 +45,7 @@ class Edit:
         return [node for node in self.graph.node if value in node.input]
 
     def reader(self, value: Value, op_type: str) -> NodeProto:
-        """The first reader of this operator."""
+        """Return the first reader of this operator."""
         return next(node for node in self.readers(value) if node.op_type == op_type)
 
     def constant(self, value: Value) -> np.ndarray | None:
@@ -57,34 +61,37 @@ class Edit:
         return self._element(value) in (TensorProto.FLOAT, TensorProto.FLOAT16)
 
     def slot(self, text: str) -> Value:
-        """The weight input whose name holds `text`."""
+        """Return the weight input whose name holds `text`."""
         return next(value.name for value in self.graph.input if text in value.name)
 
     def product(self, text: str) -> NodeProto:
-        """The Gemm that reads the slot whose name holds `text`."""
+        """Return the Gemm that reads the slot whose name holds `text`."""
         slot = self.slot(text)
         return next(node for node in self.nodes("Gemm") if slot in node.input)
 
     def quantized_product(self, text: str) -> NodeProto:
-        """The same of a quantised weight: the MatMulNBits."""
+        """Return the MatMulNBits that reads the quantised weight whose name holds `text`."""
         data = self.slot(f"{text}.weight.data")
         return next(node for node in self.nodes("MatMulNBits") if data in node.input)
 
     # What is added
 
     def const(self, value: Any, dtype: Any = None) -> Value:
-        """A new constant; Python's numbers and booleans take `dtype`, by default int64."""
+        """Add a constant.
+
+        Python's numbers and booleans take `dtype`, by default int64.
+        """
         array = np.asarray(value, dtype if dtype is not None or isinstance(value, np.ndarray) else np.int64)
         name = self._name("fault_const")
         self.graph.initializer.append(numpy_helper.from_array(array, name))
         return name
 
     def like(self, value: Value, number: Any) -> Value:
-        """A new constant in the element type of `value`."""
+        """Add a constant in the element type of `value`."""
         return self.const(number, helper.tensor_dtype_to_np_dtype(self._element(value)))
 
     def op(self, op_type: str, *inputs: Value, **attributes: Any) -> Value:
-        """A new node; gives its result. `done` puts it where it belongs."""
+        """Add a node, and return its result. `done` puts it where it belongs."""
         out = self._name("fault")
         self.graph.node.append(helper.make_node(op_type, list(inputs), [out], name=out, **attributes))
         self._note(out, op_type, inputs, attributes)
@@ -94,7 +101,7 @@ class Edit:
         return self.const(list(values))
 
     def size(self, value: Value, axis: int = 0) -> Value:
-        """A dimension of a value, as a scalar."""
+        """Return a dimension of a value, as a scalar."""
         return self.op("Gather", self.op("Shape", value), self.const(axis), axis=0)
 
     def numbers(self, value: Value) -> Value:
@@ -126,8 +133,10 @@ class Edit:
     def replace(
         self, value: Value, make: Callable[[Value], Value], readers: Collection[NodeProto] | None = None
     ) -> None:
-        """Have all that read `value` read `make(value)` instead, and the graph give it where it is an output; or these
-        readers alone."""
+        """Have all that read `value` read `make(value)` instead, or these readers alone.
+
+        Where `value` is an output the graph gives `make(value)`.
+        """
         chosen = self.readers(value) if readers is None else list(readers)
         is_output = readers is None and value in [output.name for output in self.graph.output]
         right = value
@@ -143,7 +152,10 @@ class Edit:
             self.graph.node.append(helper.make_node("Identity", [made], [value], name=f"fault_{value}"))
 
     def give(self, output: Value, instead: Value) -> None:
-        """Give another value as an output; what reads it in the graph reads the right one still."""
+        """Give another value as an output.
+
+        What reads it in the graph reads the right one still.
+        """
         readers = self.readers(output)
         right, producer = f"{output}_right", self.producer(output)
         producer.output[:] = [right if name == output else name for name in producer.output]
@@ -154,7 +166,10 @@ class Edit:
         )
 
     def done(self) -> bytes:
-        """The faulty graph. Raises ValueError where nothing changed or what came out is no graph."""
+        """Return the faulty graph.
+
+        Raises ValueError where nothing changed or what came out is no graph.
+        """
         self._sort()
         data = self.model.SerializeToString(deterministic=True)
         if data == self._before:
@@ -181,7 +196,7 @@ class Edit:
         return self._types[value][0]
 
     def _note(self, out: Value, op_type: str, inputs: tuple[Value, ...], attributes: Mapping[str, Any]) -> None:
-        """The element type of a new value, as far as faults ask for it."""
+        """Note the element type of a new value, as far as faults ask for it."""
         if op_type == "Cast":
             element = attributes["to"]
         elif op_type in ("Shape", "Range"):

@@ -1,4 +1,7 @@
-"""A planted fault of `python -m benchmarks faults`: what is wrong, in which model, and what plants it."""
+"""A planted fault: what is wrong, in which model, and what plants it.
+
+`python -m benchmarks faults` plants them.
+"""
 
 from __future__ import annotations
 

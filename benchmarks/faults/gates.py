@@ -1,5 +1,6 @@
-"""The gates that faults are sent through, called as the stages call them; and how a fault ends in one. All that a
-change of the gates' calls touches is here.
+"""The gates that faults are sent through, called as the stages call them.
+
+And how a fault ends in one. All that a change of the gates' calls touches is here.
 
 validate and the reference need torch; compare and golden run where the engines run.
 """
@@ -18,7 +19,10 @@ GATES = ("build", "validate", "compare", "golden")
 
 
 def said(gate: Callable[[], Any], *folders: Path) -> str | None:
-    """What a gate says of what it was given, in one line without these folders; None where it passes."""
+    """Return what a gate says of what it was given; None where it passes.
+
+    In one line without these folders.
+    """
     try:
         gate()
     except (CheckError, InputError) as error:
@@ -30,7 +34,7 @@ def said(gate: Callable[[], Any], *folders: Path) -> str | None:
 
 
 def _asked(prompts: tuple[str, ...], max_new_tokens: int, limits: Mapping[str, int]) -> lockstep.GoldenTerms:
-    """As in the config's defaults."""
+    """Return the terms of the config's defaults."""
     return lockstep.GoldenTerms(max_new_tokens, prompts, limits["max_seq_len"] - max_new_tokens)
 
 
@@ -100,7 +104,10 @@ def compare(
     limits: Mapping[str, int],
     out: Path,
 ) -> None:
-    """Each engine against its graph. tolerance["compare"]: the config's for the backend and the precision."""
+    """Compare each engine with its graph.
+
+    tolerance["compare"]: the config's for the backend and the precision.
+    """
     lockstep.compare_engines(assembly, results.weights(model, precision), engines, tolerance["compare"], limits, out)
 
 

@@ -1,5 +1,6 @@
-"""What users of an engine set would see: requests of many kinds within the limits through the runtime, along given
-tokens. Needs no torch.
+"""What users of an engine set would see of a fault.
+
+Requests of many kinds within the limits go through the runtime, along given tokens. Needs no torch.
 
 In: a model, opened. Out: for each scenario the logits of its steps. What moves one of them by more than the tolerance
 is harm, whatever the gates say.
@@ -35,7 +36,7 @@ class _Requests:
         return self.model.step(made)
 
     def new(self, slot: int, sequence: int) -> None:
-        """The slot's next advance begins a request with another sequence."""
+        """Begin a request with another sequence at the slot's next advance."""
         self.held[slot], self.of[slot] = 0, sequence % len(self.sequences)
 
     def left(self, slot: int) -> int:
@@ -63,21 +64,23 @@ def run(model: Model) -> dict[str, np.ndarray]:
 
 
 def _alone(requests: _Requests) -> Iterator[np.ndarray]:
-    """A short prompt, decoded to the longest length."""
+    """Decode a short prompt to the longest length."""
     yield requests.step((0, 5))
     while requests.left(0):
         yield requests.step((0, 1))
 
 
 def _from_nothing(requests: _Requests) -> Iterator[np.ndarray]:
-    """A prompt of one token in another slot, decoded."""
+    """Decode a prompt of one token in another slot."""
     for _ in range(12):
         yield requests.step((2, 1))
 
 
 def _pieces(requests: _Requests) -> Iterator[np.ndarray]:
-    """Prompts of many lengths, each in one piece, with two tokens behind it; among them every token of the
-    vocabulary."""
+    """Bring prompts of many lengths, each in one piece, with two tokens behind it.
+
+    Among them every token of the vocabulary.
+    """
     most = min(requests.model.max_seq_len, requests.model.max_num_tokens or requests.model.max_seq_len)
     lengths = sorted(
         {length + off for length in (*_AROUND, most - 1) for off in (-1, 0, 1) if 1 <= length + off <= most}
@@ -103,7 +106,10 @@ def _chunks(*sizes: int) -> Scenario:
 
 
 def _batch(requests: _Requests) -> Iterator[np.ndarray]:
-    """Prompts of different lengths together, then decoded together until none has room."""
+    """Bring prompts of different lengths together, and decode them together.
+
+    Until none has room.
+    """
     slots = range(requests.model.max_batch_size)
     yield requests.step(*[(slot, 3 + 31 * slot) for slot in slots])
     while rest := [slot for slot in slots if requests.left(slot)]:
@@ -123,7 +129,10 @@ def _together(count: int) -> Scenario:
 
 
 def _mixed(requests: _Requests) -> Iterator[np.ndarray]:
-    """Rows at both ends decode while those between bring chunks; the list is in no order."""
+    """Decode rows at both ends while those between bring chunks.
+
+    The list is in no order.
+    """
     last = requests.model.max_batch_size - 1
     yield requests.step((last, 9), (0, 40))
     for size in (30, 2, 64, 1, 17, 50):
@@ -135,7 +144,7 @@ def _mixed(requests: _Requests) -> Iterator[np.ndarray]:
 
 
 def _full(requests: _Requests) -> Iterator[np.ndarray]:
-    """As many tokens in a step as the limits take, then a decoded token for each request."""
+    """Bring as many tokens in a step as the limits take, then decode one a request."""
     slots = range(requests.model.max_batch_size)
     room = requests.model.max_num_tokens or requests.model.max_seq_len * len(slots)
     each = min(room // len(slots), requests.model.max_seq_len - 1)
@@ -169,7 +178,10 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 def largest_difference(right: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> tuple[float | None, str]:
-    """(largest difference of a logit, scenario); None where a logit is NaN or infinite."""
+    """Return (largest difference of a logit, scenario).
+
+    None where a logit is NaN or infinite.
+    """
     worst, where = 0.0, next(iter(right))
     for name, expected in right.items():
         if not np.isfinite(found[name]).all():

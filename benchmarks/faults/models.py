@@ -1,5 +1,7 @@
-"""The models that faults are planted in, and what is made of them once: checkpoint, graphs, weights, reference. Needs
-torch where that is made."""
+"""The models that faults are planted in, and what is made of them once.
+
+Checkpoint, graphs, weights, reference. Needs torch where that is made.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class FaultModel:
-    """A model at one depth: the demo's folder, or a config.json that gets random weights."""
+    """A model at one depth: the demo's folder, or a config.json with random weights."""
 
     about: str
     layers: int | str
@@ -101,7 +103,7 @@ MODELS = {
 
 
 def source_of(name: str, work: Path) -> Path:
-    """The checkpoint's folder, made where its weights are random."""
+    """Return the checkpoint's folder, made where its weights are random."""
     config = MODELS[name].config
     if config is None:
         return _REPOSITORY / "resources" / "demo-llama"
@@ -111,7 +113,7 @@ def source_of(name: str, work: Path) -> Path:
 
 
 def start(name: str, work: Path) -> None:
-    """A model's checkpoint, its manifest and its reference, under `work`/right."""
+    """Make a model's checkpoint, its manifest and its reference, under `work`/right."""
     results, model, source = right(work), MODELS[name], source_of(name, work)
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(name))
     make_reference(results, name, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
@@ -131,5 +133,5 @@ def make(name: str, precision: str, work: Path) -> None:
 
 
 def right(work: Path) -> Results:
-    """Where everything without a fault lies."""
+    """Return the folder of everything without a fault."""
     return Results(work / "right")

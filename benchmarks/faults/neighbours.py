@@ -1,4 +1,7 @@
-"""Faults across the requests of a step: a row of the cache, a length or a result that is a neighbour's."""
+"""Faults across the requests of a step, which take what is a neighbour's.
+
+A row of the cache, a length or a result.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from benchmarks.faults.fault import DECODE, Fault
 
 
 def _caches(order: Callable[[Edit, Value], Value]) -> Callable[[Edit], None]:
-    """Read the cache rows of `order(edit, requests)` for the requests 0, 1, ... of a step."""
+    """Read the cache rows of `order(edit, requests)` instead.
+
+    For the requests 0, 1, ... of a step.
+    """
 
     def plant(edit: Edit) -> None:
         chosen = order(edit, edit.numbers("past_lengths"))
@@ -35,7 +41,7 @@ def _only(request: int) -> Callable[[Edit, Value], Value]:
 
 
 def swapped_above_two(edit: Edit, value: Value) -> Value:
-    """The rows of a value in reverse order where there are more than two."""
+    """Return the rows of a value, in reverse order where there are more than two."""
     rows = edit.numbers(value)
     count = edit.size(value)
     back = edit.op("Sub", edit.op("Sub", count, edit.const(1)), rows)

@@ -1,5 +1,7 @@
-"""The page of planted faults, docs/faults.md, from the records of `python -m benchmarks faults`: one of each backend
-in, Markdown out."""
+"""The page of planted faults, docs/faults.md, from the records.
+
+The records of `python -m benchmarks faults`, one of each backend, in; Markdown out.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any
 
 from benchmarks.faults.gates import GATES
 from benchmarks.faults.models import MODELS
+from benchmarks.markdown import item, paragraph
 from lockstep.artifacts.files import read_json
 
 RECORDS = (
@@ -21,20 +24,23 @@ RECORDS = (
 )
 _LONGEST = 160  # characters of a message
 
-_HEAD = """# Planted faults
-
-What the gates see, measured: `python -m benchmarks faults` plants mistakes, one at a time, and sends each through every gate of a backend. Digests are made right, so
-that only numbers can tell. This page is made by that command (`--write docs`).
-
-A fault in a **graph** is an edit of the exported ONNX graph, with engines built from it: `validate` must see it in the graph, or `golden` in what the engines
-say. The same fault in an **engine** leaves the graph right: only the engine's file holds the mistake, and `compare` and `golden` can see it. Faults in the
-**assembly** bind a layer to the wrong tensors or kind. Faults in the **runtime** stand in its code: cache rows, positions, page tables; `golden` alone runs it.
-
-**Harmful** is decided without the gates. Requests of many kinds within the limits (alone, in batches, to the longest length, in chunks, decoding beside prompts,
-in slots that were used before) go through the faulty set and through the right one along the same tokens. A fault that moves any logit by more than the
-target's tolerance ({tolerance}) and the right engines' own error, or makes one NaN or infinite, is harmful: its logits are certainly out of tolerance. The
-**score** is the share of harmful ones that some gate refuses. What is not harmful may pass.
-"""  # noqa: E501
+_TITLE = "# Planted faults"
+_HEAD = (
+    "What the gates see, measured: `python -m benchmarks faults` plants mistakes, one at a time, and sends each "
+    "through every gate of a backend. Digests are made right, so that only numbers can tell. This page is made by "
+    "that command (`--write docs`).",
+    "A fault in a **graph** is an edit of the exported ONNX graph, with engines built from it: `validate` must "
+    "see it in the graph, or `golden` in what the engines say. The same fault in an **engine** leaves the graph "
+    "right: only the engine's file holds the mistake, and `compare` and `golden` can see it. Faults in the "
+    "**assembly** bind a layer to the wrong tensors or kind. Faults in the **runtime** stand in its code: cache "
+    "rows, positions, page tables; `golden` alone runs it.",
+    "**Harmful** is decided without the gates. Requests of many kinds within the limits (alone, in batches, to "
+    "the longest length, in chunks, decoding beside prompts, in slots that were used before) go through the "
+    "faulty set and through the right one along the same tokens. A fault that moves any logit by more than the "
+    "target's tolerance ({tolerance}) and the right engines' own error, or makes one NaN or infinite, is harmful: "
+    "its logits are certainly out of tolerance. The **score** is the share of harmful ones that some gate "
+    "refuses. What is not harmful may pass.",
+)
 
 
 def write(folder: Path) -> Path:
@@ -47,13 +53,10 @@ def write(folder: Path) -> Path:
 
 def render(records: Sequence[Mapping[str, Any]]) -> str:
     tolerances = {precision: bound for record in records for precision, bound in record["tolerance"].items()}
-    lines = [
-        _HEAD.format(
-            tolerance=", ".join(
-                f"{precision} {bound:g}" for precision, bound in sorted(tolerances.items(), reverse=True)
-            )
-        )
-    ]
+    tolerance = ", ".join(f"{precision} {bound:g}" for precision, bound in sorted(tolerances.items(), reverse=True))
+    lines = [_TITLE, ""]
+    for text in _HEAD:
+        lines += [paragraph(text.format(tolerance=tolerance)), ""]
     lines += [
         "| backend | precisions | faults | planted | harmful | caught | score |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -64,7 +67,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         for r in records
     ]
     lines += ["", "Each fault is planted in all of these precisions where it makes sense. Models:", ""]
-    lines += [f"- `{name}`: {model.about}" for name, model in MODELS.items()]
+    lines += [item(f"`{name}`: {model.about}") for name, model in MODELS.items()]
     for record in records:
         lines += [
             "",

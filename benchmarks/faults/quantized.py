@@ -1,4 +1,7 @@
-"""Faults of quantised weights: which scales go with which integers, how these are packed, where their zero is."""
+"""Faults of quantised weights: scales, packing, zero points.
+
+Which scales go with which integers, how these are packed, where their zero is.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def _zero_point(edit: Edit) -> None:
 
 
 def _halves_reversed(edit: Edit) -> None:
-    """The first of two numbers is taken from the high half of a byte."""
+    """Take the first of two numbers from the high half of a byte."""
     product = edit.quantized_product("up_proj")
     data, four = product.input[1], edit.const(4, "uint8")
     high = edit.op("BitShift", data, four, direction="RIGHT")

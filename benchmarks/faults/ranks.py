@@ -1,5 +1,7 @@
-"""Faults of a model that is split over ranks: parts of weights, heads and logits that are another rank's, biases that
-all add, sums that are left out."""
+"""Faults of a model that is split over ranks.
+
+Parts of weights, heads and logits that are another rank's, biases that all add, sums that are left out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ Assembly = dict[str, Any]
 
 
 def _exchange(kind: str, name: str, *classes: str) -> Callable[[Assembly], None]:
-    """Each rank takes the other's part of what is named so. kind: "weights" or "values"."""
+    """Give each rank the other's part of what is named so.
+
+    kind: "weights" or "values".
+    """
 
     def plant(assembly: Assembly) -> None:
         for each in classes:

@@ -1,4 +1,7 @@
-"""Faults of the rotary encoding (RoPE): positions, frequencies, halves, and what of it reaches the KV cache."""
+"""Faults of the rotary encoding (RoPE).
+
+Positions, frequencies, halves, and what of it reaches the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from benchmarks.faults.fault import ATTENTION, DECODE, PREFILL, Fault
 
 
 def positions_cast(edit: Edit) -> NodeProto:
-    """The node that makes floats of the positions, for the angles."""
+    """Return the node that makes floats of the positions, for the angles."""
     return next(node for node in edit.nodes("Cast") if not edit.is_float(node.input[0]))
 
 
@@ -88,7 +91,7 @@ def _halves_swapped(edit: Edit) -> None:
 
 
 def _interleaved(edit: Edit) -> None:
-    """The frequencies of interleaved pairs for pairs of halves."""
+    """Take the frequencies of interleaved pairs for pairs of halves."""
     both = edit.reader(angles(edit).output[0], "Concat")
     count = 2 * edit.constant_of(angles(edit))[1].size
     edit.replace(both.output[0], lambda value: edit.op("Gather", value, edit.const(np.arange(count) // 2), axis=1))
@@ -131,13 +134,13 @@ def _cached_unturned(edit: Edit) -> None:
 
 
 def _head_unturned(edit: Edit) -> None:
-    """The first KV head's keys are not rotated."""
+    """Leave the first KV head's keys without rotation."""
     first = edit.const((np.arange(edit.spec["num_kv_heads"]) == 0)[:, None], bool)
     edit.replace("key_out", lambda value: edit.op("Where", first, _plain_key(edit), value))
 
 
 def _cached_zero(edit: Edit) -> None:
-    """The value of a prompt's last token is lost on its way to the cache."""
+    """Lose the value of a prompt's last token on its way to the cache."""
     is_last = edit.op("Equal", edit.numbers("value_out"), edit.op("Sub", edit.size("value_out"), edit.const(1)))
     edit.give(
         "value_out",

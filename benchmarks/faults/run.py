@@ -1,5 +1,6 @@
-"""Planted faults: are the gates worth what they say? Each fault goes through all gates of a backend, and through
-requests that users could send.
+"""Planted faults: each goes through all gates of a backend.
+
+And through requests that users could send, which shows what the gates are worth.
 
 In: which faults, a backend. Out: for each fault and place how far it moves a logit, which gates refuse it and with
 which words; and the score: of the faults that move a logit by more than the target's tolerance, the share that some
@@ -40,8 +41,10 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 def choose(backend: str, only: Sequence[str] = (), limit: int | None = None, models: Sequence[str] = ()) -> list[Fault]:
-    """The faults of a backend: those named, in these models, at most `limit`, taken evenly from all. Raises InputError
-    for a name that is none's."""
+    """Return the faults of a backend: those named, in these models, at most `limit`.
+
+    Taken evenly from all. Raises InputError for a name that is none's.
+    """
     unknown = sorted(set(only) - set(FAULTS))
     if unknown:
         raise InputError(f"faults: expected names of the table in docs/faults.md, found {', '.join(unknown)}")
@@ -69,7 +72,9 @@ def run(
     progress: Progress | None = None,
     loosen: float = 1.0,
 ) -> dict[str, Any]:
-    """Plant and try `faults`. `progress`, if given, is called with the whole record each time a fault has been tried.
+    """Plant and try `faults`.
+
+    `progress`, if given, is called with the whole record each time a fault has been tried.
 
     python: the interpreter that the backend's engines run in (worker.call), None for this one. options: of the build.
     work: a scratch folder.
@@ -139,8 +144,10 @@ def check(record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """What calls a function with each of some arguments, here or in `jobs` processes, and gives what comes back as it
-    comes."""
+    """Give a call of a function with each of some arguments.
+
+    Here or in `jobs` processes; what comes back is given as it comes.
+    """
     if jobs == 1:
         yield lambda function, calls: (function(*arguments) for arguments in calls)
         return
@@ -167,7 +174,7 @@ def _share(threads: int) -> None:
 
 
 def _make(setting: Setting, name: str, precision: str, here: bool) -> None:
-    """A model without faults. Raises CheckError where a gate refuses it."""
+    """Make a model without faults. Raises CheckError where a gate refuses it."""
     make(name, precision, Path(setting.work))
     case = Case(setting, name, precision)
     with case.cleared():
@@ -179,8 +186,10 @@ def _make(setting: Setting, name: str, precision: str, here: bool) -> None:
 
 
 def _try(setting: Setting, fault: str, precision: str, here: bool) -> tuple[tuple[str, str], list[dict[str, Any]]]:
-    """Plant a fault and send it through the gates: all of them, or validate alone where engines are built and run
-    elsewhere."""
+    """Plant a fault and send it through the gates.
+
+    All of them, or validate alone where engines are built and run elsewhere.
+    """
     case = Case(setting, FAULTS[fault].model, precision, fault)
     if here:
         with case.cleared():
@@ -206,7 +215,7 @@ def _elsewhere(
 
 
 def _read(setting: Setting) -> Iterator[tuple[tuple[str, str], list[dict[str, Any]]]]:
-    """What `_elsewhere` wrote: of each (fault, precision) the records."""
+    """Read what `_elsewhere` wrote: of each (fault, precision) the records."""
     for line in _lines(setting).read_text().splitlines() if _lines(setting).exists() else ():
         fault, precision, records = json.loads(line)
         yield (fault, precision), records
@@ -217,7 +226,10 @@ def _lines(setting: Setting) -> Path:
 
 
 def _row(fault: Fault, precision: str, record: Mapping[str, Any], validated: str | None) -> dict[str, Any]:
-    """A row of the table. validate sees graphs and assemblies, not engines and the runtime."""
+    """Return a row of the table.
+
+    validate sees graphs and assemblies, not engines and the runtime.
+    """
     said = dict(record["gates"])
     if record["where"] in ("graph", "assembly"):
         said["validate"] = validated

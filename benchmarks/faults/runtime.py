@@ -1,5 +1,7 @@
-"""Faults of the runtime: the KV cache and the packing of a step on the host, and the page table of fused attention on a
-GPU."""
+"""Faults of the runtime: the KV cache and the packing of a step on the host.
+
+And the page table of fused attention on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +205,10 @@ def _fused(name: str, wrap: Wrap) -> Callable[[], AbstractContextManager[None]]:
 
 
 def _table(change: Callable[[np.ndarray], None]) -> Callable[[], AbstractContextManager[None]]:
-    """`change` the table [rows, pages of a row] whenever a row has grown, before it goes to the device."""
+    """Apply `change` to the table whenever a row has grown.
+
+    The table is [rows, pages of a row]; it is changed before it goes to the device.
+    """
 
     def wrap(right):
         def reserve(self, ends, lengths, stream):
@@ -236,7 +241,10 @@ def _third_page_missing(table: np.ndarray) -> None:
 
 
 def _last_pages_swapped(table: np.ndarray) -> None:
-    """Only what is written before the row has its fourth page is found elsewhere behind that."""
+    """Swap the last pages of a row behind its fourth.
+
+    Only what is written before the row has its fourth page is found elsewhere behind that.
+    """
     grown = table[:, 3] != 0
     table[grown, 2], table[grown, 3] = table[grown, 3], table[grown, 2]
 

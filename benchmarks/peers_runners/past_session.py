@@ -1,4 +1,6 @@
-"""Greedy decoding of a graph that takes its past as inputs, in ONNX Runtime: what optimum and torch.onnx.export make.
+"""Greedy decoding of a graph that takes its past as inputs, in ONNX Runtime.
+
+Graphs of this kind are what optimum and torch.onnx.export make.
 
 Each step's `present.*` outputs become the next step's `past_key_values.*` inputs as they are, without a copy.
 """

@@ -1,4 +1,4 @@
-"""This project: resolve, convert, export and build, as the workflow runs them, and its runner."""
+"""This project: its stages up to build, as in the workflow, and its runner."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""optimum's ONNX exporter, with past, as its command line does it; its own check against torch is left out, which makes
-it faster."""
+"""optimum's ONNX exporter, with past, as its command line does it.
+
+Its own check against torch is left out, which makes it faster.
+"""
 
 from __future__ import annotations
 

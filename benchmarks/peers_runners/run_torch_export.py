@@ -1,5 +1,7 @@
-"""A plain `torch.onnx.export` of the model of transformers with its weights; the cache goes in and out as flat
-tensors."""
+"""A plain `torch.onnx.export` of the model of transformers with its weights.
+
+The cache goes in and out as flat tensors.
+"""
 
 from __future__ import annotations
 

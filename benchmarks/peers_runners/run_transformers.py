@@ -1,5 +1,7 @@
-"""transformers itself, in torch's eager mode with the attention it chooses: what the ONNX models are compared with. It
-exports nothing."""
+"""transformers itself, in torch's eager mode with the attention it chooses.
+
+The ONNX models are compared with it. It exports nothing.
+"""
 
 from __future__ import annotations
 

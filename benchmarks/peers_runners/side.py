@@ -1,4 +1,4 @@
-"""What all scripts of this folder share: reading the job, timing the decoding, writing the result.
+"""What the scripts of this folder share: the job, timed decoding, the result.
 
 In: `script.py export|decode JOB`, where JOB is JSON: "checkpoint" and "out" are folders, "result" is the file to write;
 for decode also "threads", "context", "steps", "repeats" and "seed". Out: that file, with the versions, and for decode

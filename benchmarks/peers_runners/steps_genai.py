@@ -1,5 +1,7 @@
-"""onnxruntime-genai with weights of 4 bits in groups of 32, the CPU form of its own model builder, and its
-generator."""
+"""onnxruntime-genai with weights of 4 bits in groups of 32, and its generator.
+
+The model is the CPU form of its own model builder.
+"""
 
 from __future__ import annotations
 

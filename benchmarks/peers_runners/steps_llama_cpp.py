@@ -1,5 +1,7 @@
-"""llama.cpp with weights in Q4_0 (4 bits, groups of 32) and the head in Q8_0, a GGUF file written of a Llama
-checkpoint."""
+"""llama.cpp with weights in Q4_0 (4 bits, groups of 32) and the head in Q8_0.
+
+From a GGUF file written of a Llama checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_
 
 
 def _named(name: str) -> str:
-    """The tensor's name in a GGUF file."""
+    """Return the tensor's name in a GGUF file."""
     stem = name.removesuffix(".weight")
     if stem in _OTHERS:
         return f"{_OTHERS[stem]}.weight"
@@ -85,7 +87,10 @@ def opened(job: dict) -> Start:
     vocabulary = json.loads((Path(job["checkpoint"]) / "config.json").read_text())["vocab_size"]
 
     def run(tokens: np.ndarray, first: int) -> np.ndarray:
-        """tokens [sequences, tokens], at positions from `first`; gives the next token of each."""
+        """Run tokens [sequences, tokens], at positions from `first`.
+
+        Returns the next token of each sequence.
+        """
         batch.n_tokens = tokens.size
         last = tokens.shape[1] - 1
         places = []

@@ -1,5 +1,6 @@
-"""What the scripts share that `benchmarks.small_weights` keeps open beside its own contestants: a process that decodes
-when it is asked to.
+"""A process that decodes when it is asked to, which these scripts share.
+
+`benchmarks.small_weights` keeps them open beside its own contestants.
 
 In: `script.py JOB`, where JOB is JSON: "checkpoint" and "out" are folders, "threads", "batch" (the largest), "capacity"
 (tokens of a request) and "cpu_time" (seconds are those of the CPU, not of a clock). Then a line of JSON on stdin for
@@ -26,7 +27,10 @@ Start = Callable[[np.ndarray], Callable[[], None]]
 
 
 def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable[[dict], Start]) -> None:
-    """Make the model of the command line's job, unless it is there, and answer until stdin ends."""
+    """Make the model of the command line's job, and answer until stdin ends.
+
+    A model that is there is not made again.
+    """
     answers, job = os.fdopen(os.dup(1), "w"), json.loads(sys.argv[1])
     os.dup2(2, 1)
 

@@ -19,6 +19,7 @@ for _name, _value in NO_TELEMETRY.items():
 # Name: the module below this package that has it, and under which name.
 _API = {
     "Advance": ("runtime", "Advance"),
+    "Assembly": ("artifacts.assembly", "Assembly"),
     "CheckError": ("errors", "CheckError"),
     "Engine": ("runtime", "Engine"),
     "EngineSet": ("backends", "EngineSet"),
@@ -31,10 +32,13 @@ _API = {
     "Target": ("targets", "Target"),
     "Tokenizer": ("runtime", "Tokenizer"),
     "Weights": ("weights", "Weights"),
+    "ask_python": ("pipeline.worker", "ask"),
     "build_engines": ("backends", "build"),
     "check_golden": ("verify.golden", "check_engines"),
     "compare_engines": ("verify.compare", "run"),
     "convert_weights": ("weights", "convert"),
+    "describe_cpu": ("backends.cpu", "describe_cpu"),
+    "export_config": ("export.run", "export_config"),
     "export_graphs": ("export", "export"),
     "generate": ("runtime", "generate"),
     "load_config": ("config.load", "load_given"),
@@ -46,6 +50,7 @@ _API = {
     "resolve_adapters": ("weights.check_adapters", "resolve_adapters"),
     "resolve_architecture": ("checkpoint", "resolve_architecture"),
     "resolve_checkpoint": ("checkpoint", "resolve"),
+    "run_in_python": ("pipeline.worker", "call"),
     "validate_graphs": ("verify.validate", "run"),
     "verify_results": ("provenance.verify", "verify"),
 }

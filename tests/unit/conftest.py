@@ -1,4 +1,7 @@
-"""The demo checkpoint, taken through the stages that others build on, once a test run."""
+"""The demo checkpoint, taken through the stages that others build on.
+
+Once a test run.
+"""
 
 import gc
 import importlib
@@ -23,8 +26,10 @@ from shared import Shared
 
 @pytest.fixture(scope="session")
 def demo(shared: Shared) -> Results:
-    """Results of "demo-llama" in fp32 and fp16: checkpoint, weights, graphs, engines. Read only: copy what a test
-    changes."""
+    """Return results of "demo-llama" in fp32 and fp16.
+
+    Checkpoint, weights, graphs, engines. Read only: copy what a test changes.
+    """
     return Results(shared.folder("demo", _make_demo))
 
 
@@ -60,7 +65,10 @@ def demo_bf16(shared: Shared) -> Results:
 
 @pytest.fixture(scope="session")
 def references(demo: Results, shared: Shared) -> Results:
-    """`demo` with the references of 2 and all layers, for the prompts and texts of config/config.yaml."""
+    """Return `demo` with the references of 2 and all layers.
+
+    For the prompts and texts of config/config.yaml.
+    """
 
     def make(folder: Path) -> None:
         shutil.copytree(demo.root, folder, dirs_exist_ok=True)
@@ -83,7 +91,10 @@ def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`resolve` loads a tokenizer in a process of its own: once for each content that has passed."""
+    """Load a tokenizer once for each content that has passed.
+
+    `resolve` loads it in a process of its own.
+    """
 
     def check(path: Path) -> None:
         if (content := sha256_file(path)) not in PASSED:
@@ -104,13 +115,19 @@ def cache(tmp_path: Path) -> Cache:
 
 @pytest.fixture
 def tensorrt_version() -> str:
-    """The version that `gpu` has: a module of tests may have a fixture of this name for another one."""
+    """Return the version that `gpu` has.
+
+    A module of tests may have a fixture of this name for another one.
+    """
     return "8.6.0"
 
 
 @pytest.fixture
 def gpu(tensorrt_version: str) -> Iterator[fake_gpu.Gpu]:
-    """The fake GPU with CUDA, cuDNN and TensorRT of that version. Nothing wrong may have been done to it."""
+    """Give the fake GPU with CUDA, cuDNN and TensorRT of that version.
+
+    Nothing wrong may have been done to it.
+    """
     with fake_gpu.installed(tensorrt_version) as gpu:
         yield gpu
         gc.collect()

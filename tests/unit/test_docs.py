@@ -1,4 +1,4 @@
-"""The pages that are written by hand: links lead somewhere, lines are short, and the glossary stays small."""
+"""The pages: links lead somewhere, lines are short, generated ones are of their records, the glossary is small."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import click
 import pytest
+from benchmarks import batches, models, peers_table
+from benchmarks.faults import page as faults
 
+from lockstep.artifacts.files import read_json
 from lockstep.cli.serve import serve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -16,6 +19,7 @@ PAGES = [
     *sorted(REPOSITORY.glob("*.md")),
     *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name not in GENERATED),
 ]
+EVERY_PAGE = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 GENERATED_PART = re.compile(r"<!-- (\w+): written by .*?<!-- /\1 -->", re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -50,6 +54,33 @@ def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
 def test_lines_have_at_most_120_characters(page: Path) -> None:
     written = GENERATED_PART.sub("", page.read_text(encoding="utf-8"))
     assert not [line for line in written.splitlines() if len(line) > 120]
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name)
+def test_lines_of_prose_have_at_most_120_characters_in_generated_pages_too(page: Path) -> None:
+    lines = prose(page.read_text(encoding="utf-8")).splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
+    docs = REPOSITORY / "docs"
+    planted = [read_json(docs / "bench" / name) for name in faults.RECORDS]
+    assert (docs / "faults.md").read_text() == faults.render(planted)
+    models.write_page(read_json(docs / "bench" / "models.json"), tmp_path / "models.md")
+    assert (docs / "models.md").read_text() == (tmp_path / "models.md").read_text()
+    assert (docs / "gpu" / "batches.md").read_text() == batches.page(read_json(docs / "gpu" / "batches.json"))
+    (tmp_path / "benchmarks.md").write_text((docs / "benchmarks.md").read_text())
+    peers_table.write(read_json(docs / "bench" / "peers.json"), tmp_path)
+    assert (docs / "benchmarks.md").read_text() == (tmp_path / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_cells_of_tables_are_values(page: Path) -> None:
+    """Caveats stand below a table, as numbered notes, or the table is a list."""
+    written = prose(GENERATED_PART.sub("", page.read_text(encoding="utf-8")))
+    rows = [line for line in written.splitlines() if line.startswith("|")]
+    long = [cell for row in rows for cell in re.split(r" \| ", row.strip("| ")) if ";" in cell or len(cell) > 85]
+    assert not long
 
 
 def test_every_page_stands_in_the_index() -> None:

@@ -1,4 +1,7 @@
-"""A copy of the repository's workflow, and Snakemake and `lockstep` run in it as a user would."""
+"""A copy of the repository's workflow, in which Snakemake and `lockstep` run.
+
+They run as a user would run them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ NOT_DETERMINISTIC = re.compile(r"\.speed\.json$|build\.costs\.json$|/provenance\
 
 
 class Checkout:
-    """A folder with the workflow, its package and the demo checkpoint, where Snakemake and `lockstep` are started."""
+    """A folder with the workflow, its package and the demo checkpoint.
+
+    Snakemake and `lockstep` are started there.
+    """
 
     def __init__(self, folder: Path, variables: Mapping[str, str] = {}) -> None:
         self.folder, self.variables = folder, variables
@@ -47,9 +53,11 @@ class Checkout:
         return made
 
     def take_demo(self, *backends: str) -> None:
-        """The demo's config as it is in the repository, with ONNX Runtime in fp32 and fp16 and, of the others, only
-        `backends`: most tests have no use for the rest, with which a run takes four times as long. As text, so that
-        lines keep their order and comments stay."""
+        """Take the demo's config, with ONNX Runtime in fp32 and fp16 and `backends`.
+
+        Of the others only `backends` stay: most tests have no use for the rest, with which a run takes four times as
+        long. The repository's config is changed as text, so that lines keep their order and comments stay.
+        """
         path = self.folder / "config" / "config.yaml"
         self.take_whole_demo()
         text = path.read_text()
@@ -67,7 +75,7 @@ class Checkout:
         path.write_text(text)
 
     def take_whole_demo(self) -> None:
-        """The demo's config as it is in the repository."""
+        """Take the demo's config as it is in the repository."""
         shutil.copy2(REPOSITORY / "config" / "config.yaml", self.folder / "config" / "config.yaml")
 
     def copy(self, folder: Path) -> Checkout:
@@ -81,8 +89,11 @@ class Checkout:
     def run(
         self, module: str, *arguments: str, folder: Path | None = None, check: bool = True
     ) -> subprocess.CompletedProcess:
-        """`python -m module arguments`; output and exit code, which must be 0 where `check`. A process of its own, of
-        this checkout's code; where it is recorded, one that starts from nothing."""
+        """Run `python -m module arguments`; return its output and exit code.
+
+        The code must be 0 where `check`. A process of its own, of this checkout's code; where it is recorded, one that
+        starts from nothing.
+        """
         folder, environment = folder or self.folder, self.environment()
         if "LD_PRELOAD" in environment:
             process = subprocess.run(
@@ -96,8 +107,11 @@ class Checkout:
         return process
 
     def call(self, module: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-        """As `run`, but in this process, which spares the imports: for a command that starts no job. Where this
-        checkout's code or pins are not those of the repository, whose code is loaded here, it is `run`."""
+        """Run as `run` does, in this process, for a command that starts no job.
+
+        That spares the imports. Where this checkout's code or pins are not those of the repository, whose code is
+        loaded here, it is `run`.
+        """
         if self.is_edited():
             return self.run(module, *arguments, check=check)
         process = call(module, arguments, self.folder, self.environment())
@@ -105,8 +119,10 @@ class Checkout:
         return process
 
     def is_edited(self) -> bool:
-        """Whether the package, the workflow or the pins are others than those of the repository; copies keep sizes and
-        times."""
+        """Return whether the package, the workflow or the pins are edited.
+
+        They are where they are others than those of the repository; copies keep sizes and times.
+        """
         return any(_files(self.folder / part) != _files(REPOSITORY / part) for part in CODE)
 
     def environment(self) -> dict[str, str]:

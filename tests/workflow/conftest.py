@@ -31,8 +31,10 @@ for code in [*(stage.code for stage in STAGES.values()), *REPORTS.values()]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(shared: Shared) -> None:
-    """What Python and the package keep of each module lies beside the repository's, as after a first run: checkouts
-    take it along, and hundreds of processes need neither compile nor parse."""
+    """Lay what Python and the package keep of each module beside the repository's.
+
+    As after a first run: checkouts take it along, and hundreds of processes need neither compile nor parse.
+    """
 
     def make(folder: Path) -> None:
         compileall.compile_dir(REPOSITORY / "src", quiet=1)
@@ -45,14 +47,19 @@ def compiled(shared: Shared) -> None:
 
 @pytest.fixture(scope="session")
 def filled_cache(first_run: Checkout) -> Path:
-    """The artefact cache that `first_run` found empty and filled. Not to be changed."""
+    """Return the artefact cache that `first_run` found empty and filled.
+
+    Not to be changed.
+    """
     return first_run.folder.parent / "cache"
 
 
 @pytest.fixture(scope="session")
 def first_run(shared: Shared) -> Checkout:
-    """The demo, built and checked once for all processes of the test run, as a user runs it who has switched no
-    telemetry off. Only to be read: take `finished` to run anything in it."""
+    """Return the demo, built and checked once for all processes of the test run.
+
+    As a user runs it who has switched no telemetry off. Only to be read: take `finished` to run anything in it.
+    """
 
     def make(folder: Path) -> None:
         recorder = Recorder.make(folder / "recorder")
@@ -64,23 +71,26 @@ def first_run(shared: Shared) -> Checkout:
 
 @pytest.fixture(scope="session")
 def recorder(first_run: Checkout) -> Recorder:
-    """What the demo's run asked of the network."""
+    """Return what the demo's run asked of the network."""
     return Recorder(first_run.folder.parent / "recorder")
 
 
 @pytest.fixture(scope="session")
 def finished(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """A copy of it for the tests of this process that change nothing; to change something, take `demo`."""
+    """Return a copy of it for the tests of this process that change nothing.
+
+    To change something, take `demo`.
+    """
     return first_run.copy(tmp_path_factory.mktemp("finished") / "checkout")
 
 
 @pytest.fixture
 def demo(first_run: Checkout, tmp_path: Path) -> Checkout:
-    """A copy of the finished run."""
+    """Return a copy of the finished run."""
     return first_run.copy(tmp_path / "checkout")
 
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Checkout:
-    """A checkout in which nothing has run."""
+    """Return a checkout in which nothing has run."""
     return Checkout.make(tmp_path / "checkout")

@@ -4,7 +4,9 @@ token or a tolerance renews the lock in the same commit: `make demo && .venv/bin
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,13 @@ from checkout import REPOSITORY, Checkout
 
 from lockstep.backends.openvino import cpu as openvino
 from lockstep.provenance.locked import expected_items
-from lockstep.provenance.lockfile import read_lock, sections_at
+from lockstep.provenance.lockfile import Section, read_lock, sections_at
+from shared import Shared
 
 LOCK = "locks/demo-llama.lock.json"
+LOCKED = ("--config", "locked=true")
+SMALL = "demo-llama/w8a16"  # of the demo, the target with small weights that is held to the lock in a run of its own
+SMALL_GOLDEN = f"results/{SMALL}/golden/onnxruntime/2.json"
 
 
 def results_of(lock: dict[str, Any], devices: set[str]) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def test_the_whole_demo_makes_what_is_locked(demo: Checkout) -> None:
     assert "not run" in found and "no GPU of compute capability" in found or "All 14 targets pass." in found
     (demo.folder / "locks").mkdir(exist_ok=True)
     shutil.copy(REPOSITORY / LOCK, demo.folder / LOCK)
-    assert not demo.would_run("--config", "locked=true")
+    assert not demo.would_run(*LOCKED)
     demo.call("lockstep", "lock")
     made, committed = (json.loads((folder / LOCK).read_text()) for folder in (demo.folder, REPOSITORY))
     devices = devices_of(made) & devices_of(committed)
@@ -124,7 +130,70 @@ def test_a_locked_run_holds_with_this_device_added(demo: Checkout) -> None:
     demo.call("lockstep", "lock")  # adds the engines of this CPU, and keeps those of others
     kept = devices_of(without(json.loads((REPOSITORY / LOCK).read_text()), *NOT_MADE))
     assert kept <= devices_of(json.loads((demo.folder / LOCK).read_text()))
-    assert not demo.would_run("--config", "locked=true")
+    assert not demo.would_run(*LOCKED)
     found = demo.call("lockstep", "summary", check=False).stdout
     assert "All 4 targets pass." in found
     demo.call("lockstep", "verify")
+
+
+def engines_of(results: Path, precision: str) -> Section:
+    (section,) = sections_at(results / "demo-llama" / precision / "engines" / "onnxruntime" / "engines.json")
+    return section
+
+
+def cut_to_small(config: dict[str, Any]) -> None:
+    """Leave one target of the demo's config: w8a16, two layers, ONNX Runtime."""
+    model = config["models"]["demo-llama"]
+    del model["backend_precisions"]
+    model.update(precisions=["w8a16"], layers=[2], backends=["onnxruntime"])
+    for prompt in model["golden"]["prompts"]:
+        del prompt["expected"]["all"]
+
+
+@pytest.fixture(scope="session")
+def run_under_lock(first_run: Checkout, shared: Shared) -> Checkout:
+    """One target with small weights, made under the committed lock by the run that its `log` shows. The engines of this
+    CPU are added to the lock where it has none. Only to be read, or copied."""
+
+    def make(folder: Path) -> None:
+        checkout = first_run.copy(folder / "checkout")
+        checkout.take_whole_demo()
+        checkout.edit_config(cut_to_small)
+        lock = json.loads((REPOSITORY / LOCK).read_text())
+        devices = lock["precisions"]["w8a16"]["engines"]["onnxruntime"]
+        if engines_of(checkout.results, "fp16").where[-1] not in devices:
+            for stage in ("export", "convert", "build"):
+                checkout.call("lockstep", stage, SMALL)
+            made = engines_of(checkout.results, "w8a16")
+            devices[made.where[-1]] = dict(made.items)
+            shutil.rmtree(checkout.results / SMALL)
+        (checkout.folder / "locks").mkdir()
+        (checkout.folder / LOCK).write_text(json.dumps(lock))
+        (folder / "log").write_text(checkout.finish(*LOCKED, "--", SMALL_GOLDEN))
+
+    return Checkout(shared.folder("run_under_lock", make) / "checkout")
+
+
+def test_a_locked_run_makes_small_weights_and_their_golden_tokens_as_locked(run_under_lock: Checkout) -> None:
+    log = (run_under_lock.folder.parent / "log").read_text()
+    for stage in ("export", "convert", "build", "quantized_reference", "golden"):
+        assert re.search(rf"^{stage} +1$", log, re.MULTILINE), log
+    lock = read_lock(run_under_lock.folder / LOCK)
+    golden = [section for section in sections_at(run_under_lock.folder / SMALL_GOLDEN) if "golden" in section.where]
+    assert len(golden) == 2  # the tokens, and the terms of the check
+    assert all(expected_items(lock, section.where) == section.items for section in golden)
+    assert not run_under_lock.would_run(SMALL_GOLDEN, *LOCKED)
+
+
+def test_a_locked_run_refuses_another_golden_token_of_small_weights(run_under_lock: Checkout, tmp_path: Path) -> None:
+    demo = run_under_lock.copy(tmp_path / "checkout")
+    lock = json.loads((demo.folder / LOCK).read_text())
+    tokens: dict[str, str] = lock["precisions"]["w8a16"]["golden"]["onnxruntime"]["2"]
+    first, *others = tokens["Light"].split()
+    tokens["Light"] = " ".join([str(int(first) + 1), *others])
+    (demo.folder / LOCK).write_text(json.dumps(lock))
+    process = demo.snakemake("--cores", "2", *LOCKED, "--forcerun", "golden", "--", SMALL_GOLDEN, check=False)
+    errors = {line for line in process.stderr.splitlines() if line.startswith("lockstep: error: ")}
+    assert process.returncode == 1 and len(errors) == 1
+    assert errors.pop().startswith(f"lockstep: error: golden: Light differs: {tokens['Light']} -> {first} ")
+    assert not (demo.folder / SMALL_GOLDEN).exists()

@@ -1,0 +1,34 @@
+"""Prose of generated pages, in lines of at most 120 characters."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+_WIDTH = 120
+_HELD = 100  # characters of inline code that stay in one line
+_SPACE = "\x00"  # stands for a space at which no line may end
+
+
+def paragraph(text: str) -> str:
+    """Return one paragraph, wrapped; inline code stays in one line where it is short."""
+    return _wrapped(text, "")
+
+
+def item(text: str) -> str:
+    """Return one item of a list, wrapped, with its dash and further lines indented."""
+    return _wrapped(f"- {text}", "  ")
+
+
+def _wrapped(text: str, indent: str) -> str:
+    def held(code: re.Match[str]) -> str:
+        return code[0].replace(" ", _SPACE) if len(code[0]) <= _HELD else code[0]
+
+    lines = textwrap.fill(
+        re.sub(r"`[^`]+`", held, " ".join(text.split())),
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines.replace(_SPACE, " ")
