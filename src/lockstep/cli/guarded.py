@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from lockstep.cli.extras import missing_package
 from lockstep.errors import guard
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -16,7 +17,12 @@ class GuardedGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         with guard():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except ModuleNotFoundError as error:
+                if (missing := missing_package(ctx.invoked_subcommand, error)) is None:
+                    raise
+                raise missing from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # as they are written below, which is the order of the stages

@@ -181,22 +181,16 @@ def _check_ranks(place: Opened, asked: int | None) -> None:
 
 
 def _serve(found: Any, given: dict[str, Any]) -> None:
-    try:
-        from lockstep.serve.bodies import Access
-        from lockstep.serve.request_log import RequestLog
-        from lockstep.serve.run import Address, serve
-        from lockstep.serve.service import Service, ServiceLimits
-        from lockstep.serve.triton_infer import Triton
-
-        if given["grpc_port"] is not None:
-            import lockstep.serve.grpc_server  # noqa: F401
-    except ModuleNotFoundError as error:
-        extra = "grpc" if (error.name or "").partition(".")[0] in ("grpc", "google") else "serve"
-        raise InputError(
-            f"serve: needs the Python package {error.name!r}, which is not installed here; install lockstep[{extra}]"
-        ) from None
     from lockstep.artifacts.chat_template import ChatTemplate
     from lockstep.runtime.tokenizer import Tokenizer
+    from lockstep.serve.bodies import Access
+    from lockstep.serve.request_log import RequestLog
+    from lockstep.serve.run import Address, serve
+    from lockstep.serve.service import Service, ServiceLimits
+    from lockstep.serve.triton_infer import Triton
+
+    if given["grpc_port"] is not None:
+        import lockstep.serve.grpc_server  # noqa: F401  # before the engine starts: it may not be installed
 
     if given["triton_repository"] is not None:
         from lockstep.serve.triton_repository.options import serve_options

@@ -39,13 +39,9 @@ def triton(
     """Write a model repository for NVIDIA's Triton Inference Server, whose models ask `lockstep serve --unix`.
 
     The first model that Triton loads starts that server; paths in the repository are this machine's."""
-    try:
-        from lockstep.serve.triton_repository.lint import check_repository
-        from lockstep.serve.triton_repository.write import Repository, write_repository
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"triton: needs the Python package {error.name!r}, which is not installed here; install lockstep[serve]"
-        ) from None
+    from lockstep.serve.triton_repository.lint import check_repository
+    from lockstep.serve.triton_repository.write import Repository, write_repository
+
     if (check is None) == (target is None) or (target is None) != (out is None):
         raise InputError("triton: expected TARGET and OUT, or --check OUT")
     if check is not None:

@@ -75,7 +75,7 @@ def _grpc() -> Any:
         from lockstep.load import triton_grpc
     except ModuleNotFoundError as error:
         raise InputError(
-            f"load: -i grpc needs the Python package {error.name!r}, which is not installed here; install "
-            "lockstep[grpc]"
+            f"load: -i grpc needs the Python package {error.name!r}, which is not installed here; pip install "
+            '"lockstep[grpc]"'
         ) from None
     return triton_grpc

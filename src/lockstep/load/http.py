@@ -169,7 +169,8 @@ class Client:
             import httptools  # noqa: F401
         except ModuleNotFoundError:
             raise InputError(
-                "load: needs the Python package 'httptools', which is not installed here; install lockstep[load]"
+                "load: needs the Python package 'httptools', which is not installed here; pip install "
+                '"lockstep[load]"'
             ) from None
         return self
 
