@@ -102,6 +102,3 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
             click.echo(line)
     if lines:
         raise SystemExit(1)
-
-
-COMMANDS = (lock, verify, diff)

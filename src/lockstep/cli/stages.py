@@ -51,6 +51,16 @@ class Project:
 
         return find_lock(model, [Path()])
 
+    def checkpoint_folder(self, model: str) -> Path | None:
+        """Return the folder of the model's checkpoint; None for one that is fetched and is not here."""
+        from lockstep.artifacts.fetched import folder_of
+        from lockstep.config.sources import FolderSource, parse_source
+
+        if isinstance(parse_source(self.config.models[model].source), FolderSource):
+            return self.sources[model]
+        folder = folder_of(self.results.source(model))
+        return folder if folder.is_dir() else None
+
 
 def load_config(config_file: Path | None) -> Config:
     from lockstep.config.load import load_given

@@ -1,0 +1,31 @@
+"""The command that packs a target into one file: `lockstep bundle TARGET`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lockstep.cli.opened import made_target, used_config
+from lockstep.cli.stages import RESULTS
+from lockstep.targets import Results
+
+
+@click.command()
+@click.argument("target")
+@click.option("--weights", is_flag=True, help="Pack the weights too.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]",
+)
+@RESULTS
+def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
+    """A target in one file, that runs where its backend is installed."""
+    from lockstep.bundle.pack import pack
+
+    tree = Results(results)
+    config = used_config(tree)
+    chosen = made_target(config, tree, target)
+    name = f"{chosen}".replace("/", "-") + ".tar"
+    click.echo(pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights))
