@@ -8,6 +8,7 @@ import click
 
 from lockstep.cli.opened import made_target, used_config
 from lockstep.cli.stages import RESULTS
+from lockstep.cli.terminal import JSON, echo_json, file_json
 from lockstep.targets import Results
 
 
@@ -19,8 +20,9 @@ from lockstep.targets import Results
     type=click.Path(dir_okay=False, path_type=Path),
     help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]",
 )
+@JSON
 @RESULTS
-def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
+def bundle(target: str, weights: bool, out: Path | None, as_json: bool, results: Path) -> None:
     """A target in one file, that runs where its backend is installed."""
     from lockstep.bundle.pack import pack
 
@@ -28,4 +30,7 @@ def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
     config = used_config(tree)
     chosen = made_target(config, tree, target)
     name = f"{chosen}".replace("/", "-") + ".tar"
-    click.echo(pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights))
+    path = pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights)
+    if as_json:
+        return echo_json({"target": str(chosen), "weights": weights, **file_json(path)})
+    click.echo(path)

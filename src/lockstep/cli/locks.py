@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.terminal import JSON, echo_json, working
+from lockstep.cli.terminal import JSON, echo_json, file_json, working
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
 
@@ -25,9 +25,10 @@ _LOCKS = click.option(
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
+@JSON
 @_LOCKS
 @_RESULTS
-def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
+def lock(models: tuple[str, ...], as_json: bool, locks: Path, results: Path) -> None:
     """Write locks/<model>.lock.json of finished models."""
     from lockstep.artifacts.files import read_json
     from lockstep.artifacts.manifest_files import manifest_entries
@@ -36,8 +37,14 @@ def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
     config = Results(results).config()
     with manifest_entries(config):
         chosen = models or sorted(read_json(config)["models"])
+    written = []
     for model in chosen:
-        click.echo(write_lock(results, model, lock_path(locks, model)))
+        path = write_lock(results, model, lock_path(locks, model))
+        written.append({"model": model, **file_json(path)})
+        if not as_json:
+            click.echo(path)
+    if as_json:
+        echo_json({"locks": written})
 
 
 @click.command()

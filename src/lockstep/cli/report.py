@@ -32,12 +32,15 @@ def summary(as_json: bool, results: Path) -> None:
 
 
 @click.command()
+@JSON
 @RESULTS
-def report(results: Path) -> None:
+def report(as_json: bool, results: Path) -> None:
     """Write the summary and the report's pages anew, of what is there now."""
     from lockstep.report.renew import summarise
 
     tree = Results(results)
     config = used_config(tree)
-    summarise(tree, config.targets(), config.not_run())
+    written = summarise(tree, config.targets(), config.not_run())
+    if as_json:
+        return echo_json({"report": str(tree.report_page()), "summary": str(written)})
     click.echo(tree.report_page())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.terminal import working
+from lockstep.cli.terminal import echo_json_line, working
 from lockstep.errors import InputError
 from lockstep.targets import Results, Target
 
@@ -78,6 +78,7 @@ def _command(name: str) -> click.Command:
     @click.argument("targets", nargs=-1, metavar="[TARGET]...")
     @CONFIG
     @RESULTS
+    @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each artefact instead of its path.")
     @click.option("--locked", is_flag=True, help="Refuse to make anything else than what locks/<model>.lock.json says.")
     def command(
         targets: tuple[str, ...],
@@ -85,18 +86,27 @@ def _command(name: str) -> click.Command:
         results: Path,
         merge: str | None = None,
         out: Path | None = None,
+        as_json: bool = False,
         **options: bool,
     ) -> None:
         project = Project.open(config_file, results, **options)
+
+        def tell(names: dict[str, Any], made: Path) -> None:
+            if as_json:
+                echo_json_line({"stage": name, "names": names, "output": str(made)})
+            else:
+                click.echo(made)
+
         if merge is not None or out is not None:
-            click.echo(_merge(project, targets, merge, out))
-            return
+            model, made = _merge(project, targets, merge, out)
+            return tell({"model": model, "adapter": merge}, made)
         chosen = _chosen(project.config, targets, entry)
         for number, values in enumerate(chosen, start=1):
             names = dict(zip(entry.wildcards, values, strict=True))
-            with working(f"{number} of {len(chosen)}: {name} {'/'.join(map(str, values))}"):
+            words = f"step {number} of {len(chosen)}: {name} {'/'.join(map(str, values))}"
+            with working(words, line=len(chosen) > 1):
                 made = _BY_HAND.get(name, _run)(project, name, names)
-            click.echo(made)
+            tell(names, made)
 
     if name == "fetch":
         newest = "Take the commit that a branch is at now, not the one it was found at."
@@ -110,8 +120,11 @@ def _command(name: str) -> click.Command:
     return command
 
 
-def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Path | None) -> Path:
-    """The folder of a model's checkpoint with an adapter merged into it."""
+def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Path | None) -> tuple[str, Path]:
+    """Merge an adapter into a model's checkpoint; return the model and the new checkpoint's folder.
+
+    Raises InputError unless an adapter, a folder and one model with adapters are named.
+    """
     from lockstep.pipeline.stages import STAGES
     from lockstep.weights.merge import merge
 
@@ -123,7 +136,7 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
             f"{', '.join(models)}; name the model"
         )
     results = project.results
-    return merge(results.checkpoint(models[0]), results.adapters(models[0]), name, out)
+    return models[0], merge(results.checkpoint(models[0]), results.adapters(models[0]), name, out)
 
 
 def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:

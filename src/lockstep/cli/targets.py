@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -26,10 +27,6 @@ from lockstep.targets import Results
 def targets(config_file: Path | None, results: Path, verbose: bool, as_json: bool) -> None:
     """List the targets of a config."""
     chosen = load_config(config_file).targets()
-    if as_json:
-        if verbose:
-            raise InputError("targets: expected --json or --verbose, found both; --verbose is text for a person")
-        return echo_json({"targets": [{"name": str(target), **asdict(target)} for target in chosen]})
     exported = {
         (target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen
     }
@@ -38,6 +35,14 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
             f"{next(iter(exported.values()))}: expected an assembly, found none, nor one of "
             f"another target; run snakemake first"
         )
+    if as_json:
+        found = {"targets": [{"name": str(target), **asdict(target)} for target in chosen]}
+        if verbose:
+            found["graphs"] = [
+                {"model": model, "precision": precision, **(_layers(path) if path.is_file() else {"layers": None})}
+                for (model, precision), path in exported.items()
+            ]
+        return echo_json(found)
     for target in chosen:
         click.echo(target)
     if verbose:
@@ -47,10 +52,29 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
             click.echo(f"\n{model}/{precision}: " + (layer_table(path) if path.is_file() else "not exported yet"))
 
 
+def _layers(path: Path) -> dict[str, Any]:
+    """Return which block class, attention variant and exit each layer uses, and the digests of their graphs."""
+    from lockstep.artifacts.assembly import Assembly
+
+    assembly = Assembly.load(path)
+    digests = {name: graph.sha256 for name, graph in assembly.classes.items()}
+    for name, variant in assembly.variants.items():
+        digests |= {f"{name}.{phase}": graph.sha256 for phase, graph in variant.phases().items()}
+    layers = [
+        {"block": layer.block.graph, "attention": layer.variant, "exit": layer.exit.graph} for layer in assembly.layers
+    ]
+    return {"layers": layers, "sha256": digests}
+
+
 @click.command()
 @click.argument("graph", type=click.Path(path_type=Path))
-def show(graph: Path) -> None:
+@JSON
+def show(graph: Path, as_json: bool) -> None:
     """Print a graph so that a person can read it: operators, shapes, slots."""
+    from lockstep.cli.graph_json import graph_json
     from lockstep.onnx_tools.show import show as text
 
-    click.echo(text(graph), nl=False)
+    shown = text(graph)  # checks the file, too
+    if as_json:
+        return echo_json(graph_json(graph))
+    click.echo(shown, nl=False)

@@ -10,6 +10,7 @@ import click
 
 from lockstep.cli.opened import runnable
 from lockstep.cli.stages import RESULTS
+from lockstep.cli.terminal import JSON, echo_json
 from lockstep.errors import CheckError, InputError
 
 
@@ -24,6 +25,7 @@ from lockstep.errors import CheckError, InputError
     "--decoupled/--not-decoupled", default=True, show_default=True, help="Not: one response a request, no streams."
 )
 @click.option("--set", "options", multiple=True, metavar="NAME=VALUE", help="A parameter of tensorrt_llm's config.")
+@JSON
 @RESULTS
 def triton(
     target: str | None,
@@ -34,6 +36,7 @@ def triton(
     max_queue: int,
     decoupled: bool,
     options: tuple[str, ...],
+    as_json: bool,
     results: Path,
 ) -> None:
     """Write a model repository for NVIDIA's Triton Inference Server, whose models ask `lockstep serve --unix`.
@@ -45,11 +48,16 @@ def triton(
     if (check is None) == (target is None) or (target is None) != (out is None):
         raise InputError("triton: expected TARGET and OUT, or --check OUT")
     if check is not None:
-        if faults := check_repository(check):
+        faults = check_repository(check)
+        if as_json:
+            echo_json({"repository": str(check), "faults": faults})
+        elif not faults:
+            click.echo(f"{check}: no fault found")
+        if faults:
             for fault in faults[1:]:
                 click.echo(fault, err=True)
             raise CheckError(faults[0])
-        return click.echo(f"{check}: no fault found")
+        return
     assert out is not None
     with runnable("triton", "TARGET", target, None, None, results) as found:
         max_batch_size = int(found.place.limits["max_batch_size"])
@@ -61,4 +69,6 @@ def triton(
     write_repository(Repository(command, place, max_batch_size, max_queue, decoupled, pairs), folder)
     if faults := check_repository(folder):
         raise InputError(faults[0])
+    if as_json:
+        return echo_json({"repository": str(folder), "faults": []})
     click.echo(folder)
