@@ -36,6 +36,7 @@ INSIDE = {
     "serve.bodies": "the same",
     "serve.run": "a server on engines that are of no target",
     "serve.service": "the same",
+    "serve.settings": "the same",
     "runtime.scheduler": "what the scheduler's share of a step takes",
     # Exports of shapes and of tiny models, which are no checkpoints.
     "export.parity": "depths at which a model has all its kinds of layers",

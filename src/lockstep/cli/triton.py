@@ -12,6 +12,7 @@ from lockstep.cli.opened import runnable
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON, echo_json
 from lockstep.errors import CheckError, InputError
+from lockstep.serve.settings import ServiceLimits
 
 
 @click.command()
@@ -20,7 +21,13 @@ from lockstep.errors import CheckError, InputError
 @click.option("--check", type=click.Path(path_type=Path), metavar="OUT", help="Instead: check a repository.")
 @click.option("--socket", type=click.Path(path_type=Path), help="The Unix socket.  [default: OUT/lockstep.sock]")
 @click.option("--serve-options", default="", metavar="TEXT", help="More options of `lockstep serve`, in one string.")
-@click.option("--max-queue", type=click.IntRange(min=1), default=128, show_default=True, help="max_queue_size.")
+@click.option(
+    "--max-queue",
+    type=click.IntRange(min=1),
+    default=ServiceLimits.max_queue,
+    show_default=True,
+    help="max_queue_size.",
+)
 @click.option(
     "--decoupled/--not-decoupled", default=True, show_default=True, help="Not: one response a request, no streams."
 )

@@ -25,7 +25,8 @@ from lockstep.runtime.model import CHUNK_SIZE, fitting_chunk_size
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.client import Answer, complete, get
 from lockstep.serve.run import listening
-from lockstep.serve.service import Service, ServiceLimits
+from lockstep.serve.service import Service
+from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.targets import Target
 from lockstep.verify.golden.prompts import Prompt, first_difference, read_reference, short
@@ -63,27 +64,22 @@ def check(
     expected = [list(entry.tokens) for entry in golden.prompts]
     longest = max(len(prompt.prompt_ids) for prompt in [*prompts, *([long.prompt] if long else [])])
     usual = fitting_chunk_size(CHUNK_SIZE, limits["max_batch_size"], limits["max_num_tokens"])
-    asked: dict[str, Any] = {
-        "engines": str(engines_json),
-        "assembly": str(assembly_json),
-        "weights": str(weights_json),
-        "layers": target.layers,
+    options = EngineOptions(
+        str(engines_json),
+        str(assembly_json),
+        str(weights_json),
+        target.layers,
         # The long prompt is as long as a request can be.
-        "limits": {**limits, "max_input_len": limits["max_seq_len"]},
-        "threads": threads,
-        "kv_bytes": None,
+        {**limits, "max_input_len": limits["max_seq_len"]},
+        threads,
         # A prefix is reused in whole chunks: they must be shorter than the prompt that shows it.
-        "chunk_size": None if longest > usual else PAGE_SIZE,
-        "long_prefill_token_threshold": None,
-        "prefix_caching": True,
-        "admission": "guaranteed",
-        "grammar_seconds": 5.0,
-    }
+        chunk_size=None if longest > usual else PAGE_SIZE,
+    )
     service = Service(
         target.model,
         Tokenizer.open(assembly_json),
         python,
-        asked,
+        options,
         ServiceLimits(max_queue=1000, start=_SECONDS),
         log=lambda line: None,  # that the engine was killed is no news
     )

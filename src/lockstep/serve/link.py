@@ -8,9 +8,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -18,6 +17,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.runtime.request import Request
 from lockstep.serve.engine_process import error_of
 from lockstep.serve.frames import HEADER, Frame, Ready, packed, packed_add
+from lockstep.serve.settings import EngineOptions
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _decode = msgspec.json.Decoder().decode
@@ -71,8 +71,8 @@ class EngineLink:
         self._process, self._transport, self._frames = process, transport, frames
 
     @classmethod
-    async def start(cls, python: str | None, asked: Mapping[str, Any], seconds: float) -> tuple[EngineLink, Ready]:
-        """Start an engine process in the interpreter `python` (None: this one); `asked`: what it opens. Gives it, ready
+    async def start(cls, python: str | None, options: EngineOptions, seconds: float) -> tuple[EngineLink, Ready]:
+        """Start an engine process in the interpreter `python` (None: this one). Gives it, ready
         and warm, and what it says of itself. Raises what opening raises, and CheckError for one that ends before, or is
         not ready in time."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -90,7 +90,7 @@ class EngineLink:
         transport, frames = await asyncio.get_running_loop().create_unix_connection(_Frames, sock=ours)
         link = cls(process, transport, frames)
         try:
-            link._transport.write(packed({"type": "open", **asked}))
+            link._transport.write(packed({"type": "open", **options.to_json()}))
             frame = await asyncio.wait_for(frames.early.get(), seconds)
         except asyncio.TimeoutError:
             await link.stop()

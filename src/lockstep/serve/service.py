@@ -8,8 +8,8 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
@@ -22,6 +22,7 @@ from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
+from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.serve.stream import TENANT, Active, Ask, Stream, StreamError
 from lockstep.step.sampling import Logprobs
 
@@ -34,20 +35,6 @@ _ERRORS = ("error", "grammar_error")  # ends that are none of an answer
 _PATIENCE = 30.0  # most seconds between two starts that fail
 
 
-@dataclass(frozen=True)
-class ServiceLimits:
-    """max_queue: requests that may wait for a slot; max_queue_tokens: of their prompts. queue_timeout: seconds that one
-    may wait. stall: seconds without a sign of life after which an engine is started anew. start: seconds that a start
-    may take. slow_reader: seconds that a piece may wait for its reader."""
-
-    max_queue: int = 128
-    max_queue_tokens: int = 1 << 20
-    queue_timeout: float = 60.0
-    stall: float = 60.0
-    start: float = 600.0
-    slow_reader: float = 60.0
-
-
 class Service:
     """The requests of all front ends, and the engine behind them."""
 
@@ -56,7 +43,7 @@ class Service:
         name: str,
         tokenizer: Tokenizer,
         python: str | None,
-        asked: Mapping[str, Any],
+        engine_options: EngineOptions,
         limits: ServiceLimits,
         metrics_prefix: str = "lockstep",
         chat_template: ChatTemplate | None = None,
@@ -64,7 +51,7 @@ class Service:
         request_log: RequestLog | None = None,
         folders: AdapterFolders | None = None,
     ):
-        """name: of the model, in requests. python, asked: of the engine process (see `EngineLink.start`).
+        """name: of the model, in requests. python, engine_options: of the engine process (see `EngineLink.start`).
         chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
         again. request_log: gets what front ends say of each request. folders: that requests may name as adapters;
         None: none."""
@@ -78,7 +65,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(name, self, metrics_prefix)
         self.request_log = request_log
-        self._python, self._asked, self._log = python, asked, log
+        self._python, self._engine_options, self._log = python, engine_options, log
         self.adapters = Adapters(name, folders, self._is_used)
         self._link: EngineLink | None = None
         self._numbers = itertools.count()
@@ -202,8 +189,8 @@ class Service:
             )
 
     async def _open(self) -> None:
-        asked = {**self._asked, "loaded": self.adapters.to_load()}
-        link, self._ready = await EngineLink.start(self._python, asked, self.limits.start)
+        options = replace(self._engine_options, loaded=self.adapters.to_load())
+        link, self._ready = await EngineLink.start(self._python, options, self.limits.start)
         for line in self.adapters.engine_started(link, self._ready):
             self._log(line)
         self._link = link

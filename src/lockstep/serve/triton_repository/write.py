@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.artifacts.files import write_bytes
 from lockstep.errors import InputError
+from lockstep.serve.settings import ServiceLimits
 from lockstep.serve.triton_models import MODELS, VERSION, Model, Spec
 from lockstep.serve.triton_repository.options import TAKEN
 from lockstep.serve.triton_repository.pbtxt import Enum, Message, dump
@@ -72,7 +73,7 @@ class Repository:
     command: Sequence[str]
     socket: Path
     max_batch_size: int
-    max_queue: int = 128
+    max_queue: int = ServiceLimits.max_queue
     decoupled: bool = True
     options: Mapping[str, str] | None = None
 
