@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
 from lockstep.serve.kserve import kserve_routes
 from lockstep.serve.metrics import CONTENT_TYPE
-from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_asks
+from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_requests
 from lockstep.serve.openai_answers import AnswerFormat
-from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_asks
+from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_requests
 from lockstep.serve.page import page
 from lockstep.serve.request_log import note
 from lockstep.serve.response import send_events, while_connected
@@ -88,12 +88,12 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
     async def completions(request: Request) -> Any:
         body = decoded(await read_body(request, access), CompletionBody)
-        stream = service.submit(await completion_asks(body, service))
+        stream = service.submit(await completion_requests(body, service))
         return _Answer(service, stream, CompletionFormat(body, service, stream), bool(body.stream))
 
     async def chat_completions(request: Request) -> Any:
         body = decoded(await read_body(request, access), ChatBody)
-        stream = service.submit(await chat_asks(body, service))
+        stream = service.submit(await chat_requests(body, service))
         return _Answer(service, stream, ChatFormat(body, service, stream), bool(body.stream))
 
     async def models(request: Request) -> Any:

@@ -13,7 +13,7 @@ from lockstep.runtime.completion import Choice
 from lockstep.serve.bodies import error_body
 from lockstep.serve.openai_parameters import Parameters
 from lockstep.serve.service import Service
-from lockstep.serve.stream import FINISH_REASONS, Piece, Stream, StreamError
+from lockstep.serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamError
 
 
 class AnswerFormat:
@@ -46,7 +46,7 @@ class AnswerFormat:
         """Choices of the chunks before any text."""
         return iter(())
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Choices of the chunks of new text."""
         raise NotImplementedError
 
@@ -75,13 +75,13 @@ class AnswerFormat:
         try:
             for choice in self.opening():
                 yield self._event([choice])
-            async for pieces in self._stream:
-                for piece in pieces:
-                    if piece.index in silent:
-                        silent.discard(piece.index)
-                        if (echo := await self.echo(piece.index)) is not None:
+            async for deltas in self._stream:
+                for delta in deltas:
+                    if delta.index in silent:
+                        silent.discard(delta.index)
+                        if (echo := await self.echo(delta.index)) is not None:
                             yield self._event([echo])
-                    for choice in self.chunks(piece):
+                    for choice in self.chunks(delta):
                         yield self._event([choice])
             if self._usage:
                 yield self._event([], usage=self._counts())

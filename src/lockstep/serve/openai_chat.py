@@ -11,9 +11,9 @@ from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import ChatError
 from lockstep.serve.frames import finite
 from lockstep.serve.openai_answers import AnswerFormat, reason
-from lockstep.serve.openai_parameters import Parameters, asks_of, check_supported, encoded, refuse
+from lockstep.serve.openai_parameters import Parameters, check_supported, encoded, prompt_requests, refuse
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Ask, Piece
+from lockstep.serve.stream import AnswerDelta, PromptRequest
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -55,7 +55,7 @@ class ChatBody(Parameters, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-async def chat_asks(body: ChatBody, service: Service) -> list[Ask]:
+async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]:
     """The prompt of a body. Raises BadRequest for values that cannot be, and where the model has no chat template."""
     await service.adapters.bring(body.lora)
     check_supported(body, service)
@@ -91,7 +91,7 @@ async def chat_asks(body: ChatBody, service: Service) -> list[Ask]:
         ) from None
     # Without the tokens that the tokenizer puts before a text: the template has written them.
     prompt = await encoded(text, service.tokenizer, "messages", special=False)
-    return asks_of(body, [prompt], "messages", service)
+    return prompt_requests(body, [prompt], "messages", service)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -165,13 +165,13 @@ class ChatFormat(AnswerFormat):
         for index in range(len(self._stream.choices)):
             yield _chunk(index, {"role": "assistant", "content": ""})
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        if piece.text or piece.logprobs:
+    def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        if delta.text or delta.logprobs:
             yield _chunk(
-                piece.index, {"content": piece.text}, logprobs=self._token_logprobs(piece.token_ids, piece.logprobs)
+                delta.index, {"content": delta.text}, logprobs=self._token_logprobs(delta.token_ids, delta.logprobs)
             )
-        if piece.finish:
-            yield _chunk(piece.index, {}, reason(piece.finish))
+        if delta.finish:
+            yield _chunk(delta.index, {}, reason(delta.finish))
 
     def _token_logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         if not self._logprobs:

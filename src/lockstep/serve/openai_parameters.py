@@ -16,7 +16,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.grammar import grammar_of
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Ask
+from lockstep.serve.stream import PromptRequest
 from lockstep.serve.words import with_spaces, words
 from lockstep.step.sampling import Sampling
 
@@ -122,9 +122,9 @@ async def encoded(text: str, tokenizer: Tokenizer, param: str, special: bool = T
     return ids.tolist()
 
 
-def asks_of(
+def prompt_requests(
     body: Parameters, prompts: Sequence[list[int]], param: str, service: Service, prompt_logprobs: int | None = None
-) -> list[Ask]:
+) -> list[PromptRequest]:
     """What the engine is asked for, by prompt. param: the field that the prompts stand in. prompt_logprobs: as of
     `Request`; an answer may then have no token. Raises BadRequest for values that cannot be."""
     most, least = body.most_tokens, int(prompt_logprobs is None)
@@ -146,7 +146,7 @@ def asks_of(
         raise BadRequest("bad_words: expected words that are not empty, found an empty one", "bad_words")
     bad_words = words("bad_words", with_spaces(body.bad_words or ()), service.tokenizer)
     grammar = grammar_of(body)
-    asks = []
+    requests = []
     for number, prompt in enumerate(prompts):
         room = longest - len(prompt)
         if not 1 <= len(prompt) <= limit or room < least:
@@ -176,8 +176,8 @@ def asks_of(
             cache_salt=salt,
             adapter=service.adapters.named(body.model, body.lora),
         )
-        asks.append(Ask(request, stop))
-    return asks
+        requests.append(PromptRequest(request, stop))
+    return requests
 
 
 def _expect(name: str, value: int, least: int, most: int, what: str = "") -> None:

@@ -139,7 +139,7 @@ def _of_stream(stream: Stream) -> Mapping[str, Any]:
     return {
         "prompt_tokens": stream.num_prompt_tokens,
         "completion_tokens": stream.num_answer_tokens,
-        "n": stream.actives[0].ask.request.n,
+        "n": stream.actives[0].prompt.request.n,
         "finish_reasons": [reason or unfinished for reason in reasons],
         "queue_seconds": None if admitted is None else round(admitted - stream.began, 6),
         "ttft_seconds": None if stream.first_token is None else round(stream.first_token - stream.began, 6),

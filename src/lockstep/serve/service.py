@@ -23,7 +23,7 @@ from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.settings import EngineOptions, ServiceLimits
-from lockstep.serve.stream import TENANT, Active, Ask, Stream, StreamError
+from lockstep.serve.stream import TENANT, Active, PromptRequest, Stream, StreamError
 from lockstep.step.sampling import Logprobs
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Service:
             await asyncio.sleep(0.02)
 
     def _is_used(self, name: str) -> bool:
-        return any(active.ask.request.adapter == name for each in self._streams for active in each.actives)
+        return any(active.prompt.request.adapter == name for each in self._streams for active in each.actives)
 
     @property
     def is_ready(self) -> bool:
@@ -135,21 +135,21 @@ class Service:
     def engine_pid(self) -> int | None:
         return None if self._link is None else self._link.pid
 
-    def submit(self, asks: Sequence[Ask]) -> Stream:
+    def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
         """Queue prompts; gives the stream of their answers. Raises StreamError, at once, where there is no room."""
         if self.draining:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._link is None:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
         if tenant := TENANT.get():
-            asks = [replace(ask, request=_salted(ask.request, tenant)) for ask in asks]
-        stream = Stream(asks, self.tokenizer)
+            prompts = [replace(prompt, request=_salted(prompt.request, tenant)) for prompt in prompts]
+        stream = Stream(prompts, self.tokenizer)
         self._check_room(stream)
         self._streams.add(stream)
         for active in stream.actives:
             active.number = next(self._numbers)
             self._actives[active.number] = active, 0
-            self._link.add(active.number, active.ask.request)
+            self._link.add(active.number, active.prompt.request)
         return stream
 
     def cancel(self, stream: Stream, reason: str = "abort") -> None:
@@ -167,7 +167,7 @@ class Service:
     def _check_room(self, stream: Stream) -> None:
         waiting = [active for each in self._streams for active in each.actives if active.admitted is None]
         wanted = len(waiting) + len(stream.actives)
-        tokens = sum(len(active.ask.request.prompt_ids) for active in waiting) + stream.num_prompt_tokens
+        tokens = sum(len(active.prompt.request.prompt_ids) for active in waiting) + stream.num_prompt_tokens
         running = sum(
             len(active.choices) for each in self._streams for active in each.actives if active.admitted is not None
         )
@@ -175,7 +175,7 @@ class Service:
         room = self.limits.max_queue + max(0, self.ready.max_batch_size - running)
         if wanted > room or (waiting and tokens > self.limits.max_queue_tokens):
             backlog = sum(
-                len(active.ask.request.prompt_ids) + active.ask.request.n * active.ask.request.max_new_tokens
+                len(active.prompt.request.prompt_ids) + active.prompt.request.n * active.prompt.request.max_new_tokens
                 for active in waiting
             )
             after = min(60, max(1, round(backlog / self._rate))) if self._rate else 1
@@ -241,7 +241,7 @@ class Service:
         for stream in self._streams:
             for active in stream.actives:
                 active.resumed.clear()
-                request = active.ask.request
+                request = active.prompt.request
                 given = active.collector.completion.choices
                 if len(active.prompt_logprobs) < len(request.prompt_ids) - 1:
                     active.prompt_logprobs.clear()
@@ -271,8 +271,8 @@ class Service:
         for number in frame.get("admitted", ()):
             if (found := self._actives.get(number)) and found[0].admitted is None:
                 found[0].admitted = now
-                self.metrics.admitted(now - found[0].arrived, len(found[0].ask.request.prompt_ids))
-                self._counted += len(found[0].ask.request.prompt_ids)
+                self.metrics.admitted(now - found[0].arrived, len(found[0].prompt.request.prompt_ids))
+                self._counted += len(found[0].prompt.request.prompt_ids)
                 found[0].stream.wake()
         for number, first, entries in frame.get("prompts", ()):
             # Not twice, where several choices of it were resumed.
@@ -290,7 +290,7 @@ class Service:
         self, active: Active, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
     ) -> bool:
         """Whether it is one: not if it was cancelled meanwhile, or is an end alone."""
-        choice = number - active.ask.request.choice
+        choice = number - active.prompt.request.choice
         if choice not in active.choices:
             return False
         found, stream = _logprobs(logprobs) if logprobs else None, active.stream
@@ -321,7 +321,7 @@ class Service:
         if ended == "error":
             error = StreamError("logits: expected finite numbers, found NaN or infinity; the request was ended")
         else:
-            grammar = active.ask.request.grammar
+            grammar = active.prompt.request.grammar
             where = grammar.name if grammar else "grammar"
             said = f"{where}: the answer came to where it is too complex; simplify it"
             # Not 500: a client that tries again gets no further with the same grammar.

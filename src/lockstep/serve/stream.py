@@ -1,4 +1,4 @@
-"""What one HTTP request waits for: the answers to its prompts, in pieces as large as its reader is slow."""
+"""What one HTTP request waits for: the answers to its prompts, in deltas as large as its reader is slow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINISH_REASONS = {
 
 
 @dataclass(frozen=True)
-class Ask:
+class PromptRequest:
     """A prompt as a server takes it: what the engine is asked for, the strings that end its text, and the text that the
     answer begins with, where the prompt is to be repeated."""
 
@@ -37,7 +37,7 @@ class Ask:
 
 
 @dataclass
-class Piece:
+class AnswerDelta:
     """New text of an answer, the tokens that it is of (their texts may come later), and why the answer ends, if it
     does. `index`: number of the answer, prompt by prompt."""
 
@@ -70,7 +70,7 @@ class Active:
     """A prompt that is not through. choices: those that have not ended."""
 
     number: int  # as the engine process knows it
-    ask: Ask
+    prompt: PromptRequest
     collector: Collector
     stream: Stream
     first: int  # index of its first answer
@@ -84,22 +84,22 @@ class Active:
 
 
 class Stream:
-    """Iterate to get lists of pieces, one list for all that came meanwhile. Raises StreamError when no more comes."""
+    """Iterate to get lists of deltas, one list for all that came meanwhile. Raises StreamError when no more comes."""
 
-    def __init__(self, asks: Sequence[Ask], tokenizer: Tokenizer):
+    def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer):
         self.began = time.monotonic()
-        self.sending_since: float | None = None  # a piece waits for the reader since
+        self.sending_since: float | None = None  # a delta waits for the reader since
         self.first_token: float | None = None  # when it came
-        self.num_prompt_tokens = sum(len(ask.request.prompt_ids) for ask in asks)
+        self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
         self.actives: list[Active] = []
-        for ask in asks:
-            n, first = ask.request.n, sum(active.ask.request.n for active in self.actives)
-            collector = Collector(tokenizer, len(ask.request.prompt_ids), n, ask.stop)
-            self.actives.append(Active(-1, ask, collector, self, first, set(range(n)), self.began))
-        self._pending: dict[int, Piece] = {}
-        self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the pieces
+        for prompt in prompts:
+            n, first = prompt.request.n, sum(active.prompt.request.n for active in self.actives)
+            collector = Collector(tokenizer, len(prompt.request.prompt_ids), n, prompt.stop)
+            self.actives.append(Active(-1, prompt, collector, self, first, set(range(n)), self.began))
+        self._pending: dict[int, AnswerDelta] = {}
+        self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
         self._error: StreamError | None = None
-        self._open = sum(ask.request.n for ask in asks)
+        self._open = sum(prompt.request.n for prompt in prompts)
 
     @property
     def choices(self) -> list[Choice]:
@@ -126,16 +126,16 @@ class Stream:
 
     def push(self, index: int, text: str, token: int | None, logprobs: Logprobs | None, finish: str | None) -> None:
         """Add to an answer."""
-        piece = self._pending.get(index)
-        if piece is None:
-            piece = self._pending[index] = Piece(index, "", [], [], None)
-        piece.text += text
+        delta = self._pending.get(index)
+        if delta is None:
+            delta = self._pending[index] = AnswerDelta(index, "", [], [], None)
+        delta.text += text
         if token is not None:
-            piece.token_ids.append(token)
+            delta.token_ids.append(token)
         if logprobs is not None:
-            piece.logprobs.append(logprobs)
+            delta.logprobs.append(logprobs)
         if finish:
-            piece.finish = finish
+            delta.finish = finish
             self._open -= 1
         if self._waiter is not None:
             self.wake()
@@ -162,15 +162,15 @@ class Stream:
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> list[Piece]:
+    async def __anext__(self) -> list[AnswerDelta]:
         while not self._pending:
             if self._error:
                 raise self._error
             if not self._open:
                 raise StopAsyncIteration
             await self._woken()
-        pieces, self._pending = list(self._pending.values()), {}
-        return pieces
+        deltas, self._pending = list(self._pending.values()), {}
+        return deltas
 
     def _woken(self) -> asyncio.Future[None]:
         assert self._waiter is None or self._waiter.done(), "a stream has one reader"

@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.runtime.completion import Choice
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Piece, Stream
+from lockstep.serve.stream import AnswerDelta, Stream
 from lockstep.serve.tensors import Tensor, of
 from lockstep.serve.triton_inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
 from lockstep.serve.triton_steps import postprocess, preprocess
@@ -109,19 +109,19 @@ class _Answer:
     sent: int = 0
     ended: bool = False
 
-    def take(self, piece: Piece) -> None:
+    def take(self, delta: AnswerDelta) -> None:
         """Add what came. What follows a stop sequence is left out, and so is the end token."""
-        for place, token in enumerate(piece.token_ids):
-            last = place == len(piece.token_ids) - 1
-            if last and piece.finish == "stop_id" and token in self.prompt.end_ids:
+        for place, token in enumerate(delta.token_ids):
+            last = place == len(delta.token_ids) - 1
+            if last and delta.finish == "stop_id" and token in self.prompt.end_ids:
                 break
             self.tokens.append(token)
-            if piece.logprobs:
-                self.log_probs.append(float(np.maximum(piece.logprobs[place].chosen, -9999.0)))
+            if delta.logprobs:
+                self.log_probs.append(float(np.maximum(delta.logprobs[place].chosen, -9999.0)))
             if any(tuple(self.tokens[-len(stop) :]) == stop for stop in self.prompt.stop_ids):
                 self.ended = True
                 break
-        self.ended = self.ended or piece.finish is not None
+        self.ended = self.ended or delta.finish is not None
 
 
 class Generation(Inference):
@@ -134,8 +134,8 @@ class Generation(Inference):
         self._tokenizer = triton.service.tokenizer
         self._in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
         self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
-        self._batch_size, self._n = batch.size, max(prompt.ask.request.n for prompt in prompts)
-        stream = self.stream = triton.service.submit([prompt.ask for prompt in prompts])
+        self._batch_size, self._n = batch.size, max(prompt.prompt_request.request.n for prompt in prompts)
+        stream = self.stream = triton.service.submit([prompt.prompt_request for prompt in prompts])
         self._answers = [
             _Answer(number, sequence, prompt, choice)
             for number, (prompt, active) in enumerate(zip(prompts, stream.actives))
@@ -169,13 +169,13 @@ class Generation(Inference):
         """Answers to which something was added, and what: text, or all of it where it is accumulated."""
         assert self.stream is not None
         try:
-            async for pieces in self.stream:
-                for piece in pieces:
-                    answer = self._answers[piece.index]
+            async for deltas in self.stream:
+                for delta in deltas:
+                    answer = self._answers[delta.index]
                     if answer.ended:
                         continue  # a stop sequence has ended it, and the engine did not know yet
-                    answer.take(piece)
-                    text = piece.text + (self._stop_word(answer, piece) if piece.finish == "stop_string" else "")
+                    answer.take(delta)
+                    text = delta.text + (self._stop_word(answer, delta) if delta.finish == "stop_string" else "")
                     answer.text += text
                     yield answer, answer.text if self._accumulates else text
                 if all(answer.ended for answer in self._answers):
@@ -183,19 +183,19 @@ class Generation(Inference):
         finally:
             self.close()
 
-    def _stop_word(self, answer: _Answer, piece: Piece) -> str:
+    def _stop_word(self, answer: _Answer, delta: AnswerDelta) -> str:
         """The stop word that ended an answer: upstream gives it out, the service does not."""
-        end = len(answer.text) + len(piece.text)
+        end = len(answer.text) + len(delta.text)
         text = self._tokenizer.decode(answer.tokens)
-        return next((word for word in answer.prompt.ask.stop if text.startswith(word, end)), "")
+        return next((word for word in answer.prompt.prompt_request.stop if text.startswith(word, end)), "")
 
     def _whole_text(self, answer: _Answer) -> str:
         """With the prompt before it unless that is excluded; up to the end of a stop word."""
-        prompt = [] if answer.prompt.exclude_input else list(answer.prompt.ask.request.prompt_ids)
+        prompt = answer.prompt.repeated_ids
         text = self._tokenizer.decode(prompt + answer.tokens)
         if answer.choice.finish == "stop_string":
             start = len(self._tokenizer.decode(prompt))
-            ends = [at + len(word) for word in answer.prompt.ask.stop if (at := text.find(word, start)) >= 0]
+            ends = [at + len(word) for word in answer.prompt.prompt_request.stop if (at := text.find(word, start)) >= 0]
             text = text[: min(ends, default=len(text))]
         return text
 
@@ -208,8 +208,7 @@ class Generation(Inference):
             made.append(of("text_output", "BYTES", [text.encode(errors="replace") for text in texts], len(texts)))
         else:
             rows = [
-                [*([] if answer.prompt.exclude_input or not with_prompt else answer.prompt.ask.request.prompt_ids)]
-                + answer.tokens[answer.sent :]
+                [*(answer.prompt.repeated_ids if with_prompt else ())] + answer.tokens[answer.sent :]
                 for answer in answers
             ]
             made.append(_padded("output_ids", "INT32", rows, -1, batch, each))

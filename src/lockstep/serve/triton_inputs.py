@@ -14,7 +14,7 @@ from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Ask
+from lockstep.serve.stream import PromptRequest
 from lockstep.serve.tensors import Tensor
 from lockstep.serve.triton_models import NEVER_MADE, Model, Spec
 from lockstep.serve.words import with_spaces, words
@@ -46,11 +46,16 @@ class Prompt:
     """One element of a batch. end_ids: tokens that end it and are not given out; stop_ids: sequences of tokens that end
     it and are."""
 
-    ask: Ask
+    prompt_request: PromptRequest
     end_ids: frozenset[int]
     stop_ids: tuple[tuple[int, ...], ...]
     exclude_input: bool
     log_probs: bool
+
+    @property
+    def repeated_ids(self) -> list[int]:
+        """Return the prompt's tokens that the answer begins with: all, or none where the input is excluded."""
+        return [] if self.exclude_input else list(self.prompt_request.request.prompt_ids)
 
 
 class Batch:
@@ -122,7 +127,7 @@ async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any =
     """What the prompts of a batch for a model that makes tokens ask for. fold_ids: see `Triton`. lora: the request's
     parameter of this name, an adapter's. Raises BadRequest."""
     prompts = [await _prompt(batch, number, service, fold_ids, lora) for number in range(batch.size)]
-    if len({prompt.ask.request.n for prompt in prompts}) > 1:
+    if len({prompt.prompt_request.request.n for prompt in prompts}) > 1:
         raise BadRequest("num_return_sequences: expected the same for all prompts of a batch, found different ones")
     return prompts
 
@@ -190,7 +195,7 @@ async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, l
     adapter = _adapter(batch, number, service, lora)
     request = Request(ids, min(wanted, room), None, frozenset(ends), sampling, n, adapter=adapter)
     exclude = batch.value("exclude_input_in_output", number, False)
-    return Prompt(Ask(request, stop), end_ids, stop_ids, exclude, log_probs)
+    return Prompt(PromptRequest(request, stop), end_ids, stop_ids, exclude, log_probs)
 
 
 def _sampling(
