@@ -153,7 +153,10 @@ def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
 
 
 def _allow_connections(number: int) -> None:
-    """Let this process have so many files open at once, as far as it may: a connection is one."""
+    """Raise this process's limit of open files to that many connections.
+
+    As far as the hard limit allows: each connection is an open file.
+    """
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The commands that show what the checks said: `lockstep summary`, `lockstep report`."""
+"""The commands that show the checks: `lockstep summary`, `lockstep report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The commands that list targets and print graphs: `lockstep targets`, `lockstep show GRAPH`."""
+"""The commands that list targets and print graphs.
+
+`lockstep targets` and `lockstep show GRAPH`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
 
 
 def _layers(path: Path) -> dict[str, Any]:
-    """Return which block class, attention variant and exit each layer uses, and the digests of their graphs."""
+    """Return each layer's block class, attention variant and exit.
+
+    With them the SHA-256 of their graphs.
+    """
     from lockstep.artifacts.assembly import Assembly
 
     assembly = Assembly.load(path)

@@ -1,4 +1,4 @@
-"""What a server is asked by: an endpoint's name in, its requests and what takes their answers out."""
+"""The endpoints of a server: requests in, records of their answers out."""
 
 from __future__ import annotations
 
@@ -21,16 +21,25 @@ class Endpoint(Protocol):
     """Takes requests of one kind."""
 
     async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
-        """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""
+        """Send a request and fill its record.
+
+        Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds.
+        """
 
     async def whole(self, path: str, body: bytes, timeout: float) -> wire.Whole:
-        """Return an answer that is no stream. Raises NoAnswer, ValueError and asyncio.TimeoutError."""
+        """Return an answer that is not streamed.
+
+        Raises NoAnswer, ValueError and asyncio.TimeoutError.
+        """
 
 
 def request(
     endpoint: str, prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool = True
 ) -> tuple[str, bytes]:
-    """Return the path and the body of a request. Raises InputError for a prompt that the endpoint does not take."""
+    """Return the path and the body of a request.
+
+    Raises InputError for a prompt that the endpoint does not take.
+    """
     if endpoint == "grpc":
         return _grpc().request(prompt, model, extra, stream)
     if endpoint == "triton":
