@@ -29,7 +29,7 @@ _CONFIG = click.option(
 
 
 class _Amount(click.ParamType):
-    """A number with a unit: bytes or seconds."""
+    """A parameter type: a number with a unit, of bytes or seconds."""
 
     def __init__(self, name: str, units: dict[str, int], end: str, example: str) -> None:
         self.name, self.units, self.end, self.example = name, units, end, example
@@ -90,7 +90,7 @@ def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
 def prune(
     max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None, as_json: bool
 ) -> None:
-    """Drop what is not used, what is damaged, what nothing names."""
+    """Drop entries that are unused or damaged, and files that no entry names."""
     from lockstep.provenance.cache.upkeep import bytes_text, look, summary
     from lockstep.provenance.cache.upkeep import prune as drop
 
@@ -107,7 +107,10 @@ def prune(
 @_CACHE
 @_CONFIG
 def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
-    """Hash all of it. Exit code 0 if it is whole, else 1."""
+    """Hash all files of the cache.
+
+    Exit code 0 if it is whole, else 1.
+    """
     from lockstep.provenance.cache.upkeep import look, summary
     from lockstep.provenance.cache.upkeep import verify as check
 

@@ -1,4 +1,4 @@
-"""What all groups of commands share."""
+"""The group of commands that handles errors for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The target or bundle that text is generated from, or that is served."""
+"""The target or bundle that a command generates text from, or serves."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 class _Bytes(click.ParamType):
-    """A number of bytes: 1048576, 1M, 1.5GiB."""
+    """A parameter type: a number of bytes, such as 1048576, 1M or 1.5GiB."""
 
     name = "bytes"
 

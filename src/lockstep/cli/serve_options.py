@@ -61,7 +61,7 @@ class ServeOptions:
 
 
 def _check_ranks(place: Opened, asked: int | None) -> None:
-    """Raise InputError where another degree is asked for than that of the graphs."""
+    """Raise InputError unless the graphs are split over as many ranks as requested."""
     from lockstep.artifacts.assembly import Assembly
 
     ranks = Assembly.load(place.assembly).tensor_parallel

@@ -76,7 +76,7 @@ def _layers(path: Path) -> dict[str, Any]:
 @click.argument("graph", type=click.Path(path_type=Path))
 @JSON
 def show(graph: Path, as_json: bool) -> None:
-    """Print a graph so that a person can read it: operators, shapes, slots."""
+    """Print the operators, shapes and slots of a graph."""
     from lockstep.cli.graph_json import graph_json
     from lockstep.onnx_tools.show import show as text
 

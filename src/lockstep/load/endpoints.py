@@ -18,7 +18,7 @@ TRITON = ("triton", "grpc")  # no model is named, no tokens are counted and no r
 
 
 class Endpoint(Protocol):
-    """Takes requests of one kind."""
+    """A sender of requests of one kind."""
 
     async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
         """Send a request and fill its record.
@@ -49,7 +49,7 @@ def request(
 
 @contextlib.asynccontextmanager
 async def opened(client: Client, endpoint: str) -> AsyncIterator[Endpoint]:
-    """Give what takes requests of an endpoint of `ENDPOINTS`."""
+    """Open an endpoint of `ENDPOINTS`, for as long as the context lasts."""
     if endpoint == "grpc":
         async with _grpc().GrpcEndpoint(client) as found:
             yield found
@@ -58,7 +58,7 @@ async def opened(client: Client, endpoint: str) -> AsyncIterator[Endpoint]:
 
 
 class HttpEndpoint:
-    """Requests over HTTP."""
+    """A sender of requests over HTTP."""
 
     def __init__(self, client: Client, endpoint: str) -> None:
         self._client = client

@@ -35,7 +35,10 @@ class NoAnswer(Exception):
 
 @dataclass
 class Answer:
-    """An answer. body: what came, where nobody took the pieces."""
+    """The answer to a request.
+
+    body: what came of it, unless a callback took the pieces.
+    """
 
     status: int
     headers: dict[str, str]

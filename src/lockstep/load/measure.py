@@ -26,7 +26,7 @@ from lockstep.load.wire import said
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What is asked of a server.
+    """The load that a server is measured under.
 
     workload: what a report calls the prompts; rates: requests per second, one run each, infinity for all at once;
     extra: fields of each request's body; cancel: the share of requests that are cancelled, at most `cancel_within`

@@ -53,7 +53,7 @@ def request(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) 
 
 
 class TritonReader(Reader):
-    """Reads Triton's events."""
+    """A reader of Triton's events."""
 
     def _event(self, event: bytes, now: float) -> None:
         try:
@@ -98,7 +98,10 @@ def answered(value: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def read_whole(answer: Answer) -> Whole:
-    """Return what an answer that is no stream holds. Raises ValueError with one line."""
+    """Return what an answer that is not streamed holds.
+
+    Raises ValueError with one line.
+    """
     if answer.status != 200:
         raise ValueError(f"HTTP {answer.status}: {said(bytes(answer.body))}")
     try:

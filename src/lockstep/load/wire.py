@@ -97,7 +97,7 @@ class Reader:
 
 
 class StreamReader(Reader):
-    """Reads OpenAI's events."""
+    """A reader of OpenAI's events."""
 
     def __init__(self, record: Record, start: float) -> None:
         super().__init__(record, start)
@@ -135,7 +135,10 @@ class StreamReader(Reader):
 
 
 def read_whole(answer: Answer) -> Whole:
-    """Return what an answer that is no stream holds. Raises ValueError with one line."""
+    """Return what an answer that is not streamed holds.
+
+    Raises ValueError with one line.
+    """
     if answer.status != 200:
         raise ValueError(f"HTTP {answer.status}: {said(bytes(answer.body))}")
     try:
@@ -168,7 +171,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def said(data: bytes) -> str:
-    """Return what the body of a refusal says, as one line."""
+    """Return the error in the body of a refusal, as one line."""
     try:
         return error_line(json.loads(data))
     except ValueError:
@@ -176,6 +179,6 @@ def said(data: bytes) -> str:
 
 
 def quoted(data: bytes) -> str:
-    """Return the beginning of what came, as one line."""
+    """Return the beginning of an answer's bytes, as one line."""
     text = " ".join(data.decode("utf-8", "replace").split())
     return repr(text if len(text) <= 100 else f"{text[:97]}...") if text else "nothing"

@@ -1,4 +1,4 @@
-"""What is sent: prompts from a file, a trace, or drawn with given lengths.
+"""The prompts of a workload: from a file, a trace, or drawn by length.
 
 Drawn prompts are token ids, so that they have the lengths that were drawn whatever the tokenizer: ids from 16 to 255,
 which every vocabulary has (bytes in most). They make no text that a model was trained on, so they measure speed only.
