@@ -21,6 +21,7 @@ INSIDE = {
     "serve.bodies": "a server on engines that are of no target",
     "serve.run": "the same",
     "serve.service": "the same",
+    "serve.settings": "the same",
     "runtime.scheduler": "what the scheduler's share of a step takes",
     "step.pages": "a pool of pages for the scheduler alone",
     # `decode`, `small_weights` and `tiny`: exports of shapes and of tiny models, which are no checkpoints.

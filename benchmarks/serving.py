@@ -239,18 +239,17 @@ def serve(place: Place) -> None:
     from lockstep.serve.bodies import Access
     from lockstep.serve.run import Address
     from lockstep.serve.run import serve as run_server
-    from lockstep.serve.service import Service, ServiceLimits
+    from lockstep.serve.service import Service
+    from lockstep.serve.settings import EngineOptions, ServiceLimits
 
     with tempfile.TemporaryDirectory() as folder:
-        asked = {
-            "engines": place.engines, "assembly": place.assembly, "weights": place.weights, "layers": "all",
-            "limits": {"max_input_len": place.limits["max_seq_len"], **place.limits}, "threads": place.threads,
-            "kv_bytes": place.kv_bytes, "chunk_size": None, "prefix_caching": False, "admission": "guaranteed",
-            "grammar_seconds": 5.0,
-            "long_prefill_token_threshold": None,
-        }  # fmt: skip
+        options = EngineOptions(
+            place.engines, place.assembly, place.weights, "all",
+            {"max_input_len": place.limits["max_seq_len"], **place.limits},
+            place.threads, place.kv_bytes, prefix_caching=False,
+        )  # fmt: skip
         limits = ServiceLimits(max_queue=4096, queue_timeout=600, start=STARTS)
-        service = Service("model", _tokenizer(place, Path(folder)), place.python, asked, limits)
+        service = Service("model", _tokenizer(place, Path(folder)), place.python, options, limits)
         run_server(service, Address(port=0), Access(), 0, lambda line: print(line, flush=True))
 
 

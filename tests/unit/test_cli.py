@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -51,7 +52,9 @@ def test_without_results_a_command_says_run_snakemake_first(
         main(list(arguments), prog_name="lockstep")
     said = capsys.readouterr()
     assert ended.value.code == 2 and not said.out
-    (line,) = said.err.splitlines()
+    *steps, line = said.err.splitlines()
+    assert len(steps) <= 1, "the first of several"
+    assert all(re.match(rf"step 1 of \d+: {arguments[0]} demo-llama/", step) for step in steps)
     assert line.startswith("lockstep: error: results") and "expected" in line and "run snakemake first" in line
     assert sorted(project.rglob("*")) == before
 

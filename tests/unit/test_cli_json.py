@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import shared_cache
 from demo_model import ROOT
+from recorded import recorded
 
-from lockstep.artifacts.files import write_json
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.summary import Reproduction
 from lockstep.cli.main import main
 from lockstep.config.load import load_given
-from lockstep.targets import Target
+from lockstep.serve.triton_repository.write import Repository, write_repository
+from lockstep.targets import Results, Target
 
 TARGET = "demo-llama/fp16/all/onnxruntime"
 
@@ -45,10 +50,66 @@ def test_targets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and len(found["targets"]) == 14 and one in found["targets"]
 
 
-def test_targets_with_layers_are_text_only(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.exports
+def test_targets_with_layers(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    graphs = Results(project / "results").assembly("demo-llama", "fp16").parent
+    shutil.copytree(demo.assembly("demo-llama", "fp16").parent, graphs)
+    found, code = told(capsys, "targets", "--verbose")
+    assert code == 0 and len(found["targets"]) == 14
+    tables = {(each["model"], each["precision"]): each for each in found["graphs"]}
+    table, assembly = tables["demo-llama", "fp16"], Assembly.load(graphs / "assembly.json")
+    assert [layer["block"] for layer in table["layers"]] == [layer.block.graph for layer in assembly.layers]
+    assert {(layer["attention"], layer["exit"]) for layer in table["layers"]} == {
+        (layer.variant, layer.exit.graph) for layer in assembly.layers
+    }
+    middle = assembly.layers[1].block.graph
+    assert table["sha256"][middle] == sha256_file(graphs / assembly.classes[middle].file)
+    assert tables["demo-llama", "fp32"] == {"model": "demo-llama", "precision": "fp32", "layers": None}
+
+
+@pytest.mark.exports
+def test_show(demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    assembly = Assembly.load(demo.assembly("demo-llama", "fp16"))
+    graph = assembly.classes[assembly.layers[1].block.graph]
+    path = demo.assembly("demo-llama", "fp16").parent / graph.file
+    found, code = told(capsys, "show", path)
+    signature = {
+        name: [io.to_json() for io in getattr(graph.signature, name)] for name in ("inputs", "slots", "outputs")
+    }
+    assert code == 0 and {name: found[name] for name in signature} == signature
+    operators = onnx.load(path).graph.node
+    assert [each["op_type"] for each in found["operators"]] == [node.op_type for node in operators]
+    assert found["file"] == path.name and found["opset"] >= 18
+
+
+def test_stages_print_a_line_for_each_artefact(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_models(project)
     with pytest.raises(SystemExit) as ended:
-        main(["targets", "--json", "--verbose"], prog_name="lockstep")
-    assert ended.value.code == 2 and "expected --json or --verbose" in capsys.readouterr().err
+        main(["fetch", "--json"], prog_name="lockstep")
+    said = capsys.readouterr()
+    folder = str((project / "resources" / "demo-llama").resolve())
+    entries = [json.loads(line) for line in said.out.splitlines()]
+    assert ended.value.code == 0 and [Path(entry["output"]).resolve() for entry in entries] == 2 * [Path(folder)]
+    assert [(entry["stage"], entry["names"]) for entry in entries] == [
+        ("fetch", {"model": "demo-llama"}),
+        ("fetch", {"model": "other"}),
+    ]
+
+
+def test_stages_count_their_steps_where_there_is_no_terminal(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, where there are several."""
+    main(["fetch"], prog_name="lockstep", standalone_mode=False)
+    assert capsys.readouterr().err == ""
+    two_models(project)
+    main(["fetch"], prog_name="lockstep", standalone_mode=False)
+    assert capsys.readouterr().err.splitlines() == ["step 1 of 2: fetch demo-llama", "step 2 of 2: fetch other"]
+
+
+def two_models(project: Path) -> None:
+    """Have the config name the demo's model a second time."""
+    config = load_given(None).dump()
+    config["models"]["other"] = config["models"]["demo-llama"]
+    (project / "config" / "config.yaml").write_text(json.dumps(config))
 
 
 def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +121,41 @@ def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.Capt
 def test_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, code = told(capsys, "summary")
     assert code == 0 and [row["verdict"] for row in found["targets"]] == ["not run"] * 14
+
+
+def test_report(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, code = told(capsys, "report")
+    assert code == 0 and found == {"report": "results/report/index.html", "summary": "results/summary.json"}
+    assert all(Path(path).is_file() for path in found.values())
+
+
+@pytest.mark.exports
+def test_bundle(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(demo, project / "results")
+    found, code = told(capsys, "bundle", TARGET, "--out", "demo.tar")
+    about = {"path": "demo.tar", "sha256": sha256_file("demo.tar"), "size": Path("demo.tar").stat().st_size}
+    assert code == 0 and found == {"target": TARGET, "weights": False, **about}
+
+
+def test_lock(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the checks of a finished model: tests/workflow/test_locks.py has them."""
+    monkeypatch.setattr("lockstep.provenance.lockfile.collect", lambda results, model: {"model": model})
+    found, code = told(capsys, "lock")
+    (entry,) = found["locks"]
+    path = Path("locks/demo-llama.lock.json")
+    about = {"path": str(path), "sha256": sha256_file(path), "size": path.stat().st_size}
+    assert code == 0 and entry == {"model": "demo-llama", **about}
+
+
+def test_triton_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    repository = tmp_path / "repository"
+    socket = tmp_path / "socket"
+    write_repository(Repository((sys.executable, "--unix", str(socket)), socket, 4), repository)
+    assert told(capsys, "triton", "--check", repository) == ({"repository": str(repository), "faults": []}, 0)
+    (repository / "ensemble" / "config.pbtxt").unlink()
+    found, code = told(capsys, "triton", "--check", repository)
+    (fault,) = found["faults"]
+    assert code == 1 and "ensemble/config.pbtxt" in fault
 
 
 def test_explain(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

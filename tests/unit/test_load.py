@@ -21,7 +21,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.load import arrivals, workload
 from lockstep.load.figures import figures, goals
 from lockstep.load.http import Client
-from lockstep.load.measure import Plan, measure
+from lockstep.load.measure import LoadSpec, measure
 from lockstep.load.records import CANCELLED, COMPLETED, FAILED, REFUSED, Prompt, Record
 from lockstep.load.report import LoadReport
 from lockstep.load.sse import EventReader
@@ -39,13 +39,13 @@ def prompts(number: int, tokens: int = 4) -> list[Prompt]:
     return [Prompt([17, 18, 19], tokens) for _ in range(number)]
 
 
-def records_of(server: ScriptedServer, plan: Plan) -> list[Record]:
-    """The records of the plan's only run."""
+def records_of(server: ScriptedServer, spec: LoadSpec) -> list[Record]:
+    """The records of the spec's only run."""
 
     async def run() -> list[Record]:
         client = Client(server.url)
         async with client:
-            _, found = await measure(client, plan, None, lambda line: None)
+            _, found = await measure(client, spec, None, lambda line: None)
         (records,) = found.values()
         return records
 
@@ -105,9 +105,9 @@ def test_other_arrivals() -> None:
 
 
 def test_a_stall_of_the_server_is_in_the_latency_of_all_that_were_due_meanwhile(server: ScriptedServer) -> None:
-    plan = Plan(prompts(20, 1), {}, rates=(20.0,), arrivals="constant", warmup=0)
+    spec = LoadSpec(prompts(20, 1), {}, rates=(20.0,), arrivals="constant", warmup=0)
     server.stall(0.3, 0.5)
-    records = records_of(server, plan)
+    records = records_of(server, spec)
     latencies = [1000 * (record.latency or 0) for record in records]
     held = [latency for latency in latencies if latency > 50]
     # Ten are due in half a second, and each waits for what is left of it: the first for nearly all, the last for 50 ms.
@@ -123,7 +123,7 @@ def test_what_waits_for_its_turn_has_the_wait_in_its_latency(server: ScriptedSer
         yield "w "
 
     server.script = slow
-    records = records_of(server, Plan(prompts(6, 1), {}, concurrency=1, warmup=0))
+    records = records_of(server, LoadSpec(prompts(6, 1), {}, concurrency=1, warmup=0))
     for number, record in enumerate(records):
         assert record.scheduled == 0 and record.sent is not None and record.latency is not None
         assert record.sent >= 0.05 * number and record.latency >= 0.05 * (number + 1)
@@ -132,14 +132,14 @@ def test_what_waits_for_its_turn_has_the_wait_in_its_latency(server: ScriptedSer
 
 def test_a_slow_answer_delays_no_later_request(server: ScriptedServer) -> None:
     server.script = lambda body, number: iter((1.0, "late ") if number == 0 else ("soon ",))
-    records = records_of(server, Plan(prompts(5, 1), {}, rates=(20.0,), arrivals="constant", warmup=0))
+    records = records_of(server, LoadSpec(prompts(5, 1), {}, rates=(20.0,), arrivals="constant", warmup=0))
     assert (records[0].latency or 0) >= 1
     assert all((record.end or 9) < 1 for record in records[1:])  # they were done before the first had begun
 
 
 def test_the_first_token_is_the_first_text_and_not_the_role(server: ScriptedServer) -> None:
     server.script = lambda body, number: iter((0.1, "a ", 0.1, "b "))
-    (record,) = records_of(server, Plan([Prompt("hello there", 2)], {}, endpoint="chat", warmup=0))
+    (record,) = records_of(server, LoadSpec([Prompt("hello there", 2)], {}, endpoint="chat", warmup=0))
     assert record.ttft is not None and record.ttft >= 0.1 and len(record.gaps) == 1 and record.gaps[0] >= 0.099
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello there"}]
 
@@ -147,8 +147,9 @@ def test_the_first_token_is_the_first_text_and_not_the_role(server: ScriptedServ
 def test_connections_are_used_again_but_not_after_a_pause(server: ScriptedServer) -> None:
     """A server closes what is idle for long, and a request that meets the closing would fail."""
     due = [0.0, 0.1, 0.2, 1.5, 1.6]
-    plan = Plan([Prompt("a", 1, at) for at in due], {}, concurrency=1, warmup=0)  # else a slow answer takes another one
-    records = records_of(server, plan)
+    one_by_one = {"concurrency": 1, "warmup": 0}  # else a slow answer takes another one
+    spec = LoadSpec([Prompt("a", 1, at) for at in due], {}, **one_by_one)
+    records = records_of(server, spec)
     assert all(record.status == COMPLETED for record in records) and server.connections == 2
 
 
@@ -172,15 +173,15 @@ def test_without_httptools_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "httptools", None)
     code, _, err = told(capsys, "http://127.0.0.1:1", "--token-norm-dist", "4,1,4,1")
-    assert code == 2 and err.endswith("install lockstep[load]\n") and len(err.splitlines()) == 1
+    assert code == 2 and err.endswith('pip install "lockstep[load]"\n') and len(err.splitlines()) == 1
 
 
 # --- cancel
 
 
 def test_cancelled_requests_leave_and_are_in_no_time(server: ScriptedServer) -> None:
-    plan = Plan(prompts(40, 200), {}, cancel=0.5, cancel_within=0.05, warmup=0)
-    records = records_of(server, plan)
+    spec = LoadSpec(prompts(40, 200), {}, cancel=0.5, cancel_within=0.05, warmup=0)
+    records = records_of(server, spec)
     cancelled = [record for record in records if record.status == CANCELLED]
     expected = [after is not None for after in arrivals.cancellations(40, 0.5, 0.05, 0)]
     assert [record.status == CANCELLED for record in records] == expected and 10 < len(cancelled) < 30
@@ -210,7 +211,7 @@ def test_cancelled_requests_leave_and_are_in_no_time(server: ScriptedServer) -> 
 )
 def test_an_answer_that_is_not_whole_is_a_failure(server: ScriptedServer, steps: tuple[Step, ...], said: str) -> None:
     server.script = lambda body, number: iter(steps if number == 1 else ("a ",))
-    records = records_of(server, Plan(prompts(3, 1), {}, concurrency=1, warmup=0))
+    records = records_of(server, LoadSpec(prompts(3, 1), {}, concurrency=1, warmup=0))
     assert [record.status for record in records] == [COMPLETED, FAILED, COMPLETED]
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(records[1].error)
@@ -218,20 +219,20 @@ def test_an_answer_that_is_not_whole_is_a_failure(server: ScriptedServer, steps:
 
 def test_an_answer_without_usage_is_a_failure(server: ScriptedServer) -> None:
     server.usage = lambda body: {}
-    (record,) = records_of(server, Plan(prompts(1), {}, warmup=0))
+    (record,) = records_of(server, LoadSpec(prompts(1), {}, warmup=0))
     assert record.status == FAILED and "usage" in (record.error or "")
 
 
 def test_refusals_are_counted_apart_from_failures(server: ScriptedServer) -> None:
     server.refusal = lambda number: {0: (429, "queue full"), 1: (503, "draining"), 2: (500, "no")}.get(number)
-    records = records_of(server, Plan(prompts(4), {}, concurrency=1, warmup=0))
+    records = records_of(server, LoadSpec(prompts(4), {}, concurrency=1, warmup=0))
     assert [record.status for record in records] == [REFUSED, REFUSED, FAILED, COMPLETED]
     assert records[0].error == "HTTP 429: queue full" and records[2].http_status == 500
 
 
 def test_a_request_that_takes_too_long_is_a_failure(server: ScriptedServer) -> None:
     server.script = lambda body, number: iter((5.0, "a "))
-    (record,) = records_of(server, Plan(prompts(1), {}, timeout=0.1, warmup=0))
+    (record,) = records_of(server, LoadSpec(prompts(1), {}, timeout=0.1, warmup=0))
     assert record.status == FAILED and "within 0.1 s" in (record.error or "")
 
 
@@ -332,7 +333,7 @@ def test_requests_of_a_trace_are_sent_at_its_times_and_share_its_prefixes(
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = workload.trace(path, None, 64, 0)
-    records = records_of(server, Plan(made, {}, warmup=0))
+    records = records_of(server, LoadSpec(made, {}, warmup=0))
     assert [round(record.scheduled, 9) for record in records] == [0, 0.1, 0.2]
     assert all(record.sent is not None and record.sent >= record.scheduled for record in records)
     one, text, two = (body["prompt"] for body in server.bodies)
@@ -514,7 +515,7 @@ def test_failed_requests_end_with_exit_code_1(server: ScriptedServer, capsys: py
     assert code == 1 and "Failed" in out and "1 requests failed, the first, 1: HTTP 500: broken" in err
     with pytest.raises(CheckError, match="warm-up's request 0 to be completed, found HTTP 500: broken"):
         server.refusal = lambda number: (500, "broken")
-        records_of(server, Plan(prompts(1), {}))
+        records_of(server, LoadSpec(prompts(1), {}))
 
 
 def test_the_key_of_a_file_is_sent(server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 import yaml
 from checkout import REPOSITORY
+
+import without_extras
+from lockstep.cli.extras import EXTRAS
+from lockstep.cli.main import main
+from lockstep.pipeline.stages import STAGES
 
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 
@@ -79,3 +86,71 @@ def test_a_stage_of_an_installed_wheel_says_that_it_needs_a_checkout(installed: 
     assert process.returncode == 2
     (line,) = process.stderr.splitlines()
     assert "envs/requirements.txt: expected the pinned packages, found no file" in line and "checkout" in line
+
+
+TARGET = "demo-llama/fp16/all"
+# What each command needs beside pyproject's `dependencies`, and arguments with which it comes to need it.
+NEEDS = {
+    **{name: ("workflow", ()) for name, entry in STAGES.items() if entry.help},
+    "summary": ("workflow", ()),
+    "report": ("workflow", ()),
+    "targets": ("workflow", ()),
+    "show": (None, ("graph.onnx",)),
+    "bisect": ("workflow", (TARGET,)),
+    "generate": ("workflow", ("--target", TARGET, "--prompt", "A")),
+    "explain": ("workflow", (TARGET,)),
+    "bundle": ("workflow", (TARGET,)),
+    "reproduce": ("workflow", (TARGET,)),
+    "serve": ("workflow", (TARGET,)),
+    "load": ("load", ("http://127.0.0.1:9", "--token-norm-dist", "4,0,4,0")),
+    "triton": ("serve", (TARGET, "repository")),
+    "cache": ("workflow", ("ls",)),
+    "lock": (None, ()),
+    "verify": (None, ()),
+    "diff": (None, ("one.lock.json", "two.lock.json")),
+}
+
+
+def test_each_extra_of_pyproject_is_in_the_table() -> None:
+    """By the names that its packages are imported under, where they are others."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    imported = {"pyyaml": "yaml", "grpcio": "grpc", "protobuf": "google.protobuf"}
+    extras: dict[str, set[str]] = {}
+    for extra, requirements in project["optional-dependencies"].items():
+        names = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
+        if extra != "test":
+            extras[extra] = {imported.get(name, name.replace("-", "_")) for name in names if name != "lockstep"}
+    assert set(EXTRAS) == set().union(*extras.values())
+    assert not [module for module, extra in EXTRAS.items() if module not in extras[extra]]
+    assert not set(EXTRAS) & set(project["dependencies"])
+
+
+@pytest.mark.parametrize("command", main.commands)
+def test_a_command_names_the_extra_that_it_needs(command: str, installed: Path, tmp_path: Path) -> None:
+    """With pyproject's `dependencies` alone. What needs no more says what else is missing."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "config.json").write_text('{"models": {"demo-llama": {}}}')
+    extra, arguments = NEEDS[command]
+    process = python(
+        *(without_extras.__file__, command, *arguments), folder=tmp_path, check=False, PYTHONPATH=str(installed)
+    )
+    (line,) = process.stderr.splitlines()
+    assert process.returncode == (1 if command == "verify" else 2)
+    assert "Traceback" not in process.stdout + process.stderr
+    assert line.startswith("lockstep: error: ")
+    if extra is None:
+        assert "Python package" not in line
+    else:
+        assert line.startswith(f"lockstep: error: {command}: needs the Python package '")
+        assert line.endswith(f'which is not installed here; pip install "lockstep[{extra}]"')
+
+
+def test_the_program_explains_itself_without_any_extra(installed: Path, tmp_path: Path) -> None:
+    """What a bundle generates without them is in tests/unit/test_bundle.py."""
+    for arguments, text in (
+        (("--help",), "generate"),
+        (("--version",), "lockstep 0."),
+        (("serve", "-h"), "--grpc-port"),
+    ):
+        process = python(without_extras.__file__, *arguments, folder=tmp_path, PYTHONPATH=str(installed))
+        assert text in process.stdout

@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli.load_options import LoadOptions, load_spec
 from lockstep.cli.terminal import JSON, echo_json
 from lockstep.errors import CheckError, InputError
 
 if TYPE_CHECKING:
-    from lockstep.load.measure import Plan
-    from lockstep.load.records import Prompt, Record
+    from lockstep.load.measure import LoadSpec
+    from lockstep.load.records import Record
     from lockstep.load.report import LoadReport
 
 _LATE = 0.005  # seconds: a quarter of a decode step's usual 20 ms
-_WORKLOADS = ("dataset", "token-norm-dist", "token-from-histogram", "trace")
 
 
 class _Rates(click.ParamType):
-    """Requests per second, several by commas; -1 and inf are all at once."""
+    """A parameter type: requests per second, several by commas.
+
+    -1 and inf are all at once.
+    """
 
     name = "rates"
 
@@ -125,34 +128,38 @@ def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
     from lockstep.load.http import Client
     from lockstep.load.report import LoadReport, table, worse
 
-    plan = _plan(workload, given)
-    base = LoadReport.load(given["check"]) if given["check"] else None
-    client = Client(url, _api_key(given["api_key_file"]))
-    _allow_connections(plan.concurrency or len(plan.prompts))
-    if given["functional"]:
-        found = asyncio.run(_functional(client, plan, given["model"], given["exact"]))
+    options = LoadOptions(**given)
+    spec = load_spec(workload, options)
+    base = LoadReport.load(options.check) if options.check else None
+    client = Client(url, _api_key(options.api_key_file))
+    _allow_connections(spec.concurrency or len(spec.prompts))
+    if options.functional:
+        found = asyncio.run(_functional(client, spec, options.model, options.exact))
         if as_json:
             return echo_json({"prompts": found.prompts, "different": found.different})
         different = f"{len(found.different)} of them with another text among the others than alone"
         return click.echo(f"{found.prompts} prompts answered, alone, streamed and all at once; {different}")
-    report, records = asyncio.run(_measured(client, plan, given["model"]))
+    report, records = asyncio.run(_measured(client, spec, options.model))
     if as_json:
         echo_json(report.to_json())
     else:
         click.echo(table(report.runs))
-    if given["out"]:
-        _write(given["out"], report, records)
+    if options.out:
+        _write(options.out, report, records)
     _warn(report)
-    if base and (lines := worse(report, base, given["rtol"])):
+    if base and (lines := worse(report, base, options.rtol)):
         for line in lines[1:]:
             click.echo(line, err=True)
-        raise CheckError(f"{given['check']}: {lines[0]}{f'; {len(lines) - 1} more stand above' if lines[1:] else ''}")
+        raise CheckError(f"{options.check}: {lines[0]}{f'; {len(lines) - 1} more stand above' if lines[1:] else ''}")
     if failed := [each for run in records.values() for each in run if each.status == "failed"]:
         raise CheckError(f"{url}: {len(failed)} requests failed, the first, {failed[0].number}: {failed[0].error}")
 
 
 def _allow_connections(number: int) -> None:
-    """Let this process have so many files open at once, as far as it may: a connection is one."""
+    """Raise this process's limit of open files to that many connections.
+
+    As far as the hard limit allows: each connection is an open file.
+    """
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -161,112 +168,21 @@ def _allow_connections(number: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _functional(client: Any, plan: Plan, model: str | None, exact: bool) -> Any:
+async def _functional(client: Any, spec: LoadSpec, model: str | None, exact: bool) -> Any:
     from lockstep.load.functional import check
     from lockstep.load.measure import model_of
 
     async with client:
-        return await check(client, plan, await model_of(client, plan, model), exact)
+        return await check(client, spec, await model_of(client, spec, model), exact)
 
 
-async def _measured(client: Any, plan: Plan, model: str | None) -> tuple[LoadReport, dict[float | None, list[Record]]]:
+async def _measured(
+    client: Any, spec: LoadSpec, model: str | None
+) -> tuple[LoadReport, dict[float | None, list[Record]]]:
     from lockstep.load.measure import measure
 
     async with client:
-        return await measure(client, plan, model, lambda line: click.echo(line, err=True))
-
-
-def _plan(workload: str | None, given: dict[str, Any]) -> Plan:
-    from lockstep.load.arrivals import SPELLINGS
-    from lockstep.load.figures import goals
-    from lockstep.load.measure import Plan
-
-    endpoint = given["endpoint"] or "completions"
-    if given["protocol"] == "grpc":
-        if given["endpoint"] in ("completions", "chat"):
-            raise InputError(f"load: expected --endpoint triton over gRPC, found {endpoint}; leave it or -i out")
-        endpoint = "grpc"
-    prompts, about = _prompts(workload, given)
-    prompts, about = _as_ids(prompts, given["tokenizer_dir"], given["max_input_len"], about)
-    arrivals = SPELLINGS.get(given["arrivals"], given["arrivals"])
-    extra = _extra(given["body"])
-    if about["kind"] in ("token-norm-dist", "histogram") and "ignore_eos" not in extra:
-        extra["ignore_eos"] = True  # answers have the drawn lengths
-    if given["exact"] and not given["functional"]:
-        raise InputError("load: expected --exact with --functional, found it alone")
-    if about["kind"] == "trace" and given["rate"] != (math.inf,):
-        raise InputError("load: expected --trace or --rate, found both: a trace says when its requests are due")
-    names = ("seed", "concurrency", "cancel", "cancel_within", "timeout", "warmup")
-    rest = {name: given[name] for name in names}
-    return Plan(prompts, about, endpoint, given["rate"], arrivals, extra=extra, goodput=goals(given["goodput"]), **rest)
-
-
-def _prompts(workload: str | None, given: dict[str, Any]) -> tuple[list[Prompt], dict[str, Any]]:
-    """The prompts, and what a report says of them."""
-    from lockstep.artifacts.files import sha256_file
-    from lockstep.load import workload as made
-
-    kind = workload and {"token-from-histogram": "histogram"}.get(name := workload.replace("_", "-"), name)
-    if workload and workload.replace("_", "-") not in _WORKLOADS:
-        raise InputError(f"load: expected a workload of {', '.join(_WORKLOADS)}, found {workload!r}")
-    if given["input_mean"] is not None or given["output_mean"] is not None:
-        if given["token_norm_dist"] or given["input_mean"] is None or given["output_mean"] is None:
-            raise InputError("load: expected --token-norm-dist, or both --input-mean and --output-mean")
-        keys = ("input_mean", "input_stdev", "output_mean", "output_stdev")
-        given["token_norm_dist"] = ",".join(f"{given[key]:g}" for key in keys)
-    chosen = [key for key in ("dataset", "token_norm_dist", "histogram", "trace") if given[key]]
-    if len(chosen) != 1 or (kind and kind != chosen[0].replace("_", "-")):
-        found = " and ".join(f"--{key.replace('_', '-')}" for key in chosen) or "none"
-        expected = f"--{kind}" if kind else "one of --dataset, --token-norm-dist, --histogram, --trace"
-        raise InputError(f"load: expected {expected}, found {found}")
-    number, seed, source = given["requests"], given["seed"], given[chosen[0]]
-    if chosen == ["token_norm_dist"]:
-        try:
-            sizes = [float(part) for part in source.split(",")]
-        except ValueError:
-            sizes = []
-        return made.normal(number or 100, sizes, seed), {"kind": "token-norm-dist", "tokens": sizes}
-    if chosen == ["histogram"]:
-        prompts = made.histogram(number or 100, source, given["histogram_key"], seed)
-    elif chosen == ["dataset"]:
-        prompts = made.dataset(source, number, given["max_tokens"])
-    else:
-        prompts = made.trace(source, number, given["max_tokens"], seed)
-    return prompts, {"kind": chosen[0], "sha256": sha256_file(source), "key": given["histogram_key"]}
-
-
-def _as_ids(
-    prompts: list[Prompt], folder: Path | None, longest: int | None, about: dict[str, Any]
-) -> tuple[list[Prompt], dict[str, Any]]:
-    """Encode texts, where there is a tokenizer, and leave out what is longer than `longest`."""
-    from dataclasses import replace
-
-    if folder is not None:
-        from lockstep.runtime.tokenizer import Tokenizer
-
-        path = folder / "tokenizer.json" if folder.is_dir() else folder
-        tokenizer = Tokenizer(path)
-        prompts = [
-            replace(each, content=tokenizer.encode(each.content).tolist()) if isinstance(each.content, str) else each
-            for each in prompts
-        ]
-    if longest is not None:
-        prompts = [each for each in prompts if not isinstance(each.content, list) or len(each.content) <= longest]
-        if not prompts:
-            raise InputError(f"--max-input-len: expected prompts of at most {longest} tokens, found none; raise it")
-    return prompts, {**about, "as_ids": folder is not None, "max_input_len": longest}
-
-
-def _extra(text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError as error:
-        raise InputError(f"--body: expected a JSON object, found {text!r}: {error}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"--body: expected a JSON object, found {text!r}")
-    if taken := sorted({"stream", "stream_options", "prompt", "messages", "n"} & set(value)):
-        raise InputError(f"--body: expected fields other than {', '.join(taken)}, which this command sets itself")
-    return value
+        return await measure(client, spec, model, lambda line: click.echo(line, err=True))
 
 
 def _api_key(path: Path | None) -> str | None:
@@ -293,7 +209,7 @@ def _write(folder: Path, report: LoadReport, records: dict[float | None, list[Re
 
 
 def _warn(report: LoadReport) -> None:
-    """Say it where this program itself was late: the figures hold that time too."""
+    """Warn where this program itself was late, since the figures include that."""
     from lockstep.load.report import name
 
     for run in report.runs:

@@ -1,4 +1,4 @@
-"""The commands about locks: what was made, what it must be, whether it still is, and why it would be made again."""
+"""The commands of locks: `lockstep lock`, `lockstep verify`, `lockstep diff`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.terminal import JSON, echo_json, working
+from lockstep.cli.terminal import JSON, echo_json, file_json, working
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
 
@@ -25,9 +25,10 @@ _LOCKS = click.option(
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
+@JSON
 @_LOCKS
 @_RESULTS
-def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
+def lock(models: tuple[str, ...], as_json: bool, locks: Path, results: Path) -> None:
     """Write locks/<model>.lock.json of finished models."""
     from lockstep.artifacts.files import read_json
     from lockstep.artifacts.manifest_files import manifest_entries
@@ -36,8 +37,14 @@ def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
     config = Results(results).config()
     with manifest_entries(config):
         chosen = models or sorted(read_json(config)["models"])
+    written = []
     for model in chosen:
-        click.echo(write_lock(results, model, lock_path(locks, model)))
+        path = write_lock(results, model, lock_path(locks, model))
+        written.append({"model": model, **file_json(path)})
+        if not as_json:
+            click.echo(path)
+    if as_json:
+        echo_json({"locks": written})
 
 
 @click.command()
@@ -50,7 +57,10 @@ def lock(models: tuple[str, ...], locks: Path, results: Path) -> None:
 @_LOCKS
 @_RESULTS
 def verify(models: tuple[str, ...], deep: bool, verbose: bool, as_json: bool, locks: Path, results: Path) -> None:
-    """Is every artefact what was recorded and locked? Exit code 0 if all are, else 1."""
+    """Check that every artefact is what was recorded and locked.
+
+    Exit code 0 if all are, else 1.
+    """
     from lockstep.provenance.verify import SAME
     from lockstep.provenance.verify import verify as check
 
@@ -88,7 +98,10 @@ def verify(models: tuple[str, ...], deep: bool, verbose: bool, as_json: bool, lo
 @click.argument("second", type=click.Path(path_type=Path))
 @JSON
 def diff(first: Path, second: Path, as_json: bool) -> None:
-    """What differs between two lock files. Exit code 1 if anything does."""
+    """List what differs between two lock files.
+
+    Exit code 1 if anything does.
+    """
     from lockstep.provenance.diff import changes
     from lockstep.provenance.diff import diff as compare
     from lockstep.provenance.lockfile import read_lock
@@ -102,6 +115,3 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
             click.echo(line)
     if lines:
         raise SystemExit(1)
-
-
-COMMANDS = (lock, verify, diff)

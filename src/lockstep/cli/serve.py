@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from lockstep.cli.opened import runnable
+from lockstep.cli.serve_options import ServeOptions, run_server
 from lockstep.cli.stages import RESULTS
-from lockstep.errors import InputError
+from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import MOST_RANKS
-
-if TYPE_CHECKING:
-    from lockstep.bundle.opened import Opened
-    from lockstep.serve.adapter_folders import AdapterFolders
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECONDS = click.FloatRange(min=0)
@@ -27,7 +20,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 class _Bytes(click.ParamType):
-    """A number of bytes: 1048576, 1M, 1.5GiB."""
+    """A parameter type: a number of bytes, such as 1048576, 1M or 1.5GiB."""
 
     name = "bytes"
 
@@ -112,25 +105,35 @@ class _Bytes(click.ParamType):
 @click.option(
     "--max-queue",
     type=click.IntRange(min=0),
-    default=128,
+    default=ServiceLimits.max_queue,
     show_default=True,
     help="Requests that may wait for a slot; more get 429.",
 )
 @click.option(
     "--max-queue-tokens",
     type=click.IntRange(min=1),
-    default=1 << 20,
+    default=ServiceLimits.max_queue_tokens,
     show_default=True,
     help="Tokens of their prompts.",
 )
-@click.option("--queue-timeout", type=_POSITIVE, default=60.0, show_default=True, help="Seconds that one may wait.")
 @click.option(
-    "--slow-reader", type=_POSITIVE, default=60.0, show_default=True, help="Seconds that a client may not read."
+    "--queue-timeout",
+    type=_POSITIVE,
+    default=ServiceLimits.queue_timeout,
+    show_default=True,
+    help="Seconds that one may wait.",
+)
+@click.option(
+    "--slow-reader",
+    type=_POSITIVE,
+    default=ServiceLimits.slow_reader,
+    show_default=True,
+    help="Seconds that a client may not read.",
 )
 @click.option(
     "--grammar-timeout",
     type=_POSITIVE,
-    default=5.0,
+    default=EngineOptions.grammar_seconds,
     show_default=True,
     help="Seconds that a grammar may take to compile.",
 )
@@ -146,7 +149,7 @@ class _Bytes(click.ParamType):
 @click.option(
     "--stall",
     type=_POSITIVE,
-    default=60.0,
+    default=ServiceLimits.stall,
     show_default=True,
     help="Seconds without a sign of life after which the engine is started anew.",
 )
@@ -159,134 +162,11 @@ class _Bytes(click.ParamType):
 @click.option("--request-log", type=click.Path(path_type=Path), help="A JSON line for each request; -: stderr.")
 @RESULTS
 def serve(target: str | None, archive: Path | None, weights: Path | None, results: Path, **given: Any) -> None:
-    """Serve a target, such as demo-llama/fp16/all, or a bundle, over HTTP: OpenAI's API, Triton's, health, metrics,
-    a web page; and Triton's over gRPC.
+    """Serve a target, such as demo-llama/fp16/all, or a bundle, over HTTP.
 
-    Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends."""
+    OpenAI's API, Triton's, health, metrics and a web page; Triton's over gRPC, too.
+
+    Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends.
+    """
     with runnable("serve", "TARGET", target, archive, weights, results) as found:
-        _serve(found, given)
-
-
-def _check_ranks(place: Opened, asked: int | None) -> None:
-    """Raise InputError where another degree is asked for than that of the graphs."""
-    from lockstep.artifacts.assembly import Assembly
-
-    ranks = Assembly.load(place.assembly).tensor_parallel
-    degree = 1 if ranks is None else ranks.degree
-    if asked not in (None, degree):
-        raise InputError(
-            f"--tensor-parallel: expected {degree}, for {place.target} was exported for so many, found {asked}; set "
-            f"tensor_parallel: {asked} for {place.target.model} in the config and run snakemake"
-        )
-
-
-def _serve(found: Any, given: dict[str, Any]) -> None:
-    try:
-        from lockstep.serve.bodies import Access
-        from lockstep.serve.request_log import RequestLog
-        from lockstep.serve.run import Address, serve
-        from lockstep.serve.service import Service, ServiceLimits
-        from lockstep.serve.triton_infer import Triton
-
-        if given["grpc_port"] is not None:
-            import lockstep.serve.grpc_server  # noqa: F401
-    except ModuleNotFoundError as error:
-        extra = "grpc" if (error.name or "").partition(".")[0] in ("grpc", "google") else "serve"
-        raise InputError(
-            f"serve: needs the Python package {error.name!r}, which is not installed here; install lockstep[{extra}]"
-        ) from None
-    from lockstep.artifacts.chat_template import ChatTemplate
-    from lockstep.runtime.tokenizer import Tokenizer
-
-    if given["triton_repository"] is not None:
-        from lockstep.serve.triton_repository.options import serve_options
-
-        given = {**given, **serve_options(given["triton_repository"])}
-    place = found.place
-    _check_ranks(place, given["tensor_parallel"])
-    keys = _keys(given["api_key_file"])
-    prefix = given["metrics_prefix"]
-    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
-        raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
-    asked = {
-        "engines": str(place.engines),
-        "assembly": str(place.assembly),
-        "weights": str(place.weights),
-        "adapters": None if place.adapters is None else str(place.adapters),
-        "layers": place.target.layers,
-        "limits": dict(place.limits),
-        "threads": given["threads"] or _threads(),
-        "kv_bytes": given["kv_bytes"],
-        "chunk_size": given["chunk_size"],
-        "long_prefill_token_threshold": given["long_prefill_token_threshold"],
-        "prefix_caching": not given["no_prefix_caching"],
-        "admission": given["admission"],
-        "grammar_seconds": given["grammar_timeout"],
-        "checkpoint": None if place.checkpoint is None else str(place.checkpoint),
-    }
-    folders = _adapter_folders(place, given["allow_adapter_loading"])
-    limits = ServiceLimits(
-        max_queue=given["max_queue"],
-        max_queue_tokens=given["max_queue_tokens"],
-        queue_timeout=given["queue_timeout"],
-        stall=given["stall"],
-        slow_reader=given["slow_reader"],
-    )
-    name = given["served_model_name"] or place.target.model
-    template = ChatTemplate.open(place.assembly)
-    log = None if given["request_log"] is None else RequestLog(given["request_log"], name)
-    python = given["python"] or found.python
-    tokenizer = Tokenizer.open(place.assembly)
-    service = Service(name, tokenizer, python, asked, limits, prefix, template, request_log=log, folders=folders)
-    if given["until_stdin_ends"]:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
-    address = Address(given["host"], 8000 if given["port"] is None and given["unix"] is None else given["port"])
-    access = Access(tuple(keys), given["max_body"], given["body_timeout"])
-    triton = Triton(service, given["fold_token_ids"])
-    with contextlib.closing(log) if log else contextlib.nullcontext():
-        serve(service, address, access, given["drain"], click.echo, given["grpc_port"], triton, given["unix"])
-
-
-def _adapter_folders(place: Opened, root: Path | None) -> AdapterFolders | None:
-    """What `--allow-adapter-loading` allows. Raises InputError for a model that cannot take adapters."""
-    from lockstep.artifacts.assembly import Assembly
-    from lockstep.serve.adapter_folders import AdapterFolders
-
-    if root is None:
-        return None
-    if Assembly.load(place.assembly).adapters is None:
-        raise InputError(
-            "--allow-adapter-loading: expected a model whose graphs take adapters, found one without; give "
-            f"{place.target.model} `adapters` in the config and run snakemake"
-        )
-    if place.checkpoint is None:
-        raise InputError(
-            "--allow-adapter-loading: expected a target, whose checkpoint adapters are checked against, found a bundle"
-        )
-    return AdapterFolders(root)
-
-
-def _end_with_stdin() -> None:
-    while os.read(0, 1 << 12):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _threads() -> int | None:
-    """One core is the API process's: with a thread on each, an engine's spinning threads starve it. None where the
-    environment says how many."""
-    if os.environ.get("LOCKSTEP_THREADS"):
-        return None
-    return max(1, len(os.sched_getaffinity(0)) - 1)
-
-
-def _keys(path: Path | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        keys = path.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: expected a file of API keys, found none that can be read: {error}") from None
-    if not keys:
-        raise InputError(f"{path}: expected API keys, one a line, found none")
-    return keys
+        run_server(found, ServeOptions(**given))

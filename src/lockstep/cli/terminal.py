@@ -1,10 +1,11 @@
-"""What commands say: JSON for scripts, colour and progress on a terminal, plain lines elsewhere."""
+"""The output of commands: JSON for scripts, progress on a terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,15 +20,37 @@ def echo_json(value: Any) -> None:
     click.echo(dump_json(value), nl=False)
 
 
+def echo_json_line(value: Any) -> None:
+    """Print one JSON document on one line, keys sorted."""
+    import json
+
+    click.echo(json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+def file_json(path: Path) -> dict[str, Any]:
+    """Return path, SHA-256 and size in bytes of a file that was written."""
+    from lockstep.artifacts.files import sha256_file
+
+    return {"path": str(path), "sha256": sha256_file(path), "size": path.stat().st_size}
+
+
 @contextlib.contextmanager
-def working(words: str) -> Iterator[None]:
-    """Show on stderr that work goes on, for how long by now; nothing where stdout or stderr is no terminal."""
+def working(words: str, line: bool = False) -> Iterator[None]:
+    """Show on stderr that work goes on, and for how long it has.
+
+    Where stdout or stderr is no terminal, nothing is shown, or with `line` a plain line at the start.
+    """
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        if line:
+            click.echo(words, err=True)
         yield
         return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
+    try:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    except ModuleNotFoundError:  # an extra: verify, cache and lock do without it
+        yield
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         progress.add_task(words, total=None)

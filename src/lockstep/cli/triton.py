@@ -1,4 +1,7 @@
-"""The command that writes a model repository for NVIDIA's Triton Inference Server: `lockstep triton TARGET OUT`."""
+"""The command that writes a Triton model repository: `lockstep triton`.
+
+For NVIDIA's Triton Inference Server.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import click
 
 from lockstep.cli.opened import runnable
 from lockstep.cli.stages import RESULTS
+from lockstep.cli.terminal import JSON, echo_json
 from lockstep.errors import CheckError, InputError
+from lockstep.serve.settings import ServiceLimits
 
 
 @click.command()
@@ -19,11 +24,18 @@ from lockstep.errors import CheckError, InputError
 @click.option("--check", type=click.Path(path_type=Path), metavar="OUT", help="Instead: check a repository.")
 @click.option("--socket", type=click.Path(path_type=Path), help="The Unix socket.  [default: OUT/lockstep.sock]")
 @click.option("--serve-options", default="", metavar="TEXT", help="More options of `lockstep serve`, in one string.")
-@click.option("--max-queue", type=click.IntRange(min=1), default=128, show_default=True, help="max_queue_size.")
+@click.option(
+    "--max-queue",
+    type=click.IntRange(min=1),
+    default=ServiceLimits.max_queue,
+    show_default=True,
+    help="max_queue_size.",
+)
 @click.option(
     "--decoupled/--not-decoupled", default=True, show_default=True, help="Not: one response a request, no streams."
 )
 @click.option("--set", "options", multiple=True, metavar="NAME=VALUE", help="A parameter of tensorrt_llm's config.")
+@JSON
 @RESULTS
 def triton(
     target: str | None,
@@ -34,26 +46,30 @@ def triton(
     max_queue: int,
     decoupled: bool,
     options: tuple[str, ...],
+    as_json: bool,
     results: Path,
 ) -> None:
-    """Write a model repository for NVIDIA's Triton Inference Server, whose models ask `lockstep serve --unix`.
+    """Write a model repository for NVIDIA's Triton Inference Server.
 
-    The first model that Triton loads starts that server; paths in the repository are this machine's."""
-    try:
-        from lockstep.serve.triton_repository.lint import check_repository
-        from lockstep.serve.triton_repository.write import Repository, write_repository
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"triton: needs the Python package {error.name!r}, which is not installed here; install lockstep[serve]"
-        ) from None
+    Its models ask `lockstep serve --unix`. The first model that Triton loads starts that server; paths in the
+    repository are this machine's.
+    """
+    from lockstep.serve.triton_repository.lint import check_repository
+    from lockstep.serve.triton_repository.write import Repository, write_repository
+
     if (check is None) == (target is None) or (target is None) != (out is None):
         raise InputError("triton: expected TARGET and OUT, or --check OUT")
     if check is not None:
-        if faults := check_repository(check):
+        faults = check_repository(check)
+        if as_json:
+            echo_json({"repository": str(check), "faults": faults})
+        elif not faults:
+            click.echo(f"{check}: no fault found")
+        if faults:
             for fault in faults[1:]:
                 click.echo(fault, err=True)
             raise CheckError(faults[0])
-        return click.echo(f"{check}: no fault found")
+        return
     assert out is not None
     with runnable("triton", "TARGET", target, None, None, results) as found:
         max_batch_size = int(found.place.limits["max_batch_size"])
@@ -65,4 +81,6 @@ def triton(
     write_repository(Repository(command, place, max_batch_size, max_queue, decoupled, pairs), folder)
     if faults := check_repository(folder):
         raise InputError(faults[0])
+    if as_json:
+        return echo_json({"repository": str(folder), "faults": []})
     click.echo(folder)

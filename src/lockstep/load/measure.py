@@ -1,4 +1,7 @@
-"""The measurement: a workload and rates in, a report and the records of each run out."""
+"""The measurement of a server under load.
+
+In: a workload and rates. Out: a report, and the records of each run.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from lockstep.load.wire import said
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is asked of a server.
+class LoadSpec:
+    """The load that a server is measured under.
 
     workload: what a report calls the prompts; rates: requests per second, one run each, infinity for all at once;
     extra: fields of each request's body; cancel: the share of requests that are cancelled, at most `cancel_within`
@@ -46,7 +49,7 @@ class Plan:
 
     @property
     def is_trace(self) -> bool:
-        """Whether the prompts bring their arrivals."""
+        """Return whether the prompts bring their arrival times."""
         return any(prompt.arrival is not None for prompt in self.prompts)
 
     def settings(self) -> dict[str, Any]:
@@ -60,7 +63,10 @@ class Plan:
         }  # fmt: skip
 
     def requests(self, rate: float, model: str) -> list[Planned]:
-        """Return the requests of a run. Raises InputError for a rate or prompt that cannot be sent."""
+        """Return the requests of a run at `rate` requests per second.
+
+        Raises InputError for a rate or prompt that cannot be sent.
+        """
         number = len(self.prompts)
         if self.is_trace:
             due = [(prompt.arrival or 0.0) for prompt in self.prompts]
@@ -79,30 +85,35 @@ class Plan:
 
 
 async def measure(
-    client: Client, plan: Plan, model: str | None, tell: Callable[[str], None]
+    client: Client, spec: LoadSpec, model: str | None, tell: Callable[[str], None]
 ) -> tuple[LoadReport, dict[float | None, list[Record]]]:
-    """Measure a server at each rate. model: as the server calls it, None for its first. tell: gets progress.
+    """Measure a server at each rate.
+
+    model: as the server calls it, None for its first. tell: gets progress.
 
     Raises InputError where no server answers, CheckError where a request of the warm-up fails.
     """
-    model = await model_of(client, plan, model)
+    model = await model_of(client, spec, model)
     runs, found = [], {}
-    async with opened(client, plan.endpoint) as endpoint:
-        for rate in plan.rates:
-            planned = plan.requests(rate, model)
-            await _warm_up(client, endpoint, plan, planned)
+    async with opened(client, spec.endpoint) as endpoint:
+        for rate in spec.rates:
+            planned = spec.requests(rate, model)
+            await _warm_up(client, endpoint, spec, planned)
             tell(f"{len(planned)} requests, {'all at once' if math.isinf(rate) else f'{rate:g}/s'}")
-            observed = await run(endpoint, planned, plan.concurrency, plan.timeout)
-            shown = None if plan.is_trace or math.isinf(rate) else rate
+            observed = await run(endpoint, planned, spec.concurrency, spec.timeout)
+            shown = None if spec.is_trace or math.isinf(rate) else rate
             lag = float(np.percentile(observed.lags, 99)) if observed.lags else None
-            runs.append(Run(shown, {**figures(observed.records, plan.goodput), "client_lag_p99_s": lag}))
+            runs.append(Run(shown, {**figures(observed.records, spec.goodput), "client_lag_p99_s": lag}))
             found[shown] = observed.records
-    return LoadReport(client.url, model, plan.settings(), tuple(runs)), found
+    return LoadReport(client.url, model, spec.settings(), tuple(runs)), found
 
 
-async def model_of(client: Client, plan: Plan, model: str | None) -> str:
-    """Return the model to ask: the named one, or the first of the server; "" where the prompt decides, as in Triton."""
-    return model or ("" if plan.endpoint in TRITON else await served_model(client))
+async def model_of(client: Client, spec: LoadSpec, model: str | None) -> str:
+    """Return the model to ask: the named one, or the server's first.
+
+    "" where the prompt decides, as in Triton.
+    """
+    return model or ("" if spec.endpoint in TRITON else await served_model(client))
 
 
 async def served_model(client: Client) -> str:
@@ -128,10 +139,13 @@ async def served_model(client: Client) -> str:
         raise InputError(f"{where}: expected a list of models, found none; name one with --model") from None
 
 
-async def _warm_up(client: Client, endpoint: Endpoint, plan: Plan, planned: Sequence[Planned]) -> None:
-    """Send the first requests once, together: connections are open then, and nobody pays for a first time."""
-    chosen = [Planned(one.number, 0.0, one.body, one.path) for one in planned[: plan.warmup]]
-    observed = await run(endpoint, chosen, plan.concurrency, plan.timeout)
+async def _warm_up(client: Client, endpoint: Endpoint, spec: LoadSpec, planned: Sequence[Planned]) -> None:
+    """Send the first requests of a run once, all together.
+
+    Connections are open then, and no measured request pays for what happens only the first time.
+    """
+    chosen = [Planned(one.number, 0.0, one.body, one.path) for one in planned[: spec.warmup]]
+    observed = await run(endpoint, chosen, spec.concurrency, spec.timeout)
     for record in observed.records:
         if record.status != COMPLETED:
             raise CheckError(

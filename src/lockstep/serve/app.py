@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
 from lockstep.serve.kserve import kserve_routes
 from lockstep.serve.metrics import CONTENT_TYPE
-from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_asks
+from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_requests
 from lockstep.serve.openai_answers import AnswerFormat
-from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_asks
+from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_requests
 from lockstep.serve.page import page
 from lockstep.serve.request_log import note
 from lockstep.serve.response import send_events, while_connected
@@ -33,20 +33,23 @@ _OPEN = ("/", "/health", "/health/live", "/health/ready", "/v2/health/live", "/v
 
 
 class LoadAdapterBody(msgspec.Struct):
-    """POST /v1/load_lora_adapter, as vLLM has it."""
+    """The body of POST /v1/load_lora_adapter, as vLLM has it."""
 
     lora_name: str
     lora_path: str
 
 
 class UnloadAdapterBody(msgspec.Struct):
-    """POST /v1/unload_lora_adapter, as vLLM has it."""
+    """The body of POST /v1/unload_lora_adapter, as vLLM has it."""
 
     lora_name: str
 
 
 class _Answer:
-    """A response of one stream, whose client may go away at any time: then all that it waits for ends."""
+    """A response of one stream, whose client may go away at any time.
+
+    Then all that it waits for ends.
+    """
 
     def __init__(self, service: Service, stream: Stream, form: AnswerFormat, in_chunks: bool):
         self._service, self._stream, self._form, self._in_chunks = service, stream, form, in_chunks
@@ -68,8 +71,10 @@ class _Answer:
 
 
 def application(service: Service, access: Access = Access(), triton: Triton | None = None) -> ASGIApp:
-    """The application of a service. triton: shared with another front end, whose requests those of this one may
-    stop."""
+    """Return the ASGI application of a service.
+
+    triton: shared with another front end, whose requests may be stopped by those of this one.
+    """
     encoded = [key.encode() for key in access.keys]
     triton = triton or Triton(service)
 
@@ -88,12 +93,12 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
     async def completions(request: Request) -> Any:
         body = decoded(await read_body(request, access), CompletionBody)
-        stream = service.submit(await completion_asks(body, service))
+        stream = service.submit(await completion_requests(body, service))
         return _Answer(service, stream, CompletionFormat(body, service, stream), bool(body.stream))
 
     async def chat_completions(request: Request) -> Any:
         body = decoded(await read_body(request, access), ChatBody)
-        stream = service.submit(await chat_asks(body, service))
+        stream = service.submit(await chat_requests(body, service))
         return _Answer(service, stream, ChatFormat(body, service, stream), bool(body.stream))
 
     async def models(request: Request) -> Any:
@@ -163,7 +168,11 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
 
 def _check_access(request: Request, keys: Sequence[bytes]) -> None:
-    """Raises BadRequest for a page of another site, which a browser must not be used by, and for a key that is none."""
+    """Check a request's origin and its API key.
+
+    Raises BadRequest for a page of another site, since no site may use a visitor's browser to send requests, and for a
+    key that is none.
+    """
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
         raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
@@ -172,8 +181,10 @@ def _check_access(request: Request, keys: Sequence[bytes]) -> None:
 
 
 def check_key(authorization: str, keys: Sequence[bytes]) -> None:
-    """Set the tenant of what follows: who has the key. Raises BadRequest, 401, for an authorization without one of the
-    keys, where there are any."""
+    """Check an API key, and set the tenant of what follows: who has the key.
+
+    Raises BadRequest, 401, for an authorization without one of the keys, where there are any.
+    """
     given = authorization.removeprefix("Bearer ").encode()
     if keys:
         TENANT.set(hashlib.sha256(given).hexdigest())
@@ -187,7 +198,10 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    """parent: of an adapter the model that it is of, as vLLM has it."""
+    """Return a model's entry of /v1/models.
+
+    parent: for an adapter, the model that it belongs to, as vLLM has it.
+    """
     adapter = service.adapters.named(name)
     return {
         "id": name,

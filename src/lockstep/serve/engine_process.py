@@ -1,8 +1,10 @@
-"""The engine in a process of its own: `python -m lockstep.serve.engine_process FD`, FD the number of a socket to the
-API process. It opens what its first frame names, and then steps while there are requests.
+"""The engine in a process of its own.
 
-It keeps nothing that could be lost: the API process knows what was asked for and what was given out, and brings it
-again to another engine. Without the API process it ends.
+`python -m lockstep.serve.engine_process FD`: FD is the number of a socket to the API process. It opens what its first
+frame names, and then steps while there are requests.
+
+It keeps nothing that could be lost: the API process knows the requests and the tokens that were given out, and brings
+them to another engine. Without the API process it ends.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from lockstep.runtime.prefix import root_key
 from lockstep.runtime.request import Request, Token
 from lockstep.serve.adapter_loader import AdapterLoader
 from lockstep.serve.frames import Connection, Frame, Ready, finite, request_of
+from lockstep.serve.settings import EngineOptions
 from lockstep.step.sampling import Logprobs
 
 TICK = 1.0  # seconds between the signs of life of an idle engine
@@ -32,7 +35,7 @@ _ERRORS = {error.__name__: error for error in (InputError, CheckError)}
 
 
 def main() -> None:
-    """Serve until the API process is gone."""
+    """Serve until the API process has closed its end."""
     # The API process ends this one: a Ctrl-C at the terminal that both hang on is its business, and so is SIGTERM.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -47,7 +50,7 @@ def main() -> None:
 
 
 def error_of(frame: Frame) -> LockstepError:
-    """The error of a frame "failed"."""
+    """Return the error of a frame "failed"."""
     return _ERRORS[frame["error"]](frame["message"])
 
 
@@ -61,34 +64,36 @@ def _serve(connection: Connection) -> None:
     frames: list[Frame] = []
     while not frames:
         frames = connection.receive(60)
-    asked = frames.pop(0)
-    engine, adapters, ready = _open(asked)
+    options = EngineOptions.from_json(frames.pop(0))
+    engine, adapters, ready = _open(options)
     connection.send(ready.to_frame())
-    _Loop(connection, engine, AdapterLoader(adapters, asked.get("checkpoint")) if adapters else None).run(frames)
+    _Loop(connection, engine, AdapterLoader(adapters, options.checkpoint) if adapters else None).run(frames)
 
 
-def _open(asked: Frame) -> tuple[Engine, Adapters | None, Ready]:
-    limits = asked["limits"]
+def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
+    limits = options.limits
     model = Model.open(
-        Path(asked["engines"]),
-        Path(asked["assembly"]),
-        Path(asked["weights"]),
-        asked["layers"],
-        **{name: limits[name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")},
-        threads=asked["threads"],
-        kv_bytes=asked["kv_bytes"],
-        chunk_size=asked["chunk_size"],
-        adapters_json=asked.get("adapters"),
+        Path(options.engines),
+        Path(options.assembly),
+        Path(options.weights),
+        options.layers,
+        max_batch_size=limits["max_batch_size"],
+        max_seq_len=limits["max_seq_len"],
+        max_num_tokens=limits["max_num_tokens"],
+        threads=options.threads,
+        kv_bytes=options.kv_bytes,
+        chunk_size=options.chunk_size,
+        adapters_json=options.adapters,
     )
-    lost = _load_again(model, asked)
+    lost = _load_again(model, options)
     model.warm_up()
-    grammars = Compiler(asked["assembly"], model.vocab_size, model.eos_token_ids, asked["grammar_seconds"])
+    grammars = Compiler(options.assembly, model.vocab_size, model.eos_token_ids, options.grammar_seconds)
     engine = Engine(
         model,
         limits["max_input_len"],
-        prefix_caching=asked["prefix_caching"],
-        admission=asked["admission"],
-        long_prefill_token_threshold=asked["long_prefill_token_threshold"],
+        prefix_caching=options.prefix_caching,
+        admission=options.admission,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
         grammars=grammars,
     )
     for _ in engine.run([Request([0, 0], min(2, model.max_seq_len - 1), cache_salt="warm-up")]):
@@ -115,13 +120,16 @@ def _open(asked: Frame) -> tuple[Engine, Adapters | None, Ready]:
     return engine, model.adapters, ready
 
 
-def _load_again(model: Model, asked: Frame) -> dict[str, str]:
-    """Load the adapters that the engine before had loaded; gives those that cannot be, with a line that says why."""
+def _load_again(model: Model, options: EngineOptions) -> dict[str, str]:
+    """Load the adapters that the engine before this one had loaded.
+
+    Returns those that cannot be loaded, each with a line that says why.
+    """
     lost = {}
-    for name, folder, digest in asked.get("loaded", ()):
+    for name, folder, digest in options.loaded:
         try:
             assert model.adapters is not None  # whose graphs took them
-            adapter = AdapterLoader(model.adapters, asked.get("checkpoint")).read(name, folder)
+            adapter = AdapterLoader(model.adapters, options.checkpoint).read(name, folder)
             if adapter.sha256 != digest:
                 raise InputError(f"adapter {name!r}: {folder}: expected sha256 {digest}, found {adapter.sha256}")
             model.adapters.add(adapter)
@@ -131,7 +139,7 @@ def _load_again(model: Model, asked: Frame) -> dict[str, str]:
 
 
 class _Loop:
-    """Frames between steps."""
+    """The loop of the process: frames, and steps between them."""
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
         self._connection, self._engine, self._loader = connection, engine, loader
@@ -193,7 +201,7 @@ class _Loop:
         self._ids[number], self._numbers[id], self._left[number] = id, number, request.n
 
     def _take_loaded(self) -> None:
-        """Have requests be computed with adapters that were read meanwhile."""
+        """Add the adapters that were read meanwhile, and answer their frames."""
         assert self._loader is not None
         for id, adapter in self._loader.poll():
             try:

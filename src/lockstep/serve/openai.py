@@ -1,4 +1,7 @@
-"""OpenAI's completions: a body in, prompts for the service and answers in OpenAI's format out."""
+"""OpenAI's completions: a body in, prompts for the service out.
+
+And answers in OpenAI's format.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.logprobs import LogprobsFormat
 from lockstep.serve.openai_answers import AnswerFormat, reason
-from lockstep.serve.openai_parameters import Parameters, asks_of, check_supported, encoded
+from lockstep.serve.openai_parameters import Parameters, check_supported, encoded, prompt_requests
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Ask, Piece, Stream
+from lockstep.serve.stream import AnswerDelta, PromptRequest, Stream
 from lockstep.step.sampling import Logprobs
 
 _MOST_PROMPTS = 256
 
 
 class CompletionBody(Parameters, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Any  # text, token ids, or a list of either: see `_prompts`
     max_tokens: int | None = 16
@@ -33,13 +36,16 @@ class CompletionBody(Parameters, kw_only=True):
         return self.logprobs
 
 
-async def completion_asks(body: CompletionBody, service: Service) -> list[Ask]:
-    """The prompts of a body. Raises BadRequest for values that cannot be."""
+async def completion_requests(body: CompletionBody, service: Service) -> list[PromptRequest]:
+    """Return the prompts of a body.
+
+    Raises BadRequest for values that cannot be.
+    """
     await service.adapters.bring(body.lora)
     check_supported(body, service)
     prompts, texts = await _prompts(body.prompt, service.tokenizer)
     if not body.echo:
-        return asks_of(body, prompts, "prompt", service)
+        return prompt_requests(body, prompts, "prompt", service)
     prompt_logprobs = None if body.logprobs is None and body.most_tokens != 0 else body.logprobs or 0
     if prompt_logprobs is not None and not service.ready.prompt_logprobs:
         raise BadRequest(
@@ -47,15 +53,15 @@ async def completion_asks(body: CompletionBody, service: Service) -> list[Ask]:
             f"found {service.ready.backend}; leave out echo, or logprobs, and ask for a token",
             "echo",
         )
-    asks = asks_of(body, prompts, "prompt", service, prompt_logprobs)
+    requests = prompt_requests(body, prompts, "prompt", service, prompt_logprobs)
     return [
-        replace(ask, echo=service.tokenizer.decode(prompt) if text is None else text)
-        for ask, prompt, text in zip(asks, prompts, texts)
+        replace(request, echo=service.tokenizer.decode(prompt) if text is None else text)
+        for request, prompt, text in zip(requests, prompts, texts)
     ]
 
 
 async def _prompts(value: Any, tokenizer: Tokenizer) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids of each prompt, and its text if it came as one."""
+    """Return the token ids of each prompt, and its text if it came as one."""
     each = value if isinstance(value, list) else [value]
     if each and all(type(token) is int for token in each):
         each = [each]
@@ -74,22 +80,22 @@ async def _prompts(value: Any, tokenizer: Tokenizer) -> tuple[list[list[int]], l
 
 
 class CompletionFormat(AnswerFormat):
-    """Answers to one request for completions."""
+    """The answers to one request for completions."""
 
     ID, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, body: CompletionBody, service: Service, stream: Stream):
         super().__init__(body, service, stream)
-        self._actives = [active for active in stream.actives for _ in range(active.ask.request.n)]
-        self._formats = [LogprobsFormat(service.tokenizer, len(active.ask.echo or "")) for active in self._actives]
+        self._actives = [active for active in stream.actives for _ in range(active.prompt.request.n)]
+        self._formats = [LogprobsFormat(service.tokenizer, len(active.prompt.echo or "")) for active in self._actives]
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return self._choice(index, choice.text, choice.token_ids, choice.logprobs, choice.finish)
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         # Else it is in the middle of a character, or of what may be a stop string.
-        if piece.text or piece.finish or piece.logprobs or self._token_ids:
-            yield self._choice(piece.index, piece.text, piece.token_ids, piece.logprobs, piece.finish)
+        if delta.text or delta.finish or delta.logprobs or self._token_ids:
+            yield self._choice(delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish)
 
     def _choice(
         self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[Logprobs], finish: str | None
@@ -100,15 +106,15 @@ class CompletionFormat(AnswerFormat):
 
     async def echo(self, index: int) -> dict[str, Any] | None:
         active = self._actives[index]
-        if active.ask.echo is None:
+        if active.prompt.echo is None:
             return None
         found = None
         if self._logprobs:
-            prompt = active.ask.request.prompt_ids
+            prompt = active.prompt.request.prompt_ids
             part = LogprobsFormat(self._tokenizer).part
             # A thread: others need not wait for a long prompt's.
             found = await asyncio.to_thread(part, list(prompt), [None, *active.prompt_logprobs])
-        return {"index": index, "text": active.ask.echo, "logprobs": found, "finish_reason": None}
+        return {"index": index, "text": active.prompt.echo, "logprobs": found, "finish_reason": None}
 
     def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         logprobs = second["logprobs"]

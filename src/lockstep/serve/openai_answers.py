@@ -1,4 +1,7 @@
-"""Answers as OpenAI's API gives them, whole or as server-sent events. What an answer looks like is its endpoint's."""
+"""Answers in the format of OpenAI's API, whole or as server-sent events.
+
+Each endpoint derives the format of its choices.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from lockstep.runtime.completion import Choice
 from lockstep.serve.bodies import error_body
 from lockstep.serve.openai_parameters import Parameters
 from lockstep.serve.service import Service
-from lockstep.serve.stream import FINISH_REASONS, Piece, Stream, StreamError
+from lockstep.serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamError
 
 
 class AnswerFormat:
-    """Answers to one request."""
+    """The answers to one request, in the format of its endpoint."""
 
     ID: ClassVar[str]  # what ids begin with
     OBJECT: ClassVar[str]
@@ -35,31 +38,34 @@ class AnswerFormat:
 
     @property
     def id(self) -> str:
-        """What the answer is called."""
+        """Return the id of the answer."""
         return str(self._common["id"])
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """An answer that is whole."""
+        """Return the choice of a whole answer."""
         raise NotImplementedError
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Choices of the chunks before any text."""
+        """Return the choices of the chunks before any text."""
         return iter(())
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Choices of the chunks of new text."""
+    def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        """Return the choices of the chunks for new text."""
         raise NotImplementedError
 
     async def echo(self, index: int) -> dict[str, Any] | None:
-        """What stands before an answer's text, as a part of the answer; None: nothing."""
+        """Return the repeated prompt, as a part of the answer; None for none."""
         return None
 
     def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-        """Two parts of an answer as one."""
+        """Return two parts of an answer as one."""
         raise NotImplementedError
 
     async def whole(self) -> bytes:
-        """The answer when all of it is there. Raises StreamError."""
+        """Return the body of the answer when all of it is there.
+
+        Raises StreamError.
+        """
         async for _ in self._stream:
             pass
         choices = []
@@ -69,19 +75,21 @@ class AnswerFormat:
         return msgspec.json.encode({**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()})
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: a chunk for whatever came meanwhile, then the usage if it is asked for, then the end; an
-        error event where there is no end."""
+        """Yield server-sent events: chunks, the usage if requested, and the end.
+
+        A chunk has all that came since the one before. A stream that fails ends with an error event.
+        """
         silent = set(range(len(self._stream.choices)))  # answers of which nothing is out
         try:
             for choice in self.opening():
                 yield self._event([choice])
-            async for pieces in self._stream:
-                for piece in pieces:
-                    if piece.index in silent:
-                        silent.discard(piece.index)
-                        if (echo := await self.echo(piece.index)) is not None:
+            async for deltas in self._stream:
+                for delta in deltas:
+                    if delta.index in silent:
+                        silent.discard(delta.index)
+                        if (echo := await self.echo(delta.index)) is not None:
                             yield self._event([echo])
-                    for choice in self.chunks(piece):
+                    for choice in self.chunks(delta):
                         yield self._event([choice])
             if self._usage:
                 yield self._event([], usage=self._counts())
@@ -99,5 +107,5 @@ class AnswerFormat:
 
 
 def reason(finish: str | None) -> str | None:
-    """Why an answer ended, in OpenAI's words."""
+    """Return why an answer ended, as OpenAI's `finish_reason`."""
     return None if finish is None else FINISH_REASONS.get(finish, finish)

@@ -1,4 +1,7 @@
-"""OpenAI's chat completions: a body in, a prompt for the service and answers in OpenAI's format out."""
+"""OpenAI's chat completions: a body in, a prompt for the service out.
+
+And answers in OpenAI's format.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import ChatError
 from lockstep.serve.frames import finite
 from lockstep.serve.openai_answers import AnswerFormat, reason
-from lockstep.serve.openai_parameters import Parameters, asks_of, check_supported, encoded, refuse
+from lockstep.serve.openai_parameters import Parameters, check_supported, encoded, prompt_requests, refuse
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Ask, Piece
+from lockstep.serve.stream import AnswerDelta, PromptRequest
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -32,8 +35,10 @@ _GIVEN = ("messages", "tools", "chat_template", "add_generation_prompt", "contin
 
 
 class ChatBody(Parameters, kw_only=True):
-    """POST /v1/chat/completions. add_generation_prompt, continue_final_message, chat_template_kwargs: as vLLM has
-    them."""
+    """The body of POST /v1/chat/completions.
+
+    add_generation_prompt, continue_final_message, chat_template_kwargs: as vLLM has them.
+    """
 
     messages: Any  # see `_messages`
     logprobs: bool | None = False
@@ -55,8 +60,11 @@ class ChatBody(Parameters, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-async def chat_asks(body: ChatBody, service: Service) -> list[Ask]:
-    """The prompt of a body. Raises BadRequest for values that cannot be, and where the model has no chat template."""
+async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]:
+    """Return the prompt of a body.
+
+    Raises BadRequest for values that cannot be, and where the model has no chat template.
+    """
     await service.adapters.bring(body.lora)
     check_supported(body, service)
     refuse(body, _UNSUPPORTED)
@@ -91,12 +99,15 @@ async def chat_asks(body: ChatBody, service: Service) -> list[Ask]:
         ) from None
     # Without the tokens that the tokenizer puts before a text: the template has written them.
     prompt = await encoded(text, service.tokenizer, "messages", special=False)
-    return asks_of(body, [prompt], "messages", service)
+    return prompt_requests(body, [prompt], "messages", service)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """What a template is given: nothing that is null, one text as content, calls of tools with their arguments as
-    objects."""
+    """Return the messages as a template takes them.
+
+    Without nulls, with one text as content, and with tool calls whose arguments are objects. Raises BadRequest for
+    others.
+    """
     if not isinstance(value, list) or not 1 <= len(value) <= _MOST_MESSAGES:
         found = f"{len(value)} of them" if isinstance(value, list) else "no list"
         raise BadRequest(f"messages: expected 1 to {_MOST_MESSAGES} messages, found {found}", "messages")
@@ -116,7 +127,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _content(value: Any, where: str) -> str:
-    """Parts are lines."""
+    """Return a message's content as one text; parts become lines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -131,7 +142,10 @@ def _content(value: Any, where: str) -> str:
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:
-    """Calls that an assistant made: OpenAI has their arguments as JSON in a text, templates as objects."""
+    """Return the tool calls of an assistant's message, arguments as objects.
+
+    OpenAI has them as JSON in a text.
+    """
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
         raise _wrong(where, "a list of objects", value)
     calls = []
@@ -152,7 +166,7 @@ def _wrong(where: str, expected: str, found: Any) -> BadRequest:
 
 
 class ChatFormat(AnswerFormat):
-    """Answers to one request for chat completions."""
+    """The answers to one request for chat completions."""
 
     ID, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -165,13 +179,13 @@ class ChatFormat(AnswerFormat):
         for index in range(len(self._stream.choices)):
             yield _chunk(index, {"role": "assistant", "content": ""})
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        if piece.text or piece.logprobs:
+    def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        if delta.text or delta.logprobs:
             yield _chunk(
-                piece.index, {"content": piece.text}, logprobs=self._token_logprobs(piece.token_ids, piece.logprobs)
+                delta.index, {"content": delta.text}, logprobs=self._token_logprobs(delta.token_ids, delta.logprobs)
             )
-        if piece.finish:
-            yield _chunk(piece.index, {}, reason(piece.finish))
+        if delta.finish:
+            yield _chunk(delta.index, {}, reason(delta.finish))
 
     def _token_logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         if not self._logprobs:

@@ -1,4 +1,7 @@
-"""What OpenAI's completions and chat completions share: the parameters of a body in, prompts for the service out."""
+"""The parameters that completions and chat completions share.
+
+In: a body of OpenAI's API. Out: prompts for the service.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.grammar import grammar_of
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Ask
+from lockstep.serve.stream import PromptRequest
 from lockstep.serve.words import with_spaces, words
 from lockstep.step.sampling import Sampling
 
@@ -40,8 +43,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """The fields of both bodies. lora: the name of an adapter, which may also stand in `model`. What is not named is
-    accepted and ignored, but for what is unsupported."""
+    """The fields of both bodies.
+
+    lora: the name of an adapter, which may also stand in `model`. What is not named is accepted and ignored, but for
+    what is unsupported.
+    """
 
     model: str
     max_tokens: int | None = None
@@ -85,35 +91,44 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told of beside the chosen one; None: not even that."""
+        """Return how many likeliest tokens are listed beside the chosen one.
+
+        None: no log-probability at all.
+        """
         raise NotImplementedError
 
     @property
     def most_tokens(self) -> int | None:
-        """How many tokens an answer may have; None: as many as there is room for."""
+        """Return how many tokens an answer may have; None for as many as fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Return whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 def check_supported(body: Parameters, service: Service) -> None:
-    """Raise BadRequest for another model, and for a parameter that is not taken here."""
+    """Raise BadRequest for another model, or a parameter that is not supported."""
     service.adapters.named(body.model, body.lora)
     refuse(body, _UNSUPPORTED)
 
 
 def refuse(body: Parameters, unsupported: dict[str, tuple]) -> None:
-    """Raise BadRequest for the first of these fields that has another value than those that mean nothing."""
+    """Raise BadRequest for the first of these fields that has a value.
+
+    Values that mean nothing are let pass.
+    """
     for name, allowed in unsupported.items():
         if getattr(body, name) not in allowed:
             raise BadRequest(f"{name}: not supported by this server; leave it out", name)
 
 
 async def encoded(text: str, tokenizer: Tokenizer, param: str, special: bool = True) -> list[int]:
-    """The token ids of a text; param: the field that it stands in. special: as of `Tokenizer.encode`."""
+    """Return the token ids of a text.
+
+    param: the field that it stands in. special: as of `Tokenizer.encode`. Raises BadRequest.
+    """
     try:
         encode = tokenizer.encode
         ids = await asyncio.to_thread(encode, text, special) if len(text) > _LONG else encode(text, special)
@@ -122,11 +137,14 @@ async def encoded(text: str, tokenizer: Tokenizer, param: str, special: bool = T
     return ids.tolist()
 
 
-def asks_of(
+def prompt_requests(
     body: Parameters, prompts: Sequence[list[int]], param: str, service: Service, prompt_logprobs: int | None = None
-) -> list[Ask]:
-    """What the engine is asked for, by prompt. param: the field that the prompts stand in. prompt_logprobs: as of
-    `Request`; an answer may then have no token. Raises BadRequest for values that cannot be."""
+) -> list[PromptRequest]:
+    """Return what the engine computes for each prompt.
+
+    param: the field that the prompts stand in. prompt_logprobs: as of `Request`; an answer may then have no token.
+    Raises BadRequest for values that cannot be.
+    """
     most, least = body.most_tokens, int(prompt_logprobs is None)
     longest, limit = service.ready.max_seq_len, service.ready.max_input_len
     stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else service.ready.eos_token_ids)
@@ -146,7 +164,7 @@ def asks_of(
         raise BadRequest("bad_words: expected words that are not empty, found an empty one", "bad_words")
     bad_words = words("bad_words", with_spaces(body.bad_words or ()), service.tokenizer)
     grammar = grammar_of(body)
-    asks = []
+    requests = []
     for number, prompt in enumerate(prompts):
         room = longest - len(prompt)
         if not 1 <= len(prompt) <= limit or room < least:
@@ -176,8 +194,8 @@ def asks_of(
             cache_salt=salt,
             adapter=service.adapters.named(body.model, body.lora),
         )
-        asks.append(Ask(request, stop))
-    return asks
+        requests.append(PromptRequest(request, stop))
+    return requests
 
 
 def _expect(name: str, value: int, least: int, most: int, what: str = "") -> None:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits that it has not."""
+"""uvicorn's HTTP/1.1, with limits on the head of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HEAD_SECONDS = 60.0
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Limits the bytes of a head, and the seconds that one may take."""
+    """A protocol that limits a head's bytes, and the seconds that one may take."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -1,5 +1,8 @@
-"""Between front ends and engine: takes requests while there is room for them, gives their streams what the engine
-makes, and starts the engine again when it dies, with all requests as far as they were."""
+"""The service between front ends and engine.
+
+It takes requests while there is room for them, gives their streams what the engine makes, and starts the engine again
+when it dies, with all requests as far as they were.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
@@ -22,7 +25,8 @@ from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
-from lockstep.serve.stream import TENANT, Active, Ask, Stream, StreamError
+from lockstep.serve.settings import EngineOptions, ServiceLimits
+from lockstep.serve.stream import TENANT, Active, PromptRequest, Stream, StreamError
 from lockstep.step.sampling import Logprobs
 
 if TYPE_CHECKING:
@@ -34,20 +38,6 @@ _ERRORS = ("error", "grammar_error")  # ends that are none of an answer
 _PATIENCE = 30.0  # most seconds between two starts that fail
 
 
-@dataclass(frozen=True)
-class ServiceLimits:
-    """max_queue: requests that may wait for a slot; max_queue_tokens: of their prompts. queue_timeout: seconds that one
-    may wait. stall: seconds without a sign of life after which an engine is started anew. start: seconds that a start
-    may take. slow_reader: seconds that a piece may wait for its reader."""
-
-    max_queue: int = 128
-    max_queue_tokens: int = 1 << 20
-    queue_timeout: float = 60.0
-    stall: float = 60.0
-    start: float = 600.0
-    slow_reader: float = 60.0
-
-
 class Service:
     """The requests of all front ends, and the engine behind them."""
 
@@ -56,7 +46,7 @@ class Service:
         name: str,
         tokenizer: Tokenizer,
         python: str | None,
-        asked: Mapping[str, Any],
+        engine_options: EngineOptions,
         limits: ServiceLimits,
         metrics_prefix: str = "lockstep",
         chat_template: ChatTemplate | None = None,
@@ -64,10 +54,13 @@ class Service:
         request_log: RequestLog | None = None,
         folders: AdapterFolders | None = None,
     ):
-        """name: of the model, in requests. python, asked: of the engine process (see `EngineLink.start`).
+        """Describe the service; `start` starts its engine.
+
+        name: of the model, in requests. python, engine_options: of the engine process (see `EngineLink.start`).
         chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
-        again. request_log: gets what front ends say of each request. folders: that requests may name as adapters;
-        None: none."""
+        again. request_log: gets what front ends say of each request. folders: that requests may name as adapters; None:
+        none.
+        """
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.chat = Chat(chat_template)
         self._ready: Ready | None = None
@@ -78,7 +71,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(name, self, metrics_prefix)
         self.request_log = request_log
-        self._python, self._asked, self._log = python, asked, log
+        self._python, self._engine_options, self._log = python, engine_options, log
         self.adapters = Adapters(name, folders, self._is_used)
         self._link: EngineLink | None = None
         self._numbers = itertools.count()
@@ -90,19 +83,22 @@ class Service:
         self._rate_at, self._counted = time.monotonic(), 0
 
     async def start(self) -> None:
-        """Until the engine is ready. Raises LockstepError where it cannot be."""
+        """Start the engine, and return when it is ready.
+
+        Raises LockstepError where it cannot be.
+        """
         await self.chat.start()
         await self._open()
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
 
     @property
     def ready(self) -> Ready:
-        """What the engine says of itself; of a service that was started."""
+        """Return what the engine says of itself; of a service that was started."""
         assert self._ready is not None
         return self._ready
 
     async def stop(self) -> None:
-        """End the engine, and all that is not through."""
+        """End the engine, and all requests that have not ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -112,23 +108,29 @@ class Service:
             await self._link.stop()
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new; until all that runs is through, for at most so long."""
+        """Take no new requests, and wait until the running ones have ended.
+
+        For at most `seconds`.
+        """
         self.draining = True
         end = time.monotonic() + seconds
         while self._streams and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     def _is_used(self, name: str) -> bool:
-        return any(active.ask.request.adapter == name for each in self._streams for active in each.actives)
+        return any(active.prompt.request.adapter == name for each in self._streams for active in each.actives)
 
     @property
     def is_ready(self) -> bool:
-        """Takes requests."""
+        """Return whether requests are taken."""
         return self._link is not None and not self.draining
 
     @property
     def heartbeat_age(self) -> float | None:
-        """Seconds since the engine's last sign of life; None while there is no engine."""
+        """Return the seconds since the engine's last sign of life.
+
+        None while there is no engine.
+        """
         return None if self._link is None else time.monotonic() - self._link.last_frame
 
     @property
@@ -137,7 +139,10 @@ class Service:
         return age is None or age < self.limits.stall
 
     def total(self, name: str) -> int:
-        """A counter of all engines that there were: prefix_queries, prefix_hits (tokens), swaps (requests)."""
+        """Return a counter, summed over all engines that there were.
+
+        prefix_queries and prefix_hits count tokens, swaps requests.
+        """
         return self._earlier[name] + self.counters.get(name, 0)
 
     @property
@@ -148,25 +153,31 @@ class Service:
     def engine_pid(self) -> int | None:
         return None if self._link is None else self._link.pid
 
-    def submit(self, asks: Sequence[Ask]) -> Stream:
-        """Queue prompts; gives the stream of their answers. Raises StreamError, at once, where there is no room."""
+    def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
+        """Queue prompts, and return the stream of their answers.
+
+        Raises StreamError, at once, where there is no room.
+        """
         if self.draining:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._link is None:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
         if tenant := TENANT.get():
-            asks = [replace(ask, request=_salted(ask.request, tenant)) for ask in asks]
-        stream = Stream(asks, self.tokenizer)
+            prompts = [replace(prompt, request=_salted(prompt.request, tenant)) for prompt in prompts]
+        stream = Stream(prompts, self.tokenizer)
         self._check_room(stream)
         self._streams.add(stream)
         for active in stream.actives:
             active.number = next(self._numbers)
             self._actives[active.number] = active, 0
-            self._link.add(active.number, active.ask.request)
+            self._link.add(active.number, active.prompt.request)
         return stream
 
     def cancel(self, stream: Stream, reason: str = "abort") -> None:
-        """End what of a stream has not ended; its slots and pages are free before the next step."""
+        """End the answers of a stream that have not ended.
+
+        Their slots and pages are free before the next step.
+        """
         for active in stream.actives:
             if active.choices:
                 for number in self._forget(active):
@@ -180,7 +191,7 @@ class Service:
     def _check_room(self, stream: Stream) -> None:
         waiting = [active for each in self._streams for active in each.actives if active.admitted is None]
         wanted = len(waiting) + len(stream.actives)
-        tokens = sum(len(active.ask.request.prompt_ids) for active in waiting) + stream.num_prompt_tokens
+        tokens = sum(len(active.prompt.request.prompt_ids) for active in waiting) + stream.num_prompt_tokens
         running = sum(
             len(active.choices) for each in self._streams for active in each.actives if active.admitted is not None
         )
@@ -188,7 +199,7 @@ class Service:
         room = self.limits.max_queue + max(0, self.ready.max_batch_size - running)
         if wanted > room or (waiting and tokens > self.limits.max_queue_tokens):
             backlog = sum(
-                len(active.ask.request.prompt_ids) + active.ask.request.n * active.ask.request.max_new_tokens
+                len(active.prompt.request.prompt_ids) + active.prompt.request.n * active.prompt.request.max_new_tokens
                 for active in waiting
             )
             after = min(60, max(1, round(backlog / self._rate))) if self._rate else 1
@@ -202,8 +213,8 @@ class Service:
             )
 
     async def _open(self) -> None:
-        asked = {**self._asked, "loaded": self.adapters.to_load()}
-        link, self._ready = await EngineLink.start(self._python, asked, self.limits.start)
+        options = replace(self._engine_options, loaded=self.adapters.to_load())
+        link, self._ready = await EngineLink.start(self._python, options, self.limits.start)
         for line in self.adapters.engine_started(link, self._ready):
             self._log(line)
         self._link = link
@@ -235,7 +246,10 @@ class Service:
             self._bring_again()
 
     def _bury(self) -> None:
-        """Note a death; end what it was the second for."""
+        """Note a death of the engine.
+
+        Ends the requests whose second one it was, and all requests where it is the second one in `_FORGIVEN` seconds.
+        """
         now = time.monotonic()
         while self._deaths and now - self._deaths[0] > _FORGIVEN:
             self._deaths.popleft()
@@ -247,14 +261,16 @@ class Service:
                 self._fail(stream, StreamError("the engine died twice while it was at this request"))
 
     def _bring_again(self) -> None:
-        """All that is not through to the new engine, each choice by itself: its prompt, and behind it the tokens that
-        were given out."""
+        """Send all unfinished requests to the new engine, each choice by itself.
+
+        Its prompt, and behind it the tokens that were given out.
+        """
         assert self._link is not None
         self._actives.clear()
         for stream in self._streams:
             for active in stream.actives:
                 active.resumed.clear()
-                request = active.ask.request
+                request = active.prompt.request
                 given = active.collector.completion.choices
                 if len(active.prompt_logprobs) < len(request.prompt_ids) - 1:
                     active.prompt_logprobs.clear()
@@ -284,8 +300,8 @@ class Service:
         for number in frame.get("admitted", ()):
             if (found := self._actives.get(number)) and found[0].admitted is None:
                 found[0].admitted = now
-                self.metrics.admitted(now - found[0].arrived, len(found[0].ask.request.prompt_ids))
-                self._counted += len(found[0].ask.request.prompt_ids)
+                self.metrics.admitted(now - found[0].arrived, len(found[0].prompt.request.prompt_ids))
+                self._counted += len(found[0].prompt.request.prompt_ids)
                 found[0].stream.wake()
         for number, first, entries in frame.get("prompts", ()):
             # Not twice, where several choices of it were resumed.
@@ -302,8 +318,11 @@ class Service:
     def _token(
         self, active: Active, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
     ) -> bool:
-        """Whether it is one: not if it was cancelled meanwhile, or is an end alone."""
-        choice = number - active.ask.request.choice
+        """Take a token, or the end of an answer; return whether it is a token.
+
+        It is not if its request was cancelled meanwhile, or if it is an end alone.
+        """
+        choice = number - active.prompt.request.choice
         if choice not in active.choices:
             return False
         found, stream = _logprobs(logprobs) if logprobs else None, active.stream
@@ -330,11 +349,11 @@ class Service:
         return is_token
 
     def _fail_at(self, active: Active, ended: str) -> None:
-        """End a stream for what the engine found at one of its tokens."""
+        """End a stream for an error that the engine found at one of its tokens."""
         if ended == "error":
             error = StreamError("logits: expected finite numbers, found NaN or infinity; the request was ended")
         else:
-            grammar = active.ask.request.grammar
+            grammar = active.prompt.request.grammar
             where = grammar.name if grammar else "grammar"
             said = f"{where}: the answer came to where it is too complex; simplify it"
             # Not 500: a client that tries again gets no further with the same grammar.
@@ -374,7 +393,10 @@ class Service:
             self._fail(stream, error)
 
     async def _watch(self) -> None:
-        """Once a second: what waited too long, whose reader does not read, and an engine that gives no sign of life."""
+        """End, once a second, requests that wait or stall, and an engine that hangs.
+
+        Requests that waited too long, streams whose reader does not read, and an engine without a sign of life.
+        """
         while True:
             await asyncio.sleep(min(1.0, self.limits.queue_timeout / 2, self.limits.stall / 2))
             now = time.monotonic()
@@ -404,5 +426,8 @@ def _logprobs(entry: Sequence[Any]) -> Logprobs:
 
 
 def _salted(request: Request, tenant: str) -> Request:
-    """The request of a tenant: a salt of its own parts its prefixes further."""
+    """Return the request of a tenant, with a salt that parts its prefixes.
+
+    A salt of the request's own parts them further.
+    """
     return replace(request, cache_salt=f"{tenant}/{request.cache_salt}")

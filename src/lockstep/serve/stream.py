@@ -1,4 +1,7 @@
-"""What one HTTP request waits for: the answers to its prompts, in pieces as large as its reader is slow."""
+"""The stream of one HTTP request: the answers to its prompts, as deltas.
+
+A delta holds all that came since its reader took the one before.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,12 @@ FINISH_REASONS = {
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A prompt as a server takes it: what the engine is asked for, the strings that end its text, and the text that the
-    answer begins with, where the prompt is to be repeated."""
+class PromptRequest:
+    """A prompt of an HTTP request, as the service takes it.
+
+    request: what the engine computes. stop: the strings that end its text. echo: the text that the answer begins with,
+    where the prompt is to be repeated.
+    """
 
     request: Request
     stop: tuple[str, ...] = ()
@@ -37,9 +43,12 @@ class Ask:
 
 
 @dataclass
-class Piece:
-    """New text of an answer, the tokens that it is of (their texts may come later), and why the answer ends, if it
-    does. `index`: number of the answer, prompt by prompt."""
+class AnswerDelta:
+    """New text of an answer, and its tokens.
+
+    The text of a token may come later than the token. finish: why the answer ends, if it does. index: number of the
+    answer, prompt by prompt.
+    """
 
     index: int
     text: str
@@ -49,8 +58,10 @@ class Piece:
 
 
 class StreamError(Exception):
-    """Why a stream ends without an answer. status: of HTTP, where nothing was sent yet. param: the field of the body
-    that is why, where one is."""
+    """The error of a stream that ends without an answer.
+
+    status: of HTTP, where nothing was sent yet. param: the field of the body that is why, where one is.
+    """
 
     def __init__(
         self,
@@ -67,10 +78,13 @@ class StreamError(Exception):
 
 @dataclass
 class Active:
-    """A prompt that is not through. choices: those that have not ended."""
+    """A prompt that has not ended.
+
+    choices: those that have not ended.
+    """
 
     number: int  # as the engine process knows it
-    ask: Ask
+    prompt: PromptRequest
     collector: Collector
     stream: Stream
     first: int  # index of its first answer
@@ -84,26 +98,29 @@ class Active:
 
 
 class Stream:
-    """Iterate to get lists of pieces, one list for all that came meanwhile. Raises StreamError when no more comes."""
+    """The answers of one request; iterating gives lists of deltas.
 
-    def __init__(self, asks: Sequence[Ask], tokenizer: Tokenizer):
+    A list has all that came since the one before. Raises StreamError when no more comes.
+    """
+
+    def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer):
         self.began = time.monotonic()
-        self.sending_since: float | None = None  # a piece waits for the reader since
+        self.sending_since: float | None = None  # a delta waits for the reader since
         self.first_token: float | None = None  # when it came
-        self.num_prompt_tokens = sum(len(ask.request.prompt_ids) for ask in asks)
+        self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
         self.actives: list[Active] = []
-        for ask in asks:
-            n, first = ask.request.n, sum(active.ask.request.n for active in self.actives)
-            collector = Collector(tokenizer, len(ask.request.prompt_ids), n, ask.stop)
-            self.actives.append(Active(-1, ask, collector, self, first, set(range(n)), self.began))
-        self._pending: dict[int, Piece] = {}
-        self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the pieces
+        for prompt in prompts:
+            n, first = prompt.request.n, sum(active.prompt.request.n for active in self.actives)
+            collector = Collector(tokenizer, len(prompt.request.prompt_ids), n, prompt.stop)
+            self.actives.append(Active(-1, prompt, collector, self, first, set(range(n)), self.began))
+        self._pending: dict[int, AnswerDelta] = {}
+        self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
         self._error: StreamError | None = None
-        self._open = sum(ask.request.n for ask in asks)
+        self._open = sum(prompt.request.n for prompt in prompts)
 
     @property
     def choices(self) -> list[Choice]:
-        """All answers, in order."""
+        """Return all answers, in order."""
         return [choice for active in self.actives for choice in active.collector.completion.choices]
 
     @property
@@ -112,12 +129,12 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        """Nothing more comes."""
+        """Return whether nothing more comes."""
         return self._error is not None or not self._open
 
     @property
     def error(self) -> StreamError | None:
-        """Why it ended without an answer, if it did."""
+        """Return why it ended without an answer, if it did."""
         return self._error
 
     @property
@@ -125,17 +142,20 @@ class Stream:
         return any(active.admitted is not None for active in self.actives)
 
     def push(self, index: int, text: str, token: int | None, logprobs: Logprobs | None, finish: str | None) -> None:
-        """Add to an answer."""
-        piece = self._pending.get(index)
-        if piece is None:
-            piece = self._pending[index] = Piece(index, "", [], [], None)
-        piece.text += text
+        """Add to an answer.
+
+        token: None for text without a new token; finish: why the answer ends, if it does.
+        """
+        delta = self._pending.get(index)
+        if delta is None:
+            delta = self._pending[index] = AnswerDelta(index, "", [], [], None)
+        delta.text += text
         if token is not None:
-            piece.token_ids.append(token)
+            delta.token_ids.append(token)
         if logprobs is not None:
-            piece.logprobs.append(logprobs)
+            delta.logprobs.append(logprobs)
         if finish:
-            piece.finish = finish
+            delta.finish = finish
             self._open -= 1
         if self._waiter is not None:
             self.wake()
@@ -147,13 +167,16 @@ class Stream:
             self.wake()
 
     def wake(self) -> None:
-        """Something came, or the engine has taken a prompt in."""
+        """Wake the reader: something came, or the engine admitted a prompt."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     async def admission(self) -> None:
-        """Until the engine has taken it in, or anything came. Raises StreamError."""
+        """Wait until the engine has admitted the stream, or anything came.
+
+        Raises StreamError.
+        """
         while not (self.is_admitted or self._pending or self._error):
             await self._woken()
         if self._error and not self._pending:
@@ -162,15 +185,15 @@ class Stream:
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> list[Piece]:
+    async def __anext__(self) -> list[AnswerDelta]:
         while not self._pending:
             if self._error:
                 raise self._error
             if not self._open:
                 raise StopAsyncIteration
             await self._woken()
-        pieces, self._pending = list(self._pending.values()), {}
-        return pieces
+        deltas, self._pending = list(self._pending.values()), {}
+        return deltas
 
     def _woken(self) -> asyncio.Future[None]:
         assert self._waiter is None or self._waiter.done(), "a stream has one reader"

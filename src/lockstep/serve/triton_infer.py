@@ -1,6 +1,7 @@
-"""A Triton request in, its responses out: output tensors, once for all, once for each answer, or as tokens come.
+"""Triton's inference: a request in, its responses out.
 
-HTTP and gRPC have this in common, and the ids of what runs, by which another request may stop it.
+Output tensors, once for all, once for each answer, or as tokens come. HTTP and gRPC have this in common, and the ids of
+what runs, by which another request may stop it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from lockstep.runtime.completion import Choice
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Piece, Stream
+from lockstep.serve.stream import AnswerDelta, Stream
 from lockstep.serve.tensors import Tensor, of
 from lockstep.serve.triton_inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
 from lockstep.serve.triton_steps import postprocess, preprocess
@@ -22,7 +23,10 @@ from lockstep.serve.triton_steps import postprocess, preprocess
 
 @dataclass(frozen=True)
 class InferResponse:
-    """final: the last one of its request. ended: of its answer."""
+    """The output tensors of one response.
+
+    final: the last one of its request. ended: of its answer.
+    """
 
     outputs: Sequence[Tensor]
     final: bool = True
@@ -30,36 +34,51 @@ class InferResponse:
 
 
 class Inference:
-    """A request that was taken. stream: what it waits for; None where nothing runs for it."""
+    """An inference request that was accepted.
+
+    stream: what it waits for; None where nothing runs for it.
+    """
 
     stream: Stream | None = None
 
     def __init__(self, outputs: Sequence[Tensor] = (), id: str = ""):
-        """id: as its client calls it, if it does."""
+        """Hold outputs that are ready.
+
+        id: of the client's, "" for none.
+        """
         self._outputs, self.id = outputs, id
 
     @property
     def in_tokens(self) -> bool:
-        """Its request asks for tokens as they come."""
+        """Return whether tokens are to be sent as they come."""
         return False
 
     async def whole(self) -> InferResponse:
-        """One response for all answers. Raises StreamError."""
+        """Return one response for all answers.
+
+        Raises StreamError.
+        """
         return InferResponse(self._outputs)
 
     async def parts(self, in_tokens: bool) -> AsyncIterator[InferResponse]:
-        """A response for each answer, or for all tokens that came meanwhile. Raises StreamError."""
+        """Yield a response for each answer, or for all tokens that came meanwhile.
+
+        Raises StreamError.
+        """
         yield InferResponse(self._outputs)
 
     def close(self) -> None:
-        """End what has not ended: nobody waits for it any more."""
+        """End what of the request has not ended."""
 
 
 class Triton:
-    """The five models before a service."""
+    """The five models in front of a service."""
 
     def __init__(self, service: Service, fold_ids: bool = False):
-        """fold_ids: take prompts' token ids modulo the size of the vocabulary. Else one outside it is refused."""
+        """Put the models before a service.
+
+        fold_ids: take prompts' token ids modulo the size of the vocabulary. Else one outside it is refused.
+        """
         self.service, self._fold_ids = service, fold_ids
         self._running: dict[str, set[Generation]] = {}
 
@@ -87,7 +106,7 @@ class Triton:
         return generation
 
     def forget(self, id: str, generation: Generation) -> None:
-        """It has ended."""
+        """Forget a generation that has ended."""
         found = self._running.get(id, set())
         found.discard(generation)
         if not found:
@@ -96,8 +115,11 @@ class Triton:
 
 @dataclass(eq=False)
 class _Answer:
-    """One answer of a prompt. tokens: that are its, with their log-probabilities; text: of them, as it came; sent: how
-    many of them are out."""
+    """One answer of a prompt.
+
+    tokens: of the answer, with their log-probabilities in log_probs; text: of them, as it came; sent: how many of them
+    are out.
+    """
 
     batch: int
     sequence: int
@@ -109,33 +131,39 @@ class _Answer:
     sent: int = 0
     ended: bool = False
 
-    def take(self, piece: Piece) -> None:
-        """Add what came. What follows a stop sequence is left out, and so is the end token."""
-        for place, token in enumerate(piece.token_ids):
-            last = place == len(piece.token_ids) - 1
-            if last and piece.finish == "stop_id" and token in self.prompt.end_ids:
+    def take(self, delta: AnswerDelta) -> None:
+        """Add what came.
+
+        What follows a stop sequence is left out, and so is the end token.
+        """
+        for place, token in enumerate(delta.token_ids):
+            last = place == len(delta.token_ids) - 1
+            if last and delta.finish == "stop_id" and token in self.prompt.end_ids:
                 break
             self.tokens.append(token)
-            if piece.logprobs:
-                self.log_probs.append(float(np.maximum(piece.logprobs[place].chosen, -9999.0)))
+            if delta.logprobs:
+                self.log_probs.append(float(np.maximum(delta.logprobs[place].chosen, -9999.0)))
             if any(tuple(self.tokens[-len(stop) :]) == stop for stop in self.prompt.stop_ids):
                 self.ended = True
                 break
-        self.ended = self.ended or piece.finish is not None
+        self.ended = self.ended or delta.finish is not None
 
 
 class Generation(Inference):
     """A request that makes tokens, from the moment it is queued."""
 
     def __init__(self, triton: Triton, request: InferRequest, batch: Batch, prompts: Sequence[Prompt]):
-        """Raises StreamError where there is no room."""
+        """Queue the prompts.
+
+        Raises StreamError where there is no room.
+        """
         super().__init__(id=request.id)
         self._triton, self._request = triton, request
         self._tokenizer = triton.service.tokenizer
         self._in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
         self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
-        self._batch_size, self._n = batch.size, max(prompt.ask.request.n for prompt in prompts)
-        stream = self.stream = triton.service.submit([prompt.ask for prompt in prompts])
+        self._batch_size, self._n = batch.size, max(prompt.prompt_request.request.n for prompt in prompts)
+        stream = self.stream = triton.service.submit([prompt.prompt_request for prompt in prompts])
         self._answers = [
             _Answer(number, sequence, prompt, choice)
             for number, (prompt, active) in enumerate(zip(prompts, stream.actives))
@@ -166,16 +194,19 @@ class Generation(Inference):
                 yield InferResponse(self._outputs_of([answer], [self._whole_text(answer)], True), final)
 
     async def _added(self) -> AsyncIterator[tuple[_Answer, str]]:
-        """Answers to which something was added, and what: text, or all of it where it is accumulated."""
+        """Yield each answer to which something was added, and the text.
+
+        The added text, or all of it where it is accumulated.
+        """
         assert self.stream is not None
         try:
-            async for pieces in self.stream:
-                for piece in pieces:
-                    answer = self._answers[piece.index]
+            async for deltas in self.stream:
+                for delta in deltas:
+                    answer = self._answers[delta.index]
                     if answer.ended:
                         continue  # a stop sequence has ended it, and the engine did not know yet
-                    answer.take(piece)
-                    text = piece.text + (self._stop_word(answer, piece) if piece.finish == "stop_string" else "")
+                    answer.take(delta)
+                    text = delta.text + (self._stop_word(answer, delta) if delta.finish == "stop_string" else "")
                     answer.text += text
                     yield answer, answer.text if self._accumulates else text
                 if all(answer.ended for answer in self._answers):
@@ -183,24 +214,33 @@ class Generation(Inference):
         finally:
             self.close()
 
-    def _stop_word(self, answer: _Answer, piece: Piece) -> str:
-        """The stop word that ended an answer: upstream gives it out, the service does not."""
-        end = len(answer.text) + len(piece.text)
+    def _stop_word(self, answer: _Answer, delta: AnswerDelta) -> str:
+        """Return the stop word that ended an answer.
+
+        Upstream gives it out, the service does not.
+        """
+        end = len(answer.text) + len(delta.text)
         text = self._tokenizer.decode(answer.tokens)
-        return next((word for word in answer.prompt.ask.stop if text.startswith(word, end)), "")
+        return next((word for word in answer.prompt.prompt_request.stop if text.startswith(word, end)), "")
 
     def _whole_text(self, answer: _Answer) -> str:
-        """With the prompt before it unless that is excluded; up to the end of a stop word."""
-        prompt = [] if answer.prompt.exclude_input else list(answer.prompt.ask.request.prompt_ids)
+        """Return the text of an answer, up to the end of a stop word.
+
+        With the prompt before it unless that is excluded.
+        """
+        prompt = answer.prompt.repeated_ids
         text = self._tokenizer.decode(prompt + answer.tokens)
         if answer.choice.finish == "stop_string":
             start = len(self._tokenizer.decode(prompt))
-            ends = [at + len(word) for word in answer.prompt.ask.stop if (at := text.find(word, start)) >= 0]
+            ends = [at + len(word) for word in answer.prompt.prompt_request.stop if (at := text.find(word, start)) >= 0]
             text = text[: min(ends, default=len(text))]
         return text
 
     def _outputs_of(self, answers: Sequence[_Answer], texts: Sequence[str], with_prompt: bool) -> list[Tensor]:
-        """Tensors of answers that go out together, side by side: of one, or of all."""
+        """Return the tensors of answers that go out together, side by side.
+
+        Of one answer, or of all.
+        """
         wanted, batch = self._request.outputs, len({answer.batch for answer in answers})
         each = len(answers) // batch
         made: list[Tensor] = []
@@ -208,8 +248,7 @@ class Generation(Inference):
             made.append(of("text_output", "BYTES", [text.encode(errors="replace") for text in texts], len(texts)))
         else:
             rows = [
-                [*([] if answer.prompt.exclude_input or not with_prompt else answer.prompt.ask.request.prompt_ids)]
-                + answer.tokens[answer.sent :]
+                [*(answer.prompt.repeated_ids if with_prompt else ())] + answer.tokens[answer.sent :]
                 for answer in answers
             ]
             made.append(_padded("output_ids", "INT32", rows, -1, batch, each))

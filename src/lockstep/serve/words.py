@@ -10,7 +10,10 @@ from lockstep.serve.bodies import BadRequest
 
 
 def words(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Words as sequences of tokens, those without any left out. Raises BadRequest."""
+    """Return words as sequences of tokens, those without any left out.
+
+    Raises BadRequest.
+    """
     try:
         found = [tuple(tokenizer.encode(text, special=False).tolist()) for text in texts]
     except InputError as error:
@@ -19,6 +22,8 @@ def words(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[
 
 
 def with_spaces(texts: Sequence[str]) -> list[str]:
-    """Words, and each with a space before it, which most tokenizers make other tokens of: a word that must not come
-    must come in neither way."""
+    """Return the words, and each with a space before it.
+
+    Most tokenizers make other tokens of that: a word that must not come must come in neither way.
+    """
     return [each for text in texts for each in (text, text if text[0].isspace() else f" {text}")]

@@ -1,0 +1,39 @@
+"""The command that finds where a target goes wrong: `lockstep bisect TARGET`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lockstep.cli.opened import used_config
+from lockstep.cli.stages import RESULTS
+from lockstep.cli.terminal import JSON, echo_json, working
+from lockstep.targets import Results
+
+
+@click.command()
+@click.argument("target")
+@click.option("--prompt", help="The text to follow.  [default: the first golden prompt that fails, else the longest]")
+@JSON
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all]")
+@RESULTS
+def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
+    """Find where a target goes wrong: engine against graph against PyTorch."""
+    tree = Results(results)
+    config = used_config(tree)
+    chosen = config.parse_target(target)
+    from lockstep.pipeline import worker
+    from lockstep.verify.bisect.report import text
+    from lockstep.verify.bisect.run import bisect as find
+
+    python, tolerance = (
+        config.interpreter(chosen.backend),
+        config.tolerance(chosen.model, chosen.precision, chosen.backend).model_dump(),
+    )
+    ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
+    with working(f"bisect {chosen}"):
+        report = find(tree, chosen, tolerance, ask, prompt, threads)
+    if as_json:
+        return echo_json(report.to_json())
+    click.echo(text(report), nl=False)

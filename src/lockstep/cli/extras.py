@@ -1,0 +1,53 @@
+"""The extra of pyproject.toml that brings each Python package.
+
+For commands that need more than `dependencies`.
+"""
+
+from __future__ import annotations
+
+from lockstep.errors import InputError
+
+# By the name that it is imported under. httptools is in `load` too, whose command names that one itself.
+EXTRAS = {
+    "google.protobuf": "grpc",
+    "grpc": "grpc",
+    "httptools": "serve",
+    "huggingface_hub": "workflow",
+    "jinja2": "serve",
+    "llguidance": "grammar",
+    "ml_dtypes": "workflow",
+    "msgspec": "serve",
+    "onnx_graphsurgeon": "workflow",
+    "onnx_ir": "workflow",
+    "onnxscript": "workflow",
+    "openvino": "openvino",
+    "polygraphy": "workflow",
+    "prometheus_client": "serve",
+    "pydantic": "workflow",
+    "rich": "workflow",
+    "safetensors": "workflow",
+    "snakemake": "workflow",
+    "snakemake_executor_plugin_slurm": "slurm",
+    "starlette": "serve",
+    "torch": "workflow",
+    "tqdm": "workflow",
+    "transformers": "workflow",
+    "uvicorn": "serve",
+    "uvloop": "serve",
+    "yaml": "workflow",
+}
+
+
+def missing_package(command: str | None, error: ModuleNotFoundError) -> InputError | None:
+    """Return the error of a command whose package is not installed.
+
+    It names the package and the extra that brings it. Returns None for a module of this package.
+    """
+    module = error.name or ""
+    if module.partition(".")[0] in ("", "lockstep"):
+        return None
+    found = [name for name in EXTRAS if f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")]
+    install = f'pip install "lockstep[{EXTRAS[found[0]]}]"' if found else "install it"
+    return InputError(
+        f"{command or 'lockstep'}: needs the Python package {module!r}, which is not installed here; {install}"
+    )

@@ -1,0 +1,102 @@
+"""The command that generates text: `lockstep generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.cli.opened import runnable
+from lockstep.cli.stages import RESULTS
+from lockstep.cli.terminal import JSON
+from lockstep.errors import InputError
+
+
+@click.command()
+@click.option("--target", metavar="TARGET", help="A target of the last run, such as demo-llama/fp16/all.")
+@click.option("--bundle", "archive", type=click.Path(path_type=Path), help="Or a bundle that `lockstep bundle` made.")
+@click.option(
+    "--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json."
+)
+@click.option("--prompt", help="The text to go on from.")
+@click.option(
+    "--input", "source", type=click.Path(path_type=Path), help="Or a file of prompts, one JSON record a line."
+)
+@click.option("--output", "out", type=click.Path(path_type=Path), help="For --input: the file of completions.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
+@click.option(
+    "--top-k", type=int, default=0, show_default=True, help="Draw from so many most likely tokens; 0: from all."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Draw from the most likely tokens that make up this probability.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
+@click.option("--adapter", metavar="NAME", help="Compute it with this adapter of the model.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
+@JSON
+@RESULTS
+def generate(
+    target: str | None,
+    archive: Path | None,
+    weights: Path | None,
+    prompt: str | None,
+    source: Path | None,
+    out: Path | None,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+    adapter: str | None,
+    threads: int | None,
+    as_json: bool,
+    results: Path,
+    **sampling: Any,
+) -> None:
+    """Generate text from an engine set or a bundle, printed as it is made.
+
+    The speed follows on stderr. With --json, text and speed are one document.
+
+    With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
+    on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}.
+    """
+    from lockstep.pipeline import worker
+
+    if (prompt is None) == (source is None) or (source is None) != (out is None):
+        raise InputError(
+            "generate: expected --prompt, or --input and --output, found "
+            + (
+                " ".join(
+                    name for name, value in (("--prompt", prompt), ("--input", source), ("--output", out)) if value
+                )
+                or "neither"
+            )
+        )
+
+    if as_json and prompt is None:
+        raise InputError("generate: expected --json with --prompt, found it with --input; its --output is JSON already")
+    with runnable("generate", "--target", target, archive, weights, results) as found:
+        place = found.place
+        asked: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
+        if source is not None:
+            asked = {"source": str(source), "out": str(out)}
+        worker.call(
+            found.python,
+            "generate" if source is None else "generate_file",
+            assembly=str(place.assembly),
+            weights=str(place.weights),
+            engines=str(place.engines),
+            layers=place.target.layers,
+            limits=dict(place.limits),
+            **asked,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=list(stop),
+            threads=threads,
+            adapters=None if place.adapters is None else str(place.adapters),
+            adapter=adapter,
+        )

@@ -1,0 +1,191 @@
+"""The options of `lockstep serve`, and the server that they start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from lockstep.errors import InputError
+from lockstep.serve.settings import EngineOptions, ServiceLimits
+
+if TYPE_CHECKING:
+    from lockstep.bundle.opened import Opened
+    from lockstep.cli.opened import Runnable
+    from lockstep.serve.adapter_folders import AdapterFolders
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of the command line.
+
+    Times are seconds; max_body and kv_bytes are bytes, kv_bytes below 1 a fraction of the free memory.
+    """
+
+    python: str | None
+    host: str
+    port: int | None
+    unix: Path | None
+    triton_repository: Path | None
+    until_stdin_ends: bool
+    grpc_port: int | None
+    fold_token_ids: bool
+    allow_adapter_loading: Path | None
+    served_model_name: str | None
+    api_key_file: Path | None
+    kv_bytes: float | None
+    tensor_parallel: int | None
+    chunk_size: int | None
+    long_prefill_token_threshold: int | None
+    admission: Literal["guaranteed", "optimistic"]
+    no_prefix_caching: bool
+    threads: int | None
+    max_queue: int
+    max_queue_tokens: int
+    queue_timeout: float
+    slow_reader: float
+    grammar_timeout: float
+    max_body: int
+    body_timeout: float
+    drain: float
+    stall: float
+    metrics_prefix: str
+    request_log: Path | None
+
+
+def _check_ranks(place: Opened, asked: int | None) -> None:
+    """Raise InputError unless the graphs are split over as many ranks as requested."""
+    from lockstep.artifacts.assembly import Assembly
+
+    ranks = Assembly.load(place.assembly).tensor_parallel
+    degree = 1 if ranks is None else ranks.degree
+    if asked not in (None, degree):
+        raise InputError(
+            f"--tensor-parallel: expected {degree}, for {place.target} was exported for so many, found {asked}; set "
+            f"tensor_parallel: {asked} for {place.target.model} in the config and run snakemake"
+        )
+
+
+def run_server(found: Runnable, options: ServeOptions) -> None:
+    """Serve an opened target or bundle until SIGTERM or Ctrl-C.
+
+    Raises InputError for options that do not fit it.
+    """
+    from lockstep.artifacts.chat_template import ChatTemplate
+    from lockstep.runtime.tokenizer import Tokenizer
+    from lockstep.serve.bodies import Access
+    from lockstep.serve.request_log import RequestLog
+    from lockstep.serve.run import Address, serve
+    from lockstep.serve.service import Service
+    from lockstep.serve.triton_infer import Triton
+
+    if options.grpc_port is not None:
+        import lockstep.serve.grpc_server  # noqa: F401  # before the engine starts: it may not be installed
+
+    if options.triton_repository is not None:
+        from lockstep.serve.triton_repository.options import serve_options
+
+        options = replace(options, **serve_options(options.triton_repository))
+    place = found.place
+    _check_ranks(place, options.tensor_parallel)
+    keys = _keys(options.api_key_file)
+    prefix = options.metrics_prefix
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
+        raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
+    engine_options = EngineOptions(
+        engines=str(place.engines),
+        assembly=str(place.assembly),
+        weights=str(place.weights),
+        layers=place.target.layers,
+        limits=dict(place.limits),
+        threads=options.threads or _threads(),
+        kv_bytes=options.kv_bytes,
+        chunk_size=options.chunk_size,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        prefix_caching=not options.no_prefix_caching,
+        admission=options.admission,
+        grammar_seconds=options.grammar_timeout,
+        adapters=None if place.adapters is None else str(place.adapters),
+        checkpoint=None if place.checkpoint is None else str(place.checkpoint),
+    )
+    folders = _adapter_folders(place, options.allow_adapter_loading)
+    limits = ServiceLimits(
+        max_queue=options.max_queue,
+        max_queue_tokens=options.max_queue_tokens,
+        queue_timeout=options.queue_timeout,
+        stall=options.stall,
+        slow_reader=options.slow_reader,
+    )
+    name = options.served_model_name or place.target.model
+    template = ChatTemplate.open(place.assembly)
+    log = None if options.request_log is None else RequestLog(options.request_log, name)
+    python = options.python or found.python
+    tokenizer = Tokenizer.open(place.assembly)
+    service = Service(
+        name, tokenizer, python, engine_options, limits, prefix, template, request_log=log, folders=folders
+    )
+    if options.until_stdin_ends:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    address = Address(options.host, 8000 if options.port is None and options.unix is None else options.port)
+    access = Access(tuple(keys), options.max_body, options.body_timeout)
+    triton = Triton(service, options.fold_token_ids)
+    with contextlib.closing(log) if log else contextlib.nullcontext():
+        serve(service, address, access, options.drain, click.echo, options.grpc_port, triton, options.unix)
+
+
+def _adapter_folders(place: Opened, root: Path | None) -> AdapterFolders | None:
+    """Return the folders that `--allow-adapter-loading` allows; None without it.
+
+    Raises InputError for a model that cannot take adapters, and for a bundle.
+    """
+    from lockstep.artifacts.assembly import Assembly
+    from lockstep.serve.adapter_folders import AdapterFolders
+
+    if root is None:
+        return None
+    if Assembly.load(place.assembly).adapters is None:
+        raise InputError(
+            "--allow-adapter-loading: expected a model whose graphs take adapters, found one without; give "
+            f"{place.target.model} `adapters` in the config and run snakemake"
+        )
+    if place.checkpoint is None:
+        raise InputError(
+            "--allow-adapter-loading: expected a target, whose checkpoint adapters are checked against, found a bundle"
+        )
+    return AdapterFolders(root)
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1 << 12):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _threads() -> int | None:
+    """Return the engine's number of CPU threads: one core fewer than there are.
+
+    That core is the API process's: with a thread on each, an engine's spinning threads starve it. Returns None where
+    LOCKSTEP_THREADS sets the number.
+    """
+    if os.environ.get("LOCKSTEP_THREADS"):
+        return None
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def _keys(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        keys = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: expected a file of API keys, found none that can be read: {error}") from None
+    if not keys:
+        raise InputError(f"{path}: expected API keys, one a line, found none")
+    return keys

@@ -1,0 +1,86 @@
+"""The commands that list targets and print graphs.
+
+`lockstep targets` and `lockstep show GRAPH`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.cli.stages import CONFIG, RESULTS, load_config
+from lockstep.cli.terminal import JSON, echo_json
+from lockstep.errors import InputError
+from lockstep.targets import Results
+
+
+@click.command()
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Also which block class, attention variant and exit each layer uses, of the models that are exported.",
+)
+@JSON
+@CONFIG
+@RESULTS
+def targets(config_file: Path | None, results: Path, verbose: bool, as_json: bool) -> None:
+    """List the targets of a config."""
+    chosen = load_config(config_file).targets()
+    exported = {
+        (target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen
+    }
+    if verbose and not any(path.is_file() for path in exported.values()):
+        raise InputError(
+            f"{next(iter(exported.values()))}: expected an assembly, found none, nor one of "
+            f"another target; run snakemake first"
+        )
+    if as_json:
+        found = {"targets": [{"name": str(target), **asdict(target)} for target in chosen]}
+        if verbose:
+            found["graphs"] = [
+                {"model": model, "precision": precision, **(_layers(path) if path.is_file() else {"layers": None})}
+                for (model, precision), path in exported.items()
+            ]
+        return echo_json(found)
+    for target in chosen:
+        click.echo(target)
+    if verbose:
+        from lockstep.onnx_tools.show import layer_table
+
+        for (model, precision), path in exported.items():
+            click.echo(f"\n{model}/{precision}: " + (layer_table(path) if path.is_file() else "not exported yet"))
+
+
+def _layers(path: Path) -> dict[str, Any]:
+    """Return each layer's block class, attention variant and exit.
+
+    With them the SHA-256 of their graphs.
+    """
+    from lockstep.artifacts.assembly import Assembly
+
+    assembly = Assembly.load(path)
+    digests = {name: graph.sha256 for name, graph in assembly.classes.items()}
+    for name, variant in assembly.variants.items():
+        digests |= {f"{name}.{phase}": graph.sha256 for phase, graph in variant.phases().items()}
+    layers = [
+        {"block": layer.block.graph, "attention": layer.variant, "exit": layer.exit.graph} for layer in assembly.layers
+    ]
+    return {"layers": layers, "sha256": digests}
+
+
+@click.command()
+@click.argument("graph", type=click.Path(path_type=Path))
+@JSON
+def show(graph: Path, as_json: bool) -> None:
+    """Print the operators, shapes and slots of a graph."""
+    from lockstep.cli.graph_json import graph_json
+    from lockstep.onnx_tools.show import show as text
+
+    shown = text(graph)  # checks the file, too
+    if as_json:
+        return echo_json(graph_json(graph))
+    click.echo(shown, nl=False)

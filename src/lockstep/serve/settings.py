@@ -1,0 +1,66 @@
+"""The settings of a server: its engine process's options, and its limits.
+
+Standard library alone: the engine's Python may have no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options of an engine process, which the frame "open" carries.
+
+    engines, assembly, weights, adapters, checkpoint: paths of manifests; adapters is None for a model without any, and
+    checkpoint for one whose adapters cannot be loaded later. layers: a layer count, or "all". limits: max_batch_size,
+    max_seq_len, max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine
+    process had loaded.
+
+    threads: CPU threads, None for the default. kv_bytes: of the KV cache, a fraction below 1 of the free memory, or
+    None for the default. chunk_size, long_prefill_token_threshold: in tokens, None for the default. grammar_seconds:
+    that a grammar may take to compile.
+    """
+
+    engines: str
+    assembly: str
+    weights: str
+    layers: int | str
+    limits: Mapping[str, int]
+    threads: int | None = None
+    kv_bytes: float | None = None
+    chunk_size: int | None = None
+    long_prefill_token_threshold: int | None = None
+    prefix_caching: bool = True
+    admission: Literal["guaranteed", "optimistic"] = "guaranteed"
+    grammar_seconds: float = 5.0
+    adapters: str | None = None
+    checkpoint: str | None = None
+    loaded: Sequence[tuple[str, str, str]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> EngineOptions:
+        """Return the options in a frame "open"."""
+        return cls(**{field.name: value[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """Limits of the queue, of an engine process and of slow readers.
+
+    max_queue: requests that may wait for a slot; max_queue_tokens: tokens of their prompts. queue_timeout: seconds that
+    one may wait. stall: seconds without a sign of life after which an engine is started anew. start: seconds that a
+    start may take. slow_reader: seconds that tokens may wait for their reader.
+    """
+
+    max_queue: int = 128
+    max_queue_tokens: int = 1 << 20
+    queue_timeout: float = 60.0
+    stall: float = 60.0
+    start: float = 600.0
+    slow_reader: float = 60.0
