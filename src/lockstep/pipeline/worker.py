@@ -27,6 +27,7 @@ from lockstep.errors import ENDING, PREFIX, CheckError, InputError, guard
 _SOURCES = Path(__file__).resolve().parents[2]
 _OLDEST = (3, 10)
 _ENGINE_JOBS = "lockstep.pipeline.engine_jobs"
+_KEY = "LOCKSTEP_INTERPRETER_KEY"  # in a worker's environment: the config's key that names its interpreter
 
 
 def call(python: str | None, stage: str, /, **arguments: Any) -> None:
@@ -52,12 +53,10 @@ def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
 def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int | None) -> Any:
     if python is None:
         return function_named(stage)(**arguments)
-    from lockstep.config.backends import interpreter_keys  # loads pydantic, which the other interpreter may not have
-
-    key = interpreter_keys()
+    key = _interpreter_key()
     request = json.dumps({"stage": stage, "arguments": arguments, "key": key})
     # Another Python has other packages: of this one's it gets this package alone.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_folders(stage)), "PYTHONUTF8": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_folders(stage)), "PYTHONUTF8": "1", _KEY: key}
     try:
         ended = processes.run(
             [python, "-m", "lockstep.pipeline.worker"], request, env=environment, stdout=pipe, stderr=pipe
@@ -82,6 +81,14 @@ def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int
     if ended.returncode:
         raise SystemExit(ended.returncode)
     return json.loads(ended.stdout)
+
+
+def _interpreter_key() -> str:
+    if known := os.environ.get(_KEY):
+        return known
+    from lockstep.config.backends import interpreter_keys  # loads pydantic, which a worker's interpreter may not have
+
+    return interpreter_keys()
 
 
 def function_named(stage: str) -> Callable[..., Any]:
