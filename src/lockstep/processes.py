@@ -5,6 +5,7 @@ Interrupted, this process ends it first.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,16 @@ def run(command: Sequence[str], input: str | None = None, **options: Any) -> sub
         error.said_by_child = said  # type: ignore[attr-defined]  # any exception takes attributes; `guard` reads this
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def freeze_heap() -> None:
+    """Keep what this process holds by now from being walked by garbage collections, as vLLM does.
+
+    A server's processes hold some 70,000 objects once they are ready. A full collection walks them for 20 ms or more,
+    during which no token goes out.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _end(process: subprocess.Popen, error: BaseException) -> None:

@@ -151,3 +151,11 @@ def test_a_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
         process.communicate(timeout=30)[1] == (f"lockstep: error: ended by SIGTERM; {KEPT}")
         and process.returncode == 143
     )
+
+
+def test_what_a_process_holds_is_walked_by_no_later_collection():
+    script = (
+        "import gc, lockstep.processes as p\nheld = [[] for _ in range(9999)]\np.freeze_heap()\n"
+        "assert gc.get_freeze_count() > 9999 and not any(each is held for each in gc.get_objects())"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

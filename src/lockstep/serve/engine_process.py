@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lockstep import processes
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.runtime.adapters import Adapters
 from lockstep.runtime.engine import Engine
@@ -66,6 +67,7 @@ def _serve(connection: Connection) -> None:
         frames = connection.receive(60)
     options = EngineOptions.from_json(frames.pop(0))
     engine, adapters, ready = _open(options)
+    processes.freeze_heap()
     connection.send(ready.to_frame())
     _Loop(connection, engine, AdapterLoader(adapters, options.checkpoint) if adapters else None).run(frames)
 

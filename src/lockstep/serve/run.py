@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from lockstep import processes
 from lockstep.errors import InputError
 from lockstep.serve.app import application
 from lockstep.serve.bodies import Access
@@ -154,6 +155,7 @@ async def _serve(
             await asyncio.sleep(0.005)
         if grpc is not None:
             await grpc.start()
+        processes.freeze_heap()
         ready, shown = service.ready, f"[{host}]" if ":" in host else host
         places = [
             f"unix:{end.getsockname()}" if end.family == socket.AF_UNIX else f"http://{shown}:{end.getsockname()[1]}"
