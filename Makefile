@@ -5,6 +5,7 @@
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
+#   make clients-test             runs aiperf and lm-eval on `lockstep serve` of the demo (tests/clients); CLIENTS_ENV names the folder that both are installed in
 #   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
@@ -37,9 +38,10 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .DEFAULT_GOAL := demo
 TRITON_ENV ?= .triton
+CLIENTS_ENV ?= .clients
 KUBERNETES_ENV ?= .kubernetes
 SLURM_ENV ?= .slurm
-.PHONY: demo test test-unit test-all triton-test kubernetes-test slurm-test lint gpu setup clean
+.PHONY: demo test test-unit test-all triton-test clients-test kubernetes-test slurm-test lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -57,6 +59,9 @@ test-all: setup
 
 triton-test: setup $(TRITON_ENV)/.pinned
 	LOCKSTEP_TRITON=$(abspath $(TRITON_ENV)) $(BIN)/python -m pytest -n 0 tests/tritonserver $(ARGS)
+
+clients-test: setup $(CLIENTS_ENV)/aiperf/.pinned $(CLIENTS_ENV)/lm-eval/.pinned
+	LOCKSTEP_CLIENTS=$(abspath $(CLIENTS_ENV)) $(BIN)/python -m pytest -n 0 tests/clients $(ARGS)
 
 kubernetes-test: setup $(KUBERNETES_ENV)/.pinned
 	LOCKSTEP_KUBERNETES=$(abspath $(KUBERNETES_ENV)) $(BIN)/python -m pytest -n 0 tests/pods $(ARGS)
@@ -98,6 +103,12 @@ $(TRITON_ENV)/.pinned: envs/triton.txt
 	$(TRITON_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r envs/triton.txt
 	@touch $@
 
+# An environment for each: the two want other versions than the project's, and than each other's.
+$(CLIENTS_ENV)/%/.pinned: envs/%.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r $<
+	@touch $@
+
 # A folder beside the environment, which has all else.
 $(KUBERNETES_ENV)/.pinned: envs/kubernetes.txt envs/kubernetes-test.txt
 	rm -rf $(KUBERNETES_ENV)
@@ -111,4 +122,4 @@ $(SLURM_ENV)/.pinned: envs/slurm.txt | setup
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(TRITON_ENV) $(KUBERNETES_ENV) $(SLURM_ENV)
+	rm -rf $(VENV) $(TRITON_ENV) $(CLIENTS_ENV) $(KUBERNETES_ENV) $(SLURM_ENV)

@@ -1,0 +1,34 @@
+"""Tests of clients that have environments of their own: `make clients-test` makes these and says where they are.
+Nothing else collects them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+UNIT = Path(__file__).parents[1] / "unit"
+collect_ignore_glob = [] if "LOCKSTEP_CLIENTS" in os.environ else ["test_*.py"]
+
+if "LOCKSTEP_CLIENTS" in os.environ:
+    # The demo is made as for the unit tests.
+    sys.path.insert(0, str(UNIT))
+    spec = importlib.util.spec_from_file_location("unit_conftest", UNIT / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    unit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unit)
+    demo = unit.demo
+    each_tokenizer_is_loaded_once = unit.each_tokenizer_is_loaded_once
+
+    from lockstep.targets import Results
+    from real_server import RealServer, make_tree
+
+    @pytest.fixture(scope="session")
+    def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+        """`lockstep serve` of the demo in fp32, with the limits of its config: 4 requests at a time."""
+        with RealServer(make_tree(tmp_path_factory.mktemp("clients") / "results", demo)) as server:
+            yield server
