@@ -54,6 +54,17 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Tolerances:
+    """The largest absolute errors that pass.
+
+    block: of a block, an attention or a layer; values above one have proportionally more room. logits: of a logit.
+    """
+
+    block: float
+    logits: float
+
+
+@dataclass(frozen=True)
 class Results:
     """The results tree. Arguments may be Snakemake wildcards (`"{model}"`), so that rules and code share one
     definition."""

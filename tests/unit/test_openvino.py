@@ -49,7 +49,7 @@ from lockstep.pipeline.stages import all_steps
 from lockstep.provenance import lockfile
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare, golden
 from lockstep.verify.bisect.run import bisect
 from lockstep.weights import Weights, convert
@@ -100,10 +100,11 @@ def passes(
     reference: Path,
     engines: Path,
     out: Path,
-    limits: dict[str, int] = LIMITS,
+    limits: Limits = LIMITS,
     logits: float | None = None,
 ) -> bool:
-    tolerance = CONFIG.tolerances[precision].model_dump() | ({"logits": logits} if logits else {})
+    tolerance = CONFIG.tolerances[precision].plain()
+    tolerance = replace(tolerance, logits=logits or tolerance.logits)
     golden.check_engines(
         results.assembly(name, precision), results.weights(name, precision), engines, reference,
         Target(name, precision, layers, BACKEND), tolerance,
@@ -497,7 +498,7 @@ def test_bisect_follows_bf16_engines(opened, tmp_path):
     results, name, engines = opened("bf16")
     shutil.copytree(results.root, tmp_path / "results")
     shutil.copytree(engines.parent, Results(tmp_path / "results").engines(name, "bf16", BACKEND).parent)
-    tolerance = CONFIG.tolerances["bf16"].model_dump()
+    tolerance = CONFIG.tolerances["bf16"].plain()
     report = bisect(Results(tmp_path / "results"), Target(name, "bf16", 2, BACKEND), tolerance, prompt="Light")
     found = json.dumps(report)
     assert '"embedding"' in found and "cannot run" not in found

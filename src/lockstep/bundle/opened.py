@@ -32,7 +32,7 @@ from lockstep.artifacts.schema import check, either, integer, one_of, record, te
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
-from lockstep.targets import Target
+from lockstep.targets import Limits, Target
 
 _REMEDY = "make the bundle again"
 _LIMIT = integer(1, LARGEST)
@@ -56,12 +56,13 @@ _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json
 
 @dataclass(frozen=True)
 class Opened:
-    """What `runtime.Model.open` takes. limits: max_batch_size, max_seq_len, max_num_tokens, max_input_len.
+    """What `runtime.Model.open` takes, and the limits that it runs with.
+
     adapters: the manifest of the model's adapters; None where it has none. checkpoint: its manifest; None for a
     bundle."""
 
     target: Target
-    limits: Mapping[str, int]
+    limits: Limits
     engines: Path
     assembly: Path
     weights: Path
@@ -98,7 +99,7 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
             manifest = _bind(manifest, Path(weights))
         yield Opened(
             target,
-            about["limits"],
+            Limits(**about["limits"]),
             folder / "engines" / "engines.json",
             folder / "graphs" / "assembly.json",
             manifest,

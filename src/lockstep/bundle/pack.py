@@ -4,7 +4,7 @@ weights or without."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
 from lockstep.provenance.record import read_record, record_path
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 
 WEIGHTS, ADAPTERS = "weights", "adapters"
 
 
-def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path, with_weights: bool = False) -> Path:
+def pack(results: Results, target: Target, limits: Limits, out: Path, with_weights: bool = False) -> Path:
     """Write the bundle of `target` to `out`, the same bytes for the same results; gives `out`. limits: those that it
     runs with.
 
@@ -36,7 +36,7 @@ def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path,
     backend = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).backend
     about = {
         "target": asdict(replace(target, backend=backend)),
-        "limits": dict(limits),
+        "limits": asdict(limits),
         "weights": "inside" if with_weights else "apart",
     }
     return write_archive(Path(out), about, entries)

@@ -273,6 +273,10 @@ class Limits(Section):
         default=_LIMITS.max_num_tokens, description="Tokens of all requests that one step takes, packed."
     )
 
+    def plain(self) -> targets.Limits:
+        """Return the limits as what runs engines takes them."""
+        return targets.Limits(**self.model_dump())
+
 
 class Tolerance(Section):
     """The largest absolute errors that pass."""
@@ -282,6 +286,10 @@ class Tolerance(Section):
         "the same weights: absolute for values up to one, relative to the size of larger ones."
     )
     logits: Error = Field(description="Largest absolute error of the logits: whole forward, and golden check.")
+
+    def plain(self) -> targets.Tolerances:
+        """Return the tolerances as checks take them."""
+        return targets.Tolerances(**self.model_dump())
 
 
 class Fp32Tolerance(Tolerance):

@@ -23,6 +23,7 @@ from typing import Any
 from lockstep import processes
 from lockstep.artifacts.files import dump_json
 from lockstep.errors import ENDING, PREFIX, CheckError, InputError, guard
+from lockstep.targets import Limits, Target, Tolerances
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _OLDEST = (3, 10)
@@ -155,7 +156,7 @@ def compare(
 ) -> None:
     from lockstep.verify.compare import run
 
-    run(Path(assembly), Path(weights), Path(engines), tolerance, limits, Path(out), threads)
+    run(Path(assembly), Path(weights), Path(engines), tolerance, Limits(**limits), Path(out), threads)
 
 
 def golden(
@@ -172,13 +173,13 @@ def golden(
     threads: int | None = None,
 ) -> None:
     """As `golden.check_engines`; where the engines are wrong, the line also says which one leaves its graph first."""
-    from lockstep.targets import Target
     from lockstep.verify.golden.check import check_engines
     from lockstep.verify.metrics import failed_path
 
     paths = (Path(assembly), Path(weights), Path(engines), Path(reference))
+    checked, bounds = Target(**target), Tolerances(**tolerance)
     try:
-        check_engines(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
+        check_engines(*paths, checked, bounds, Limits(**limits), Path(out), Path(speed), expected, threads)
     except CheckError as error:
         failed = failed_path(out)
         if str(failed) not in str(error):  # it ended before anything was compared
@@ -189,7 +190,7 @@ def golden(
         request = failing(paths[3], failed)
         tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
         raise CheckError(
-            f"{error}; {explain_failure(*paths[:3], target['layers'], tolerance, str(Target(**target)), *tokens)}"
+            f"{error}; {explain_failure(*paths[:3], checked.layers, bounds, str(checked), *tokens)}"
         ) from None
 
 
@@ -206,7 +207,7 @@ def bisect(
     from lockstep.verify.bisect.explain import engine_report
 
     return engine_report(
-        Path(assembly), Path(weights), Path(engines), layers, tolerance, tuple(tokens), threads=threads
+        Path(assembly), Path(weights), Path(engines), layers, Tolerances(**tolerance), tuple(tokens), threads=threads
     )
 
 
@@ -229,9 +230,18 @@ def generate(
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
-    sizes: dict[str, Any] = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
-    sizes |= {"max_batch_size": 1, "threads": threads, "adapters_json": adapters}
-    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
+    sizes = Limits(**limits)
+    model = Model.open(
+        Path(engines),
+        Path(assembly),
+        Path(weights),
+        layers,
+        max_batch_size=1,
+        max_seq_len=sizes.max_seq_len,
+        max_num_tokens=sizes.max_num_tokens,
+        threads=threads,
+        adapters_json=adapters,
+    )
     generation = start(
         model,
         Tokenizer.open(Path(assembly)),
@@ -239,7 +249,7 @@ def generate(
         max_new_tokens,
         Sampling(**sampling),
         stop,
-        limits["max_input_len"],
+        sizes.max_input_len,
         adapter=adapter,
     )
     for piece in generation:
@@ -288,13 +298,22 @@ def generate_file(
             rate = f"{speed.decode_tokens_per_second:.0f} tokens/s"
             print(f"\r{done.lines} requests done, {speed.decode_tokens} tokens, {rate} ", end="", file=sys.stderr)
 
-    sizes: dict[str, Any] = {key: limits[key] for key in ("max_batch_size", "max_seq_len", "max_num_tokens")}
-    sizes |= {"threads": threads, "adapters_json": adapters}
-    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
+    sizes = Limits(**limits)
+    model = Model.open(
+        Path(engines),
+        Path(assembly),
+        Path(weights),
+        layers,
+        max_batch_size=sizes.max_batch_size,
+        max_seq_len=sizes.max_seq_len,
+        max_num_tokens=sizes.max_num_tokens,
+        threads=threads,
+        adapters_json=adapters,
+    )
     model.check_adapter(adapter)
     defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
     tokenizer = Tokenizer.open(Path(assembly))
-    done = run(model, tokenizer, Path(source), Path(out), defaults, limits["max_input_len"], say)
+    done = run(model, tokenizer, Path(source), Path(out), defaults, sizes.max_input_len, say)
     print(
         f"{chr(13) if sys.stderr.isatty() else ''}{out}: {done.lines} requests, {done.failed} failed", file=sys.stderr
     )

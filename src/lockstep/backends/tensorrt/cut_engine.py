@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
@@ -28,6 +27,7 @@ from lockstep.onnx_tools.lower_opset import lower
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import dtype_name
+from lockstep.targets import Limits
 from lockstep.weights.groups import dequantize
 
 MAGIC = b"lockstep.cut_engine/2\n"
@@ -136,9 +136,7 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
     return exact.astype(np.float16)
 
 
-def pack(
-    model: onnx.ModelProto, cut: CutGraph, pieces: Sequence[bytes | RowKernel], limits: Mapping[str, Any]
-) -> bytes:
+def pack(model: onnx.ModelProto, cut: CutGraph, pieces: Sequence[bytes | RowKernel], limits: Limits) -> bytes:
     """The engine file of a graph that was cut. limits: that the profiles of the plans are made for."""
     slots = {slot for step in cut.steps if not isinstance(step, int) for product in step for slot in product.slots}
     shape = lambda value: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]

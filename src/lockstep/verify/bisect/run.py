@@ -10,7 +10,7 @@ PyTorch had there. Where the backend lives in another Python, its engines are ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.explain import open_graphs
 from lockstep.verify.bisect.export_again import export_again
@@ -70,7 +70,7 @@ def make_right(
 def bisect(
     results: Results,
     target: Target,
-    tolerance: Mapping[str, float],
+    tolerance: Tolerances,
     ask: Ask | None = None,
     prompt: str | None = None,
     threads: int | None = None,
@@ -78,7 +78,7 @@ def bisect(
 ) -> Report:
     """Follow a request through PyTorch, graphs and engines; the report is JSON.
 
-    tolerance: {"block", "logits"}. ask: runs `explain.engine_report`, whose arguments it takes, in the Python of the
+    ask: runs `explain.engine_report`, whose arguments it takes, in the Python of the
     target's backend; None where that is this one. prompt: a text to follow instead of the failing one. right: of the
     same model and request, where it was made before. Raises InputError without results or for a prompt that gives no
     tokens, CheckError for graphs or engines that are damaged or cannot run.
@@ -128,13 +128,13 @@ def bisect(
             target.layers,
             request.tokens,
             record.logits,
-            tolerance["logits"],
+            tolerance.logits,
             threads,
         )
     elif ask is not None and engines_json.is_file():
         tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
         paths = {"assembly": str(assembly_json), "weights": str(weights_json), "engines": str(engines_json)}
-        found = ask(**paths, layers=target.layers, tolerance=dict(tolerance), tokens=tokens)
+        found = ask(**paths, layers=target.layers, tolerance=asdict(tolerance), tokens=tokens)
         rows += found["rows"]
         faults += [found["fault"]] if found["fault"] else []
         served = found["served"]
@@ -148,7 +148,7 @@ def bisect(
             tuple(fault["measured"][key] for key in ("part", "graph", "phase", "layer")), len(order)
         )
     )
-    weights = _weights_error(results, target, request, record.logits, tolerance["logits"])
+    weights = _weights_error(results, target, request, record.logits, tolerance.logits)
     line, look_at = _verdict(faults, rows, served, weights, results, target)
     return {
         "format": formats.BISECT,

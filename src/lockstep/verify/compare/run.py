@@ -35,6 +35,7 @@ from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.without_adapters import without_adapters
+from lockstep.targets import Limits
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.host_runner import HostRunner
 from lockstep.verify.metrics import difference, finish, largest
@@ -80,16 +81,16 @@ def run(
     weights_json: Path,
     engines_json: Path,
     tolerance: float,
-    limits: Mapping[str, int],
+    limits: Limits,
     out: Path,
     threads: int | None = None,
 ) -> Path:
     """Compare the engines of a set with their graphs and write the report to `out`, which is returned.
 
-    tolerance: the largest error of an output, relative to its magnitude. limits: {"max_batch_size", "max_num_tokens",
-    "max_seq_len"}, where the engines do not say for which they were built. Raises CheckError naming engine, sizes,
-    output, error and tolerance for the first engine over it, when all are compared, and then writes the report to
-    `<out>.failed.json`; InputError for inputs that do not fit together, or a precision that ONNX Runtime lacks.
+    tolerance: the largest error of an output, relative to its magnitude. limits: used where the engines do not say for
+    which they were built. Raises CheckError naming engine, sizes, output, error and tolerance for the first engine over
+    it, when all are compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit
+    together, or a precision that ONNX Runtime lacks.
     """
     engines = EngineSet.open(engines_json, assembly_json)
     weights, assembly = Weights.open(weights_json), engines.assembly
@@ -140,7 +141,7 @@ class _Pair:
         folder: Path,
         name: str,
         graph: GraphFile,
-        limits: Mapping[str, int],
+        limits: Limits,
         threads: int | None,
     ):
         self.name, self.file = name, engines.file(name)
