@@ -802,7 +802,7 @@ def made(shared) -> Path:
     return shared.folder("made_tensorrt_rtx", make)
 
 
-def held(made, monkeypatch, lock: Path) -> dict[str, against.Held]:
+def held(made, monkeypatch, lock: Path) -> dict[str, against.LockComparison]:
     """What `lockstep reproduce --against` holds beside the lock, by its place there."""
     on(monkeypatch, None)
 

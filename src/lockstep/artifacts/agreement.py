@@ -13,7 +13,7 @@ from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, heads_divide
 
 if TYPE_CHECKING:
-    from lockstep.artifacts.assembly import Assembly, AttentionVariant, Part
+    from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock
 
 Values = dict[str, tuple[str, list[int | str]]]  # what stands at a place of the model, by name
 
@@ -45,7 +45,7 @@ def agrees(assembly: Assembly, num_layers: int) -> None:
         _check_ranks(assembly, assembly.tensor_parallel)
 
 
-def _run(assembly: Assembly, where: str, part: Part, values: Values) -> None:
+def _run(assembly: Assembly, where: str, part: BoundBlock, values: Values) -> None:
     """A block: `values` gets what it makes."""
     signature = _named(assembly.classes, part.graph, f"{where}.class").signature
     _same(f"{where}.slots", sorted(part.slots), sorted(slot.name for slot in signature.slots))

@@ -56,14 +56,14 @@ _SCHEMA = record(
 
 
 @dataclass(frozen=True)
-class Part:
+class BoundBlock:
     """A block at its place in the model: the class of its graph, and {weight slot: tensors of the checkpoint}."""
 
     graph: str
     slots: Mapping[str, Sequence[str]]
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Part:
+    def from_json(cls, value: Mapping[str, Any]) -> BoundBlock:
         return cls(value["class"], value["slots"])
 
     def to_json(self) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Layer:
     """The block that ends at a layer's attention, the name of its attention variant, and the exit of a model that ends
     behind this layer."""
 
-    block: Part
+    block: BoundBlock
     variant: str
-    exit: Part
+    exit: BoundBlock
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Layer:
-        return cls(Part.from_json(value["block"]), value["kind"], Part.from_json(value["exit"]))
+        return cls(BoundBlock.from_json(value["block"]), value["kind"], BoundBlock.from_json(value["exit"]))
 
     def to_json(self) -> dict[str, Any]:
         return {"block": self.block.to_json(), "kind": self.variant, "exit": self.exit.to_json()}
@@ -136,7 +136,7 @@ class Assembly:
     max_position_embeddings: int | None
     classes: Mapping[str, GraphFile]
     variants: Mapping[str, AttentionVariant]
-    embedding: Part
+    embedding: BoundBlock
     layers: tuple[Layer, ...]
     batchful: Uncut | None
     positions_limited_by: str | None = None
@@ -172,7 +172,7 @@ class Assembly:
             max_position_embeddings=value["max_position_embeddings"],
             classes={name: GraphFile.from_json(entry) for name, entry in value["classes"].items()},
             variants={name: AttentionVariant.from_json(entry) for name, entry in value["kinds"].items()},
-            embedding=Part.from_json(value["embedding"]),
+            embedding=BoundBlock.from_json(value["embedding"]),
             layers=tuple(map(Layer.from_json, value["layers"])),
             batchful=Uncut.from_json(batchful) if batchful else None,
             positions_limited_by=value.get("positions_limited_by"),

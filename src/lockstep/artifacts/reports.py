@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.typed import Document
+from lockstep.artifacts.typed import Document, keyed
 from lockstep.targets import Target
 
 PASS, FAIL = "pass", "fail"
@@ -37,13 +37,15 @@ class TensorError:
 
 @dataclass(frozen=True)
 class BlockErrors:
-    """The errors of what a block, and the attention behind it, gave, by tensor. layer, kind: of the decoder layer that
-    it ends in, and of its attention; None where there is none."""
+    """The errors of the outputs of a block and of the attention behind it, by tensor.
+
+    layer: the decoder layer that the block ends in. variant: of that layer's attention. None where there is none.
+    """
 
     block: str
     tensors: Mapping[str, TensorError]
     layer: int | None = None
-    kind: str | None = None
+    variant: str | None = keyed("kind", None)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardEntry:
     """What a rank runs between two sums: the name of its graph. sums: {partial sum that it gives: the name under which
     later pieces, or the block's readers, find their sum}."""
 
@@ -99,7 +99,7 @@ class Piece:
     sums: Mapping[str, str]
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Piece:
+    def from_json(cls, value: Mapping[str, Any]) -> ShardEntry:
         return cls(value["class"], value["sums"])
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class ShardedClass:
     the same at each rank. weights: what they take of its slots. first: slots that the first rank takes, and the others
     zeros: biases of partial sums."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardEntry, ...]
     values: Mapping[str, Shard]
     weights: Mapping[str, Shard]
     first: tuple[str, ...]
@@ -121,7 +121,10 @@ class ShardedClass:
     def from_json(cls, value: Mapping[str, Any]) -> ShardedClass:
         shards = lambda key: {name: Shard.from_json(entry) for name, entry in value[key].items()}
         return cls(
-            tuple(map(Piece.from_json, value["pieces"])), shards("values"), shards("weights"), tuple(value["first"])
+            tuple(map(ShardEntry.from_json, value["pieces"])),
+            shards("values"),
+            shards("weights"),
+            tuple(value["first"]),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Walk:
     def _run(self, name: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return dict(zip(self.outputs[name], self.sessions[name].run(self.outputs[name], dict(feeds)), strict=True))
 
-    def _block(self, part: documents.Part, env: dict[str, np.ndarray]) -> None:
+    def _block(self, part: documents.BoundBlock, env: dict[str, np.ndarray]) -> None:
         signature, ranks = self.assembly.classes[part.graph].signature, self.assembly.tensor_parallel
         known = {**env, **self._lora.get(id(part), {})}
         feeds, slots = {io.name: known[io.name] for io in signature.inputs}, {}

@@ -20,7 +20,7 @@ from lockstep.targets import Results, Target
 
 
 @dataclass(frozen=True)
-class Held:
+class LockComparison:
     """One artefact beside a lock. where: its place there. differs: the first difference; None where it is the same.
     is_locked: whether the lock has it; engines of another device than those that it holds it has not."""
 
@@ -31,7 +31,7 @@ class Held:
 
 def against(
     config: Mapping[str, Any], checkpoint: Path, target: Target, lock_file: Path, tell: Callable[[str], None]
-) -> list[Held]:
+) -> list[LockComparison]:
     """Resolve, convert, export and build `target`, check it where its engines run, and compare with the lock.
 
     checkpoint: the folder of its checkpoint. Raises InputError for a lock that is none, CheckError where the target
@@ -43,8 +43,10 @@ def against(
         stages = reproduced_stages(target, load(config).is_run(target), "reference")
         failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
         found = [
-            Held("/".join(section.where), expected_items(lock, section.where) is not None, difference(lock, section))
+            LockComparison(
+                "/".join(section.where), expected_items(lock, section.where) is not None, difference(lock, section)
+            )
             for section in sections(tree.root, target.model)
             if section.where[0] != TERMS
         ]
-    return [*found, *([Held("golden check", True, failure)] if failure else [])]
+    return [*found, *([LockComparison("golden check", True, failure)] if failure else [])]

@@ -25,7 +25,7 @@ from polygraphy.comparator import Comparator
 from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts.adapters import rows_of
-from lockstep.artifacts.assembly import Assembly, GraphFile, Part
+from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import PASS, ComparedEngine, ComparedRun, ComparisonReport, OutputError
 from lockstep.artifacts.signature import IO
 from lockstep.backends.engine_set import EngineSet
@@ -247,7 +247,7 @@ def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str
     return Error(OutputError(magnitude, absolute, scaled.relative_error, scaled.cosine), tolerance)
 
 
-def _place(assembly: Assembly, name: str) -> tuple[int | None, Part]:
+def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
     """(layer, part) of a class, or of a class that has this piece: of the first layer that has it as a block, of the
     last that has it as the exit; None is the embedding."""
     layers = list(enumerate(assembly.layers))

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.assembly import Assembly, GraphFile, Part
+from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import attention_shards
 from lockstep.errors import CheckError, InputError
@@ -120,11 +120,11 @@ class Graphs:
         """All graphs in use by name: classes, then `<variant>.<phase>`; then those of a rank."""
         return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
-    def carries(self, part: Part) -> list[str]:
+    def carries(self, part: BoundBlock) -> list[str]:
         """What a block hands on to the next besides query, key and value: `hidden` alone in most models."""
         return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
 
-    def run_block(self, part: Part, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def run_block(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a block on what it names of `env`. Outputs by the name under which the next block reads them
         (`hidden_out` as `hidden`). Of a model split over ranks: all ranks, one after another."""
         graph, ranks = self.classes[part.graph], self.assembly.tensor_parallel
