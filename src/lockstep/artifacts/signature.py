@@ -100,6 +100,32 @@ def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[
         raise CheckError(f"{where}: expected the {role}s {_some(declared)}, found {' and '.join(parts)}{end}")
 
 
+def check_arrays(
+    where: str,
+    role: str,
+    declared: Sequence[IO],
+    arrays: Mapping[str, np.ndarray],
+    dims: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Check arrays against the declared inputs or outputs (`role`); return the size of each named dimension.
+
+    dims: sizes known already. A named dimension has one size wherever it occurs. Raises CheckError for other names, and
+    for an array of another dtype or shape.
+    """
+    check_names(where, role, [io.name for io in declared], list(arrays))
+    sizes = dict(dims or {})
+    for io in declared:
+        array, shape = arrays[io.name], io.shape
+        expected = [
+            sizes.setdefault(want, size) if isinstance(want, str) else want for want, size in zip(shape, array.shape)
+        ]
+        if array.dtype.name != io.dtype or array.ndim != len(shape) or list(array.shape) != expected:
+            wanted = [f"{dim}={sizes[dim]}" if isinstance(dim, str) and dim in sizes else dim for dim in shape]
+            expected_type, found = IO(io.name, io.dtype, tuple(wanted)), IO(io.name, array.dtype.name, array.shape)
+            raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {found.type}")
+    return sizes
+
+
 def _some(names: Sequence[str]) -> str:
     """All of a few names; of many the first, and how many there are: the uncut graph has an input for every weight."""
     return ", ".join(names) if len(names) <= _FEW else f"{', '.join(names[:3])} ... ({len(names)} in all)"

@@ -17,14 +17,14 @@ import onnxruntime as ort
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
-from lockstep.artifacts.signature import IO, Signature
+from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.artifacts.tensor_parallel import attention_shards
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.run_ranks import run_sharded_attention, run_sharded_block
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
-from lockstep.verify.validate.gate import check_arrays, check_graph
+from lockstep.verify.validate.gate import check_graph
 from lockstep.weights import Weights, check_slots, slot_array
 
 
