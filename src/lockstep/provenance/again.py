@@ -10,8 +10,8 @@ from lockstep.artifacts.digest_cache import digest, size_of
 from lockstep.artifacts.fetched import read_fetched
 from lockstep.artifacts.manifest_files import failed_path, lost_files, named_files
 from lockstep.pipeline.step import Step
+from lockstep.provenance.lock import Lock
 from lockstep.provenance.locked import first_difference, other_commit
-from lockstep.provenance.lockfile import read_lock
 from lockstep.provenance.record import record_path
 
 FAILED = "the check has failed since"
@@ -34,14 +34,14 @@ def untrusted(recorded: Iterable[str], with_files: Collection[str]) -> dict[str,
 def not_as_locked(steps: Sequence[Step], lock_file: Path) -> dict[str, str]:
     """{manifest: why} of each artefact of `steps` that is there with its record and is not the locked one: every file
     that it names is hashed."""
-    lock, found = read_lock(lock_file), {}
+    lock, found = Lock.load(lock_file), {}
     for step in steps:
         if _is_there(step.output) and record_path(step.output).is_file() and (line := _difference(step, lock)):
             found[str(step.output)] = f"{line}, which is not as locked"
     return found
 
 
-def _difference(step: Step, lock: dict) -> str | None:
+def _difference(step: Step, lock: Lock) -> str | None:
     if step.stage == "fetch" and (line := other_commit(lock, read_fetched(step.output).commit)):
         return line
     return first_difference(step.output, lock) or next(

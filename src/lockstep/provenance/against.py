@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.load import load
-from lockstep.provenance.locked import difference, expected_items
-from lockstep.provenance.lockfile import TERMS, read_lock, sections
+from lockstep.provenance.lock import TERMS, Lock
+from lockstep.provenance.locked import difference
+from lockstep.provenance.lockfile import sections
 from lockstep.provenance.reproduce import make_again, reproduced_stages
 from lockstep.targets import Results, Target
 
@@ -37,15 +38,13 @@ def against(
     checkpoint: the folder of its checkpoint. Raises InputError for a lock that is none, CheckError where the target
     cannot be built.
     """
-    lock = read_lock(lock_file)
+    lock = Lock.load(lock_file)
     with tempfile.TemporaryDirectory(prefix="lockstep-against-") as folder:
         tree = Results(Path(folder) / "results")
         stages = reproduced_stages(target, load(config).is_run(target), "reference")
         failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
         found = [
-            LockComparison(
-                "/".join(section.where), expected_items(lock, section.where) is not None, difference(lock, section)
-            )
+            LockComparison("/".join(section.where), lock.section(section.where) is not None, difference(lock, section))
             for section in sections(tree.root, target.model)
             if section.where[0] != TERMS
         ]

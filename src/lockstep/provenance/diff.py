@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.provenance.lockfile import read_lock
+from lockstep.provenance.lock import read_document
 
 _DIGEST = 64
 
@@ -15,7 +15,7 @@ _DIGEST = 64
 def diff(first: Path, second: Path) -> list[str]:
     """What differs between two lock files, a line each: where, and both values. Raises InputError for a file that is no
     lock."""
-    return [f"{' / '.join(where)}: {change}" for where, change in changes(read_lock(first), read_lock(second))]
+    return [f"{' / '.join(where)}: {change}" for where, change in changes(read_document(first), read_document(second))]
 
 
 def changes(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:

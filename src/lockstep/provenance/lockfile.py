@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
+from lockstep.artifacts.files import dump_json, sha256_json
 from lockstep.artifacts.manifest_files import manifest_entries
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import STAGES
+from lockstep.provenance.lock import MADE, TERMS, Lock, LockedPrecision, Maker, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
-from lockstep.provenance.shapes import LOCK, misfit
 from lockstep.targets import is_quantized
-
-MADE, TERMS = "made with", "checks"
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Section:
     """One artefact, or the terms of one check: where it stands in the lock, its build key, and what it must be, by
     name."""
 
-    where: tuple[str, ...]
+    where: Place
     manifest: Path
     key: BuildKey
     items: Mapping[str, Any]
@@ -40,22 +37,6 @@ class Section:
     @property
     def stage(self) -> str:
         return self.key.stage
-
-
-def lock_path(folder: Path, model: str) -> Path:
-    return folder / f"{model}.lock.json"
-
-
-def read_lock(path: Path) -> dict[str, Any]:
-    """Raises InputError for a file that is absent or no lock."""
-    lock = read_json(path, formats.LOCK)
-    wrong = misfit(lock, LOCK) or next(
-        (f"{MADE}: expected stages, found {name!r}" for name in sorted(lock[MADE]) if name.split("/")[0] not in STAGES),
-        None,
-    )
-    if wrong:
-        raise InputError(f"{path}: {wrong}; take the lock as it was committed, or write it again with `lockstep lock`")
-    return lock
 
 
 def write_lock(results: Path, model: str, out: Path) -> Path:
@@ -67,41 +48,56 @@ def write_lock(results: Path, model: str, out: Path) -> Path:
     """
     lock = collect(results, model)
     if out.is_file():
-        before = read_lock(out)
-        _keep_devices(before, lock)
-        _keep_not_built(before, lock)
-    write_bytes(out, dump_json(lock).encode())
+        before = Lock.load(out)
+        lock = _keep_not_built(before, _keep_devices(before, lock))
+    lock.save(out)
     return out
 
 
-def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
-    for precision, parts in lock["precisions"].items():
-        old = before.get("precisions", {}).get(precision, {})
-        if old.get("graphs") == parts.get("graphs"):
-            for backend, devices in parts.get("engines", {}).items():
-                parts["engines"][backend] = {**old.get("engines", {}).get(backend, {}), **devices}
+def _keep_devices(before: Lock, lock: Lock) -> Lock:
+    """Return `lock` with the engines of other devices that `before` has of the same graphs."""
+    kept = {}
+    for precision, now in lock.precisions.items():
+        old = before.precisions.get(precision, LockedPrecision())
+        if now.engines is not None and old.graphs == now.graphs:
+            engines = {name: {**(old.engines or {}).get(name, {}), **devices} for name, devices in now.engines.items()}
+            kept[precision] = replace(now, engines=engines)
+    return replace(lock, precisions={**lock.precisions, **kept})
 
 
-def _keep_not_built(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
+def _keep_not_built(before: Lock, lock: Lock) -> Lock:
+    """Return `lock` with what `before` has of engines of the same graphs that this processor does not compute."""
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
 
-    for precision, parts in lock["precisions"].items():
-        old = before.get("precisions", {}).get(precision, {})
-        for backend in old.get("engines", {}).keys() - parts.get("engines", {}).keys():
+    for precision, now in lock.precisions.items():
+        old = before.precisions.get(precision, LockedPrecision())
+        for backend in (old.engines or {}).keys() - (now.engines or {}).keys():
             settings = backends().get(backend)
-            if old["graphs"] != parts.get("graphs") or settings is None or not settings.lacks_here(precision):
+            if old.graphs != now.graphs or settings is None or not settings.lacks_here(precision):
                 continue
-            for kind in ("engines", "golden"):
-                if backend in old.get(kind, {}):
-                    parts.setdefault(kind, {})[backend] = old[kind][backend]
-            for stage, terms in before.get(TERMS, {}).items():
-                kept = {name: of for name, of in terms.items() if _is_of(name, precision, backend)}
-                if kept:
-                    lock[TERMS].setdefault(stage, {}).update(kept)
-            lock[MADE] = {
-                **{name: of for name, of in before[MADE].items() if name.endswith(f"/{backend}")},
-                **lock[MADE],
-            }
+            lock = _with_backend(before, lock, precision, backend)
+    return lock
+
+
+def _with_backend(before: Lock, lock: Lock, precision: str, backend: str) -> Lock:
+    """Return `lock` with the engines, golden tokens, terms and makers that `before` has of a backend's precision."""
+    old, now = before.precisions[precision], lock.precisions[precision]
+    engines = {**(now.engines or {}), backend: (old.engines or {})[backend]}
+    golden = now.golden
+    if backend in (old.golden or {}):
+        golden = {**(now.golden or {}), backend: (old.golden or {})[backend]}
+    checks = dict(lock.checks)
+    for stage, terms in before.checks.items():
+        kept = {name: of for name, of in terms.items() if _is_of(name, precision, backend)}
+        if kept:
+            checks[stage] = {**checks.get(stage, {}), **kept}
+    makers = {name: maker for name, maker in before.makers.items() if name.endswith(f"/{backend}")}
+    return replace(
+        lock,
+        precisions={**lock.precisions, precision: replace(now, engines=engines, golden=golden)},
+        checks=checks,
+        makers={**makers, **lock.makers},
+    )
 
 
 def _is_of(name: str, precision: str, backend: str) -> bool:
@@ -109,7 +105,7 @@ def _is_of(name: str, precision: str, backend: str) -> bool:
     return name.startswith(f"{precision}/") and name.endswith(f"/{backend}")
 
 
-def collect(results: Path, model: str) -> dict[str, Any]:
+def collect(results: Path, model: str) -> Lock:
     """The lock of what is there. Raises InputError for a model that is not finished."""
     found = list(sections(results, model))
     # Engines of some precisions are not compared; of those that cannot run here nothing is checked.
@@ -125,10 +121,14 @@ def collect(results: Path, model: str) -> dict[str, Any]:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
             )
-    lock: dict[str, Any] = {"format": formats.LOCK, "model": model, MADE: {}}
+    document: dict[str, Any] = {"model": model, MADE: {}}
     for section in found:
-        put(lock, section)
-    return lock
+        document[MADE][maker(section.key)] = made_with(section.key).to_json()
+        place = document
+        for name in section.where[:-1]:
+            place = place.setdefault(name, {})
+        place[section.where[-1]] = dict(section.items)
+    return Lock.from_json(document)
 
 
 def _runs(section: Section) -> bool:
@@ -146,32 +146,23 @@ def _runs(section: Section) -> bool:
     return backends()[engines.backend].cannot_run(engines.options) is None
 
 
-def put(lock: dict[str, Any], section: Section) -> None:
-    """Add a section to a lock, with what made it."""
-    lock[MADE][maker(section.key)] = made_with(section.key)
-    place = lock
-    for name in section.where[:-1]:
-        place = place.setdefault(name, {})
-    place[section.where[-1]] = dict(section.items)
-
-
 def maker(key: BuildKey) -> str:
     """The name that a lock has for what made an artefact: the stage, and the backend where one runs it."""
     return "/".join([key.stage, *([key.names["backend"]] if "backend" in key.names else [])])
 
 
-def made_with(key: BuildKey) -> dict[str, Any]:
-    """Code, packages and library of a stage, as a lock holds them."""
+def made_with(key: BuildKey) -> Maker:
+    """Return the code, packages and library of a stage, as a lock holds them."""
     backend = {name: value for name, value in (key.backend or {}).items() if name not in ("name", "device")}
-    return {
-        "code": sha256_json(key.code),
-        "packages": key.environment,
-        **({} if STAGES[key.stage].is_check else {"options": json.loads(dump_json(key.options))}),
-        **({"backend": json.loads(dump_json(backend))} if backend else {}),
-    }
+    return Maker(
+        sha256_json(key.code),
+        key.environment,
+        None if STAGES[key.stage].is_check else json.loads(dump_json(key.options)),
+        json.loads(dump_json(backend)) if backend else None,
+    )
 
 
-def terms_place(stage: str, names: Mapping[str, Any]) -> tuple[str, ...]:
+def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
     """Where the terms of a check stand in the lock of its model. names: precision, layers and backend, those that the
     stage has."""
     return (TERMS, stage, "/".join(str(names[name]) for name in ("precision", "layers", "backend") if name in names))

@@ -20,8 +20,9 @@ from lockstep.artifacts.files import SEAL, describe, read_json
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError, LockstepError
 from lockstep.provenance.diff import changes
-from lockstep.provenance.locked import expected_items, without_places
-from lockstep.provenance.lockfile import TERMS, read_lock, sections_of
+from lockstep.provenance.lock import Lock, Place
+from lockstep.provenance.locked import without_places
+from lockstep.provenance.lockfile import sections_of
 from lockstep.provenance.record import SUFFIX, checked_record, records
 from lockstep.provenance.slsa import NAME as PROVENANCE
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
@@ -149,10 +150,10 @@ _MEASURED = (formats.SPEED, formats.REPRODUCTION)
 def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     """Each section of the lock against the tree, and each artefact of the tree that the lock does not have."""
     try:
-        lock = read_lock(lock_file)
+        lock = Lock.load(lock_file)
     except InputError as error:
         return [Finding(DIFFERENT, str(lock_file), _reason(error))]
-    found: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    found: dict[Place, Mapping[str, Any]] = {}
     for path in records(folder):
         try:
             found |= {section.where: section.items for section in sections_of(path)}
@@ -161,11 +162,11 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     findings = []
     # a tree holds the engines of one device, a lock those of several
     built = {where[:-1] for where in found if "engines" in where}
-    places = (where for where in _places(lock) if where[:-1] not in built)
+    places = (where for where in lock.places() if where[:-1] not in built)
     for where in sorted({*places, *found}):
         name = f"{folder.name}: {'/'.join(where)}"
-        expected = expected_items(lock, where)
-        if expected is None and "engines" in where and expected_items(lock, where[:-1]):
+        expected = lock.section(where)
+        if expected is None and "engines" in where and lock.devices(where[1], where[3]):
             findings.append(Finding(SAME, name, "this device is not in the lock: as recorded"))
         elif expected is None:
             findings.append(Finding(UNKNOWN, name, "not in the lock"))
@@ -178,26 +179,6 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
             ]
             findings.append(Finding(DIFFERENT if differing else SAME, name, "; ".join(differing)))
     return findings
-
-
-def _places(lock: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The sections that a lock has."""
-    yield ("checkpoint",)
-    yield from (("reference", layers) for layers in lock["reference"])
-    for part in (TERMS, "results"):
-        yield from ((part, stage, name) for stage, names in lock.get(part, {}).items() for name in names)
-    for precision, parts in lock["precisions"].items():
-        yield from (("precisions", precision, part) for part in ("weights", "graphs") if part in parts)
-        yield from (
-            ("precisions", precision, "engines", backend, device)
-            for backend, found in parts.get("engines", {}).items()
-            for device in found
-        )
-        yield from (
-            ("precisions", precision, "golden", backend, layers)
-            for backend, found in parts.get("golden", {}).items()
-            for layers in found
-        )
 
 
 def _walk(folder: Path) -> Iterator[Path]:
