@@ -51,11 +51,11 @@ README = """\
 # Configuration
 
 `config.yaml` is the demo. For models of your own, write a file like the one below and name it:
-`snakemake --cores 4 --configfile my.yaml --directory out`. Threads, memory and the output folder are not in it: they are
-Snakemake's `--cores`, `--resources` and `--directory`.
+`snakemake --cores 4 --configfile my.yaml --directory out`. Threads, memory and the output folder are not in it: they
+are Snakemake's `--cores`, `--resources` and `--directory`.
 
-Everything is checked before any job starts. An unknown key, a wrong type, a layer count above the model's or a precision
-that a backend lacks gives one line that names the key, what was found and what is allowed.
+Everything is checked before any job starts. An unknown key, a wrong type, a layer count above the model's or a
+precision that a backend lacks gives one line that names the key, what was found and what is allowed.
 
 ## Example
 
@@ -71,8 +71,8 @@ With the first line in place, editors that have a YAML language server complete 
 
 A model gives one target for each combination of its layer counts, precisions and backends, named
 `<model>/<precision>/<layers>/<backend>`. Without `/<backend>` the name means the model's first backend.
-Some names are taken by what lies beside the models' folders in `results/`: `config.json`, `summary` and `report` with or
-without an ending, `logs` and `benchmarks`.
+Some names are taken by what lies beside the models' folders in `results/`: `config.json`, `summary` and `report` with
+or without an ending, `logs` and `benchmarks`.
 
 | backend | precisions |
 |---|---|
@@ -82,7 +82,7 @@ without an ending, `logs` and `benchmarks`.
 
 First from the working directory (which is the folder given as `--directory`, if one is), then from the repository. The
 first of the two that is a folder is taken; if neither is, the error names both. An absolute path is taken as it is.
-"""  # noqa: E501
+"""
 
 
 def schema() -> Schema:
