@@ -1,4 +1,4 @@
-"""Lockstep: from a Hugging Face checkpoint to inference engines that are checked and can be built again.
+"""Lockstep: checked, reproducible inference engines from Hugging Face checkpoints.
 
 What stands in `__all__` is the public API, and is imported when it is asked for. docs/python.md shows it.
 """

@@ -1,5 +1,7 @@
-"""The drift of quantised weights: how far what a model says has moved from what the checkpoint says. Beside the
-reference of the quantised weights, `reference/<layers>.drift.json`."""
+"""The drift of quantised weights: how far their answers are from the checkpoint's.
+
+`reference/<layers>.drift.json` in and out, beside the reference of the quantised weights.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Drift(Document):
     full_perplexity: float
 
     def words(self) -> str:
-        """In one line."""
+        """Return the drift in one line."""
         return (
             f"logits off by {self.rms_logit_error:.2g} rms, {self.max_logit_error:.2g} at most; "
             f"{self.tokens_differing} of {self.tokens} tokens differ; perplexity {self.perplexity:.4g} for "

@@ -1,4 +1,4 @@
-"""Documents that are what their dataclass says: JSON in, checked by the types of the fields, and JSON out.
+"""Documents by the types of their dataclass: checked JSON in, JSON out.
 
 For documents that this package writes for itself: reports and references. What a bundle from elsewhere may hold has a
 schema with ranges besides.
@@ -39,7 +39,10 @@ class Document:
 
     @classmethod
     def load(cls: type[AnyDocument], path: str | os.PathLike) -> AnyDocument:
-        """Raises InputError for a file that is none of these, with the first place that is of another type."""
+        """Read the file.
+
+        Raises InputError for a file of another format, with the first place that is of another type.
+        """
         value = read_json(path, cls.FORMAT)
         try:
             return cast(AnyDocument, decode(cls, value, ""))
@@ -55,7 +58,10 @@ class Document:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """Return the value of type `kind` that `value` stands for. where: the place, which `Wrong` names."""
+    """Return the value of type `kind` that `value` stands for.
+
+    where: the place, which `Wrong` names.
+    """
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind):
@@ -103,7 +109,7 @@ def _decode_fields(kind: type, value: Any, where: str) -> Any:
 
 @functools.cache
 def _fields(kind: type) -> Mapping[str, tuple[str, Any, bool]]:
-    """Return (key in the file, type, whether it must be there) of a dataclass's fields."""
+    """Return (key in the file, type, whether required) of a dataclass's fields."""
     hints = get_type_hints(kind)
     return {
         field.name: (_key(field), hints[field.name], not _has_default(field))

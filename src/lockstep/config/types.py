@@ -1,6 +1,7 @@
-"""The sections of the config as types: every key with its type, bounds, default and meaning.
+"""The sections of the config as types: keys with types, bounds and defaults.
 
-`config/config.schema.json` and `config/README.md` are generated from them (`python -m lockstep.config.doc`).
+Each key has its meaning, too. `config/config.schema.json` and `config/README.md` are generated from them (`python -m
+lockstep.config.doc`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def _layer_key(value: Any) -> Any:
 
 
 def _no_key_twice(value: Any) -> Any:
-    """2 and "2" are the same layer count; as keys of one mapping, the second would silently win."""
+    """Refuse the keys 2 and "2" in one mapping.
+
+    They are the same layer count; the second would silently win.
+    """
     if isinstance(value, dict):
         for key in value:
             if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) and int(key) in value:
@@ -167,7 +171,7 @@ class AdapterConfig(Section):
 
 
 class ModelConfig(Section):
-    """A checkpoint and the targets made of it: every combination of layer count, precision and backend."""
+    """A checkpoint and its targets: all layer counts, precisions and backends."""
 
     source: Annotated[str, BeforeValidator(_source)] = Field(
         min_length=1,
@@ -226,16 +230,19 @@ class ModelConfig(Section):
     )
 
     def precisions_of(self, backend: str) -> tuple[str, ...]:
-        """The precisions that are built for a backend, in the order of the config."""
+        """Return the precisions that are built for a backend, in the order of the config."""
         return self.backend_precisions.get(backend, self.precisions)
 
     def all_precisions(self) -> list[str]:
-        """Those of all backends, each once."""
+        """Return the precisions of all backends, each once."""
         return list(dict.fromkeys([*self.precisions, *chain(*self.backend_precisions.values())]))
 
 
 class Device(Section):
-    """A kind of device that engines are built on, checked on and named by (docs/devices.md)."""
+    """A type of device that engines are built and checked on (docs/devices.md).
+
+    Targets are named by it.
+    """
 
     backend: Backend = Field(description="The backend that it is used with.")
     gpu: str = Field(
@@ -257,7 +264,7 @@ class Device(Section):
 
     @property
     def hardware(self) -> str:
-        """The name that a job must find: of the GPU, or the architecture of the CPU."""
+        """Return the name that a job must find: of the GPU, or the CPU's architecture."""
         return self.gpu or self.cpu
 
 
