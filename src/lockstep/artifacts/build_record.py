@@ -1,4 +1,4 @@
-"""What an artefact was made of, as the record beside its manifest holds it."""
+"""The record of how an artefact was made, which lies beside its manifest."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lockstep.artifacts.files import sha256_json
 
 @dataclass(frozen=True)
 class BuildKey:
-    """What decides what a step makes.
+    """The build key of a step: all that decides what it makes.
 
-    names: the stage's wildcards; inputs: by name what stands for each, mostly its sha256; options: plain JSON; code:
-    digest of each module by its path; environment: version of each package; backend: its library and device, None of a
+    names: the stage's wildcards. inputs: by name what stands for each, mostly its sha256. options: plain JSON. code:
+    digest of each module by its path. environment: version of each package. backend: its library and device, None of a
     stage without one.
     """
 

@@ -14,12 +14,12 @@ from lockstep.artifacts.typed import Document
 
 @dataclass(frozen=True)
 class Drift(Document):
-    """Of a model of the first `layers` layers (or "all"), in transformers, float32.
+    """The drift of a model's first `layers` layers (or "all").
 
-    max_logit_error, rms_logit_error: of the logits along the checkpoint's own answers to the golden prompts; rms_logit:
-    of those logits themselves. tokens_differing: of `tokens` likeliest tokens there. perplexity, full_perplexity: on
-    `perplexity_tokens` tokens of text, of the quantised weights and of the checkpoint's. max_weight_error: of a weight,
-    in steps of its group.
+    Measured in transformers, float32. max_logit_error, rms_logit_error: of the logits along the checkpoint's own
+    answers to the golden prompts. rms_logit: of those logits themselves. tokens_differing: of `tokens` likeliest tokens
+    there. perplexity, full_perplexity: on `perplexity_tokens` tokens of text, of the quantised weights and of the
+    checkpoint's. max_weight_error: of a weight, in steps of its group.
     """
 
     FORMAT: ClassVar[str] = formats.DRIFT

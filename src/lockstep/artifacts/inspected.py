@@ -1,6 +1,6 @@
-"""What can be compared of two engine sets, as JSON.
+"""The comparable properties of an engine set, as JSON.
 
-One of them may be looked at in another Python than the one that compares.
+One of two sets may be looked at in another Python than the one that compares.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.artifacts.typed import decode, encode
 
 @dataclass(frozen=True)
 class InspectedEngine:
-    """What can be compared of an engine.
+    """The comparable properties of an engine.
 
     choices, layers: as its backend gives them, JSON. sha256: of the bytes that equal builds share. left_out: the other
     bytes, in words.

@@ -19,7 +19,7 @@ PASS, FAIL = "pass", "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Document):
-    """What all reports say.
+    """The base of all reports.
 
     result: PASS or FAIL. failure: in one line what is wrong, where it is FAIL.
     """
@@ -71,7 +71,7 @@ class LongContext:
 
 @dataclass(frozen=True)
 class ForwardError:
-    """How far the logits of whole sequences are off, and Polygraphy's verdict."""
+    """The errors of the logits of whole sequences, and Polygraphy's verdict."""
 
     max_abs_error: float | None
     cosine: float | None
@@ -89,7 +89,7 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Linted:
-    """What Polygraphy's lint says: how many nodes pass, and its warnings."""
+    """The result of Polygraphy's lint: how many nodes pass, and its warnings."""
 
     nodes: int
     warnings: tuple[str, ...]
@@ -97,7 +97,7 @@ class Linted:
 
 @dataclass(frozen=True)
 class GraphChecks:
-    """What was found of each graph by ONNX's checker (PASS), by inspect and by lint."""
+    """The results of ONNX's checker (PASS), of inspect and of lint, by graph."""
 
     checker: Mapping[str, str]
     inspect: Mapping[str, Inspected]
@@ -106,7 +106,7 @@ class GraphChecks:
 
 @dataclass(frozen=True)
 class ValidatedGraphs:
-    """What a validation is of."""
+    """The graphs that a validation is of."""
 
     model: str
     precision: str
@@ -294,7 +294,7 @@ class GoldenReport(Report):
 
 @dataclass(frozen=True)
 class ServedPhase:
-    """What was asked of the server in one way.
+    """The requests of the served check in one way of asking.
 
     Requests that were compared, others beside them, how many of these were cancelled, and the first differing token of
     each that has one.

@@ -76,7 +76,7 @@ def one_of(*choices: str) -> Check:
 
 
 def optional(schema: Check) -> Check:
-    """null, or a value of `schema`."""
+    """Return the check of null or a value of `schema`."""
 
     def check_optional(value: Any, where: str) -> None:
         if value is not None:

@@ -1,7 +1,7 @@
-"""What several ranks run of an assembly: pieces of blocks, and attention.
+"""The tensor-parallel form of an assembly: pieces of blocks, and attention.
 
-Between the pieces of a block partial sums are added (all-reduce); attention is over a rank's heads. All ranks run the
-same graphs; each takes its part of the weights.
+It is what several ranks run. Between the pieces of a block partial sums are added (all-reduce); attention is over a
+rank's heads. All ranks run the same graphs; each takes its part of the weights.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class ShardedClass:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What the ranks of a model run instead of its blocks and its attention.
+    """The graphs that the ranks of a model run instead of its blocks and attention.
 
     degree: how many ranks. graphs: of the pieces, by name. classes: of the assembly but for the embedding, which each
     rank runs whole. variants: the assembly's attention with a rank's heads.

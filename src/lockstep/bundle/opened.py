@@ -56,10 +56,10 @@ _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json
 
 @dataclass(frozen=True)
 class Opened:
-    """What `runtime.Model.open` takes, and the limits that it runs with.
+    """The paths that `runtime.Model.open` takes, and the limits to run with.
 
-    adapters: the manifest of the model's adapters; None where it has none. checkpoint: its manifest; None for a
-    bundle."""
+    adapters: the manifest of the model's adapters; None where it has none. checkpoint: its manifest; None for a bundle.
+    """
 
     target: Target
     limits: Limits

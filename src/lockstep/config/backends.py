@@ -28,7 +28,7 @@ _MODULE = "lockstep.backends.*.settings"
 
 @dataclass(frozen=True)
 class BackendSettings:
-    """What is known of a backend before its library is loaded.
+    """The settings of a backend, known before its library is loaded.
 
     precisions: what it computes in, at most; a version of its library may lack one. lacks: why it has no others.
     section: its part of the config, `backends.<name>`; None: it has no settings. Its key `python`, if it has one, is

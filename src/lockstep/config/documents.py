@@ -81,7 +81,7 @@ def _read_yaml(path: Path, text: str) -> Any:
 
 
 def _problem(error: yaml.MarkedYAMLError) -> str:
-    """PyYAML's words on one line, with what to do where they do not say it."""
+    """Return PyYAML's words on one line, with what to do where they do not say it."""
     problem = " ".join((error.problem or error.context).split())
     if r"'\t'" in problem:
         return "found a tab: indent with spaces"

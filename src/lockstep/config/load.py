@@ -49,7 +49,7 @@ def load_given(path: Path | None) -> Config:
 
 
 def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike], where: str | None = None) -> Config:
-    """Snakemake's merged config, and the config files it was merged from.
+    """Load Snakemake's merged config, and check the files it was merged from.
 
     Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again,
     strictly. Messages open with `where` (default: the file, where one file is all of the config, else `config`). Raises

@@ -48,7 +48,7 @@ from lockstep.targets import Results, Target
 
 
 class Config(Section):
-    """What is made: models, and for all of them limits and tolerances."""
+    """The config: models, and for all of them limits and tolerances."""
 
     models: dict[ModelName, ModelConfig] = Field(
         min_length=1, description="The models by name. A name is also a folder in `results/`."
@@ -404,7 +404,7 @@ class Config(Section):
         return own or (section.python if section is not None and self._settings(backend).has_interpreter else None)
 
     def gpus(self, backend: str) -> int:
-        """GPUs that a job takes which builds or runs a backend's engines."""
+        """Return how many GPUs a job takes which builds or runs a backend's engines."""
         return self._settings(backend).gpus
 
     def dump(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def path_text(value: Any) -> Any:
 
 
 def _flag(value: Any) -> Any:
-    """Snakemake's command line gives a text."""
+    """Turn the text "true" or "false" of Snakemake's command line into a bool."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 

@@ -52,7 +52,10 @@ def _layer_count(value: Any) -> Any:
 
 
 def _layer_key(value: Any) -> Any:
-    """JSON and Snakemake's command line have text for keys: "2" is 2."""
+    """Turn a key that is text into a layer count: "2" is 2.
+
+    JSON and Snakemake's command line have text for keys.
+    """
     is_digits = isinstance(value, str) and re.fullmatch(r"[1-9][0-9]{0,9}", value)
     return _layer_count(int(value) if is_digits else value)
 
@@ -72,7 +75,10 @@ def _no_key_twice(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """1e-4 is a number in YAML 1.2 and JSON, but text to PyYAML, which wants 1.0e-4."""
+    """Turn text such as 1e-4 into a number.
+
+    It is a number in YAML 1.2 and JSON, but text to PyYAML, which wants 1.0e-4.
+    """
     is_number = isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}(\.[0-9]{0,20})?[eE][+-]?[0-9]{1,3}", value)
     return float(value) if is_number else value
 
@@ -112,7 +118,7 @@ class Prompt(Section):
 
 
 class Golden(Section):
-    """What is decoded to compare an engine set with the reference."""
+    """The prompts of the golden check, and how many tokens are decoded."""
 
     max_new_tokens: Count = Field(default=16, description="How many tokens are decoded, greedily, after each prompt.")
     prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(

@@ -1,7 +1,7 @@
-"""Build a target here, in an empty folder, and hold what comes out against what another machine has locked.
+"""Build a target here, in an empty folder, and compare it with a lock.
 
-In: a config, a target, a lock. Out: for each artefact that the lock may hold its place there and what differs. The
-target's results need not be there, and are not touched where they are.
+In: a config, a target, a lock, which another machine may have written. Out: for each artefact that the lock may hold
+its place there and what differs. The target's results need not be there, and are not touched where they are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from lockstep.targets import Results, Target
 
 @dataclass(frozen=True)
 class LockComparison:
-    """One artefact beside a lock. where: its place there. differs: the first difference; None where it is the same.
-    is_locked: whether the lock has it; engines of another device than those that it holds it has not."""
+    """An artefact beside a lock.
+
+    where: its place there. differs: the first difference; None where it is the same. is_locked: whether the lock has
+    it; engines of another device than those that it holds it has not.
+    """
 
     where: str
     is_locked: bool
@@ -33,10 +36,10 @@ class LockComparison:
 def against(
     config: Mapping[str, Any], checkpoint: Path, target: Target, lock_file: Path, tell: Callable[[str], None]
 ) -> list[LockComparison]:
-    """Resolve, convert, export and build `target`, check it where its engines run, and compare with the lock.
+    """Build and check `target`, and compare each artefact with the lock.
 
-    checkpoint: the folder of its checkpoint. Raises InputError for a lock that is none, CheckError where the target
-    cannot be built.
+    Resolves, converts, exports, builds, and checks where its engines run. checkpoint: the folder of its checkpoint.
+    Raises InputError for a lock that is none, CheckError where the target cannot be built.
     """
     lock = Lock.load(lock_file)
     with tempfile.TemporaryDirectory(prefix="lockstep-against-") as folder:

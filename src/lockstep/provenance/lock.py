@@ -1,7 +1,7 @@
 """The lock of a model as a type: `locks/<model>.lock.json` in and out.
 
-A lock is made of sections, each at its place: what one artefact must be, by name, or the terms of one check. `maker`
-names what made them; it decides nothing, and names the cause where an artefact differs.
+A lock is made of sections, each at its place: what one artefact must be, by name, or the terms of one check. `Maker`
+says what made them; it decides nothing, and names the cause where an artefact differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Items = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Maker:
-    """What made the artefacts of a stage.
+    """The code, packages, options and library that made a stage's artefacts.
 
     code: sha256 of the code's digests. packages: versions by name. options: None for a check, whose options are terms.
     backend: version, revision and options of the library; None where no backend takes part.
@@ -45,7 +45,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class LockedPrecision:
-    """What is locked of a model in one precision.
+    """The locked artefacts of a model in one precision.
 
     weights, graphs: sha256 by file. engines: {backend: {device: {file: sha256}}}. golden: {backend: {layers: {prompt:
     token ids}}}. None where nothing of that kind is locked.
@@ -131,7 +131,7 @@ class Lock:
 
     @property
     def commit(self) -> str | None:
-        """The commit of the hub that the checkpoint is of; None for a folder."""
+        """Return the hub's commit that the checkpoint is of; None for a folder."""
         return self.checkpoint.get("commit")
 
     def section(self, where: Place) -> Items | None:

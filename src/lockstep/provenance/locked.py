@@ -1,5 +1,6 @@
-"""Locked: what is to be made, and what was made, against the lock. The first difference is named with its cause, and
-nothing is made from it.
+"""Checks of what is to be made, and of what was made, against the lock.
+
+The first difference is named with its cause, and nothing is made from it.
 
 What can be known before the work is refused before it (`check_project`, `check_step`): targets, the terms of the
 checks, the checkpoint's files, the device of a backend, and every file that is read. What a stage makes is compared as
@@ -34,8 +35,10 @@ _PLACES = ("source",)
 
 
 def is_locked(config: Mapping[str, Any]) -> bool:
-    """Whether Snakemake's config says `locked`, which the command line gives as a text. Raises InputError for anything
-    but true and false."""
+    """Return whether Snakemake's config says `locked`.
+
+    The command line gives it as a text. Raises InputError for anything but true and false.
+    """
     value = config.get("locked", False)
     found = {"true": True, "false": False}.get(str(value).lower())
     if found is None:
@@ -44,8 +47,10 @@ def is_locked(config: Mapping[str, Any]) -> bool:
 
 
 def find_lock(model: str, folders: Sequence[Path]) -> Path:
-    """The lock of a model in the first of `folders` (each holding `locks/`) that has one. Raises InputError where none
-    has."""
+    """Return the lock of a model in the first of `folders` that has one.
+
+    Each holds `locks/`. Raises InputError where none has.
+    """
     for folder in folders:
         path = lock_path(folder / "locks", model)
         if path.is_file():
@@ -64,10 +69,10 @@ def check_project(
     prompts: Sequence[str],
     checkpoint: Sequence[Path] | None,
 ) -> None:
-    """Before a run: raises CheckError for the first thing that will differ from the lock.
+    """Check before a run that nothing will differ from the lock.
 
     targets, their steps, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None
-    where a job brings them.
+    where a job brings them. Raises CheckError for the first thing that will differ.
     """
     lock = Lock.load(lock_file)
     for line in _before(lock, targets, steps, prompts, checkpoint):
@@ -114,16 +119,20 @@ def _before(
 
 
 def locked_commit(lock_file: Path, source: str) -> str | None:
-    """The commit of the hub at which `source` is locked, wherever its branch is now; None where the lock is of another
-    source."""
+    """Return the commit of the hub at which `source` is locked.
+
+    It stays, wherever its branch is now. None where the lock is of another source.
+    """
     lock = Lock.load(lock_file)
     return lock.commit if lock.checkpoint["source"] == source else None
 
 
 def before_weights(config: Config, model: str, lock_file: Path | None) -> Callable[[Path, str], None]:
-    """What `hub.fetch` asks before it downloads the weights of `model`, with the folder of its small files and its
-    commit: does the model fit the config, and, where there is a lock, is its commit the locked one? Raises InputError
-    and CheckError."""
+    """Return the check that `hub.fetch` calls before it downloads a model's weights.
+
+    It is called with the folder of the model's small files and its commit: does the model fit the config, and, where
+    there is a lock, is its commit the locked one? It raises InputError and CheckError.
+    """
 
     def check(folder: Path, commit: str) -> None:
         config.check_model(model, folder)
@@ -134,14 +143,20 @@ def before_weights(config: Config, model: str, lock_file: Path | None) -> Callab
 
 
 def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
-    """What `hub.fetch` is held to, by its parameters: the check before the weights, and the locked commit."""
+    """Return what `hub.fetch` is held to, by its parameters.
+
+    The check before the weights, and the locked commit.
+    """
     commit = locked_commit(lock_file, config.models[model].source) if lock_file and not newest else None
     return {"check": before_weights(config, model, lock_file), "commit": commit}
 
 
 def check_step(step: Step, key: BuildKey, lock_file: Path) -> None:
-    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms or
-    for another device; InputError when a file that a manifest names is not the one."""
+    """Check before a stage that its inputs, terms and device are as locked.
+
+    Raises CheckError when what it reads is not locked, or when it would be made on other terms or for another device;
+    InputError when a file that a manifest names is not the one.
+    """
     lock = Lock.load(lock_file)
     for path in step.inputs.values():
         if record_path(path).is_file():
@@ -159,15 +174,19 @@ def check_step(step: Step, key: BuildKey, lock_file: Path) -> None:
 
 
 def check_output(output: Path, lock_file: Path) -> None:
-    """After a stage: raises CheckError, and takes the manifest `output` away, when the artefact is not the locked
-    one."""
+    """Check after a stage that its artefact is the locked one.
+
+    Raises CheckError, and takes the manifest `output` away, when it is not.
+    """
     if line := reject(output, lock_file):
         _refuse(line, lock_file)
 
 
 def reject(output: Path, lock_file: Path) -> str | None:
-    """The first difference of an artefact from the lock, which takes its manifest `output` away; None when it is the
-    locked one."""
+    """Return the first difference of an artefact from the lock.
+
+    A difference takes its manifest `output` away. None when it is the locked one.
+    """
     line = first_difference(output, Lock.load(lock_file))
     if line is not None:
         for path in (output, record_path(output), provenance_path(output)):
@@ -176,13 +195,18 @@ def reject(output: Path, lock_file: Path) -> str | None:
 
 
 def first_difference(output: Path, lock: Lock) -> str | None:
-    """The first difference of the artefact whose manifest is `output` from a lock; None when it is as locked, or is not
-    locked."""
+    """Return the first difference of the artefact of a manifest from a lock.
+
+    None when it is as locked, or is not locked. output: the manifest.
+    """
     return next((line for section in sections_at(output) if (line := difference(lock, section))), None)
 
 
 def _other_terms(lock: Lock, step: Step) -> str | None:
-    """What the config says to a check and the lock does not; None where they agree."""
+    """Return the first of a check's terms that the config and the lock differ in.
+
+    None where they agree.
+    """
     if not entry_of(step).is_check:
         return None
     locked = lock.section(terms_place(step.stage, step.names))
@@ -194,8 +218,10 @@ def _other_terms(lock: Lock, step: Step) -> str | None:
 
 
 def difference(lock: Lock, section: Section) -> str | None:
-    """The first difference of an artefact from the lock, with what else differs that may have caused it; None when it
-    is the same."""
+    """Return the first difference of an artefact from the lock.
+
+    With what else differs that may have caused it. None when it is the same.
+    """
     expected = lock.section(section.where)
     if expected is None:
         return f"{section.stage}: {'/'.join(section.where)} is not in the lock"
@@ -216,7 +242,10 @@ def other_commit(lock: Lock, commit: str | None) -> str | None:
 
 
 def _other_makers(lock: Lock, section: Section) -> str:
-    """What of the makers of an artefact is not as in the lock: packages, library, whether the code is another."""
+    """Return what of the makers of an artefact is not as in the lock.
+
+    Packages, library, whether the code is another.
+    """
     locked, now = lock.makers.get(maker(section.key)), made_with(section.key)
     if locked is None:
         return ""

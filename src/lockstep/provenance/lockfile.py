@@ -1,8 +1,9 @@
-"""The lock of a model: a finished results tree in, `locks/<model>.lock.json` out, sorted, to be committed.
+"""Writing of locks: a finished results tree in, `locks/<model>.lock.json` out.
 
-A lock is made of sections: what each artefact must be, by name, and on what terms each check was passed. A section
-comes from the manifest of the artefact and from the record of how it was made. Beside the sections stands, by stage,
-what made them (code, packages, library): it decides nothing, and names the cause where an artefact differs.
+The file is sorted, and to be committed. A lock is made of sections: what each artefact must be, by name, and on what
+terms each check was passed. A section comes from the manifest of the artefact and from the record of how it was made.
+Beside the sections stands, by stage, what made them (code, packages, library): it decides nothing, and names the cause
+where an artefact differs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from lockstep.targets import is_quantized
 
 @dataclass(frozen=True)
 class Section:
-    """One artefact, or the terms of one check: where it stands in the lock, its build key, and what it must be, by
-    name."""
+    """An artefact, or the terms of a check, as a lock holds it.
+
+    where: its place in the lock. key: its build key. items: what it must be, by name.
+    """
 
     where: Place
     manifest: Path
@@ -40,11 +43,11 @@ class Section:
 
 
 def write_lock(results: Path, model: str, out: Path) -> Path:
-    """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not
-    checked yet.
+    """Write the lock of the finished model `model` to `out`.
 
     Engines of other devices that stand in `out` already stay, as long as they are of these graphs; so does all of
-    engines that are not built here because this processor does not compute in their precision.
+    engines that are not built here because this processor does not compute in their precision. Raises InputError where
+    something was not made or not checked yet.
     """
     lock = collect(results, model)
     if out.is_file():
@@ -55,7 +58,10 @@ def write_lock(results: Path, model: str, out: Path) -> Path:
 
 
 def _keep_devices(before: Lock, lock: Lock) -> Lock:
-    """Return `lock` with the engines of other devices that `before` has of the same graphs."""
+    """Return `lock` with the engines of other devices in `before`.
+
+    They are kept as long as they are of the same graphs.
+    """
     kept = {}
     for precision, now in lock.precisions.items():
         old = before.precisions.get(precision, LockedPrecision())
@@ -66,7 +72,10 @@ def _keep_devices(before: Lock, lock: Lock) -> Lock:
 
 
 def _keep_not_built(before: Lock, lock: Lock) -> Lock:
-    """Return `lock` with what `before` has of engines of the same graphs that this processor does not compute."""
+    """Return `lock` with the engines in `before` that are not built here.
+
+    This processor does not compute in their precision. They are kept as long as they are of the same graphs.
+    """
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
 
     for precision, now in lock.precisions.items():
@@ -80,7 +89,10 @@ def _keep_not_built(before: Lock, lock: Lock) -> Lock:
 
 
 def _with_backend(before: Lock, lock: Lock, precision: str, backend: str) -> Lock:
-    """Return `lock` with the engines, golden tokens, terms and makers that `before` has of a backend's precision."""
+    """Return `lock` with all that `before` has of a backend in a precision.
+
+    Engines, golden tokens, terms and makers.
+    """
     old, now = before.precisions[precision], lock.precisions[precision]
     engines = {**(now.engines or {}), backend: (old.engines or {})[backend]}
     golden = now.golden
@@ -101,12 +113,18 @@ def _with_backend(before: Lock, lock: Lock, precision: str, backend: str) -> Loc
 
 
 def _is_of(name: str, precision: str, backend: str) -> bool:
-    """Whether the terms of a check under this name are of engines in `precision` for `backend`."""
+    """Return whether a check's terms are of engines in `precision` for `backend`.
+
+    name: of the terms.
+    """
     return name.startswith(f"{precision}/") and name.endswith(f"/{backend}")
 
 
 def collect(results: Path, model: str) -> Lock:
-    """The lock of what is there. Raises InputError for a model that is not finished."""
+    """Return the lock of what is there.
+
+    Raises InputError for a model that is not finished.
+    """
     found = list(sections(results, model))
     # Engines of some precisions are not compared; of those that cannot run here nothing is checked.
     left_out = {"compare"} if any(map(_runs, found)) else {"compare", "golden", "adapted"}
@@ -132,7 +150,7 @@ def collect(results: Path, model: str) -> Lock:
 
 
 def _runs(section: Section) -> bool:
-    """Whether it is of engines that run here."""
+    """Return whether a section is of engines that run here."""
     if section.stage != "build":
         return False
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
@@ -147,7 +165,10 @@ def _runs(section: Section) -> bool:
 
 
 def maker(key: BuildKey) -> str:
-    """The name that a lock has for what made an artefact: the stage, and the backend where one runs it."""
+    """Return the name that a lock has for what made an artefact.
+
+    The stage, and the backend where one runs it.
+    """
     return "/".join([key.stage, *([key.names["backend"]] if "backend" in key.names else [])])
 
 
@@ -163,18 +184,26 @@ def made_with(key: BuildKey) -> Maker:
 
 
 def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
-    """Where the terms of a check stand in the lock of its model. names: precision, layers and backend, those that the
-    stage has."""
+    """Return where the terms of a check stand in the lock of its model.
+
+    names: precision, layers and backend, those that the stage has.
+    """
     return (TERMS, stage, "/".join(str(names[name]) for name in ("precision", "layers", "backend") if name in names))
 
 
 def terms(options: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the config says to a check, as a lock holds it: tolerances, prompts, lengths, limits, expected texts."""
+    """Return all that the config says to a check, as a lock holds it.
+
+    Tolerances, prompts, lengths, limits, expected texts.
+    """
     return numbered(json.loads(dump_json(options)))
 
 
 def numbered(value: Any) -> Any:
-    """Lists as mappings by number: what differs in them then has a place too."""
+    """Return a value with its lists as mappings by number.
+
+    What differs in them then has a place too.
+    """
     if isinstance(value, Mapping):
         return {name: numbered(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -183,15 +212,16 @@ def numbered(value: Any) -> Any:
 
 
 def sections(results: Path, model: str) -> Iterator[Section]:
-    """Of all artefacts of a model that are locked, in the order of their paths."""
+    """Yield the sections of all locked artefacts of a model, in order of their paths."""
     for path in records(results / model):
         yield from sections_of(path)
 
 
 def sections_of(path: Path) -> list[Section]:
-    """The sections of the record at `path`; none for what is not locked, such as a report.
+    """Return the sections of the record at `path`.
 
-    Raises InputError or CheckError when record and manifest are damaged or do not belong together.
+    There are none for what is not locked, such as a report. Raises InputError or CheckError when record and manifest
+    are damaged or do not belong together.
     """
     key = checked_record(path).key
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
@@ -214,5 +244,5 @@ def sections_of(path: Path) -> list[Section]:
 
 
 def sections_at(output: Path) -> list[Section]:
-    """The sections of the artefact whose manifest is `output`."""
+    """Return the sections of the artefact whose manifest is `output`."""
     return sections_of(record_path(output))
