@@ -48,7 +48,7 @@ PROMPTS = [prompt.text for prompt in GOLDEN.prompts]
 RANDOM = ("llama", "gemma2", "gpt_neox")
 # The demo is a Llama, which runs in each precision.
 each_random_family = [pytest.param(name, marks=[pytest.mark.long] * (name == "llama")) for name in RANDOM]
-LIMIT = {"max_batch_size": 3, "max_input_len": 64, "max_seq_len": 96, "max_num_tokens": 128}
+LIMIT = Limits(max_batch_size=3, max_input_len=64, max_seq_len=96, max_num_tokens=128)
 
 
 def made(
