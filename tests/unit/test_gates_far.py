@@ -4,6 +4,7 @@ rows only are caught."""
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -287,8 +288,8 @@ def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references
             **{name: str(path) for name, path in names.items()},
             reference=str(references.reference("demo-llama", 2)),
             target={"model": "demo-llama", "precision": "fp32", "layers": 2, "backend": "onnxruntime"},
-            tolerance=TOLERANCES["fp32"],
-            limits=LIMITS,
+            tolerance=asdict(TOLERANCES["fp32"]),
+            limits=asdict(LIMITS),
             out=str(tmp_path / "golden.json"),
             speed=str(tmp_path / "golden.speed.json"),
             expected=[prompt.expected[2] for prompt in GOLDEN.prompts],

@@ -122,7 +122,7 @@ def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
         assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
         QUANTIZED, LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
     )  # fmt: skip
-    compare.run(assembly, weights, path, QUANTIZED["block"], {}, tmp_path / "compare.json")
+    compare.run(assembly, weights, path, QUANTIZED.block, LIMITS, tmp_path / "compare.json")
     assert read_json(tmp_path / "compare.json")["relative_error"] <= 16 * 2**-24
 
 
@@ -138,7 +138,8 @@ def test_an_engine_that_computes_something_else_is_found_by_the_comparison(demo,
     manifest["engines"]["exit"]["sha256"] = sha256_file(path.parent / "exit.engine")
     write_json(path, manifest)
     with pytest.raises(CheckError, match="exit.engine: engine exit, profile 0 .* logits: expected an error"):
-        compare.run(demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32"), path, 1e-4, {}, tmp_path / "out.json")
+        paths = demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32"), path
+        compare.run(*paths, 1e-4, LIMITS, tmp_path / "out.json")
 
 
 def caches(engines):
