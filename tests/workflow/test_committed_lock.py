@@ -11,8 +11,8 @@ import pytest
 from checkout import REPOSITORY, Checkout
 
 from lockstep.backends.openvino import cpu as openvino
-from lockstep.provenance.locked import expected_items
-from lockstep.provenance.lockfile import read_lock, sections_at
+from lockstep.provenance.lock import Lock
+from lockstep.provenance.lockfile import sections_at
 
 LOCK = "locks/demo-llama.lock.json"
 
@@ -90,13 +90,13 @@ def test_other_precisions_and_backends_are_what_is_locked(
             demo.call("lockstep", stage, target)
     for backend in backends:
         demo.call("lockstep", "build", f"{target}/all/{backend}")
-    lock = read_lock(REPOSITORY / LOCK)
+    lock = Lock.load(REPOSITORY / LOCK)
     found = [section for path in asked for section in sections_at(path)]
     assert len(found) == len(asked)
     for section in found:
-        locked = expected_items(lock, section.where)
+        locked = lock.section(section.where)
         if section.stage == "build" and not locked:  # of another CPU
-            locked = next(iter((expected_items(lock, section.where[:-1]) or {}).values()))
+            locked = next(iter((lock.devices(precision, section.where[3]) or {}).values()))
             assert locked.keys() == section.items.keys()
         else:
             assert locked == section.items, section.where

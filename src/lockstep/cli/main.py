@@ -127,7 +127,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 
     python, tolerance = (
         config.interpreter(chosen.backend),
-        config.tolerance(chosen.model, chosen.precision, chosen.backend).model_dump(),
+        config.tolerance(chosen.model, chosen.precision, chosen.backend).plain(),
     )
     ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
     with working(f"bisect {chosen}"):
@@ -212,7 +212,7 @@ def generate(
             weights=str(place.weights),
             engines=str(place.engines),
             layers=place.target.layers,
-            limits=dict(place.limits),
+            limits=asdict(place.limits),
             **asked,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
@@ -270,7 +270,7 @@ def bundle(target: str, weights: bool, out: Path | None, results: Path) -> None:
     config = used_config(tree)
     chosen = made_target(config, tree, target)
     name = f"{chosen}".replace("/", "-") + ".tar"
-    click.echo(pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights))
+    click.echo(pack(tree, chosen, config.limits.plain(), out or Path(name), weights))
 
 
 @main.command()

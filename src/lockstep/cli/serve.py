@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +215,7 @@ def _serve(found: Any, given: dict[str, Any]) -> None:
         "weights": str(place.weights),
         "adapters": None if place.adapters is None else str(place.adapters),
         "layers": place.target.layers,
-        "limits": dict(place.limits),
+        "limits": asdict(place.limits),
         "threads": given["threads"] or _threads(),
         "kv_bytes": given["kv_bytes"],
         "chunk_size": given["chunk_size"],
