@@ -25,6 +25,7 @@ import sys
 import tarfile
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def run(path: Path, weights: Path | None) -> str:
             str(place.weights),
             str(place.engines),
             place.target.layers,
-            dict(place.limits),
+            asdict(place.limits),
             PROMPT,
             1,
             {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0},

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep import CheckError, InputError, Results, Target
+from lockstep import CheckError, InputError, Limits, Results, Target, Tolerances
 
 # in the order in which the workflow comes to them; a build may refuse a graph
 GATES = ("build", "validate", "compare", "golden")
@@ -87,7 +87,7 @@ def validate(
         results.weights(model, precision),
         results.checkpoint(model),
         layers,
-        tolerance,
+        Tolerances(tolerance["block"], tolerance["logits"]),
         limits["max_seq_len"],
         out,
         model,
@@ -108,7 +108,8 @@ def compare(
 
     tolerance["compare"]: the config's for the backend and the precision.
     """
-    lockstep.compare_engines(assembly, results.weights(model, precision), engines, tolerance["compare"], limits, out)
+    weights, sizes = results.weights(model, precision), Limits(**limits)
+    lockstep.compare_engines(assembly, weights, engines, tolerance["compare"], sizes, out)
 
 
 def golden(
@@ -127,8 +128,8 @@ def golden(
         engines,
         results.reference_of(target.model, target.precision, target.layers),
         target,
-        tolerance,
-        limits,
+        Tolerances(tolerance["block"], tolerance["logits"]),
+        Limits(**limits),
         out,
         out.with_suffix(".speed.json"),
     )

@@ -1,4 +1,4 @@
-"""Lockstep: from a Hugging Face checkpoint to inference engines that are checked and can be built again.
+"""Lockstep: checked, reproducible inference engines from Hugging Face checkpoints.
 
 What stands in `__all__` is the public API, and is imported when it is asked for. docs/python.md shows it.
 """
@@ -25,12 +25,14 @@ _API = {
     "EngineSet": ("backends", "EngineSet"),
     "GoldenTerms": ("verify.golden", "GoldenTerms"),
     "InputError": ("errors", "InputError"),
+    "Limits": ("targets", "Limits"),
     "Model": ("runtime", "Model"),
     "Request": ("runtime", "Request"),
     "Results": ("targets", "Results"),
     "Sampling": ("runtime", "Sampling"),
     "Target": ("targets", "Target"),
     "Tokenizer": ("runtime", "Tokenizer"),
+    "Tolerances": ("targets", "Tolerances"),
     "Weights": ("weights", "Weights"),
     "ask_python": ("pipeline.worker", "ask"),
     "build_engines": ("backends", "build"),

@@ -17,8 +17,10 @@ _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, er
 
 
 class LockstepError(Exception):
-    """Base of all errors meant for a user. The message is one line: what was expected, what was found, where, what to
-    do."""
+    """The base of all errors meant for a user.
+
+    The message is one line: what was expected, what was found, where, what to do.
+    """
 
     exit_code = 1
 
@@ -30,11 +32,17 @@ class InputError(LockstepError):
 
 
 class CheckError(LockstepError):
-    """A result that is not right: over tolerance, other tokens, an engine made for another machine. Exit code 1."""
+    """A result that is not right. Exit code 1.
+
+    Over tolerance, other tokens, an engine made for another machine.
+    """
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP. A kind of interrupt, so that whatever undoes its work on Ctrl-C does it here too."""
+    """SIGTERM or SIGHUP, as an interrupt.
+
+    Whatever undoes its work on Ctrl-C does it here too.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -43,8 +51,10 @@ class Ended(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _ending_raises() -> Iterator[None]:
-    """Raise Ended where the signals of `ENDING` would end this process at once. A signal that is ignored (`nohup`) or
-    handled stays so."""
+    """Raise Ended where the signals of `ENDING` would end this process at once.
+
+    A signal that is ignored (`nohup`) or handled stays so.
+    """
     if threading.current_thread() is not threading.main_thread():  # Python takes signals in the main thread only
         yield
         return
@@ -66,8 +76,10 @@ def _ending_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
-    """Where folders are removed: CPython's rmtree, interrupted while it closes one, closes it again, and fails. Raises
-    KeyboardInterrupt then."""
+    """Raise KeyboardInterrupt where the removal of a folder hides it.
+
+    CPython's rmtree, interrupted while it closes a folder, closes it again, and fails with OSError.
+    """
     try:
         yield
     except OSError as error:
@@ -78,10 +90,10 @@ def interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guard() -> Iterator[None]:
-    """Turn a user's errors into one line on stderr and an exit code; a programming error keeps its traceback.
+    """Turn a user's errors into one line on stderr and an exit code.
 
-    An interrupt, SIGTERM and SIGHUP are one line too, after all that was begun is undone; the exit code is 128 and the
-    signal's number.
+    A programming error keeps its traceback. An interrupt, SIGTERM and SIGHUP are one line too, after all that was begun
+    is undone; the exit code is 128 and the signal's number.
     """
     try:
         with _ending_raises(), interrupts():

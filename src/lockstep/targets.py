@@ -1,4 +1,4 @@
-"""Where every result lies: the tree under `results/`; the names of targets; and the limits of what runs."""
+"""The tree under `results/`, the names of targets, and the limits of what runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ MOST_RANKS = 16  # that a model is split over
 
 @dataclass(frozen=True)
 class Target:
-    """One engine set to be checked: a model at a precision, cut after `layers` layers (or "all"), on a backend."""
+    """An engine set to be checked.
+
+    A model at a precision, cut after `layers` layers (or "all"), on a backend.
+    """
 
     model: str
     precision: str
@@ -23,18 +26,18 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """The target that `str` gave this text."""
+        """Return the target that `str` gave this text."""
         model, precision, layers, backend = text.split("/")
         return cls(model, precision, layer_count(layers), backend)
 
 
 def layer_count(text: str) -> int | str:
-    """A layer count as it stands in names: "2" is 2, "all" stays."""
+    """Return a layer count as it stands in names: "2" is 2, "all" stays."""
     return text if text == "all" else int(text)
 
 
 def is_quantized(precision: str) -> bool:
-    """Whether weights are integers with scales, as the name says: w8a16, w4a16."""
+    """Return whether weights are integers with scales, by name: w8a16, w4a16."""
     return re.fullmatch(r"w[0-9]+a[0-9]+", precision) is not None
 
 
@@ -54,9 +57,22 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Tolerances:
+    """The largest absolute errors that pass.
+
+    block: of a block, an attention or a layer; values above one have proportionally more room. logits: of a logit.
+    """
+
+    block: float
+    logits: float
+
+
+@dataclass(frozen=True)
 class Results:
-    """The results tree. Arguments may be Snakemake wildcards (`"{model}"`), so that rules and code share one
-    definition."""
+    """The results tree.
+
+    Arguments may be Snakemake wildcards (`"{model}"`), so that rules and code share one definition.
+    """
 
     root: Path = Path("results")
 
@@ -91,7 +107,10 @@ class Results:
         return self.root / model / "reference" / f"{layers}.json"
 
     def quantized_reference(self, model: str, precision: str, layers: int | str) -> Path:
-        """The reference of targets whose weights are quantised: of the same weights, dequantised."""
+        """Return the reference of targets whose weights are quantised.
+
+        It is of the same weights, dequantised.
+        """
         return self.root / model / precision / "reference" / f"{layers}.json"
 
     def quantized_logits(self, model: str, precision: str, layers: int | str) -> Path:
@@ -101,7 +120,10 @@ class Results:
         return self.quantized_reference(model, precision, layers).with_name(f"{layers}.drift.json")
 
     def reference_of(self, model: str, precision: str, layers: int | str) -> Path:
-        """The reference that engines are held against: of quantised weights their own, else that of the model."""
+        """Return the reference that engines are held against.
+
+        Of quantised weights their own, else that of the model.
+        """
         if is_quantized(precision):
             return self.quantized_reference(model, precision, layers)
         return self.reference(model, layers)
@@ -131,7 +153,10 @@ class Results:
         return self.root / model / precision / "adapted_reference" / f"{layers}.json"
 
     def adapted_reference_of(self, model: str, precision: str, layers: int | str) -> Path:
-        """The reference that adapters are held against: of quantised weights their own, else that of the model."""
+        """Return the reference that adapters are held against.
+
+        Of quantised weights their own, else that of the model.
+        """
         if is_quantized(precision):
             return self.quantized_adapted_reference(model, precision, layers)
         return self.adapted_reference(model, layers)
@@ -152,7 +177,7 @@ class Results:
         return self.report("index.html")
 
     def target_pages(self) -> Path:
-        """The folder of the targets' pages."""
+        """Return the folder of the targets' pages."""
         return self.report("targets")
 
     def target_page(self, target: Target) -> Path:

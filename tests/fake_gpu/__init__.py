@@ -148,7 +148,7 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     profiles. A build again, in a folder `again`, chooses another tactic for one layer of `middle`."""
     from lockstep.artifacts.files import sha256_file, write_bytes
     from lockstep.backends.base import Built
-    from lockstep.backends.profiles import LIMITS
+    from lockstep.backends.profiles import LIMITS, built_limits
     from lockstep.backends.tensorrt.cut_engine import pack
     from lockstep.backends.tensorrt.layers import ChosenLayer
     from lockstep.backends.tensorrt.row_kernels import RowKernel
@@ -167,7 +167,7 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
             continue
         plan.metadata_props.add(key="limits", value=limits)
         plans.append(plan.SerializeToString())
-    write_bytes(out, plans[0] if cut is None else pack(model, cut.graph, plans, options))
+    write_bytes(out, plans[0] if cut is None else pack(model, cut.graph, plans, built_limits(options)))
     if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none
         return Built()
     tactic = "another" if out.parent.name == "again" and out.stem == "middle" else "one"

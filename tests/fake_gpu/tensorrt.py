@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 
 from fake_gpu.device import POISON, Fault, Gpu
-from lockstep.backends.profiles import profiles
+from lockstep.backends.profiles import built_limits, profiles
 from lockstep.onnx_tools.sessions import open_session
 
 KINDS = enum.Enum("DataType", "FLOAT HALF INT32 INT8 UINT8 BOOL BF16 INT64 INT4")
@@ -26,7 +26,7 @@ class Engine:
     def __init__(self, gpu: Gpu, wide: bool, data: bytes):
         self.gpu, self.wide, self.model = gpu, wide, onnx.ModelProto.FromString(data)
         self.session, self.home = open_session(data), gpu.device
-        self.profiles = profiles(self.model, json.loads(self.model.metadata_props[-1].value))
+        self.profiles = profiles(self.model, built_limits(json.loads(self.model.metadata_props[-1].value)))
         self.num_optimization_profiles = len(self.profiles)
         self.names = [value.name for value in (*self.model.graph.input, *self.model.graph.output)]
         self.values = dict(zip(self.names, (*self.model.graph.input, *self.model.graph.output)))

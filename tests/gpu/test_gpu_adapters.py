@@ -10,6 +10,7 @@ import pytest
 from lockstep import backends
 from lockstep.artifacts.files import read_json
 from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer
+from lockstep.targets import Limits
 from lockstep.verify import compare
 
 pytestmark = pytest.mark.gpu
@@ -99,5 +100,5 @@ def test_steps_without_adapters_run_engines_without_room(models):
 def test_engines_compute_what_their_graphs_do(models, tmp_path):
     _, _, precision, engines, assembly, weights = models
     tolerance = {"fp32": 1e-4, "fp16": 1e-2}[precision]
-    report = read_json(compare.run(assembly, weights, engines, tolerance, {}, tmp_path / "compare.json"))
+    report = read_json(compare.run(assembly, weights, engines, tolerance, Limits(), tmp_path / "compare.json"))
     assert {"middle", "middle.base", "exit", "exit.base"} < set(report["engines"])

@@ -6,6 +6,7 @@ import pytest
 
 from lockstep import backends
 from lockstep.artifacts.files import read_json
+from lockstep.targets import Limits
 from lockstep.verify import compare
 
 pytestmark = pytest.mark.gpu
@@ -16,6 +17,6 @@ def test_engines_compute_what_their_graphs_do(demo, tmp_path, precision, attenti
     assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
     options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
     engines = backends.build(assembly, "tensorrt", tmp_path / "engines" / "engines.json", options)
-    report = read_json(compare.run(assembly, tensors, engines, tolerance, {}, tmp_path / "compare.json"))
+    report = read_json(compare.run(assembly, tensors, engines, tolerance, Limits(), tmp_path / "compare.json"))
     assert set(report["engines"]) == {name for name in read_json(engines)["engines"] if not name.endswith(".rotary")}
     assert [run["profile"] for run in report["engines"]["middle"]["runs"]] == [0, 1, 2]

@@ -9,6 +9,7 @@ from test_gpu_run import PROMPTS, decode
 from lockstep import backends
 from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.runtime import Model, Tokenizer
+from lockstep.targets import Limits
 from lockstep.verify import compare
 
 pytestmark = pytest.mark.gpu
@@ -26,4 +27,4 @@ def test_tokens_and_numbers_are_those_of_onnx_runtime(demo, tmp_path, precision,
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     expected, found = (decode(Model.open(engines, assembly, tensors), prompts) for engines in built)
     assert np.array_equal(found, expected)
-    compare.run(assembly, tensors, built[1], tolerance, {}, tmp_path / "compare.json")
+    compare.run(assembly, tensors, built[1], tolerance, Limits(), tmp_path / "compare.json")

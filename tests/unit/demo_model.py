@@ -10,5 +10,5 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "resources" / "demo-llama"
 CONFIG = load.load(yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
 GOLDEN = CONFIG.models["demo-llama"].golden
-LIMITS = CONFIG.limits.model_dump()
-TOLERANCES = {precision: CONFIG.tolerances[precision].model_dump() for precision in ("fp32", "fp16")}
+LIMITS = CONFIG.limits.plain()
+TOLERANCES = {precision: CONFIG.tolerances[precision].plain() for precision in ("fp32", "fp16")}

@@ -209,8 +209,8 @@ def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path
         adapters or lora.adapters("demo-llama"),
         reference,
         Target("demo-llama", precision, "all", "onnxruntime"),
-        CONFIG.tolerances[precision].model_dump(),
-        CONFIG.limits.model_dump(),
+        CONFIG.tolerances[precision].plain(),
+        CONFIG.limits.plain(),
         folder / "report.json",
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from demo_model import CONFIG as DEMO_CONFIG
@@ -18,7 +17,7 @@ from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.export import export, random_model
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 from lockstep.verify import validate
 from lockstep.verify.compare import run as compare
 from lockstep.verify.golden.adapted import check
@@ -29,7 +28,7 @@ from lockstep.weights.check_adapters import resolve_adapters
 
 # Fused q, k, v and gate, up; tied and transposed; biases; tied, a soft cap and norms behind; experts.
 CHOSEN = ("phi3", "gpt2", "qwen2", "gemma2", "mixtral")
-LIMITS = {"max_batch_size": 4, "max_seq_len": 64, "max_num_tokens": 64}
+LIMITS = Limits(max_batch_size=4, max_seq_len=64, max_num_tokens=64)
 PRECISION = "fp32"
 
 
@@ -73,12 +72,10 @@ def test_a_family_goes_through_all_stages_with_three_adapters(family: str, tmp_p
         "weights": results.weights("model", PRECISION),
         "engines": results.engines("model", PRECISION, "onnxruntime"),
     }
-    tolerance: dict[str, Any] = DEMO_CONFIG.tolerances[PRECISION].model_dump()
+    tolerance = DEMO_CONFIG.tolerances[PRECISION].plain()
     checkpoint = results.checkpoint("model")
     validate.run(paths["assembly"], paths["weights"], checkpoint, "all", tolerance, 64, tmp_path / "validate.json")
-    compare(
-        paths["assembly"], paths["weights"], paths["engines"], tolerance["block"], LIMITS, tmp_path / "compare.json"
-    )
+    compare(paths["assembly"], paths["weights"], paths["engines"], tolerance.block, LIMITS, tmp_path / "compare.json")
     golden = AdaptedTerms(8, dict.fromkeys(("", *folders), ("Light", "San Francisco is a")))
     reference = make_adapted_reference(
         checkpoint, results.adapters("model"), "all", golden, results.adapted_reference("model", "all")

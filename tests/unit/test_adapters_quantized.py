@@ -24,7 +24,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.export.quantize import quantize
 from lockstep.export.run import with_adapters
 from lockstep.runtime import Model
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 from lockstep.verify.golden.adapted import check
 from lockstep.verify.golden.adapted_reference import make_adapted_reference
 from lockstep.verify.golden.terms import AdaptedTerms
@@ -95,8 +95,8 @@ def checked(results: Results, precision: str, out: Path) -> AdaptedReport:
             results.adapters("model"),
             results.quantized_adapted_reference("model", precision, "all"),
             Target("model", precision, "all", "onnxruntime"),
-            CONFIG.tolerances[precision].model_dump(),
-            LIMITS,
+            CONFIG.tolerances[precision].plain(),
+            Limits(**LIMITS),
             out,
         )
     )

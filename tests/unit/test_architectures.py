@@ -21,7 +21,7 @@ from lockstep.export import export
 from lockstep.export.random_model import make
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target, Tolerances
 from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
@@ -32,9 +32,9 @@ NEW_TOKENS = 20
 PROMPTS = [np.random.default_rng(seed).integers(3, 256, length) for seed, length in enumerate((5, 19, 11))]
 # Logits of random models have a standard deviation of 0.3 to 4; fp32 sums in another order give 1e-6 to 2e-5 of it.
 TOLERANCE = 1e-4
-TOLERANCES = {"block": TOLERANCE, "logits": TOLERANCE}
+TOLERANCES = Tolerances(block=TOLERANCE, logits=TOLERANCE)
 # to the last position of all families
-LIMITS = {"max_batch_size": 3, "max_input_len": 32, "max_seq_len": 128, "max_num_tokens": 64}
+LIMITS = Limits(max_batch_size=3, max_input_len=32, max_seq_len=128, max_num_tokens=64)
 NAME = "tiny"
 
 
@@ -205,7 +205,7 @@ def test_validation_and_golden_check_pass(built):
         results.weights(NAME, "fp32"),
     )
     validate.run(
-        assembly, weights, checkpoint, "all", TOLERANCES, LIMITS["max_seq_len"], results.validation(NAME, "fp32", "all")
+        assembly, weights, checkpoint, "all", TOLERANCES, LIMITS.max_seq_len, results.validation(NAME, "fp32", "all")
     )
     prompts = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
     golden.make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))

@@ -61,7 +61,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def says(path: Path, weights: Path | None = None) -> str:
     with opened(path, weights) as place:
         model = Model.open(
-            place.engines, place.assembly, place.weights, place.target.layers, 1, place.limits["max_seq_len"]
+            place.engines, place.assembly, place.weights, place.target.layers, 1, place.limits.max_seq_len
         )
         tokenizer = Tokenizer.open(place.assembly)
     return "".join(piece.text for piece in generate(model, tokenizer, [PROMPT], 16))

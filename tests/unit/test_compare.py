@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from lockstep.onnx_tools import rope
 from lockstep.pipeline import worker
 from lockstep.pipeline.stages import steps
 from lockstep.provenance import reproduce
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 from lockstep.verify.compare import inputs, run
 from lockstep.verify.metrics import failed_path
 
@@ -57,8 +58,8 @@ def compare(demo, engines: Path, out: Path, precision: str = "fp16") -> dict:
         demo.assembly(MODEL, precision),
         demo.weights(MODEL, precision),
         engines,
-        TOLERANCES[precision]["block"],
-        CONFIG.engine_limits(),
+        TOLERANCES[precision].block,
+        CONFIG.limits.plain(),
         out,
     )
     return read_json(out)
@@ -157,7 +158,7 @@ def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> Non
             demo.weights(MODEL, "fp32"),
             fused["fp16"],
             1e-2,
-            CONFIG.engine_limits(),
+            CONFIG.limits.plain(),
             tmp_path / "out.json",
         )
     (engines.parent / "exit.onnx").write_bytes(b"")
@@ -171,7 +172,7 @@ def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> Non
             demo.weights(MODEL, "fp16"),
             fused["fp16"],
             1e-2,
-            CONFIG.engine_limits(),
+            CONFIG.limits.plain(),
             tmp_path / "out.json",
         )
     assert not list(tmp_path.glob("out*"))
@@ -193,7 +194,7 @@ def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, 
             demo.weights(MODEL, "fp16"),
             engines,
             8e-2,
-            CONFIG.engine_limits(),
+            CONFIG.limits.plain(),
             tmp_path / "out.json",
         )
     model = {
@@ -262,7 +263,7 @@ BLOCK = (
 )
 CACHE = """<ir_version: 8, opset_import: ["": 17]> g (int64[num_tokens] position_ids, float[1, past_capacity] past_key, int64[1] past_lengths) => (int64[num_tokens] out)
 { out = Add(position_ids, past_lengths) }"""  # noqa: E501
-LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
+LIMITS = Limits(max_batch_size=16, max_num_tokens=512, max_seq_len=256)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ LIMITS = {"max_batch_size": 16, "max_num_tokens": 512, "max_seq_len": 256}
 )
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
     found = inputs.cases(
-        onnx.parser.parse_model(graph), SimpleNamespace(max_position_embeddings=None), {**LIMITS, **limits}
+        onnx.parser.parse_model(graph), SimpleNamespace(max_position_embeddings=None), replace(LIMITS, **limits)
     )
     assert [
         (case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes))
@@ -343,8 +344,8 @@ def build_and_compare(demo, folder: Path, precision: str, assembly: Path | None 
     """Build TensorRT's engines and hold them to their graphs; gives engines.json, beside it compare.json."""
     assembly = assembly or demo.assembly(MODEL, precision)
     engines = build(assembly, "tensorrt", folder / "engines.json", options)
-    weights, tolerance = demo.weights(MODEL, precision), TOLERANCES[precision]["block"]
-    run(assembly, weights, engines, tolerance, {}, folder / "compare.json")
+    weights, tolerance = demo.weights(MODEL, precision), TOLERANCES[precision].block
+    run(assembly, weights, engines, tolerance, LIMITS, folder / "compare.json")
     return engines
 
 

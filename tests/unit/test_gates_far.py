@@ -4,6 +4,7 @@ rows only are caught."""
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +137,7 @@ def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, prec
             demo.checkpoint("demo-llama"),
             2,
             TOLERANCES[precision],
-            LIMITS["max_seq_len"],
+            LIMITS.max_seq_len,
             tmp_path / "validate.json",
             threads=1,
         )
@@ -187,7 +188,7 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
     if fault is None:
         caches = read_json(validated())["long_context"]["caches"]
         assert [cache["num_past"] for cache in caches] == [63, 127, 255, 299, 447, 509]
-        assert max(cache["relative_error"] for cache in caches) <= TOLERANCES[precision]["block"] / 4  # there is room
+        assert max(cache["relative_error"] for cache in caches) <= TOLERANCES[precision].block / 4  # there is room
         return
     for phase, past in (("decode", "decode"), ("prefill", "chunked")):
         plant(folder, phase, fault)
@@ -244,8 +245,8 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
             assembly,
             weights,
             engines,
-            TOLERANCES[precision]["block"],
-            CONFIG.engine_limits(),
+            TOLERANCES[precision].block,
+            CONFIG.limits.plain(),
             tmp_path / "compare.json",
             threads=1,
         )
@@ -287,8 +288,8 @@ def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references
             **{name: str(path) for name, path in names.items()},
             reference=str(references.reference("demo-llama", 2)),
             target={"model": "demo-llama", "precision": "fp32", "layers": 2, "backend": "onnxruntime"},
-            tolerance=TOLERANCES["fp32"],
-            limits=LIMITS,
+            tolerance=asdict(TOLERANCES["fp32"]),
+            limits=asdict(LIMITS),
             out=str(tmp_path / "golden.json"),
             speed=str(tmp_path / "golden.speed.json"),
             expected=[prompt.expected[2] for prompt in GOLDEN.prompts],
@@ -316,7 +317,7 @@ def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
     long = report["long_prompt"]
     assert long["num_tokens"] == 240 and len(long["tokens"]) == 16 and long["generate_equal"]
     for entry in (long, *report["prompts"]):
-        assert 0 < entry["mixed_max_logit_error"] <= report["max_logit_error"] <= TOLERANCES["fp32"]["logits"]
+        assert 0 < entry["mixed_max_logit_error"] <= report["max_logit_error"] <= TOLERANCES["fp32"].logits
     kept = read_json(references.reference("demo-llama", 2))["long"]
     assert kept["edges"] == [63, 64, 65, 127, 128, 129, 191, 192, 193, 240] and kept["counts"] == list(range(1, 241))
 

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.runtime import model
 from lockstep.step.host import HostExecutor
 from lockstep.step.kv_cache import KVCache
-from lockstep.targets import Target
+from lockstep.targets import Target, Tolerances
 from lockstep.verify import golden
 from lockstep.verify.metrics import failed_path
 
@@ -44,7 +45,7 @@ def check(results, tmp_path, precision="fp32", layers=2, **changes):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, precision, layers):
     report = read_json(check(references, tmp_path, precision, layers), "lockstep.golden/1")
-    assert report["result"] == "pass" and report["max_logit_error"] <= TOLERANCES[precision]["logits"]
+    assert report["result"] == "pass" and report["max_logit_error"] <= TOLERANCES[precision].logits
     assert report["target"] == {
         "model": "demo-llama",
         "precision": precision,
@@ -81,7 +82,7 @@ def test_two_checks_are_the_same_bytes(references, tmp_path):
     "limits", [{"max_batch_size": 3}, {"max_num_tokens": 10}, {"max_batch_size": 1, "max_num_tokens": 7}], ids=str
 )
 def test_more_prompts_than_slots_and_prompts_in_chunks_give_the_same(references, tmp_path, limits):
-    report = read_json(check(references, tmp_path, limits={**LIMITS, **limits}))
+    report = read_json(check(references, tmp_path, limits=replace(LIMITS, **limits)))
     assert [entry["text_out"] for entry in report["prompts"]] == [prompt.expected[2] for prompt in GOLDEN.prompts]
 
 
@@ -187,7 +188,7 @@ def test_requests_that_see_each_other_give_something_else_alone(copy, tmp_path):
     edit_graph(copy, None, mix_requests, kind="decode")
     report = fails(copy, tmp_path, "prompt .*, step ")
     assert all(entry["alone_max_logit_difference"] > 1e-3 for entry in report["prompts"])
-    check(copy, tmp_path, limits={**LIMITS, "max_batch_size": 1})  # the same engines, one request at a time
+    check(copy, tmp_path, limits=replace(LIMITS, max_batch_size=1))  # the same engines, one request at a time
 
 
 def edit_reference(results, change, layers=2):
@@ -211,7 +212,7 @@ def prefer_the_second(manifest, logits):
 def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     edit_reference(copy, prefer_the_second)
     step = read_json(copy.reference("demo-llama", 2))["prompts"][0]["steps"][2]
-    wide = {"logits": step["gap"] * 1.01}
+    wide = Tolerances(0, step["gap"] * 1.01)
     report = read_json(check(copy, tmp_path, tolerance=wide, expected=[None] * 4))
     difference = {
         "step": 2,
@@ -230,7 +231,7 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
         copy,
         tmp_path / "narrow",
         "step 2, decoding freely",
-        tolerance={"logits": step["gap"] * 0.99},
+        tolerance=Tolerances(0, step["gap"] * 0.99),
         expected=[None] * 4,
         out=tmp_path / "narrow" / "check.json",
         speed_out=tmp_path / "narrow" / "check.speed.json",
@@ -247,7 +248,7 @@ def test_an_unlikely_token_is_not_accepted_for_a_small_gap(copy, tmp_path):
 
     edit_reference(copy, prefer_the_last)
     gap = read_json(copy.reference("demo-llama", 2))["prompts"][0]["steps"][2]["gap"]
-    fails(copy, tmp_path, "step 2, decoding freely", tolerance={"logits": gap * 1.01}, expected=[None] * 4)
+    fails(copy, tmp_path, "step 2, decoding freely", tolerance=Tolerances(0, gap * 1.01), expected=[None] * 4)
 
 
 def test_a_text_other_than_the_configs_fails_and_both_are_shown(references, tmp_path):
@@ -291,11 +292,11 @@ def test_engines_of_another_export_are_refused(copy, tmp_path):
     [
         ({"expected": [None]}, "prompts: expected 1 as in the config, found 4"),
         (
-            {"limits": {**LIMITS, "max_input_len": 20}},
+            {"limits": replace(LIMITS, max_input_len=20)},
             r"'Lake Zürich .*': expected at most 20 tokens "
             r"\(limits.max_input_len\), found 24",
         ),
-        ({"limits": {**LIMITS, "max_seq_len": 30}}, r"within 30 tokens \(limits.max_seq_len\), found 24 \+ 16"),
+        ({"limits": replace(LIMITS, max_seq_len=30)}, r"within 30 tokens \(limits.max_seq_len\), found 24 \+ 16"),
     ],
 )
 def test_a_mistake_of_the_user_is_one_line(references, tmp_path, changes, message):

@@ -24,6 +24,7 @@ from lockstep.pipeline.stages import step, steps
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity, diff, explain
 from lockstep.provenance import run as stage
+from lockstep.provenance.lock import Lock
 from lockstep.provenance.record import build_key, content, read_record, record_path
 from lockstep.provenance.verify import verify
 from lockstep.targets import Results, Target
@@ -323,3 +324,12 @@ def test_what_is_no_lock_is_named(tmp_path: Path) -> None:
         diff.diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
     with pytest.raises(InputError, match="expected a file, found none"):
         diff.diff(tmp_path / "b", tmp_path / "b")
+
+
+def test_a_lock_is_written_as_it_was_read(tmp_path: Path) -> None:
+    path = DEMO.parents[1] / "locks" / "demo-llama.lock.json"
+    lock = Lock.load(path)
+    lock.save(tmp_path / "lock.json")
+    assert (tmp_path / "lock.json").read_bytes() == path.read_bytes()
+    places = list(lock.places())
+    assert len(places) > 50 and all(lock.section(place) is not None for place in places)

@@ -47,9 +47,10 @@ from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stages import all_steps
 from lockstep.provenance import lockfile
+from lockstep.provenance.lock import Lock, LockedPrecision, Maker
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare, golden
 from lockstep.verify.bisect.run import bisect
 from lockstep.weights import Weights, convert
@@ -100,10 +101,11 @@ def passes(
     reference: Path,
     engines: Path,
     out: Path,
-    limits: dict[str, int] = LIMITS,
+    limits: Limits = LIMITS,
     logits: float | None = None,
 ) -> bool:
-    tolerance = CONFIG.tolerances[precision].model_dump() | ({"logits": logits} if logits else {})
+    tolerance = CONFIG.tolerances[precision].plain()
+    tolerance = replace(tolerance, logits=logits or tolerance.logits)
     golden.check_engines(
         results.assembly(name, precision), results.weights(name, precision), engines, reference,
         Target(name, precision, layers, BACKEND), tolerance,
@@ -497,7 +499,7 @@ def test_bisect_follows_bf16_engines(opened, tmp_path):
     results, name, engines = opened("bf16")
     shutil.copytree(results.root, tmp_path / "results")
     shutil.copytree(engines.parent, Results(tmp_path / "results").engines(name, "bf16", BACKEND).parent)
-    tolerance = CONFIG.tolerances["bf16"].model_dump()
+    tolerance = CONFIG.tolerances["bf16"].plain()
     report = bisect(Results(tmp_path / "results"), Target(name, "bf16", 2, BACKEND), tolerance, prompt="Light")
     found = json.dumps(report.to_json())
     assert '"embedding"' in found and "cannot run" not in found
@@ -523,18 +525,17 @@ def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):
 def test_a_lock_written_without_bf16_keeps_what_stood_in_it(monkeypatch):
     """Engines, golden tokens and terms of what is not built here, as long as they are of the same graphs."""
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
-    bf16 = {"graphs": {"entry": "g"}, "engines": {BACKEND: {"x86_64 other": {}}}, "golden": {BACKEND: {"2": {}}}}
+    bf16 = LockedPrecision(None, {"entry": "g"}, {BACKEND: {"x86_64 other": {}}}, {BACKEND: {"2": {}}})
     terms = {"golden": {"bf16/2/openvino": {"expected": {}}, "fp32/2/openvino": {"expected": {}}}}
-    before = {"precisions": {"bf16": bf16}, "checks": terms, "made with": {"golden/openvino": {"code": "old"}}}
+    before = Lock("m", {"golden/openvino": Maker("old", {})}, {"source": "m"}, {}, {"bf16": bf16}, terms)
 
-    def written(graph: str) -> dict[str, Any]:
-        lock: dict[str, Any] = {"precisions": {"bf16": {"graphs": {"entry": graph}}}, "checks": {}, "made with": {}}
-        lockfile._keep_not_built(before, lock)
-        return lock
+    def written(graph: str) -> Lock:
+        lock = Lock("m", {}, {"source": "m"}, {}, {"bf16": LockedPrecision(graphs={"entry": graph})})
+        return lockfile._keep_not_built(before, lock)
 
     kept = written("g")
-    assert kept["precisions"]["bf16"] == bf16 and list(kept["checks"]["golden"]) == ["bf16/2/openvino"]
-    assert kept["made with"] == before["made with"]
-    assert "engines" not in written("another")["precisions"]["bf16"]
+    assert kept.precisions["bf16"] == bf16 and list(kept.checks["golden"]) == ["bf16/2/openvino"]
+    assert kept.makers == before.makers
+    assert written("another").precisions["bf16"].engines is None
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx512_bf16"]})
-    assert "engines" not in written("g")["precisions"]["bf16"], "built here, or none of the config"
+    assert written("g").precisions["bf16"].engines is None, "built here, or none of the config"

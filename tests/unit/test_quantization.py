@@ -34,7 +34,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.export.quantize import quantize
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights, convert
@@ -43,13 +43,13 @@ from shared import Shared
 
 PRECISIONS = ("w8a16", "w4a16")
 GROUP = 16
-TOLERANCES = {precision: CONFIG.tolerances[precision].model_dump() for precision in PRECISIONS}
+TOLERANCES = {precision: CONFIG.tolerances[precision].plain() for precision in PRECISIONS}
 PROMPTS = tuple(prompt.text for prompt in GOLDEN.prompts)
 # Untied with biases; tied and scaled, with norms behind; a fused query, key and value.
 RANDOM = ("llama", "gemma2", "gpt_neox")
 # The demo is a Llama, which runs in each precision.
 each_random_family = [pytest.param(name, marks=[pytest.mark.long] * (name == "llama")) for name in RANDOM]
-LIMIT = {"max_batch_size": 3, "max_input_len": 64, "max_seq_len": 96, "max_num_tokens": 128}
+LIMIT = Limits(max_batch_size=3, max_input_len=64, max_seq_len=96, max_num_tokens=128)
 
 
 def made(
@@ -88,7 +88,7 @@ def refer(results: Results, precision: str, layers: int | str, asked: GoldenTerm
 
 
 def check(
-    results: Results, precision: str, layers: int | str, limits: dict[str, int], out: Path, engines: Path | None = None
+    results: Results, precision: str, layers: int | str, limits: Limits, out: Path, engines: Path | None = None
 ) -> dict[str, Any]:
     """The golden report. engines: of another backend than ONNX Runtime."""
     name = "model"
@@ -130,7 +130,7 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precis
     results = demo(shared, precision)
     validated(results, precision, layers, tmp_path)
     report = check(results, precision, layers, LIMITS, tmp_path)
-    assert report["result"] == "pass" and report["max_logit_error"] < TOLERANCES[precision]["logits"]
+    assert report["result"] == "pass" and report["max_logit_error"] < TOLERANCES[precision].logits
     drift = Drift.load(results.drift("model", precision, layers))
     assert drift.precision == precision and drift.group_size == GROUP and drift.tokens > 20
     # 8 bits: 0.01 of logits of 2.7 is seen; 4 bits: 0.2.

@@ -76,7 +76,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str], tmp_path: Path) -> None:
     found, precision = results
     pair, random = (found.assembly("model", precision), found.weights("model", precision)), np.random.default_rng(0)
-    limits = {name: LIMIT[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+    limits = {name: getattr(LIMIT, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     one = Model.open(found.engines("model", precision, "onnxruntime"), *pair, **limits)
     with fake_gpu.installed("8.6.0") as gpu:
         gpu.devices = 2

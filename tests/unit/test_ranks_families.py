@@ -18,7 +18,7 @@ from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
@@ -29,9 +29,9 @@ from shared import Shared
 ALWAYS = ("llama", "phi3", "gpt2", "gpt_neox", "gemma2", "mixtral", "minicpm3")
 ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
 # As long as any of the families may be: a longrope ends at 64 tokens.
-LIMITS = {"max_batch_size": 3, "max_input_len": 56, "max_seq_len": 64, "max_num_tokens": 128}
+LIMITS = Limits(max_batch_size=3, max_input_len=56, max_seq_len=64, max_num_tokens=128)
 MODEL, PRECISION = "model", "fp32"
-TOLERANCE = DEMO_CONFIG.tolerance("demo-llama", PRECISION).model_dump()
+TOLERANCE = DEMO_CONFIG.tolerance("demo-llama", PRECISION).plain()
 TARGET = Target(MODEL, PRECISION, "all", "onnxruntime")
 
 
@@ -86,7 +86,7 @@ def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path
             made.results.checkpoint(MODEL),
             "all",
             TOLERANCE,
-            LIMITS["max_seq_len"],
+            LIMITS.max_seq_len,
             folder / "validate.json",
         )
         assert read_json(report)["result"] == "pass"

@@ -36,7 +36,7 @@ from lockstep.export.tracer import meta_model
 from lockstep.runtime import Advance, Model, Sampling
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.sampling import draw
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, Tolerances
 from lockstep.verify import golden, validate
 from lockstep.weights import Weights, convert, slot_array
 from lockstep.weights.ranks import RankWeights
@@ -406,9 +406,9 @@ def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
 def test_validation_runs_the_ranks(shared: Shared, tmp_path: Path) -> None:
     """The demo at two ranks; with two ranks' parts of one weight exchanged it is refused."""
     results = Results(shared.folder("demo-ranks", _make_demo))
-    name, limits = "demo-llama", DEMO_CONFIG.limits.model_dump()
-    tolerance = DEMO_CONFIG.tolerance(name, "fp32").model_dump()
-    checked = functools.partial(_validate, results, tolerance, limits["max_seq_len"])
+    name, limits = "demo-llama", DEMO_CONFIG.limits.plain()
+    tolerance = DEMO_CONFIG.tolerance(name, "fp32").plain()
+    checked = functools.partial(_validate, results, tolerance, limits.max_seq_len)
     assert read_json(checked(results.assembly(name, "fp32"), tmp_path / "validate.json"))["result"] == "pass"
     wrong = results.assembly(name, "fp32").with_name("wrong.json")
     value = read_json(results.assembly(name, "fp32"))
@@ -425,8 +425,8 @@ def test_the_demo_is_golden_and_served_on_two_ranks(references: Results, shared:
     from lockstep.serve import check as served  # loads what a server needs
 
     results, name = Results(shared.folder("demo-ranks", _make_demo)), "demo-llama"
-    target, limits = Target(name, "fp32", "all", "onnxruntime"), DEMO_CONFIG.limits.model_dump()
-    tolerance = DEMO_CONFIG.tolerance(name, "fp32").model_dump()
+    target, limits = Target(name, "fp32", "all", "onnxruntime"), DEMO_CONFIG.limits.plain()
+    tolerance = DEMO_CONFIG.tolerance(name, "fp32").plain()
     assembly, weights = results.assembly(name, "fp32"), results.weights(name, "fp32")
     engines, out = results.engines(name, "fp32", "onnxruntime"), tmp_path / "golden.json"
     reference = references.reference(name, "all")
@@ -464,7 +464,7 @@ def _make_demo(folder: Path) -> None:
     build(assembly, "onnxruntime", results.engines("demo-llama", "fp32", "onnxruntime"))
 
 
-def _validate(results: Results, tolerance: dict[str, float], length: int, assembly: Path, out: Path) -> Path:
+def _validate(results: Results, tolerance: Tolerances, length: int, assembly: Path, out: Path) -> Path:
     files = results.weights("demo-llama", "fp32"), results.checkpoint("demo-llama")
     return validate.run(assembly, *files, 2, tolerance, length, out)
 

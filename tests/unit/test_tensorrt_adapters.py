@@ -22,7 +22,7 @@ from lockstep.onnx_tools.adapter_mask import mask_of
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.runtime import Decoding, Model, Request, Sampling
 from lockstep.step.advance import Advance
-from lockstep.targets import Results
+from lockstep.targets import Results, Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.explain import open_graphs
 from lockstep.verify.bisect.faults import walk_stages
@@ -40,7 +40,7 @@ MOST = pytest.mark.parametrize(
     ids="-".join,
 )
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # of logits, largest 20: sums in another order; fp16: roundings between engines
-SIZES = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 Open = Callable[..., Model]
 Form = tuple[str, str, str, str]  # version, precision, attention, products
 
@@ -93,7 +93,7 @@ def test_bisect_follows_a_request_through_the_engines_without_room(lora: Results
     model, precision = open_model(), form[1]
     graphs = open_graphs(lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision), 2)
     engines = Engines(model.engines, graphs.weights)
-    walked = walk_stages(graphs, engines, Tokens(np.arange(5, 14), 6), {"block": 4e-3, "logits": 0.1})
+    walked = walk_stages(graphs, engines, Tokens(np.arange(5, 14), 6), Tolerances(block=4e-3, logits=0.1))
     found = {row.stage.graph for row in walked.rows if row.against == "graph" and row.passed}
     assert {"entry", "middle", "exit"} <= found and walked.finished
     assert engines.name("middle") == "middle.base"

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -45,8 +46,9 @@ from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics, compare
 from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn
 from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
+from lockstep.targets import Limits
 
-LIMITS = {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 32}
+LIMITS = Limits(max_batch_size=8, max_num_tokens=64, max_seq_len=32)
 BLOCK = onnx.parser.parse_model(
     """<ir_version: 8, opset_import: ["": 17]> g (float16[num_tokens, 16] hidden, int64[num_tokens] rows, float16[32, 16] weight) => (float16[num_tokens, 32] out)
     { taken = Gather(hidden, rows)  out = Gemm<transB = 1>(taken, weight) }"""  # noqa: E501
@@ -72,7 +74,7 @@ def test_a_block_has_profiles_for_one_request_for_several_and_for_prompts():
     assert more == {"hidden": ((5, 16), (8, 16), (8, 16)), "rows": ((5,), (8,), (8,))}
     # a step of max_num_tokens, and a token of each row that decodes
     assert prefill["hidden"] == ((1, 16), (64, 16), (72, 16))
-    assert len(profiles(BLOCK, LIMITS | {"max_batch_size": 1})) == 2
+    assert len(profiles(BLOCK, replace(LIMITS, max_batch_size=1))) == 2
 
 
 def test_an_exit_has_profiles_for_one_row_and_for_several_and_an_embedding_one():
@@ -103,7 +105,7 @@ def test_rows_that_decode_come_in_ranges_up_to_the_limit(rows, ranges):
 
 
 def test_each_range_of_rows_has_a_profile_that_is_tuned_for_its_top():
-    limits = LIMITS | {"max_batch_size": 10, "max_num_tokens": 64}
+    limits = replace(LIMITS, max_batch_size=10, max_num_tokens=64)
     _, *decode, prefill = [profile["rows"] for profile in profiles(BLOCK, limits)]
     assert decode == [((2,), (4,), (4,)), ((5,), (8,), (8,)), ((9,), (10,), (10,))]
     assert prefill == ((1,), (64,), (74,))
@@ -128,7 +130,7 @@ def test_prompts_come_in_ranges_between_the_rows_that_decode_and_the_limit(rows,
 
 
 def test_a_prompt_takes_the_profile_that_is_tuned_for_the_next_larger_size():
-    limits = LIMITS | {"max_batch_size": 256, "max_num_tokens": 2048}
+    limits = replace(LIMITS, max_batch_size=256, max_num_tokens=2048)
     found = [profile["rows"] for profile in profiles(BLOCK, limits)]
     first = lambda tokens: next(best[0] for low, best, high in found if low[0] <= tokens <= high[0])
     sizes = (1, 64, 100, 256, 257, 512, 513, 1024, 1025, 2048, 2304)
@@ -158,7 +160,7 @@ def test_a_graph_of_fixed_sizes_has_one_profile_that_says_nothing():
 )
 def test_limits_without_room_are_refused(limits, message):
     with pytest.raises(InputError, match=message):
-        profiles(BLOCK, LIMITS | limits)
+        profiles(BLOCK, replace(LIMITS, **limits))
 
 
 def test_a_dimension_without_a_limit_is_named():

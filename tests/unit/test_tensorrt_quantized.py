@@ -21,26 +21,26 @@ from lockstep.backends.tensorrt.v8_6 import needs
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.cut_products import CutGraph, cut_products
 from lockstep.runtime import Engine, Model, Request
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare, golden
 
 SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
 TOLERANCE = CONFIG.tolerance("demo-llama", "w8a16", "tensorrt")
 
 
-def built(results: Results, precision: str, folder: Path, limits: dict[str, int] = LIMITS, attention: str = "fused"):
-    options = {**{name: limits[name] for name in SIZES}, "attention": attention}
+def built(results: Results, precision: str, folder: Path, limits: Limits = LIMITS, attention: str = "fused"):
+    options = {**{name: getattr(limits, name) for name in SIZES}, "attention": attention}
     return build(results.assembly("model", precision), "tensorrt", folder / "engines" / "engines.json", options)
 
 
-def checked(results: Results, precision: str, layers: int | str, engines: Path, limits: dict[str, int], out: Path):
+def checked(results: Results, precision: str, layers: int | str, engines: Path, limits: Limits, out: Path):
     golden.check_engines(
         results.assembly("model", precision),
         results.weights("model", precision),
         engines,
         results.quantized_reference("model", precision, layers),
         Target("model", precision, layers, "tensorrt"),
-        TOLERANCE.model_dump(),
+        TOLERANCE.plain(),
         limits,
         out / "golden.json",
         out / "speed.json",
@@ -65,7 +65,7 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, p
     engines = built(results, precision, tmp_path)
     assert checked(results, precision, layers, engines, LIMITS, tmp_path)["result"] == "pass"
     pair = results.assembly("model", precision), results.weights("model", precision)
-    out = compare.run(*pair, engines, TOLERANCE.block, {}, tmp_path / "compare.json")
+    out = compare.run(*pair, engines, TOLERANCE.block, LIMITS, tmp_path / "compare.json")
     report = read_json(out)
     assert set(report["engines"]) == {"embedding", "entry", "middle", "exit"}
     assert 0 < report["relative_error"] <= TOLERANCE.block
@@ -88,7 +88,7 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
     results = demo(shared, "w4a16")
     paths = results.assembly("model", "w4a16"), results.weights("model", "w4a16")
     engines, random = built(results, "w4a16", tmp_path), np.random.default_rng(0)
-    model = Model.open(engines, *paths, 2, **{name: LIMITS[name] for name in SIZES})
+    model = Model.open(engines, *paths, 2, **{name: getattr(LIMITS, name) for name in SIZES})
     prompts = [random.integers(0, 768, size).tolist() for size in (3, 70, 1)]
 
     def answers(requests: list[Request]) -> dict[int, list[int]]:

@@ -31,7 +31,7 @@ from calls import call
 from lockstep import processes
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.backends import EngineSet, build, get_backend
-from lockstep.backends.profiles import profiles
+from lockstep.backends.profiles import built_limits, profiles
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.compat import GraphRefusedError
 from lockstep.backends.tensorrt_rtx import compiler, gpu, library
@@ -762,7 +762,7 @@ def test_a_network_is_of_the_types_sizes_and_profiles_of_its_graph(assemblies, p
     TENSORRT_RTX.set_compute_capabilities(settings, ["8.6", "12.0"])
     assert settings.num_compute_capabilities == 2
     assert not settings.get_flag(TENSORRT_RTX.api.BuilderFlag.TF32)
-    bounds = profiles(source, OPTIONS)
+    bounds = profiles(source, built_limits(OPTIONS))
     added = [TENSORRT_RTX.add_profile(builder, settings, profile) for profile in bounds]
     tensors = {tensor.name: tensor for tensor in TENSORRT_RTX.network_tensors(network, added)}
     assert set(tensors) == {value.name for value in (*source.graph.input, *source.graph.output)}
@@ -802,7 +802,7 @@ def made(shared) -> Path:
     return shared.folder("made_tensorrt_rtx", make)
 
 
-def held(made, monkeypatch, lock: Path) -> dict[str, against.Held]:
+def held(made, monkeypatch, lock: Path) -> dict[str, against.LockComparison]:
     """What `lockstep reproduce --against` holds beside the lock, by its place there."""
     on(monkeypatch, None)
 

@@ -21,8 +21,8 @@ from lockstep.targets import Target
 from lockstep.verify import compare, golden
 
 MODEL, BACKEND, VERSION = "demo-llama", "tensorrt_rtx", "1.7.1.116"
-QUANTIZED = CONFIG.tolerances["w8a16"].model_dump()
-SIZES = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+QUANTIZED = CONFIG.tolerances["w8a16"].plain()
+SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, pr
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_engines_are_compared_with_their_graphs_on_each_of_their_profiles(demo, engines, gpu, tmp_path, precision):
     assembly, weights, out = demo.assembly(MODEL, precision), demo.weights(MODEL, precision), tmp_path / "compare.json"
-    compare.run(assembly, weights, engines(precision), TOLERANCES[precision]["block"], {}, out)
+    compare.run(assembly, weights, engines(precision), TOLERANCES[precision].block, LIMITS, out)
     report = read_json(out)
     assert set(report["engines"]) == {"attention.decode", "attention.prefill", "embedding", "entry", "middle", "exit"}
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
@@ -122,7 +122,7 @@ def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
         assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
         QUANTIZED, LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
     )  # fmt: skip
-    compare.run(assembly, weights, path, QUANTIZED["block"], {}, tmp_path / "compare.json")
+    compare.run(assembly, weights, path, QUANTIZED.block, LIMITS, tmp_path / "compare.json")
     assert read_json(tmp_path / "compare.json")["relative_error"] <= 16 * 2**-24
 
 
@@ -138,7 +138,8 @@ def test_an_engine_that_computes_something_else_is_found_by_the_comparison(demo,
     manifest["engines"]["exit"]["sha256"] = sha256_file(path.parent / "exit.engine")
     write_json(path, manifest)
     with pytest.raises(CheckError, match="exit.engine: engine exit, profile 0 .* logits: expected an error"):
-        compare.run(demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32"), path, 1e-4, {}, tmp_path / "out.json")
+        paths = demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32"), path
+        compare.run(*paths, 1e-4, LIMITS, tmp_path / "out.json")
 
 
 def caches(engines):

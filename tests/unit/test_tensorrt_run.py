@@ -43,7 +43,7 @@ def engines(demo, tmp_path_factory):
         with fake_gpu.installed(version):
             options = {
                 "attention": attention,
-                **{name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")},
+                **{name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")},
             }
             found[version, precision, attention] = build(
                 demo.assembly(MODEL, precision), "tensorrt", folder / precision / attention / "engines.json", options
@@ -76,7 +76,7 @@ def open_model(demo, engines, form, gpu):
     return lambda layers=2, **limits: Model.open(*paths, layers, **{**LIMITS_OF_MODEL, **limits})
 
 
-LIMITS_OF_MODEL = {name: LIMITS[name] for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+LIMITS_OF_MODEL = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 
 
 class Both:
@@ -377,10 +377,10 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
 
 def test_a_pass_has_room_for_all_rows_beside_a_full_prompt(demo, open_model, form, gpu):
     """Rows are all up to the highest that decodes: more than the tokens that the step brings."""
-    both, most = Both(demo, open_model, form[1]), LIMITS["max_num_tokens"]
+    both, most = Both(demo, open_model, form[1]), LIMITS.max_num_tokens
     both.step(prompts=[(3, 8)])
     both.step(3)
-    longest = LIMITS["max_seq_len"]
+    longest = LIMITS.max_seq_len
     both.step(3, prompts=[(0, longest), (1, most - 1 - longest)])
     both.step(3, 1)
 
@@ -755,13 +755,13 @@ def test_small_limits_leave_room_for_what_fused_attention_touches(open_model, gp
 
 def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engines, form, gpu):
     model = Model.open(engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1]), 2)
-    most = LIMITS["max_num_tokens"] // LIMITS["max_batch_size"]
-    assert model.step([Advance(slot, np.arange(most), 0) for slot in range(LIMITS["max_batch_size"])]).shape == (
-        LIMITS["max_batch_size"],
+    most = LIMITS.max_num_tokens // LIMITS.max_batch_size
+    assert model.step([Advance(slot, np.arange(most), 0) for slot in range(LIMITS.max_batch_size)]).shape == (
+        LIMITS.max_batch_size,
         768,
     )
-    with pytest.raises(InputError, match=rf"expected at most {LIMITS['max_num_tokens']} tokens \(max_num_tokens\)"):
-        model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS["max_batch_size"])])
+    with pytest.raises(InputError, match=rf"expected at most {LIMITS.max_num_tokens} tokens \(max_num_tokens\)"):
+        model.step([Advance(slot, np.arange(most + (slot == 3)), 0) for slot in range(LIMITS.max_batch_size)])
 
 
 def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:

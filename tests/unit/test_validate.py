@@ -24,7 +24,7 @@ def run(results, precision, layers, out, **changes):
         results.weights("demo-llama", precision),
         results.checkpoint("demo-llama"),
     )
-    return validate.run(*paths, layers, TOLERANCES[precision], LIMITS["max_seq_len"], out, threads=1, **changes)
+    return validate.run(*paths, layers, TOLERANCES[precision], LIMITS.max_seq_len, out, threads=1, **changes)
 
 
 @pytest.mark.parametrize("layers", [2, "all"])

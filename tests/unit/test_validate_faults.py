@@ -29,14 +29,7 @@ def run(demo, copy, layers="all"):
     out = folder.parent / "validate.json"
     weights, checkpoint = demo.weights("demo-llama", precision), demo.checkpoint("demo-llama")
     return validate.run(
-        folder / "assembly.json",
-        weights,
-        checkpoint,
-        layers,
-        TOLERANCES[precision],
-        LIMITS["max_seq_len"],
-        out,
-        threads=1,
+        folder / "assembly.json", weights, checkpoint, layers, TOLERANCES[precision], LIMITS.max_seq_len, out, threads=1
     )
 
 

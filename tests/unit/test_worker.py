@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_text_comes_from_here_and_there(demo, interpreter, capfd) -> None:
         weights=str(demo.weights(*names)),
         engines=str(demo.engines(*names, "onnxruntime")),
         layers="all",
-        limits=LIMITS,
+        limits=asdict(LIMITS),
         prompt="San Francisco is a",
         max_new_tokens=16,
         sampling={"temperature": 0.0},

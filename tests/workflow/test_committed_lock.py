@@ -13,8 +13,8 @@ import pytest
 from checkout import REPOSITORY, Checkout
 
 from lockstep.backends.openvino import cpu as openvino
-from lockstep.provenance.locked import expected_items
-from lockstep.provenance.lockfile import Section, read_lock, sections_at
+from lockstep.provenance.lock import Lock
+from lockstep.provenance.lockfile import Section, sections_at
 from shared import Shared
 
 LOCK = "locks/demo-llama.lock.json"
@@ -96,13 +96,13 @@ def test_other_precisions_and_backends_are_what_is_locked(
             demo.call("lockstep", stage, target)
     for backend in backends:
         demo.call("lockstep", "build", f"{target}/all/{backend}")
-    lock = read_lock(REPOSITORY / LOCK)
+    lock = Lock.load(REPOSITORY / LOCK)
     found = [section for path in asked for section in sections_at(path)]
     assert len(found) == len(asked)
     for section in found:
-        locked = expected_items(lock, section.where)
+        locked = lock.section(section.where)
         if section.stage == "build" and not locked:  # of another CPU
-            locked = next(iter((expected_items(lock, section.where[:-1]) or {}).values()))
+            locked = next(iter((lock.devices(precision, section.where[3]) or {}).values()))
             assert locked.keys() == section.items.keys()
         else:
             assert locked == section.items, section.where
@@ -178,10 +178,10 @@ def test_a_locked_run_makes_small_weights_and_their_golden_tokens_as_locked(run_
     log = (run_under_lock.folder.parent / "log").read_text()
     for stage in ("export", "convert", "build", "quantized_reference", "golden"):
         assert re.search(rf"^{stage} +1$", log, re.MULTILINE), log
-    lock = read_lock(run_under_lock.folder / LOCK)
+    lock = Lock.load(run_under_lock.folder / LOCK)
     golden = [section for section in sections_at(run_under_lock.folder / SMALL_GOLDEN) if "golden" in section.where]
     assert len(golden) == 2  # the tokens, and the terms of the check
-    assert all(expected_items(lock, section.where) == section.items for section in golden)
+    assert all(lock.section(section.where) == section.items for section in golden)
     assert not run_under_lock.would_run(SMALL_GOLDEN, *LOCKED)
 
 

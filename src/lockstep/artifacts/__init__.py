@@ -1,1 +1,1 @@
-"""The documents that stages leave: their formats, how they are read and written, their digests."""
+"""The documents that stages leave: formats, reading and writing, digests."""

@@ -1,4 +1,7 @@
-"""An assembly whose float32 activations have another dtype in the engines of a backend."""
+"""An assembly whose engines have another activation dtype than its graphs.
+
+Some backends run float32 graphs with activations of another dtype.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ _Graph = TypeVar("_Graph", bound=GraphFile)
 
 
 def with_activations(assembly: Assembly, dtype: str) -> Assembly:
-    """The assembly as engines take it: float32 inputs and outputs of all graphs are `dtype`. Slots, which say what the
-    weights are, stay. The assembly itself where that is what it is."""
+    """Return the assembly with float32 inputs and outputs of all graphs as `dtype`.
+
+    Slots, which say what the weights are, stay. Returns the assembly itself where it has that dtype.
+    """
     if assembly.dtype == dtype:
         return assembly
     own = lambda ios: tuple(replace(io, dtype=dtype) if io.dtype == "float32" else io for io in ios)

@@ -1,4 +1,7 @@
-"""What a model answers with its adapters: the reference of transformers, and the report of the check against it."""
+"""The reference of a model with its adapters, and the report of the check.
+
+The reference holds transformers' answers; the report says how far engines are from them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from lockstep.targets import Target
 
 @dataclass(frozen=True)
 class AdaptedAnswer:
-    """A prompt and what follows it with an adapter. adapter: its name, "" for none; sha256: of what it computes."""
+    """A prompt and what follows it with an adapter.
+
+    adapter: its name, "" for none. sha256: of what the adapter computes.
+    """
 
     adapter: str
     sha256: str
@@ -24,8 +30,10 @@ class AdaptedAnswer:
 
 @dataclass(frozen=True)
 class AdaptedReference(Document):
-    """What a model of the first `layers` layers (or "all") answers with each adapter. The logits of answer i lie in the
-    file beside it as `logits.<i>` [len(tokens), vocab_size] float32."""
+    """The answers of a model's first `layers` layers (or "all") with each adapter.
+
+    The logits of answer i lie in the file beside it as `logits.<i>` [len(tokens), vocab_size] float32.
+    """
 
     FORMAT: ClassVar[str] = formats.ADAPTED_REFERENCE
     layers: int | str
@@ -37,12 +45,11 @@ class AdaptedReference(Document):
 
 @dataclass(frozen=True)
 class AdaptedPrompt:
-    """A prompt with an adapter ("": with none), decoded in one batch with all others: its text, and how far its logits
-    are off.
+    """A prompt with an adapter ("": none), decoded in one batch with all others.
 
-    from_base: the largest difference of the reference's first logits from those without an adapter. alone_equal: the
-    same tokens, and where the backend is batch invariant the same bits of all logits, as alone, and as with other
-    adapters in other slots.
+    It holds the text, and how far the logits are off. from_base: the largest difference of the reference's first logits
+    from those without an adapter. alone_equal: the same tokens, and where the backend is batch invariant the same bits
+    of all logits, as alone, and as with other adapters in other slots.
     """
 
     adapter: str
@@ -59,8 +66,10 @@ class AdaptedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedReport(Report):
-    """What an engine set says with its adapters. adapters: sha256 of what each computes. places: how many are resident
-    together; loads: how often one was brought."""
+    """The answers of an engine set with its adapters.
+
+    adapters: sha256 of what each computes. places: how many are resident together. loads: how often one was loaded.
+    """
 
     FORMAT: ClassVar[str] = formats.ADAPTED
     target: Target

@@ -1,5 +1,7 @@
-"""Adapters (LoRA): the manifest of those of a model, `adapters.json` in and out, and where an assembly's graphs take
-them."""
+"""The manifest of a model's LoRA adapters, and the slots of graphs for them.
+
+`adapters.json` in and out.
+"""
 
 from __future__ import annotations
 
@@ -34,30 +36,41 @@ LORA_SLOTS = record(
 
 
 def mask_name(rank: int) -> str:
-    """The input of an engine that takes a mask in place of `IDS` (onnx_tools/adapter_mask.py)."""
+    """Return the name of an engine's input that takes a mask in place of `IDS`.
+
+    The mask is built by onnx_tools/adapter_mask.py.
+    """
     return f"{_MASK}{rank}"
 
 
 def mask_rank(name: str) -> int:
-    """The room of each adapter in a mask's columns; 0 for another input."""
+    """Return the rank that a mask has room for per adapter; 0 for another input."""
     return int(name.removeprefix(_MASK)) if name.startswith(_MASK) else 0
 
 
 def rows_of(slot: str) -> list[str]:
-    """The inputs lora_A, transposed, that are the last rows of an engine's slot, in order: they end its name."""
+    """Return the lora_A inputs, transposed, that are the last rows of a slot.
+
+    They stand in order at the end of the slot's name.
+    """
     return [part for part in slot.split(BETWEEN) if part.endswith(A_SUFFIX)]
 
 
 def fetched_manifest(adapter_sources: Path, name: str) -> Path:
-    """The manifest of one adapter that was fetched. adapter_sources: the path of the manifest of all of a model."""
+    """Return the path of the manifest of one fetched adapter.
+
+    adapter_sources: the path of the manifest of all adapters of a model.
+    """
     return adapter_sources.with_suffix("") / name / "source.json"
 
 
 @dataclass(frozen=True)
 class LoraSlot:
-    """Where a block takes the adapters of one of its linear layers: the names of its inputs lora_A [in_features,
-    max_adapters * max_lora_rank] and lora_B [max_adapters * max_lora_rank, out_features]: transposed, for PEFT's are
-    [rank, in_features] and [out_features, rank]."""
+    """The inputs of a block that take the adapters of one of its linear layers.
+
+    lora_A [in_features, max_adapters * max_lora_rank] and lora_B [max_adapters * max_lora_rank, out_features], by name.
+    They are transposed: PEFT's are [rank, in_features] and [out_features, rank].
+    """
 
     a: str
     b: str
@@ -74,8 +87,11 @@ class LoraSlot:
 
 @dataclass(frozen=True)
 class LoraSlots:
-    """What graphs with adapters take. classes: by block class, {weight slot of a linear layer, of a quantised one that
-    of its integers: where its adapters go}."""
+    """The inputs of all graphs that take adapters.
+
+    classes: by block class, {weight slot of a linear layer: where its adapters go}. Of a quantised layer the weight
+    slot is that of its integers.
+    """
 
     max_adapters: int
     max_lora_rank: int
@@ -100,16 +116,16 @@ class LoraSlots:
 
     @property
     def columns(self) -> int:
-        """Rows of all resident adapters together."""
+        """Return the rows of all resident adapters' matrices together."""
         return self.max_adapters * self.max_lora_rank
 
     def names(self, graph: str) -> frozenset[str]:
-        """The inputs of a block that adapters are written to."""
+        """Return the inputs of a block that adapters are written to."""
         slots = self.classes.get(graph, {}).values()
         return frozenset(name for slot in slots for name in (slot.a, slot.b))
 
     def shapes(self, graph: str) -> Iterator[tuple[str, tuple[int, int]]]:
-        """(name, shape) of these inputs."""
+        """Yield (name, shape) of the inputs of a block that adapters are written to."""
         for slot in self.classes.get(graph, {}).values():
             yield slot.a, (slot.in_features, self.columns)
             yield slot.b, (self.columns, slot.out_features)
@@ -117,7 +133,10 @@ class LoraSlots:
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """The two matrices of a linear layer: a [rank, in_features], b [out_features, rank], in the adapter's file."""
+    """The two LoRA matrices of a linear layer, as places in the adapter's file.
+
+    a: [rank, in_features]. b: [out_features, rank].
+    """
 
     a: TensorPlace
     b: TensorPlace
@@ -148,7 +167,7 @@ class Adapter:
 
     @property
     def sha256(self) -> str:
-        """Hex sha256 of all that decides what the adapter computes."""
+        """Return the hex sha256 of all that decides what the adapter computes."""
         tensors = next(file.sha256 for file in self.files if file.path == WEIGHTS)
         return sha256_json({"tensors": tensors, "scale": self.scale})
 
@@ -161,5 +180,5 @@ class AdaptersManifest(Document):
     adapters: Mapping[str, Adapter]
 
     def folder_of(self, path: Path, name: str) -> Path:
-        """The folder of an adapter. path: of this manifest."""
+        """Return the folder of an adapter. path: of this manifest."""
         return Path(path).parent / self.adapters[name].folder

@@ -1,4 +1,7 @@
-"""Does an assembly agree with itself: each block with what stands before it, attention with its variant's sizes?"""
+"""The check that an assembly agrees with itself.
+
+Each block is held against what runs before it, each attention against its variant's sizes.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, heads_divide
 
 if TYPE_CHECKING:
-    from lockstep.artifacts.assembly import Assembly, AttentionVariant, Part
+    from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock
 
 Values = dict[str, tuple[str, list[int | str]]]  # what stands at a place of the model, by name
 
 
 def agrees(assembly: Assembly, num_layers: int) -> None:
-    """Raise Wrong for the first place where the assembly does not fit together. num_layers: what its file says."""
+    """Raise Wrong for the first place where the assembly does not fit together.
+
+    num_layers: what its file says.
+    """
     _same("num_layers", len(assembly.layers), num_layers)
     _same("dtype", COMPUTE_NAMES[assembly.precision], assembly.dtype)
     _same("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
@@ -45,8 +51,8 @@ def agrees(assembly: Assembly, num_layers: int) -> None:
         _check_ranks(assembly, assembly.tensor_parallel)
 
 
-def _run(assembly: Assembly, where: str, part: Part, values: Values) -> None:
-    """A block: `values` gets what it makes."""
+def _run(assembly: Assembly, where: str, part: BoundBlock, values: Values) -> None:
+    """Check a block's inputs against `values`, and add its outputs to them."""
     signature = _named(assembly.classes, part.graph, f"{where}.class").signature
     _same(f"{where}.slots", sorted(part.slots), sorted(slot.name for slot in signature.slots))
     _unique(f"classes.{part.graph}", signature)
@@ -65,7 +71,10 @@ def _run(assembly: Assembly, where: str, part: Part, values: Values) -> None:
 
 
 def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
-    """Blocks have the inputs that adapters go to, of their sizes, for linear layers that are theirs."""
+    """Check that blocks have the inputs that adapters go to, of their sizes.
+
+    The linear layers must be the block's own.
+    """
     for name, slots in adapters.classes.items():
         signature = _named(assembly.classes, name, "adapters.classes").signature
         inputs, weights = {io.name: io for io in signature.inputs}, {slot.name: slot for slot in signature.slots}
@@ -140,7 +149,10 @@ def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
 
 
 def _check_pieces(where: str, sharded: ShardedClass, whole: Signature, ranks: TensorParallel) -> None:
-    """What ranks hold lies within the whole, each slot is a piece's, and pieces read what stands before them."""
+    """Check that a rank's parts lie within the whole and that pieces fit each other.
+
+    Each slot is a piece's, and pieces read only what stands before them.
+    """
     ios = {io.name: io for io in (*whole.inputs, *whole.outputs)}
     slots = {slot.name: slot for slot in whole.slots}
     for label, shards, known in (("values", sharded.values, ios), ("weights", sharded.weights, slots)):
@@ -170,7 +182,10 @@ def _check_pieces(where: str, sharded: ShardedClass, whole: Signature, ranks: Te
 
 
 def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: int) -> None:
-    """The ranges of each rank: of one axis of fixed size, all of it, the same numbers at each rank."""
+    """Check that the ranges of all ranks cover one axis of fixed size.
+
+    Each rank has the same number of entries.
+    """
     _same(f"{where}.ranges", len(shard.ranges), degree)
     size = shape[shard.axis] if shard.axis < len(shape) else None
     if not isinstance(size, int):

@@ -1,6 +1,7 @@
-"""The assembly of a model: which graph each layer runs, and which tensors of the checkpoint each weight slot takes.
+"""The assembly of a model: its graphs, and the tensors that weight slots take.
 
-`graphs/assembly.json` in and out. What is loaded is checked: types, ranges, and that it agrees with itself.
+`graphs/assembly.json` in and out: which graph each layer runs, and which tensors of the checkpoint each weight slot
+takes. What is loaded is checked: types, ranges, and that it agrees with itself.
 """
 
 from __future__ import annotations
@@ -56,14 +57,17 @@ _SCHEMA = record(
 
 
 @dataclass(frozen=True)
-class Part:
-    """A block at its place in the model: the class of its graph, and {weight slot: tensors of the checkpoint}."""
+class BoundBlock:
+    """A block at its place in the model.
+
+    graph: the class of its graph. slots: {weight slot: tensors of the checkpoint}.
+    """
 
     graph: str
     slots: Mapping[str, Sequence[str]]
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Part:
+    def from_json(cls, value: Mapping[str, Any]) -> BoundBlock:
         return cls(value["class"], value["slots"])
 
     def to_json(self) -> dict[str, Any]:
@@ -72,16 +76,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """The block that ends at a layer's attention, the name of its attention variant, and the exit of a model that ends
-    behind this layer."""
+    """A decoder layer: the block that ends at its attention, and the variant's name.
 
-    block: Part
+    exit: of a model that ends behind this layer.
+    """
+
+    block: BoundBlock
     variant: str
-    exit: Part
+    exit: BoundBlock
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Layer:
-        return cls(Part.from_json(value["block"]), value["kind"], Part.from_json(value["exit"]))
+        return cls(BoundBlock.from_json(value["block"]), value["kind"], BoundBlock.from_json(value["exit"]))
 
     def to_json(self) -> dict[str, Any]:
         return {"block": self.block.to_json(), "kind": self.variant, "exit": self.exit.to_json()}
@@ -136,7 +142,7 @@ class Assembly:
     max_position_embeddings: int | None
     classes: Mapping[str, GraphFile]
     variants: Mapping[str, AttentionVariant]
-    embedding: Part
+    embedding: BoundBlock
     layers: tuple[Layer, ...]
     batchful: Uncut | None
     positions_limited_by: str | None = None
@@ -149,7 +155,10 @@ class Assembly:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Assembly:
-        """Read assembly.json. Raises InputError for a file that is none, or whose parts do not fit together."""
+        """Read assembly.json.
+
+        Raises InputError for a file that is none, or whose parts do not fit together.
+        """
         value = read_checked(path, formats.ASSEMBLY, _SCHEMA)
         assembly = cls.from_json(value)
         check(assembly, lambda found, _: agrees(found, value["num_layers"]), path, REMEDY)
@@ -172,7 +181,7 @@ class Assembly:
             max_position_embeddings=value["max_position_embeddings"],
             classes={name: GraphFile.from_json(entry) for name, entry in value["classes"].items()},
             variants={name: AttentionVariant.from_json(entry) for name, entry in value["kinds"].items()},
-            embedding=Part.from_json(value["embedding"]),
+            embedding=BoundBlock.from_json(value["embedding"]),
             layers=tuple(map(Layer.from_json, value["layers"])),
             batchful=Uncut.from_json(batchful) if batchful else None,
             positions_limited_by=value.get("positions_limited_by"),
@@ -213,7 +222,10 @@ class Assembly:
         }
 
     def graphs(self) -> Iterator[tuple[str, GraphFile]]:
-        """(name, graph) of all that run: classes by name, attention as `<variant>.decode` and `<variant>.prefill`."""
+        """Yield (name, graph) of all graphs that run.
+
+        Classes by name, attention as `<variant>.decode` and `<variant>.prefill`.
+        """
         for name in sorted(self.classes):
             yield name, self.classes[name]
         for name in sorted(self.variants):
@@ -221,8 +233,10 @@ class Assembly:
                 yield f"{name}.{phase}", self.variants[name].phases()[phase]
 
     def engine_graphs(self) -> Iterator[tuple[str, GraphFile]]:
-        """(name, graph) of what engines are built of: `graphs()`, or of several ranks the embedding, and the pieces and
-        the attention of a rank."""
+        """Yield (name, graph) of all graphs that engines are built of.
+
+        These are `graphs()`; of several ranks they are the embedding, and the pieces and the attention of a rank.
+        """
         if self.tensor_parallel is None:
             yield from self.graphs()
         else:
@@ -231,13 +245,18 @@ class Assembly:
 
 
 def load_tokenizer(path: str | os.PathLike) -> FileEntry | None:
-    """Return the assembly's tokenizer alone; None where it has none. Raises InputError for a file that is no
-    assembly."""
+    """Return the assembly's tokenizer alone; None where it has none.
+
+    Raises InputError for a file that is no assembly.
+    """
     return FileEntry.from_json(_text_files(path).get("tokenizer"))
 
 
 def load_chat_template(path: str | os.PathLike) -> FileEntry | None:
-    """As `load_tokenizer`, of its chat template."""
+    """Return the assembly's chat template alone; None where it has none.
+
+    Raises InputError for a file that is no assembly.
+    """
     return FileEntry.from_json(_text_files(path).get("chat_template"))
 
 

@@ -1,4 +1,4 @@
-"""What an artefact was made of, as the record beside its manifest holds it."""
+"""The record of how an artefact was made, which lies beside its manifest."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lockstep.artifacts.files import sha256_json
 
 @dataclass(frozen=True)
 class BuildKey:
-    """What decides what a step makes.
+    """The build key of a step: all that decides what it makes.
 
-    names: the stage's wildcards; inputs: by name what stands for each, mostly its sha256; options: plain JSON; code:
-    digest of each module by its path; environment: version of each package; backend: its library and device, None of a
+    names: the stage's wildcards. inputs: by name what stands for each, mostly its sha256. options: plain JSON. code:
+    digest of each module by its path. environment: version of each package. backend: its library and device, None of a
     stage without one.
     """
 
@@ -29,7 +29,7 @@ class BuildKey:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of all of it, by which the record and the cache know it."""
+        """Return the hex digest of the key, which the record and the cache use."""
         return sha256_json(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,10 @@ class BuildKey:
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """A key, and the sha256 of each file that came out, by its path relative to the manifest."""
+    """A build key, and the sha256 of each output file.
+
+    outputs: by path relative to the manifest.
+    """
 
     key: BuildKey
     outputs: Mapping[str, str]
@@ -68,6 +71,8 @@ class BuildRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> BuildRecord:
-        """Its key may be another than that of its parts: `lockstep.provenance.record.checked_record` holds them
-        together."""
+        """Take the content of a build record, whose key is not held against its parts.
+
+        `lockstep.provenance.record.checked_record` does that.
+        """
         return cls(BuildKey.from_json(value), value["outputs"])

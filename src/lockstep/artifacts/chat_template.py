@@ -1,4 +1,4 @@
-"""The chat template of a model: how a list of messages becomes the text of a prompt.
+"""The chat template of a model, which renders messages to the text of a prompt.
 
 `graphs/chat_template.json` in and out, beside the tokenizer. The template is Jinja, as transformers has it; whoever
 renders it treats it as hostile, for it comes from whoever published the checkpoint.
@@ -31,7 +31,10 @@ _SCHEMA = record(
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """template: in Jinja. special_tokens: what it names besides the messages, such as bos_token, by name."""
+    """A Jinja template and the special tokens that it uses.
+
+    special_tokens: what it names besides the messages, such as bos_token, by name.
+    """
 
     template: str
     special_tokens: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, its config.json, and where its tensors lie.
+"""The manifest of a checkpoint: files, config.json and the places of tensors.
 
 `checkpoint.json` and `architecture.json` in and out; the latter is of the same checkpoint without its weights. Types
 and ranges are checked, but those of config.json: `artifacts.model_config` looks at it when the manifest is made.
@@ -100,7 +100,10 @@ class CheckpointManifest:
         return Path(path).parent / self.folder
 
     def check(self, folder: Path) -> None:
-        """Raise InputError naming the first file in `folder` that is not the one this manifest was made of."""
+        """Raise InputError naming the first file in `folder` that has changed.
+
+        The files must be those that this manifest was made of.
+        """
         check_files(
             [Expected(folder / file.path, file.sha256, file.size) for file in self.files],
             "resolve the checkpoint again",

@@ -1,8 +1,9 @@
-"""Is a file still the one that was recorded? A path and its digest in; nothing out, or one line that names the file.
+"""A cache of file digests, and checks of files against recorded digests.
 
-Small files are hashed each time. A large one is hashed once: its digest is kept with its size and times in the user's
-cache, and while these stay as they were that digest holds. `deep` hashes in any case. What is kept speeds things up and
-decides nothing else: it may be deleted at any time.
+A path and its digest in; nothing out, or one line that names the file. Small files are hashed each time. A large one is
+hashed once: its digest is kept with its size and times in the user's cache, and while these stay as they were that
+digest holds. `deep` hashes in any case. What is kept speeds things up and decides nothing else: it may be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class Expected:
-    """A file, the hex sha256 that a manifest names it with, and its size in bytes; None where the manifest does not
-    say."""
+    """A file with the hex sha256 and the size in bytes that a manifest records.
+
+    size: None where the manifest does not say.
+    """
 
     path: Path
     sha256: str
@@ -33,8 +36,11 @@ class Expected:
 
 
 def digest(path: str | os.PathLike, deep: bool = False) -> str:
-    """Hex sha256 of a file. A large file that has not changed since it was hashed is not read. Raises
-    FileNotFoundError, and InputError for what is no file."""
+    """Return the hex sha256 of a file.
+
+    A large file that has not changed since it was hashed is not read. Raises FileNotFoundError, and InputError for what
+    is no file.
+    """
     path = os.path.realpath(path)
     before = _state(path)
     if before["size"] < LARGE:
@@ -49,8 +55,10 @@ def digest(path: str | os.PathLike, deep: bool = False) -> str:
 
 
 def remember(path: str | os.PathLike, sha256: str) -> None:
-    """Take the digest of a file that this process has just written or hashed, so that the next reader need not hash
-    it."""
+    """Keep the digest of a file that this process has just written or hashed.
+
+    The next reader then need not hash it.
+    """
     path = os.path.realpath(path)
     state = _state(path)
     if state["size"] >= LARGE:
@@ -58,8 +66,10 @@ def remember(path: str | os.PathLike, sha256: str) -> None:
 
 
 def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> None:
-    """Raises InputError naming the first of `files` that is absent, of another size or of another digest, with
-    `remedy`."""
+    """Check that files are there, of the recorded size and digest.
+
+    Raises InputError naming the first of `files` that is absent, of another size or of another digest, with `remedy`.
+    """
     files = list(files)
     for file in files:
         check_size(file.path, file.size, remedy)
@@ -74,7 +84,7 @@ def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> N
 
 
 def check_size(path: Path, size: int | None, remedy: str) -> None:
-    """Raises InputError when the file `path` is absent or not of `size` bytes."""
+    """Raise InputError when the file `path` is absent or not of `size` bytes."""
     try:
         found = check_file(path).st_size
     except FileNotFoundError:
@@ -85,7 +95,7 @@ def check_size(path: Path, size: int | None, remedy: str) -> None:
 
 
 def size_of(path: str | os.PathLike) -> int | None:
-    """Bytes of a file; None where there is no file of this name."""
+    """Return the bytes of a file; None where there is no file of this name."""
     try:
         return check_file(path).st_size
     except (FileNotFoundError, InputError):
@@ -93,7 +103,10 @@ def size_of(path: str | os.PathLike) -> int | None:
 
 
 def _state(path: str) -> dict[str, int]:
-    """Two times: a program may set the first back, not the second, which also changes with the inode."""
+    """Return the size, the times and the inode by which a change of a file is seen.
+
+    Two times: a program may set the first back, not the second, which also changes with the inode.
+    """
     found = check_file(path)
     return {"size": found.st_size, "inode": found.st_ino, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
 

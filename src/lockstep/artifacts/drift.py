@@ -1,5 +1,7 @@
-"""The drift of quantised weights: how far what a model says has moved from what the checkpoint says. Beside the
-reference of the quantised weights, `reference/<layers>.drift.json`."""
+"""The drift of quantised weights: how far their answers are from the checkpoint's.
+
+`reference/<layers>.drift.json` in and out, beside the reference of the quantised weights.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from lockstep.artifacts.typed import Document
 
 @dataclass(frozen=True)
 class Drift(Document):
-    """Of a model of the first `layers` layers (or "all"), in transformers, float32.
+    """The drift of a model's first `layers` layers (or "all").
 
-    max_logit_error, rms_logit_error: of the logits along the checkpoint's own answers to the golden prompts; rms_logit:
-    of those logits themselves. tokens_differing: of `tokens` likeliest tokens there. perplexity, full_perplexity: on
-    `perplexity_tokens` tokens of text, of the quantised weights and of the checkpoint's. max_weight_error: of a weight,
-    in steps of its group.
+    Measured in transformers, float32. max_logit_error, rms_logit_error: of the logits along the checkpoint's own
+    answers to the golden prompts. rms_logit: of those logits themselves. tokens_differing: of `tokens` likeliest tokens
+    there. perplexity, full_perplexity: on `perplexity_tokens` tokens of text, of the quantised weights and of the
+    checkpoint's. max_weight_error: of a weight, in steps of its group.
     """
 
     FORMAT: ClassVar[str] = formats.DRIFT
@@ -35,7 +37,7 @@ class Drift(Document):
     full_perplexity: float
 
     def words(self) -> str:
-        """In one line."""
+        """Return the drift in one line."""
         return (
             f"logits off by {self.rms_logit_error:.2g} rms, {self.max_logit_error:.2g} at most; "
             f"{self.tokens_differing} of {self.tokens} tokens differ; perplexity {self.perplexity:.4g} for "

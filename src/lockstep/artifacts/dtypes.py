@@ -1,7 +1,7 @@
-"""The one table of element types: what safetensors, NumPy, PyTorch, graphs and ONNX call them, their sizes, and which
-of them a precision of Lockstep is.
+"""The one table of element types: their names and sizes in each library.
 
-NumPy is imported where a type of its own is asked for: documents are also read where nothing is computed.
+What safetensors, NumPy, PyTorch, graphs and ONNX call them, and which of them a precision of Lockstep is. NumPy is
+imported where a type of its own is asked for: documents are also read where nothing is computed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ NAME_PRECISIONS = {name: precision for precision, name in PRECISION_NAMES.items(
 
 @dataclass(frozen=True)
 class Quantization:
-    """A precision whose linear weights are integers with a scale for each group of them.
+    """A precision whose linear weights are integers with one scale per group.
 
     bits: of the weights of layers. head_bits: of a weight behind the last layer, which makes the logits.
     """
@@ -92,23 +92,31 @@ COMPUTE_NAMES = PRECISION_NAMES | dict.fromkeys(QUANTIZATIONS, "float32")
 
 
 def base_precision(precision: str) -> str:
-    """The precision of what is not quantised: fp32 of w8a16 and w4a16, else `precision` itself."""
+    """Return the precision of what is not quantised.
+
+    fp32 of w8a16 and w4a16, else `precision` itself.
+    """
     return NAME_PRECISIONS[COMPUTE_NAMES[precision]]
 
 
 def graph_dtype(dtype: str) -> str:
-    """The name graphs and NumPy use for a safetensors dtype: "F16" -> "float16". A type without one keeps its own
-    name."""
+    """Return the name that graphs and NumPy use for a safetensors dtype.
+
+    "F16" gives "float16". A type without one keeps its own name.
+    """
     return _NAMES.get(dtype, dtype)
 
 
 def onnx_dtype(element: str) -> str:
-    """The name graphs and NumPy use for an ONNX element type: "FLOAT" -> "float32", "float16" -> "float16"."""
+    """Return the name that graphs and NumPy use for an ONNX element type.
+
+    "FLOAT" gives "float32", "float16" gives "float16".
+    """
     return _ONNX_NAMES.get(element.lower(), element.lower())
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """The NumPy type of a safetensors dtype, `ml_dtypes.bfloat16` for BF16.
+    """Return the NumPy type of a safetensors dtype, `ml_dtypes.bfloat16` for BF16.
 
     Raises InputError for types that NumPy lacks (fp8 and smaller), and for BF16 where `ml_dtypes` is not installed.
     """
@@ -122,9 +130,10 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def named_dtype(name: str) -> np.dtype:
-    """The NumPy type of a graph's dtype, `ml_dtypes.bfloat16` for "bfloat16" and `ml_dtypes.int4` for "int4".
+    """Return the NumPy type of a graph's dtype.
 
-    Raises InputError for these where `ml_dtypes` is not installed.
+    `ml_dtypes.bfloat16` for "bfloat16" and `ml_dtypes.int4` for "int4". Raises InputError for these where `ml_dtypes`
+    is not installed.
     """
     import numpy as np
 

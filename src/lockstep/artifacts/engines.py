@@ -1,4 +1,4 @@
-"""The manifest of an engine set: which engine files there are, what they were made from, and for which device.
+"""The manifest of an engine set: its files, their sources and the device.
 
 `engines.json` in and out. Types and ranges are checked. What a backend says of an engine or of the whole set
 (`details`) is its own: nothing else reads it.
@@ -36,10 +36,10 @@ _SCHEMA = record(
 
 @dataclass(frozen=True)
 class EngineFile:
-    """An engine of a set: its file beside engines.json and that file's sha256, and the sha256 of its graph.
+    """An engine of a set: its file beside engines.json, with digests.
 
-    slots, parts: the weight slots and {slot: slots of the graph} where the build made others than the graph's, else
-    None. details: JSON of what the backend says of the engine besides.
+    sha256: of the file. graph_sha256: of its graph. slots, parts: the weight slots and {slot: slots of the graph} where
+    the build made others than the graph's, else None. details: JSON of what the backend says of the engine besides.
     """
 
     file: str
@@ -117,7 +117,10 @@ class EngineSetManifest:
         }
 
     def digest_for(self, device_key: Any) -> str:
-        """Return the hex sha256 of what runs: backend, version, options, precision, engines, and the device's key."""
+        """Return the hex sha256 of what runs.
+
+        Backend, version, options, precision, engines, and the device's key.
+        """
         value = self.to_json()
         keys = ("backend", "backend_version", "options", "engines", "precision")
         return sha256_json({**{key: value[key] for key in keys}, "device": device_key})

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint that was fetched or made, `source.json`, and the folder `checkpoint/` beside it that
-holds its files.
+"""The manifest of a checkpoint that was fetched or made, `source.json`.
 
-In: files in the hub's cache, or files just written. Out: what was taken from where, each file with size and sha256, so
-that a change is seen and a moving branch stays where it was found.
+The folder `checkpoint/` beside it holds its files. In: files in the hub's cache, or files just written. Out: what was
+taken from where, each file with size and sha256, so that a change is seen and a moving branch stays where it was found.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ FOLDER = "checkpoint"
 
 @dataclass(frozen=True)
 class Fetched:
-    """`sha256`: hex digest by file name. `commit` of the repository it came from, None if it was made here."""
+    """The digests of a fetched checkpoint's files, and its commit.
+
+    `sha256`: hex digest by file name. `commit` of the repository it came from, None if it was made here.
+    """
 
     source: str
     folder: Path
@@ -34,14 +36,17 @@ def folder_of(manifest: Path) -> Path:
 
 
 def read_fetched(manifest: Path) -> Fetched:
-    """Raises InputError when the manifest is absent: nothing was fetched yet."""
+    """Read `source.json`.
+
+    Raises InputError when the manifest is absent: nothing was fetched yet.
+    """
     value = read_json(manifest, formats.SOURCE)
     sha256 = {Path(file["path"]).name: file["sha256"] for file in value["files"]}
     return Fetched(value["source"], folder_of(manifest), sha256, value.get("commit"))
 
 
 def known(manifest: Path, source: str) -> Fetched | None:
-    """What `manifest` says, if it is there and of this very `source`."""
+    """Return what `manifest` says, if it is there and of this very `source`."""
     if not manifest.is_file():
         return None
     found = read_fetched(manifest)
@@ -49,7 +54,10 @@ def known(manifest: Path, source: str) -> Fetched | None:
 
 
 def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **more: Any) -> Path:
-    """Write the manifest of the files of `folder_of(manifest)`; `more` are further entries, such as the commit."""
+    """Write the manifest of the files of `folder_of(manifest)`.
+
+    `more` are further entries, such as the commit.
+    """
     folder = folder_of(manifest)
     files = [
         {"path": f"{FOLDER}/{name}", "size": (folder / name).stat().st_size, "sha256": digest}
@@ -61,8 +69,10 @@ def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **more
 
 
 def clear(folder: Path, keep: Iterable[str] = ()) -> None:
-    """Remove what an earlier source left in a fetched folder: a second set of weights there would be taken for the
-    first."""
+    """Remove what an earlier source left in a fetched folder.
+
+    A second set of weights there would be taken for the first.
+    """
     kept = set(keep)
     if folder.is_dir():
         for path in folder.iterdir():

@@ -22,8 +22,9 @@ SEAL = "sealed_sha256"
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[Path]:
-    """Give a temporary path in the folder of `path`; on success it is flushed to disk and renamed to `path`, else
-    removed.
+    """Give a temporary path that becomes `path` on success, and is removed otherwise.
+
+    It lies in the folder of `path`; on success it is flushed to disk and renamed.
 
     writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one
     machine.
@@ -60,8 +61,10 @@ def check_place(path: Path) -> None:
 
 
 def remove_leftovers(path: str | os.PathLike) -> None:
-    """Remove the temporary files for `path` of processes that were killed. Only where one machine at a time writes
-    `path`: another machine's process would look dead here."""
+    """Remove the temporary files for `path` of processes that were killed.
+
+    Only where one machine at a time writes `path`: another machine's process would look dead here.
+    """
     path = Path(path)
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         pid = leftover.name.removeprefix(f".{path.name}.").removesuffix(".tmp")
@@ -86,22 +89,28 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 
 def dump_json(value: Any) -> str:
-    """Canonical JSON: sorted keys, two spaces, newline at the end; refuses NaN and infinity."""
+    """Return canonical JSON: sorted keys, two spaces, a newline at the end.
+
+    Refuses NaN and infinity.
+    """
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write `value` as canonical JSON, whole or not at all. A manifest (an object with a "format") is sealed: `SEAL` is
-    its digest."""
+    """Write `value` as canonical JSON, whole or not at all.
+
+    A manifest (an object with a "format") is sealed: `SEAL` is its digest.
+    """
     if isinstance(value, dict) and "format" in value:
         value = {**value, SEAL: sha256_json({key: item for key, item in value.items() if key != SEAL})}
     write_bytes(path, dump_json(value).encode())
 
 
 def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
-    """Read JSON; `format` is what its "format" key must say. A manifest is given without its seal.
+    """Read JSON, of a manifest without its seal.
 
-    Raises InputError when the file is absent, is not JSON, has another format, or does not hold what was sealed.
+    format: what its "format" key must say. Raises InputError when the file is absent, is not JSON, has another format,
+    or does not hold what was sealed.
     """
     try:
         check_file(path)
@@ -135,8 +144,10 @@ def _no_number(name: str) -> None:
 
 
 def check_file(path: str | os.PathLike) -> os.stat_result:
-    """Give what `os.stat` says of the file `path`. Raises FileNotFoundError, and InputError for what is no file:
-    reading a pipe would wait for a writer."""
+    """Return what `os.stat` says of the file `path`.
+
+    Raises FileNotFoundError, and InputError for what is no file: reading a pipe would wait for a writer.
+    """
     try:
         found = os.stat(path)
         if stat.S_ISREG(found.st_mode):
@@ -148,7 +159,10 @@ def check_file(path: str | os.PathLike) -> os.stat_result:
 
 
 def describe(path: str | os.PathLike) -> str:
-    """What lies at `path`, for an error that says what was found: "a folder", "links in a circle", "nothing"."""
+    """Return in words what lies at `path`, for an error that says what was found.
+
+    Such as "a folder", "links in a circle", "nothing".
+    """
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -162,13 +176,13 @@ def describe(path: str | os.PathLike) -> str:
 
 
 def sha256_file(path: str | os.PathLike) -> str:
-    """Hex sha256 of the file's bytes."""
+    """Return the hex sha256 of the file's bytes."""
     with open(path, "rb") as file:
         return _file_digest(file).hexdigest()
 
 
 def sha256_json(value: Any) -> str:
-    """Hex sha256 of the canonical JSON of `value`."""
+    """Return the hex sha256 of the canonical JSON of `value`."""
     return hashlib.sha256(dump_json(value).encode()).hexdigest()
 
 

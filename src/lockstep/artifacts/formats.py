@@ -1,4 +1,4 @@
-"""The "format" of each document that is left for others: what it is, and the version of its layout."""
+"""The "format" of each document that is left for others, with its version."""
 
 SOURCE = "lockstep.source/1"
 CHECKPOINT = "lockstep.checkpoint/1"

@@ -38,7 +38,7 @@ VARIANT = record(
 
 @dataclass(frozen=True)
 class GraphFile:
-    """A graph of the assembly: its file beside assembly.json, that file's sha256, what it takes and gives."""
+    """A graph of the assembly: its file beside assembly.json, sha256 and signature."""
 
     file: str
     sha256: str
@@ -54,9 +54,10 @@ class GraphFile:
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """One attention of the model: its sizes and its two graphs. Layers with the same numbers share it.
+    """An attention of the model, its sizes and its two graphs.
 
-    scale: of the scores. softcap: of the scores, 0 for none. window: how many tokens a token sees, 0 for all.
+    Layers with the same numbers share it. scale: of the scores. softcap: of the scores, 0 for none. window: how many
+    tokens a token sees, 0 for all.
     """
 
     num_heads: int
@@ -79,5 +80,5 @@ class AttentionVariant:
         return {**values, **{phase: graph.to_json() for phase, graph in self.phases().items()}}
 
     def phases(self) -> dict[str, GraphFile]:
-        """The graphs by phase: prefill, decode."""
+        """Return the graphs by phase: prefill, decode."""
         return {"prefill": self.prefill, "decode": self.decode}

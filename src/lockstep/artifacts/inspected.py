@@ -1,5 +1,7 @@
-"""What can be compared of two engine sets: JSON, so that one may be looked at in another Python than the one that
-compares."""
+"""The comparable properties of an engine set, as JSON.
+
+One of two sets may be looked at in another Python than the one that compares.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from lockstep.artifacts.typed import decode, encode
 
 @dataclass(frozen=True)
 class InspectedEngine:
-    """One engine. choices, layers: as its backend gives them, JSON; sha256: of the bytes that equal builds share;
-    left_out: the other bytes, in words."""
+    """The comparable properties of an engine.
+
+    choices, layers: as its backend gives them, JSON. sha256: of the bytes that equal builds share. left_out: the other
+    bytes, in words.
+    """
 
     choices: Any
     layers: Any
@@ -23,7 +28,10 @@ class InspectedEngine:
 
 @dataclass(frozen=True)
 class InspectedSet:
-    """All engines of a set by name. digest: of the set; device: what of it matters, JSON."""
+    """All engines of a set by name.
+
+    digest: of the set. device: what of it matters, JSON.
+    """
 
     digest: str
     device: Any

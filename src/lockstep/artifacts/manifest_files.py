@@ -1,5 +1,8 @@
-"""What a manifest stands for: a manifest in; its files, those of them that are gone, its record's place and its content
-out. Snakemake looks at the manifest only."""
+"""The files of a manifest: those that it names, those lost, and their content.
+
+A manifest in; its files, those of them that are gone, its record's place and its content out. Snakemake looks at the
+manifest only.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ _NO_CONTENT = {
 
 
 def lost_files(manifest: str | os.PathLike) -> list[Path]:
-    """The files that a manifest (assembly, engines, weights) names with a digest, and that are absent or of another
-    size.
+    """Return the files of a manifest that are absent or of another size.
 
-    A manifest that cannot be read is lost itself. Contents are not read: that is for whoever opens the files.
+    Of an assembly, engines or weights, those named with a digest. A manifest that cannot be read is lost itself.
+    Contents are not read: that is for whoever opens the files.
     """
     manifest = Path(manifest)
     try:
@@ -41,10 +44,10 @@ def lost_files(manifest: str | os.PathLike) -> list[Path]:
 
 
 def named_files(manifest: str | os.PathLike) -> list[Expected]:
-    """The files that a manifest names with a digest, each once. Raises InputError for a manifest that cannot be read.
+    """Return the files that a manifest names with a digest, each once.
 
     A checkpoint's lie in the folder that it names, an adapter's in its own; those of others are relative to the
-    manifest.
+    manifest. Raises InputError for a manifest that cannot be read.
     """
     manifest = Path(manifest)
     value = read_json(manifest)
@@ -66,8 +69,10 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
 
 @contextlib.contextmanager
 def manifest_entries(manifest: Path) -> Iterator[None]:
-    """Where entries of a manifest are taken as what they should be: raises InputError, naming the manifest, where one
-    is absent or of another type."""
+    """Raise InputError, naming the manifest, for an entry that is absent or mistyped.
+
+    For code that takes the entries of a manifest as what they should be.
+    """
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -78,7 +83,7 @@ def manifest_entries(manifest: Path) -> Iterator[None]:
 
 
 def _named(value: Any) -> Iterator[tuple[str, str, int | None]]:
-    """(name, sha256, size or None) of each object that has a sha256 and a file name."""
+    """Yield (name, sha256, size or None) of each object with a sha256 and a file name."""
     if isinstance(value, dict):
         if isinstance(value.get("sha256"), str):
             yield from (
@@ -91,20 +96,25 @@ def _named(value: Any) -> Iterator[tuple[str, str, int | None]]:
 
 
 def record_path(output: str | Path) -> Path:
-    """`assembly.json` -> `assembly.build.json`."""
+    """Return the path of a manifest's record.
+
+    `assembly.build.json` of `assembly.json`.
+    """
     output = Path(output)
     return output.with_name(f"{output.stem}{SUFFIX}")
 
 
 def failed_path(out: str | os.PathLike) -> Path:
-    """Where the report of a failed check lies: `2.failed.json` beside `2.json`."""
+    """Return the path of a failed check's report: `2.failed.json` beside `2.json`."""
     out = Path(out)
     return out.with_name(f"{out.stem}.failed{out.suffix}")
 
 
 def content(path: Path) -> str:
-    """Hex sha256 of what a manifest says, or of a file's bytes. Where files lie is no content, for they are named with
-    their digests."""
+    """Return the hex sha256 of what a manifest says, or of a file's bytes.
+
+    Where files lie is no content, for they are named with their digests.
+    """
     if path.suffix != ".json":
         return digest(path)
     value = read_json(path)

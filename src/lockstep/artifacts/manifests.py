@@ -1,4 +1,4 @@
-"""What manifests are checked for. A path and a schema in, the checked document out, or InputError.
+"""The checks of manifests: a path and a schema in, the document or InputError out.
 
 Types and ranges are checked. Nothing behind it checks a type again: what a bundle from elsewhere says chooses files,
 sizes of buffers and what is bound to what. Each document has a module of its own.
@@ -27,7 +27,10 @@ TENSORS = items(NAME, 10_000, least=1)
 
 
 def read_checked(path: str | os.PathLike, format: str, schema: Check) -> dict[str, Any]:
-    """Read a manifest of `format`. Raises InputError where its content is not of `schema`."""
+    """Read a manifest of `format`.
+
+    Raises InputError where its content is not of `schema`.
+    """
     value = read_json(path, format)
     check(value, schema, path, REMEDY)
     return value

@@ -107,8 +107,10 @@ def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def without_packing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the same model in floating point: what transformers is given, which would else look for the
-    packages that read packed weights."""
+    """Return the config of the same model in floating point.
+
+    It is what transformers is given, which would else look for the packages that read packed weights.
+    """
     return {key: value for key, value in config.items() if key != KEY}
 
 
@@ -152,7 +154,7 @@ def _value_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
 
 
 def _packing_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
-    """Of quantised weights: a layout that is not known."""
+    """Yield the fault of a quantization config whose layout is not known."""
     if path != key:
         yield Fault(path, f"nothing, for {key} is at the top", value)
         return
@@ -163,7 +165,7 @@ def _packing_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
 
 
 def _rope_faults(path: str, value: Any) -> Iterator[Fault]:
-    """Check RoPE settings: those of the model, or an object of them for each kind of layer."""
+    """Check RoPE settings, the model's or an object of them for each layer type."""
     if not isinstance(value, Mapping):
         yield Fault(path, "an object", value)
         return

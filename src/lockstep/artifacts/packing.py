@@ -1,7 +1,8 @@
-"""How a checkpoint packs weights that are quantised already: the `quantization_config` of its config.json.
+"""The packing of a checkpoint's weights that are quantised already.
 
-Three families of layouts, as safetensors files of the hub have them. A weight is `(integer - zero point) * scale`, with
-a scale and a zero point for each group of a row:
+The `quantization_config` of its config.json says how they are packed. There are three families of layouts, as
+safetensors files of the hub have them. A weight is `(integer - zero point) * scale`, with a scale and a zero point for
+each group of a row:
 
 - GPTQ: `qweight` int32 [in_features * bits / 32, out_features], `scales` [num_groups, out_features], `qzeros` int32
   [num_groups, out_features * bits / 32], `g_idx` int32 [in_features]. Numbers of a word count from its low bits. Zero
@@ -32,8 +33,11 @@ _PLAIN_INT8 = ("int-quantized", "naive-quantized")
 
 @dataclass(frozen=True)
 class Packing:
-    """layout: "gptq", "gptq_v2", "awq", "packed" or "int8" (of compressed-tensors). group_size: of the checkpoint;
-    None: one scale a row. zero_points: whether they may be others than the middle."""
+    """The layout of a checkpoint's packed weights.
+
+    layout: "gptq", "gptq_v2", "awq", "packed" or "int8" (of compressed-tensors). group_size: of the checkpoint; None:
+    one scale a row. zero_points: whether they may be others than the middle.
+    """
 
     layout: str
     bits: int
@@ -42,14 +46,18 @@ class Packing:
 
 
 def largest_group(size: int) -> int | None:
-    """The largest of our group sizes that divides a group of `size` numbers; None where none does."""
+    """Return the largest of our group sizes that divides a group of `size` numbers.
+
+    None where none does.
+    """
     return next((ours for ours in sorted(GROUP_SIZES, reverse=True) if size % ours == 0), None)
 
 
 def check_precision(quantized: QuantizedTensors, precision: str, group_size: int | None, where: str) -> None:
-    """Raise InputError where a config asks for another precision or group size than a checkpoint has.
+    """Raise InputError where a config asks for other quantisation than a checkpoint's.
 
-    quantized: what is quantised already in the checkpoint `where`; group_size: None where the config names none.
+    Another precision or group size. quantized: what is quantised already in the checkpoint `where`. group_size: None
+    where the config names none.
     """
     bits = max(quantized.bits.values())
     if QUANTIZATIONS[precision].bits != bits:
@@ -65,12 +73,15 @@ def check_precision(quantized: QuantizedTensors, precision: str, group_size: int
 
 
 def precision_of(bits: int) -> str:
-    """The precision of weights of so many bits."""
+    """Return the precision of weights of so many bits."""
     return next(name for name, each in QUANTIZATIONS.items() if each.bits == bits)
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
-    """What a config.json says; None of a model in floating point. Raises Wrong for what cannot be read."""
+    """Return how a config.json says that weights are packed.
+
+    None of a model in floating point. Raises Wrong for what cannot be read.
+    """
     settings = config.get(KEY)
     if settings is None:
         return None

@@ -1,4 +1,4 @@
-"""Where bytes lie: a file that a manifest names with its size and digest, and a tensor's place in such a file."""
+"""Places of bytes: a file with its size and digest, and a tensor within a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = items(record({"path": NAME, "size": BYTES, "sha256": DIGEST}), most=MAX_
 
 
 def place_schema(file: Check) -> Check:
-    """What an entry of a tensor must look like. file: what it must call its file."""
+    """Return the check of a tensor's place. file: the check of its file's name."""
     shape = items(BYTES, most=16)
     return record({"file": file, "offset": BYTES, "length": BYTES, "dtype": one_of(*DTYPE_BITS), "shape": shape})
 
@@ -39,7 +39,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies: `length` bytes at `offset` of a file, counted from its start.
+    """The place of a tensor: `length` bytes at `offset` from the start of a file.
 
     file: as the manifest that holds this place calls it; in a header, the file's name. dtype: safetensors' name, such
     as "F16".

@@ -1,4 +1,4 @@
-"""Quantised tensors: which of a checkpoint's tensors are kept as integers with scales, and what the two are called.
+"""Quantised tensors: which are kept as integers with scales, and their names.
 
 A linear weight `[out_features, in_features]` is cut along its rows into groups of `group_size` numbers. It is kept as
 two tensors: `<name>.data`, uint8 `[out_features, num_groups, group_size * bits / 8]`, whose numbers are counted from a
@@ -41,7 +41,10 @@ _DATA, _SCALES, _ZERO_POINTS = ".data", ".scales", ".zero_points"
 
 @dataclass(frozen=True)
 class QuantizedTensors:
-    """bits: of each checkpoint tensor that is quantised, by name. zero_points: whether each has some of its own."""
+    """The tensors of a checkpoint that are quantised.
+
+    bits: of each of them, by name. zero_points: whether each has some of its own.
+    """
 
     group_size: int
     bits: Mapping[str, int]
@@ -56,23 +59,23 @@ class QuantizedTensors:
         return {"group_size": self.group_size, "bits": dict(sorted(self.bits.items())), **own}
 
     def parts(self, name: str) -> list[str]:
-        """What a quantised tensor or slot of this name is kept as."""
+        """Return the names of the tensors that a quantised tensor or slot is kept as."""
         own = [zero_points_name(name)] if self.zero_points else []
         return [data_name(name), scales_name(name), *own]
 
 
 def data_name(name: str) -> str:
-    """What the integers of a tensor, or of a slot, are called."""
+    """Return the name of the integers of a quantised tensor or slot."""
     return name + _DATA
 
 
 def scales_name(name: str) -> str:
-    """What its scales are called."""
+    """Return the name of the scales of a quantised tensor or slot."""
     return name + _SCALES
 
 
 def zero_points_name(name: str) -> str:
-    """What its zero points are called, where it has some of its own."""
+    """Return the name of a quantised tensor's own zero points."""
     return name + _ZERO_POINTS
 
 
@@ -85,11 +88,11 @@ def is_scales(name: str) -> bool:
 
 
 def module_of(tensor: str) -> str:
-    """The linear layer that a checkpoint's weight is of, quantised or not."""
+    """Return the linear layer that a checkpoint's weight is of, quantised or not."""
     return tensor.removesuffix(_DATA).removesuffix(".weight")
 
 
 def quantized_names(names: Mapping[str, Any]) -> list[str]:
-    """The tensors that stand among `names` as data and scales, sorted."""
+    """Return the tensors that stand among `names` as data and scales, sorted."""
     stems = (name.removesuffix(_DATA) for name in names if name.endswith(_DATA))
     return sorted(stem for stem in stems if scales_name(stem) in names)

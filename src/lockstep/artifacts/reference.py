@@ -1,7 +1,8 @@
-"""The manifest of a reference: what transformers answers to the golden prompts. `reference/<layers>.json` in and out.
+"""The manifest of a reference: transformers' answers to the golden prompts.
 
-Logits lie in a safetensors file beside it: `logits.<number of the prompt>` [len(tokens), vocab_size], and those of the
-long prompt, `long.prompt` [len(counts), vocab_size] and `long.logits` [len(tokens), vocab_size]; all float32.
+`reference/<layers>.json` in and out. Logits lie in a safetensors file beside it: `logits.<number of the prompt>`
+[len(tokens), vocab_size], and those of the long prompt, `long.prompt` [len(counts), vocab_size] and `long.logits`
+[len(tokens), vocab_size]; all float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ class FileBeside:
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """The largest logits of a step. gap: between the two largest; None where there is one token only."""
+    """The largest logits of a step.
+
+    gap: between the two largest; None where there is one token only.
+    """
 
     top_ids: tuple[int, ...]
     top_logits: tuple[float, ...]
@@ -43,8 +47,10 @@ class ReferencePrompt:
 
 @dataclass(frozen=True)
 class LongPrompt:
-    """The long prompt and what follows it. counts: numbers of its tokens behind which logits are kept; edges: those of
-    them at which something begins or ends."""
+    """The long prompt and what follows it.
+
+    counts: numbers of its tokens behind which logits are kept. edges: those of them at which something begins or ends.
+    """
 
     prompt_ids: tuple[int, ...]
     edges: tuple[int, ...]
@@ -54,8 +60,11 @@ class LongPrompt:
 
 @dataclass(frozen=True)
 class ReferenceManifest(Document):
-    """What a model of the first `layers` layers (or "all") answers. long: None where there is no long prompt. drift: of
-    quantised weights, how far that is from the checkpoint (`artifacts.drift`)."""
+    """The answers of a model's first `layers` layers (or "all").
+
+    long: None where there is no long prompt. drift: of quantised weights, how far that is from the checkpoint
+    (`artifacts.drift`).
+    """
 
     FORMAT: ClassVar[str] = formats.REFERENCE
     layers: int | str

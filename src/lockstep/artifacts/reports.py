@@ -1,7 +1,7 @@
-"""The reports of checks: validate, compare, golden, and the speeds that golden measures. JSON in and out.
+"""The reports of checks: validate, compare, golden, served, and golden's speeds.
 
-A report of a check that passed lies where its stage says; one that failed lies beside it (`failed_path`). An error of
-None is not finite: NaN or infinity.
+JSON in and out. A report of a check that passed lies where its stage says; one that failed lies beside it
+(`failed_path`). An error of None is not finite: NaN or infinity.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.typed import Document
+from lockstep.artifacts.typed import Document, keyed
 from lockstep.targets import Target
 
 PASS, FAIL = "pass", "fail"
@@ -19,7 +19,10 @@ PASS, FAIL = "pass", "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Document):
-    """What all reports say. result: PASS or FAIL; failure: in one line what is wrong, where it is FAIL."""
+    """The base of all reports.
+
+    result: PASS or FAIL. failure: in one line what is wrong, where it is FAIL.
+    """
 
     result: str
     failure: str | None = None
@@ -27,7 +30,7 @@ class Report(Document):
 
 @dataclass(frozen=True)
 class TensorError:
-    """How far a tensor is off (`onnx_tools.metrics.Difference`), and the tolerance that it is held to."""
+    """The errors of a tensor (`onnx_tools.metrics.Difference`), and its tolerance."""
 
     max_abs_error: float | None
     relative_error: float | None
@@ -37,13 +40,15 @@ class TensorError:
 
 @dataclass(frozen=True)
 class BlockErrors:
-    """The errors of what a block, and the attention behind it, gave, by tensor. layer, kind: of the decoder layer that
-    it ends in, and of its attention; None where there is none."""
+    """The errors of a block's outputs and of the attention behind it, by tensor.
+
+    layer: the decoder layer that the block ends in. variant: of that layer's attention. None where there is none.
+    """
 
     block: str
     tensors: Mapping[str, TensorError]
     layer: int | None = None
-    kind: str | None = None
+    variant: str | None = keyed("kind", None)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class LongContext:
 
 @dataclass(frozen=True)
 class ForwardError:
-    """How far the logits of whole sequences are off, and Polygraphy's verdict."""
+    """The errors of the logits of whole sequences, and Polygraphy's verdict."""
 
     max_abs_error: float | None
     cosine: float | None
@@ -76,7 +81,7 @@ class ForwardError:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What Polygraphy reads in a graph: how many nodes, and how often each operator occurs."""
+    """The number of nodes of a graph, and of each operator, as Polygraphy reads it."""
 
     nodes: int
     operators: Mapping[str, int]
@@ -84,7 +89,7 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Linted:
-    """What Polygraphy's lint says: how many nodes pass, and its warnings."""
+    """The result of Polygraphy's lint: how many nodes pass, and its warnings."""
 
     nodes: int
     warnings: tuple[str, ...]
@@ -92,7 +97,7 @@ class Linted:
 
 @dataclass(frozen=True)
 class GraphChecks:
-    """What was found of each graph by ONNX's checker (PASS), by inspect and by lint."""
+    """The results of ONNX's checker (PASS), of inspect and of lint, by graph."""
 
     checker: Mapping[str, str]
     inspect: Mapping[str, Inspected]
@@ -101,7 +106,7 @@ class GraphChecks:
 
 @dataclass(frozen=True)
 class ValidatedGraphs:
-    """What a validation is of."""
+    """The graphs that a validation is of."""
 
     model: str
     precision: str
@@ -110,9 +115,10 @@ class ValidatedGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationReport(Report):
-    """How far graphs are from PyTorch. Of a check that failed, what was found until then.
+    """The errors of graphs against PyTorch.
 
-    forward: by runner. unused_tensors: of the checkpoint, that no block takes.
+    Of a check that failed, what was found until then. forward: by runner. unused_tensors: of the checkpoint, that no
+    block takes.
     """
 
     FORMAT: ClassVar[str] = formats.VALIDATION
@@ -129,8 +135,10 @@ class ValidationReport(Report):
 
 @dataclass(frozen=True)
 class OutputError:
-    """How far an output of an engine is off. magnitude: rms of what it should be, which `relative_error` is relative
-    to."""
+    """The errors of an engine's output.
+
+    magnitude: rms of what it should be, which `relative_error` is relative to.
+    """
 
     magnitude: float
     max_abs_error: float | None
@@ -140,7 +148,10 @@ class OutputError:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """An engine on one input. sizes: of the free dimensions. past_lengths: of attention's requests."""
+    """An engine on one input.
+
+    sizes: of the free dimensions. past_lengths: of attention's requests.
+    """
 
     profile: int
     sizes: Mapping[str, int]
@@ -150,7 +161,10 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class ComparedEngine:
-    """The largest errors of an engine's runs. weights_of_layer: whose weights it ran with, where it takes some."""
+    """The largest errors of an engine's runs.
+
+    weights_of_layer: whose weights it ran with, where it takes some.
+    """
 
     max_abs_error: float | None
     relative_error: float | None
@@ -163,7 +177,10 @@ class ComparedEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonReport(Report):
-    """How far the engines of a set are from their graphs. versions: of the libraries that ran them."""
+    """The errors of a set's engines against their graphs.
+
+    versions: of the libraries that ran them.
+    """
 
     FORMAT: ClassVar[str] = formats.COMPARISON
     backend: str
@@ -178,7 +195,7 @@ class ComparisonReport(Report):
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """The first token that differs; None for both where there is another number of them.
+    """The first token that differs; None for both where their number differs.
 
     gap: the reference's, between its two likeliest tokens. accepted: both are equally likely. The texts: of what stands
     before it, and of what each token adds.
@@ -196,9 +213,10 @@ class TokenDifference:
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """A prompt of the golden check: what was decoded freely, and how far its logits are off in each way of running.
+    """A prompt of the golden check: its free decoding and its logit errors.
 
-    expected: the text that the config asks for. The lists of differences have one entry or none.
+    The errors are given for each way of running. expected: the text that the config asks for. The lists of differences
+    have one entry or none.
     """
 
     text: str
@@ -218,7 +236,10 @@ class GoldenPrompt:
     mixed_max_logit_error: float | None
 
     def is_wrong(self, tolerance: float) -> bool:
-        """Whether an error is over tolerance, a difference is not accepted, or ids or text are others."""
+        """Return whether the prompt fails the check.
+
+        An error is over tolerance, a difference is not accepted, or ids or text are others.
+        """
         errors = (self.max_logit_error, self.alone_max_logit_difference, self.mixed_max_logit_error)
         found = (*self.differences, *self.alone_differences, *self.generate_differences)
         texts_differ = not self.prompt_ids_equal or self.expected not in (None, self.text_out)
@@ -227,7 +248,10 @@ class GoldenPrompt:
 
 @dataclass(frozen=True)
 class GoldenLongPrompt:
-    """The long prompt: how far its logits are off in one piece, in pieces, token by token, and beside others."""
+    """The logit errors of the long prompt.
+
+    In one piece, in pieces, token by token, and beside others.
+    """
 
     num_tokens: int
     tokens: tuple[int, ...]
@@ -242,7 +266,7 @@ class GoldenLongPrompt:
         return (self.max_logit_error, self.cut_max_logit_error, self.single_max_logit_error, self.mixed_max_logit_error)
 
     def is_wrong(self, tolerance: float) -> bool:
-        """Whether an error is over tolerance, or a difference is not accepted."""
+        """Return whether an error is over tolerance, or a difference is not accepted."""
         return _is_off(self.errors(), self.generate_differences, tolerance)
 
 
@@ -254,7 +278,10 @@ def _is_off(errors: Iterable[float | None], differences: Iterable[TokenDifferenc
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenReport(Report):
-    """What an engine set says to the golden prompts. tolerance: the largest absolute error of a logit."""
+    """The answers of an engine set to the golden prompts.
+
+    tolerance: the largest absolute error of a logit.
+    """
 
     FORMAT: ClassVar[str] = formats.GOLDEN
     target: Target
@@ -267,8 +294,11 @@ class GoldenReport(Report):
 
 @dataclass(frozen=True)
 class ServedPhase:
-    """What was asked of the server in one way: requests that were compared, others beside them, how many of these were
-    cancelled, and the first differing token of each that has one."""
+    """The requests of the served check in one way of asking.
+
+    Requests that were compared, others beside them, how many of these were cancelled, and the first differing token of
+    each that has one.
+    """
 
     requests: int
     others: int
@@ -278,9 +308,12 @@ class ServedPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedReport(Report):
-    """What a server answers to the golden prompts. batch_invariant: its tokens must be the golden check's, whatever
-    runs beside; else some may differ where the reference holds two for equally likely. prefix_hit_tokens: of prompts,
-    not computed again. restarts: of the engine, which was killed as often."""
+    """The answers of a server to the golden prompts.
+
+    batch_invariant: its tokens must be the golden check's, whatever runs beside; else some may differ where the
+    reference holds two for equally likely. prefix_hit_tokens: of prompts, not computed again. restarts: of the engine,
+    which was killed as often.
+    """
 
     FORMAT: ClassVar[str] = formats.SERVED
     target: Target
@@ -300,7 +333,10 @@ class ServedReport(Report):
 
 @dataclass(frozen=True)
 class SpeedReport(Document):
-    """Tokens per second of the golden prompts: in a batch of `batch_size`, and each alone."""
+    """Tokens per second of the golden prompts.
+
+    In a batch of `batch_size`, and each alone.
+    """
 
     FORMAT: ClassVar[str] = formats.SPEED
     target: Target

@@ -18,7 +18,10 @@ Check = Callable[[Any, str], None]
 
 
 class Wrong(Exception):
-    """A value that is not what it must be; the message says where, what was expected and what was found."""
+    """A value that is not of its schema.
+
+    The message says where, what was expected and what was found.
+    """
 
     def __init__(self, where: str, expected: str, found: Any) -> None:
         self.where, self.expected, self.found = where, expected, found
@@ -27,7 +30,10 @@ class Wrong(Exception):
 
 
 def check(value: Any, schema: Check, path: object, remedy: str) -> None:
-    """Raises InputError, one line that opens with `path` and ends with `remedy`, where `value` is not of `schema`."""
+    """Check `value` against `schema`.
+
+    Raises InputError, one line that opens with `path` and ends with `remedy`, where `value` is not of `schema`.
+    """
     try:
         schema(value, "")
     except Wrong as wrong:
@@ -48,7 +54,10 @@ def number(value: Any, where: str) -> None:
 
 
 def text(pattern: str, words: str) -> Check:
-    """A string that matches all of `pattern`; `words` say what it is."""
+    """Return the check of a string that matches all of `pattern`.
+
+    words: what the string is.
+    """
     compiled = re.compile(pattern)
 
     def check_text(value: Any, where: str) -> None:
@@ -67,7 +76,7 @@ def one_of(*choices: str) -> Check:
 
 
 def optional(schema: Check) -> Check:
-    """null, or a value of `schema`."""
+    """Return the check of null or a value of `schema`."""
 
     def check_optional(value: Any, where: str) -> None:
         if value is not None:
@@ -89,7 +98,7 @@ def either(*schemas: Check, words: str) -> Check:
 
 
 def items(schema: Check, most: int, least: int = 0) -> Check:
-    """A list."""
+    """Return the check of a list of `least` to `most` values of `schema`."""
 
     def check_items(value: Any, where: str) -> None:
         if not isinstance(value, list) or not least <= len(value) <= most:
@@ -101,7 +110,7 @@ def items(schema: Check, most: int, least: int = 0) -> Check:
 
 
 def mapping(schema: Check, keys: Check) -> Check:
-    """An object whose keys are names."""
+    """Return the check of an object with keys of `keys` and values of `schema`."""
 
     def check_mapping(value: Any, where: str) -> None:
         if not isinstance(value, dict):
@@ -114,7 +123,10 @@ def mapping(schema: Check, keys: Check) -> Check:
 
 
 def record(required: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
-    """An object with the keys of `required`; those of `others` may be there."""
+    """Return the check of an object with the keys of `required`.
+
+    Those of `others` may be there.
+    """
 
     def check_record(value: Any, where: str) -> None:
         if not isinstance(value, dict):
@@ -131,7 +143,7 @@ def record(required: Mapping[str, Check], others: Mapping[str, Check] | None = N
 
 
 def _short(words: str) -> str:
-    """A line may quote what is in the document, which may be long."""
+    """Cut a line that quotes what is in the document, which may be long."""
     return words if len(words) <= 120 else f"{words[:117]}..."
 
 

@@ -1,5 +1,7 @@
-"""What a graph takes and gives: names, dtypes and shapes of its inputs, outputs and weight slots, and the one check of
-them."""
+"""The signature of a graph: names, dtypes and shapes, and their one check.
+
+Of its inputs, outputs and weight slots.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ class IO:
 
     @property
     def key(self) -> str:
-        """The name under which a step keeps the value: a graph that reads `hidden` has to call its result
-        `hidden_out`."""
+        """Return the name under which a step keeps the value.
+
+        A graph that reads `hidden` has to call its result `hidden_out`.
+        """
         return self.name.removesuffix("_out")
 
     @property
@@ -47,18 +51,18 @@ class IO:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape of a slot, whose dimensions are all numbers."""
+        """Return the shape of a slot, whose dimensions are all numbers."""
         return cast("tuple[int, ...]", self.shape)
 
     @property
     def type(self) -> str:
-        """Dtype and shape in words: `float16 [num_tokens, 144]`."""
+        """Return dtype and shape in words: `float16 [num_tokens, 144]`."""
         return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs of a graph, its outputs, and those inputs that take weights: its slots."""
+    """The inputs and outputs of a graph, and its slots: the inputs that take weights."""
 
     inputs: tuple[IO, ...]
     outputs: tuple[IO, ...]
@@ -69,14 +73,14 @@ class Signature:
         return cls(*(tuple(map(IO.from_json, value.get(role, ()))) for role in ("inputs", "outputs", "slots")))
 
     def to_json(self) -> dict[str, Any]:
-        """`inputs`, `outputs`, and `slots` where there are some."""
+        """Return `inputs`, `outputs`, and `slots` where there are some."""
         found = {"inputs": self.inputs, "outputs": self.outputs} | ({"slots": self.slots} if self.slots else {})
         return {role: [io.to_json() for io in ios] for role, ios in found.items()}
 
     def check(self, found: Signature, where: str, remedy: str) -> None:
-        """Raise CheckError where `found` takes or gives something else; its slots may stand among its inputs.
+        """Raise CheckError where `found` takes or gives something else.
 
-        where, remedy: how the message begins and ends.
+        Its slots may stand among its inputs. where, remedy: how the message begins and ends.
         """
         for role, declared, other in (
             ("input", (*self.inputs, *self.slots), (*found.inputs, *found.slots)),
@@ -92,7 +96,10 @@ class Signature:
 
 
 def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[str], remedy: str = "") -> None:
-    """Raise CheckError where the names of inputs or outputs (`role`) are not those declared, in whatever order."""
+    """Raise CheckError where the names of inputs or outputs are not those declared.
+
+    role: "input" or "output". Their order does not matter.
+    """
     missing, extra = sorted(set(declared) - set(found)), sorted(set(found) - set(declared))
     if missing or extra:
         parts = [f"{word} {_some(names)}" for word, names in (("no", missing), ("unexpected", extra)) if names]
@@ -100,6 +107,35 @@ def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[
         raise CheckError(f"{where}: expected the {role}s {_some(declared)}, found {' and '.join(parts)}{end}")
 
 
+def check_arrays(
+    where: str,
+    role: str,
+    declared: Sequence[IO],
+    arrays: Mapping[str, np.ndarray],
+    dims: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Check arrays against declared inputs or outputs; return named dimensions' sizes.
+
+    role: "input", "output" or "slot". dims: sizes known already. A named dimension has one size wherever it occurs.
+    Raises CheckError for other names, and for an array of another dtype or shape.
+    """
+    check_names(where, role, [io.name for io in declared], list(arrays))
+    sizes = dict(dims or {})
+    for io in declared:
+        array, shape = arrays[io.name], io.shape
+        expected = [
+            sizes.setdefault(want, size) if isinstance(want, str) else want for want, size in zip(shape, array.shape)
+        ]
+        if array.dtype.name != io.dtype or array.ndim != len(shape) or list(array.shape) != expected:
+            wanted = [f"{dim}={sizes[dim]}" if isinstance(dim, str) and dim in sizes else dim for dim in shape]
+            expected_type, found = IO(io.name, io.dtype, tuple(wanted)), IO(io.name, array.dtype.name, array.shape)
+            raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {found.type}")
+    return sizes
+
+
 def _some(names: Sequence[str]) -> str:
-    """All of a few names; of many the first, and how many there are: the uncut graph has an input for every weight."""
+    """Return all of a few names; of many the first, and how many there are.
+
+    The uncut graph has an input for every weight.
+    """
     return ", ".join(names) if len(names) <= _FEW else f"{', '.join(names[:3])} ... ({len(names)} in all)"

@@ -1,4 +1,7 @@
-"""What is said of finished targets: `summary.json`, a row for each, and the record of a target that was built again."""
+"""The summary of finished targets, and the record of a target built again.
+
+`summary.json` has a row for each target.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary(Document):
-    """All targets. not_run: why engines do not run here, by backend or `<precision>/<backend>`."""
+    """All targets.
+
+    not_run: why engines do not run here, by backend or `<precision>/<backend>`.
+    """
 
     FORMAT: ClassVar[str] = formats.SUMMARY
     targets: tuple[SummaryRow, ...]
@@ -64,7 +70,10 @@ class Summary(Document):
 
 @dataclass(frozen=True)
 class ReproducedLevel:
-    """A level of sameness: what it is of, its digest, in how many rounds it was the same, and the first differences."""
+    """A level of sameness, with its digest and the first differences.
+
+    It says what the level is of, and in how many rounds it was the same.
+    """
 
     what: str
     digest: str
@@ -75,8 +84,11 @@ class ReproducedLevel:
 
 @dataclass(frozen=True)
 class Reproduction(Document):
-    """A target that was built again `rounds` times. device: JSON, as its engine set describes it. level: the highest
-    that all rounds reached. bytes_left_out: by engine, in words."""
+    """A target that was built again `rounds` times.
+
+    device: JSON, as its engine set describes it. level: the highest that all rounds reached. bytes_left_out: by engine,
+    in words.
+    """
 
     FORMAT: ClassVar[str] = formats.REPRODUCTION
     target: Target

@@ -1,5 +1,8 @@
-"""What several ranks run of an assembly: pieces of its blocks, between which partial sums are added, and attention over
-a rank's heads. All ranks run the same graphs; each takes its part of the weights."""
+"""The tensor-parallel form of an assembly: pieces of blocks, and attention.
+
+It is what several ranks run. Between the pieces of a block partial sums are added (all-reduce); attention is over a
+rank's heads. All ranks run the same graphs; each takes its part of the weights.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ TENSOR_PARALLEL = record(
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank's part of a tensor: `ranges[rank]`, [start, end) one after another, along `axis`."""
+    """Each rank's part of a tensor along `axis`.
+
+    `ranges[rank]`: [start, end) one after another.
+    """
 
     axis: int
     ranges: tuple[tuple[tuple[int, int], ...], ...]
@@ -53,7 +59,10 @@ class Shard:
 
     @classmethod
     def even(cls, axis: int, size: int, degree: int) -> Shard:
-        """Successive parts; where there are fewer numbers than ranks, successive ranks hold the same one."""
+        """Return successive parts of equal size.
+
+        Where there are fewer numbers than ranks, successive ranks hold the same one.
+        """
         if size % degree == 0:
             part = size // degree
             return cls(axis, tuple(((rank * part, (rank + 1) * part),) for rank in range(degree)))
@@ -64,20 +73,20 @@ class Shard:
         return {"axis": self.axis, "ranges": [[list(pair) for pair in rank] for rank in self.ranges]}
 
     def scaled(self, unit: int) -> Shard:
-        """The same of a tensor that has `unit` numbers where this one has one."""
+        """Return the shard of a tensor that has `unit` numbers where this one has one."""
         return Shard(self.axis, tuple(tuple((low * unit, high * unit) for low, high in rank) for rank in self.ranges))
 
     @property
     def count(self) -> int:
-        """Numbers along the axis that the first rank holds; others hold as many."""
+        """Return the size of a rank's part along the axis; it is the same for all ranks."""
         return sum(high - low for low, high in self.ranges[0])
 
     def shape(self, whole: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        """A rank's shape of a tensor of shape `whole`."""
+        """Return a rank's shape of a tensor of shape `whole`."""
         return (*whole[: self.axis], self.count, *whole[self.axis + 1 :])
 
     def take(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """A rank's part of a whole tensor: a view where it lies in one range."""
+        """Return a rank's part of a whole tensor: a view where it lies in one range."""
         before = (slice(None),) * self.axis
         parts = [array[(*before, slice(low, high))] for low, high in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, self.axis)
@@ -91,15 +100,17 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a rank runs between two sums: the name of its graph. sums: {partial sum that it gives: the name under which
-    later pieces, or the block's readers, find their sum}."""
+class ShardEntry:
+    """The graph, by name, that a rank runs between two all-reduces.
+
+    sums: {partial sum that it gives: the name under which later pieces, or the block's readers, find their sum}.
+    """
 
     graph: str
     sums: Mapping[str, str]
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Piece:
+    def from_json(cls, value: Mapping[str, Any]) -> ShardEntry:
         return cls(value["class"], value["sums"])
 
     def to_json(self) -> dict[str, Any]:
@@ -108,11 +119,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardedClass:
-    """A block class in pieces. values: what ranks hold of its inputs and outputs; those that are not named are whole,
-    the same at each rank. weights: what they take of its slots. first: slots that the first rank takes, and the others
-    zeros: biases of partial sums."""
+    """A block class in pieces.
 
-    pieces: tuple[Piece, ...]
+    values: what ranks hold of its inputs and outputs; those that are not named are whole, the same at each rank.
+    weights: what they take of its slots. first: slots that the first rank takes, and the others zeros: biases of
+    partial sums.
+    """
+
+    pieces: tuple[ShardEntry, ...]
     values: Mapping[str, Shard]
     weights: Mapping[str, Shard]
     first: tuple[str, ...]
@@ -121,7 +135,10 @@ class ShardedClass:
     def from_json(cls, value: Mapping[str, Any]) -> ShardedClass:
         shards = lambda key: {name: Shard.from_json(entry) for name, entry in value[key].items()}
         return cls(
-            tuple(map(Piece.from_json, value["pieces"])), shards("values"), shards("weights"), tuple(value["first"])
+            tuple(map(ShardEntry.from_json, value["pieces"])),
+            shards("values"),
+            shards("weights"),
+            tuple(value["first"]),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -134,7 +151,7 @@ class ShardedClass:
         }
 
     def take_weight(self, slot: str, array: np.ndarray, rank: int) -> np.ndarray:
-        """What a rank's slot takes of the whole slot's array."""
+        """Return what a rank's slot takes of the whole slot's array."""
         if slot in self.first:
             return array if rank == 0 else np.zeros_like(array)
         shard = self.weights.get(slot)
@@ -143,8 +160,11 @@ class ShardedClass:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """degree: how many ranks. graphs: of the pieces, by name. classes: of the assembly but for the embedding, which
-    each rank runs whole. variants: the assembly's attention with a rank's heads."""
+    """The graphs that the ranks of a model run instead of its blocks and attention.
+
+    degree: how many ranks. graphs: of the pieces, by name. classes: of the assembly but for the embedding, which each
+    rank runs whole. variants: the assembly's attention with a rank's heads.
+    """
 
     degree: int
     graphs: Mapping[str, GraphFile]
@@ -169,7 +189,7 @@ class TensorParallel:
         }
 
     def all_graphs(self) -> Iterator[tuple[str, GraphFile]]:
-        """(name, graph) of all that ranks run but the embedding."""
+        """Yield (name, graph) of all that ranks run but the embedding."""
         for name in sorted(self.graphs):
             yield name, self.graphs[name]
         for name in sorted(self.variants):
@@ -178,7 +198,7 @@ class TensorParallel:
 
 
 def attention_shards(whole: AttentionVariant, degree: int) -> dict[str, Shard]:
-    """What ranks hold of the inputs and outputs of an attention: its heads."""
+    """Return what ranks hold of the inputs and outputs of an attention: its heads."""
     heads = Shard.even(1, whole.num_heads, degree)
     kv_heads = Shard.even(1, whole.num_kv_heads, degree)
     return {
@@ -191,5 +211,8 @@ def attention_shards(whole: AttentionVariant, degree: int) -> dict[str, Shard]:
 
 
 def heads_divide(num_heads: int, num_kv_heads: int, degree: int) -> bool:
-    """Whether each rank can have as many heads as the others, with the key and value heads that they share."""
+    """Return whether each rank can have as many heads as the others.
+
+    With the key and value heads that they share.
+    """
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)

@@ -1,10 +1,11 @@
-"""Documents that are what their dataclass says: JSON in, checked by the types of the fields, and JSON out.
+"""Documents by the types of their dataclass: checked JSON in, JSON out.
 
 For documents that this package writes for itself: reports and references. What a bundle from elsewhere may hold has a
 schema with ranges besides.
 
 Types of fields: str, int, float, bool, None, Any, unions of them, dataclasses, `tuple[X, ...]` and `Mapping[str, X]`.
-A field with a default is left out of the file while it has that default, and need not be there.
+A field with a default is left out of the file while it has that default, and need not be there. `keyed` gives a field
+another name in the file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ _WORDS = {str: "a text", int: "an integer", float: "a finite number", bool: "tru
 AnyDocument = TypeVar("AnyDocument", bound="Document")
 
 
+def keyed(key: str, default: Any = dataclasses.MISSING) -> Any:
+    """Return a dataclass field that is called `key` in the file."""
+    return dataclasses.field(default=default, metadata={"key": key})
+
+
 class Document:
     """A file of JSON. A subclass is a dataclass; FORMAT stands in the file."""
 
@@ -33,7 +39,10 @@ class Document:
 
     @classmethod
     def load(cls: type[AnyDocument], path: str | os.PathLike) -> AnyDocument:
-        """Raises InputError for a file that is none of these, with the first place that is of another type."""
+        """Read the file.
+
+        Raises InputError for a file of another format, with the first place that is of another type.
+        """
         value = read_json(path, cls.FORMAT)
         try:
             return cast(AnyDocument, decode(cls, value, ""))
@@ -49,7 +58,10 @@ class Document:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """Return the value of type `kind` that `value` stands for. where: the place, which `Wrong` names."""
+    """Return the value of type `kind` that `value` stands for.
+
+    where: the place, which `Wrong` names.
+    """
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind):
@@ -87,19 +99,26 @@ def _decode_fields(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise Wrong(where, "an object", value)
     found = {}
-    for name, (field, required) in _fields(kind).items():
-        if name in value:
-            found[name] = decode(field, value[name], f"{where}.{name}")
+    for name, (key, field, required) in _fields(kind).items():
+        if key in value:
+            found[name] = decode(field, value[key], f"{where}.{key}")
         elif required:
-            raise Wrong(where, f"an object with {name}", sorted(value))
+            raise Wrong(where, f"an object with {key}", sorted(value))
     return kind(**found)
 
 
 @functools.cache
-def _fields(kind: type) -> Mapping[str, tuple[Any, bool]]:
-    """(type, whether it must be there) of the fields of a dataclass by name."""
+def _fields(kind: type) -> Mapping[str, tuple[str, Any, bool]]:
+    """Return (key in the file, type, whether required) of a dataclass's fields."""
     hints = get_type_hints(kind)
-    return {field.name: (hints[field.name], not _has_default(field)) for field in dataclasses.fields(cast(Any, kind))}
+    return {
+        field.name: (_key(field), hints[field.name], not _has_default(field))
+        for field in dataclasses.fields(cast(Any, kind))
+    }
+
+
+def _key(field: dataclasses.Field) -> str:
+    return field.metadata.get("key", field.name)
 
 
 def _has_default(field: dataclasses.Field) -> bool:
@@ -111,7 +130,7 @@ def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         entries = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {
-            field.name: encode(item)
+            _key(field): encode(item)
             for field, item in entries.items()
             if not (_has_default(field) and item == field.default)
         }

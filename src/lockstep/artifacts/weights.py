@@ -1,4 +1,4 @@
-"""The manifest of converted weights: in which files the tensors lie, and where in them.
+"""The manifest of converted weights: files, and the places of tensors in them.
 
 `weights/weights.json` in and out. Types and ranges are checked; that places lie within files is for whoever opens them.
 """
@@ -76,7 +76,7 @@ def _numbered(tensors: Mapping[str, Mapping[str, Any]], num_files: int) -> None:
 
 
 def _each_once(files: tuple[StoredFile, ...], where: str) -> None:
-    """Each is mapped whole."""
+    """Raise Wrong where a file is named twice: each is mapped whole."""
     paths = [file.path for file in files]
     if len(set(paths)) < len(paths):
         raise Wrong("files", "each file once", next(path for path in paths if paths.count(path) > 1))

@@ -7,10 +7,12 @@ engine is tuned for the second.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import onnx
 
 from lockstep.errors import InputError
+from lockstep.targets import Limits
 
 Shape = tuple[int, ...]
 Profile = dict[str, tuple[Shape, Shape, Shape]]
@@ -20,7 +22,15 @@ LIMITS = ("max_batch_size", "max_num_tokens", "max_seq_len")
 PROMPT_SIZES = (512, 1024)
 
 
-def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]:
+def built_limits(options: Mapping[str, Any]) -> Limits:
+    """Return the limits that the optimization profiles of a build are made for.
+
+    They are among its options.
+    """
+    return Limits(**{name: options[name] for name in LIMITS})
+
+
+def profiles(model: onnx.ModelProto, limits: Limits) -> list[Profile]:
     """Return the optimization profiles of a graph.
 
     A block has one for each range of decoding rows, for each range of tokens of prompts, and for any number of tokens.
@@ -29,12 +39,12 @@ def profiles(model: onnx.ModelProto, limits: Mapping[str, int]) -> list[Profile]
     Raises InputError for a limit below 1 or a dimension that has no limit.
     """
     for name in LIMITS:
-        if not isinstance(limits[name], int) or limits[name] < 1:
-            raise InputError(f"{name}: expected at least 1, found {limits[name]!r}")
-    if limits["max_num_tokens"] < limits["max_batch_size"]:
+        limit = getattr(limits, name)
+        if not isinstance(limit, int) or limit < 1:
+            raise InputError(f"{name}: expected at least 1, found {limit!r}")
+    if limits.max_num_tokens < limits.max_batch_size:
         raise InputError(
-            f"max_num_tokens: expected at least max_batch_size ({limits['max_batch_size']}), "
-            f"found {limits['max_num_tokens']}"
+            f"max_num_tokens: expected at least max_batch_size ({limits.max_batch_size}), found {limits.max_num_tokens}"
         )
     shapes = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -68,7 +78,7 @@ def prompt_ranges(max_batch_size: int, max_num_tokens: int) -> list[tuple[int, i
 
 
 def _sizes(
-    shapes: Mapping[str, Sequence[int | str]], limits: Mapping[str, int]
+    shapes: Mapping[str, Sequence[int | str]], limits: Limits
 ) -> list[tuple[dict[str, int], dict[str, int], dict[str, int]]]:
     """Return the smallest, best and largest size by dimension, for each profile.
 
@@ -78,7 +88,7 @@ def _sizes(
     a prompt's row goes to the first that takes many tokens. An embedding looks up, at any size alike.
     """
     names = {dim for shape in shapes.values() for dim in shape if isinstance(dim, str)}
-    requests, tokens, capacity = (limits[limit] for limit in LIMITS)
+    requests, tokens, capacity = limits.max_batch_size, limits.max_num_tokens, limits.max_seq_len
     least = {"num_tokens": 1, "num_requests": 1, "past_capacity": 1}
     best = {"num_tokens": tokens, "num_requests": requests, "past_capacity": capacity}
     largest = {**best, "num_tokens": tokens + requests}

@@ -1,2 +1,4 @@
-"""Bundles: an engine set in one file, the same bytes each time (`pack`), that runs where only its backend is installed
-(`opened`)."""
+"""Bundles: an engine set in one file, the same bytes each time.
+
+`pack` writes one; `opened` opens it, where only its backend need be installed.
+"""

@@ -1,5 +1,6 @@
-"""The archive of a bundle: a tar file whose every byte follows from its first file, the manifest. Files in, the archive
-out, and back.
+"""The archive of a bundle: a tar file whose every byte follows from its manifest.
+
+Files in, the archive out, and back. The manifest is its first file.
 
 Written in one way only (POSIX ustar: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html): regular
 files, sorted by name, owner and time zero, mode 644, sizes from 8 GiB on as GNU tar writes them, nothing between or
@@ -42,7 +43,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A file to pack: its name in the archive, its size and hex sha256, and what opens it."""
+    """A file to pack: its name in the archive, size, hex sha256, and what opens it."""
 
     name: str
     size: int
@@ -79,10 +80,10 @@ class Archive:
 
 
 def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]) -> Path:
-    """Write the bundle of `entries`, with a manifest that says `about` and lists them; whole or not at all. Large files
-    are streamed.
+    """Write the bundle of `entries`, whole or not at all.
 
-    Raises InputError for a file that is not of its digest.
+    Its manifest says `about` and lists the entries. Large files are streamed. Raises InputError for a file that is not
+    of its digest.
     """
     entries = sorted(entries, key=lambda entry: entry.name)
     listed = [{"path": entry.name, "size": entry.size, "sha256": entry.sha256} for entry in entries]
@@ -110,7 +111,7 @@ def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]
 
 
 def header(name: str, size: int) -> bytes:
-    """The 512 bytes before a file's content."""
+    """Return the 512 bytes before a file's content."""
     octal = lambda value, width: f"{value:0{width - 1}o}\0".encode()
     length = octal(size, 12) if size < _OCTAL_LIMIT else b"\x80" + size.to_bytes(11, "big")
     start = name.encode().ljust(100, b"\0") + octal(0o644, 8) + octal(0, 8) + octal(0, 8) + length + octal(0, 12)
@@ -119,8 +120,11 @@ def header(name: str, size: int) -> bytes:
 
 
 def read_archive(path: str | os.PathLike) -> Archive:
-    """Raises InputError for a file that is no bundle, is cut short, or holds anything but the files that its manifest
-    lists."""
+    """Read the manifest and the members of a bundle.
+
+    Raises InputError for a file that is no bundle, is cut short, or holds anything but the files that its manifest
+    lists.
+    """
     path = Path(path)
     try:
         file = open(path, "rb")
@@ -156,7 +160,7 @@ def read_archive(path: str | os.PathLike) -> Archive:
 
 
 def _read_manifest(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
-    """The manifest, and the byte behind it."""
+    """Return the manifest, and the offset of the byte behind it."""
     remedy = "make one with `lockstep bundle`, or copy it again"
     first = file.read(_BLOCK)
     try:
@@ -207,7 +211,7 @@ def _check_listed(path: Path, listed: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _problem(name: str) -> str:
-    """Why a name must not be unpacked; empty where it may be."""
+    """Return why a name must not be unpacked; empty where it may be."""
     if name.startswith("/") or PurePosixPath(name).is_absolute() or ":" in name.partition("/")[0]:
         return "an absolute path"
     if ".." in name.split("/"):
@@ -223,7 +227,7 @@ def _problem(name: str) -> str:
 
 
 def _words(found: bytes) -> str:
-    """What stands where a header should be."""
+    """Return in words what stands where a header should be."""
     if len(found) < _BLOCK:
         return "the end of the file"
     if not any(found):
@@ -245,11 +249,10 @@ def _behind(offset: int) -> int:
 
 
 def contents(archive: Archive, digest: Any) -> Iterator[tuple[Member, Iterator[bytes]]]:
-    """Each member with its bytes, in pieces that must be taken before the next member; `digest` is fed every byte of
-    the archive.
+    """Yield each member with its bytes, in pieces.
 
-    Raises InputError behind the last piece of a file that is not of its sha256, or where a gap between files is not
-    empty.
+    The pieces must be taken before the next member. `digest` is fed every byte of the archive. Raises InputError behind
+    the last piece of a file that is not of its sha256, or where a gap between files is not empty.
     """
     with open(archive.path, "rb") as file:
         position = 0

@@ -1,8 +1,8 @@
-"""Open a bundle: an archive in; paths of engines, assembly and weights out, once every digest is checked. NumPy and the
-backend do the rest.
+"""Opening of bundles: an archive in; paths of engines, assembly and weights out.
 
-Small files go to a temporary folder, which is gone when the context ends: it may end as soon as the model is open.
-Weights stay in the archive, whose tensors a manifest of that folder points to.
+Every digest is checked. NumPy and the backend do the rest. Small files go to a temporary folder, which is gone when the
+context ends: it may end as soon as the model is open. Weights stay in the archive, whose tensors a manifest of that
+folder points to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lockstep.artifacts.schema import check, either, integer, one_of, record, te
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
-from lockstep.targets import Target
+from lockstep.targets import Limits, Target
 
 _REMEDY = "make the bundle again"
 _LIMIT = integer(1, LARGEST)
@@ -56,12 +56,13 @@ _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json
 
 @dataclass(frozen=True)
 class Opened:
-    """What `runtime.Model.open` takes. limits: max_batch_size, max_seq_len, max_num_tokens, max_input_len.
-    adapters: the manifest of the model's adapters; None where it has none. checkpoint: its manifest; None for a
-    bundle."""
+    """The paths that `runtime.Model.open` takes, and the limits to run with.
+
+    adapters: the manifest of the model's adapters; None where it has none. checkpoint: its manifest; None for a bundle.
+    """
 
     target: Target
-    limits: Mapping[str, int]
+    limits: Limits
     engines: Path
     assembly: Path
     weights: Path
@@ -71,9 +72,12 @@ class Opened:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) -> Iterator[Opened]:
-    """Check a bundle and give what runs. weights: for one that holds none, the folder that its weights' files lie in,
-    or a weights.json of the same shapes, such as a fine-tune's. Raises InputError, one line, for an archive that is not
-    as it was packed, or weights that are not there."""
+    """Check a bundle and give what runs.
+
+    weights: for one that holds none, the folder that its weights' files lie in, or a weights.json of the same shapes,
+    such as a fine-tune's. Raises InputError, one line, for an archive that is not as it was packed, or weights that are
+    not there.
+    """
     archive = read_archive(path)
     about = _about(archive)
     if about["weights"] == "inside" and weights is not None:
@@ -98,7 +102,7 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
             manifest = _bind(manifest, Path(weights))
         yield Opened(
             target,
-            about["limits"],
+            Limits(**about["limits"]),
             folder / "engines" / "engines.json",
             folder / "graphs" / "assembly.json",
             manifest,
@@ -108,7 +112,10 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """A new folder, removed at the end; when an interrupt hits the removal itself, then at the end of the process."""
+    """Give a new folder, which is removed at the end.
+
+    When an interrupt hits the removal itself, it is removed at the end of the process.
+    """
     folder = Path(tempfile.gettempdir(), f"lockstep-bundle-{secrets.token_hex(8)}")
     remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(remove)
@@ -134,7 +141,10 @@ def _weights_of(about: Mapping[str, Any]) -> str:
 
 
 def _extract(archive: Archive, folder: Path) -> str:
-    """Check every byte of the archive and write all but the weights to `folder`; gives the archive's hex sha256."""
+    """Check every byte of the archive and write all but the weights to `folder`.
+
+    Returns the archive's hex sha256.
+    """
     small = {name: member for name, member in archive.members.items() if not _is_weights(name)}
     needed = sum(member.size for member in small.values())
     if shutil.disk_usage(folder).free < needed:
@@ -157,7 +167,10 @@ def _is_weights(name: str) -> bool:
 
 
 def _check_named(archive: Archive, folder: Path, target: Target) -> None:
-    """Manifests are of the target; engines, tokenizer and chat template are files of the bundle and no others."""
+    """Check that manifests are of the target and name files of the bundle only.
+
+    These are engines, tokenizer and chat template.
+    """
     assembly = Assembly.load(folder / "graphs" / "assembly.json")
     engines = EngineSetManifest.load(folder / "engines" / "engines.json")
     precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines.precision}
@@ -177,7 +190,10 @@ def _check_named(archive: Archive, folder: Path, target: Target) -> None:
 
 
 def _adapters(archive: Archive, folder: Path) -> Path | None:
-    """The manifest of the bundle's adapters, whose files are all of the bundle; None where it has none."""
+    """Return the path of the bundle's manifest of adapters; None where it has none.
+
+    Their files must all be of the bundle.
+    """
     path = folder / ADAPTERS_JSON
     if ADAPTERS_JSON not in archive.members:
         return None
@@ -216,8 +232,10 @@ def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:
-    """The manifest of weights that lie elsewhere: `weights` itself, or that of the bundle, pointed to the folder
-    `weights`."""
+    """Return the path of the manifest of weights that lie outside of the bundle.
+
+    It is `weights` itself, or that of the bundle, pointed to the folder `weights`.
+    """
     if weights.is_file():
         return weights
     manifest = WeightsManifest.load(manifest_path)

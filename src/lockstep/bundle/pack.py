@@ -1,10 +1,12 @@
-"""Pack: a finished target in; its engines, assembly, tokenizer, manifests and provenance out in one file, with its
-weights or without."""
+"""Packing of bundles: a finished target in, one file out.
+
+The file holds its engines, assembly, tokenizer, manifests and provenance, with its weights or without.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,16 +20,16 @@ from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
 from lockstep.provenance.record import read_record, record_path
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
-from lockstep.targets import Results, Target
+from lockstep.targets import Limits, Results, Target
 
 WEIGHTS, ADAPTERS = "weights", "adapters"
 
 
-def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path, with_weights: bool = False) -> Path:
-    """Write the bundle of `target` to `out`, the same bytes for the same results; gives `out`. limits: those that it
-    runs with.
+def pack(results: Results, target: Target, limits: Limits, out: Path, with_weights: bool = False) -> Path:
+    """Write the bundle of `target` to `out`, and return `out`.
 
-    Raises InputError where something is not there, or is not what was recorded.
+    The same results give the same bytes. limits: those that it runs with. Raises InputError where something is not
+    there, or is not what was recorded.
     """
     entries = [*_engines(results, target), *_graphs(results, target), *_weights(results, target, with_weights)]
     if Assembly.load(results.assembly(target.model, target.precision)).adapters is not None:
@@ -36,7 +38,7 @@ def pack(results: Results, target: Target, limits: Mapping[str, int], out: Path,
     backend = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).backend
     about = {
         "target": asdict(replace(target, backend=backend)),
-        "limits": dict(limits),
+        "limits": asdict(limits),
         "weights": "inside" if with_weights else "apart",
     }
     return write_archive(Path(out), about, entries)
@@ -59,7 +61,10 @@ def _engines(results: Results, target: Target) -> Iterator[Entry]:
 
 
 def _graphs(results: Results, target: Target) -> Iterator[Entry]:
-    """The assembly, tokenizer and chat template. Graphs are what engines are built from; none is needed to run them."""
+    """Yield the assembly, the tokenizer and the chat template.
+
+    Graphs are what engines are built from; none is needed to run them.
+    """
     manifest = results.assembly(target.model, target.precision)
     yield from _recorded(manifest, "graphs")
     assembly = Assembly.load(manifest)
@@ -69,7 +74,7 @@ def _graphs(results: Results, target: Target) -> Iterator[Entry]:
 
 
 def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
-    """The weights' manifest, in which files have no folder, and the files."""
+    """Yield the weights' manifest, in which files have no folder, and the files."""
     path = results.weights(target.model, target.precision)
     manifest = WeightsManifest.load(path)
     names = [os.path.basename(file.path) for file in manifest.files]
@@ -81,7 +86,10 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
 
 
 def _adapters(path: Path) -> Iterator[Entry]:
-    """The manifest of the model's adapters, in which each has a folder by its number, and their files."""
+    """Yield the manifest of the model's adapters and their files.
+
+    In it each adapter has a folder by its number.
+    """
     manifest, moved = AdaptersManifest.load(path), {}
     for number, (name, adapter) in enumerate(sorted(manifest.adapters.items())):
         # A bundle names no place of the machine that it was made on.
@@ -94,7 +102,7 @@ def _adapters(path: Path) -> Iterator[Entry]:
 
 
 def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:
-    """A manifest and the record of how it was made."""
+    """Yield a manifest and the record of how it was made."""
     record = read_record(manifest) if manifest.is_file() else None
     if record is None:
         raise InputError(

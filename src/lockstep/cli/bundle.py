@@ -30,7 +30,7 @@ def bundle(target: str, weights: bool, out: Path | None, as_json: bool, results:
     config = used_config(tree)
     chosen = made_target(config, tree, target)
     name = f"{chosen}".replace("/", "-") + ".tar"
-    path = pack(tree, chosen, config.limits.model_dump(), out or Path(name), weights)
+    path = pack(tree, chosen, config.limits.plain(), out or Path(name), weights)
     if as_json:
         return echo_json({"target": str(chosen), "weights": weights, **file_json(path)})
     click.echo(path)

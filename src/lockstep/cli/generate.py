@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def generate(
             weights=str(place.weights),
             engines=str(place.engines),
             layers=place.target.layers,
-            limits=dict(place.limits),
+            limits=asdict(place.limits),
             **asked,
             max_new_tokens=max_new_tokens,
             sampling=sampling,

@@ -32,7 +32,8 @@ def lock(models: tuple[str, ...], as_json: bool, locks: Path, results: Path) -> 
     """Write locks/<model>.lock.json of finished models."""
     from lockstep.artifacts.files import read_json
     from lockstep.artifacts.manifest_files import manifest_entries
-    from lockstep.provenance.lockfile import lock_path, write_lock
+    from lockstep.provenance.lock import lock_path
+    from lockstep.provenance.lockfile import write_lock
 
     config = Results(results).config()
     with manifest_entries(config):
@@ -104,11 +105,11 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     """
     from lockstep.provenance.diff import changes
     from lockstep.provenance.diff import diff as compare
-    from lockstep.provenance.lockfile import read_lock
+    from lockstep.provenance.lock import read_document
 
     lines = compare(first, second)
     if as_json:
-        found = changes(read_lock(first), read_lock(second))
+        found = changes(read_document(first), read_document(second))
         echo_json({"differences": [{"where": where, "change": change} for where, change in found]})
     else:
         for line in lines:

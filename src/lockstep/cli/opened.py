@@ -91,7 +91,7 @@ def _of_target(name: str, tree: Results) -> Runnable:
     target = made_target(config, tree, name)
     place = Opened(
         target,
-        config.limits.model_dump(),
+        config.limits.plain(),
         tree.engines(target.model, target.precision, target.backend),
         tree.assembly(target.model, target.precision),
         tree.weights(target.model, target.precision),

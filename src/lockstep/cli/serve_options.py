@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -104,7 +104,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
         assembly=str(place.assembly),
         weights=str(place.weights),
         layers=place.target.layers,
-        limits=dict(place.limits),
+        limits=asdict(place.limits),
         threads=options.threads or _threads(),
         kv_bytes=options.kv_bytes,
         chunk_size=options.chunk_size,

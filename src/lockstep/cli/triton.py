@@ -72,7 +72,7 @@ def triton(
         return
     assert out is not None
     with runnable("triton", "TARGET", target, None, None, results) as found:
-        max_batch_size = int(found.place.limits["max_batch_size"])
+        max_batch_size = found.place.limits.max_batch_size
     folder = out.absolute()
     place = (socket or folder / "lockstep.sock").absolute()
     command = [sys.executable, "-m", "lockstep", "serve", str(target), "--results", str(results.absolute())]

@@ -1,1 +1,1 @@
-"""The config: its schema, how it is loaded, what is said of a mistake, the pages made from it."""
+"""The config: its schema, loading, error messages, and the pages made from it."""

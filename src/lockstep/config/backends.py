@@ -1,6 +1,6 @@
-"""What each backend brings to the config and to the rules: its precisions, its section, the GPUs that its jobs take.
+"""The settings of each backend: precisions, config section, GPUs of its jobs.
 
-A backend is a folder of `lockstep.backends` with the modules
+The config and the rules take them from here. A backend is a folder of `lockstep.backends` with the modules
 
     settings.py     SETTINGS, a `BackendSettings`. Imports this module, `lockstep.config.section`, `.messages` and
                     pydantic, nothing heavier: it is read whenever a config is.
@@ -28,7 +28,7 @@ _MODULE = "lockstep.backends.*.settings"
 
 @dataclass(frozen=True)
 class BackendSettings:
-    """What is known of a backend before its library is loaded.
+    """The settings of a backend, known before its library is loaded.
 
     precisions: what it computes in, at most; a version of its library may lack one. lacks: why it has no others.
     section: its part of the config, `backends.<name>`; None: it has no settings. Its key `python`, if it has one, is
@@ -67,25 +67,27 @@ class BackendSettings:
         return self.section is not None and "python" in self.section.model_fields
 
     def compare_tolerance(self, precision: str, block: float) -> float:
-        """Return the largest error of an engine beside its graph, relative to its output. block: a block's tolerance,
-        of which fp32 engines have the backend's part. fp16 rounds where one of the two libraries does not (4e-3 is
-        seen)."""
+        """Return the largest error of an engine beside its graph, relative to its output.
+
+        block: a block's tolerance, of which fp32 engines have the backend's part. fp16 rounds where one of the two
+        libraries does not (4e-3 is seen).
+        """
         return block * self.fp32_part if precision == "fp32" else block
 
     def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
-        """What a build is given of the config, as plain JSON."""
+        """Return what a build is given of the config, as plain JSON."""
         own = section.model_dump(mode="json", exclude={"python"}) if section is not None else {}
         return {**own, **(limits if self.takes_limits else {})}
 
 
 def interpreter_keys() -> str:
-    """Return the config's keys that name a backend's interpreter, as an error line shows them."""
+    """Return the config's keys that name a backend's interpreter, for an error line."""
     return " or ".join(f"backends.{name}.python" for name, settings in backends().items() if settings.has_interpreter)
 
 
 @functools.cache
 def backends() -> Mapping[str, BackendSettings]:
-    """The settings of all backends by name, sorted."""
+    """Return the settings of all backends by name, sorted."""
     names = sorted(path.parent.name for path in _FOLDER.glob("*/settings.py"))
     wrong = [name for name in names if not re.fullmatch("[a-z][a-z0-9_]*", name)]
     assert not wrong, f"{_FOLDER}: expected folders named by small letters, digits and _, found {', '.join(wrong)}"

@@ -1,4 +1,7 @@
-"""What must hold between keys of the config, and between them and a model's `config.json`: mistakes as `Problem`s."""
+"""Checks between keys of the config, and against a model's `config.json`.
+
+They yield mistakes as `Problem`s.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def limit_problems(limits: Limits) -> Iterator[Problem]:
 
 
 def name_problems(names: Iterable[str]) -> Iterator[Problem]:
-    """A name is a folder: where a file system does not tell capitals from small letters, two models would share one."""
+    """Yield models whose names differ only in capitals.
+
+    A name is a folder: where a file system does not tell capitals from small letters, two models would share one.
+    """
     first: dict[str, str] = {}
     for name in names:
         other = first.setdefault(name.casefold(), name)
@@ -140,7 +146,10 @@ def _expected_problems(here: tuple[Any, ...], prompt: Prompt, model: ModelConfig
 def _group_problems(
     name: str, model: ModelConfig, shape: CheckpointShape, path: Path, settings_of: Callable[[str], BackendSettings]
 ) -> Iterator[Problem]:
-    """`group_size` against the rows, and of a checkpoint that is quantised already against its own."""
+    """Check `group_size` against the rows of weights.
+
+    Of a checkpoint that is quantised already, it is checked against its own.
+    """
     where, packing = ("models", name, "group_size"), shape.packing
     already = largest_group(packing.group_size) if packing and packing.group_size else None
     found = model.group_size or already or (None if packing else GROUP_SIZE)
@@ -163,7 +172,10 @@ def _group_problems(
 def shape_problems(
     name: str, model: ModelConfig, limits: Limits, place: Path, settings_of: Callable[[str], BackendSettings]
 ) -> Iterator[Problem]:
-    """`layers` and `limits` against the depth and the positions in a `config.json`, or that of a folder."""
+    """Check `layers` and `limits` against a model's depth and positions.
+
+    place: its `config.json`, or a folder that has one.
+    """
     shape, path = read_shape(place), place / "config.json" if place.is_dir() else place
     depth, positions = shape.num_hidden_layers, shape.max_position_embeddings
     for index, layers in enumerate(model.layers):

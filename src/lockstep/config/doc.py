@@ -1,7 +1,9 @@
-"""From the config's classes to what is read about it: `config.schema.json` for editors, `README.md` for people.
+"""Generated pages of the config: `config.schema.json` and `README.md`.
 
-python -m lockstep.config.doc --write config
-python -m lockstep.config.doc --check config      # exit code 1 where a file is not what --write makes
+The first is for editors, the second for people.
+
+    python -m lockstep.config.doc --write config
+    python -m lockstep.config.doc --check config      # exit code 1 where a file is not what --write makes
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ README = """\
 # Configuration
 
 `config.yaml` is the demo. For models of your own, write a file like the one below and name it:
-`snakemake --cores 4 --configfile my.yaml --directory out`. Threads, memory and the output folder are not in it: they are
-Snakemake's `--cores`, `--resources` and `--directory`.
+`snakemake --cores 4 --configfile my.yaml --directory out`. Threads, memory and the output folder are not in it: they
+are Snakemake's `--cores`, `--resources` and `--directory`.
 
-Everything is checked before any job starts. An unknown key, a wrong type, a layer count above the model's or a precision
-that a backend lacks gives one line that names the key, what was found and what is allowed.
+Everything is checked before any job starts. An unknown key, a wrong type, a layer count above the model's or a
+precision that a backend lacks gives one line that names the key, what was found and what is allowed.
 
 ## Example
 
@@ -71,8 +73,8 @@ With the first line in place, editors that have a YAML language server complete 
 
 A model gives one target for each combination of its layer counts, precisions and backends, named
 `<model>/<precision>/<layers>/<backend>`. Without `/<backend>` the name means the model's first backend.
-Some names are taken by what lies beside the models' folders in `results/`: `config.json`, `summary` and `report` with or
-without an ending, `logs` and `benchmarks`.
+Some names are taken by what lies beside the models' folders in `results/`: `config.json`, `summary` and `report` with
+or without an ending, `logs` and `benchmarks`.
 
 | backend | precisions |
 |---|---|
@@ -82,11 +84,14 @@ without an ending, `logs` and `benchmarks`.
 
 First from the working directory (which is the folder given as `--directory`, if one is), then from the repository. The
 first of the two that is a folder is taken; if neither is, the error names both. An absolute path is taken as it is.
-"""  # noqa: E501
+"""
 
 
 def schema() -> Schema:
-    """The JSON schema of the config (draft 2020-12). It knows keys, types and bounds, not the rules across keys."""
+    """Return the JSON schema of the config (draft 2020-12).
+
+    It knows keys, types and bounds, not the rules across keys.
+    """
     body = _closed(Config.model_json_schema())
     names = {"enum": list(backends())}  # and devices, where there are some
     model = {"properties": {"backends": {"items": names}, "backend_precisions": {"propertyNames": names}}}
@@ -100,7 +105,7 @@ def schema() -> Schema:
 
 
 def readme() -> str:
-    """The text of `config/README.md`."""
+    """Return the text of `config/README.md`."""
     whole = schema()
     rows = [f"| `{key}` | {kind} | {default} | {meaning} |" for key, kind, default, meaning in _rows(whole, whole, "")]
     keys = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
@@ -109,7 +114,7 @@ def readme() -> str:
 
 
 def generated() -> dict[str, str]:
-    """File name to content of all that is generated."""
+    """Return the content of all generated files by name."""
     return {"config.schema.json": dump_json(schema()), "README.md": readme()}
 
 
@@ -120,7 +125,7 @@ def write(folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raise CheckError where a file in `folder` is absent or is not what `write` makes."""
+    """Raise CheckError where a file in `folder` is not what `write` makes, or absent."""
     for name, text in generated().items():
         path = folder / name
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
@@ -132,7 +137,10 @@ def check(folder: Path) -> None:
 
 
 def _closed(node: Any) -> Any:
-    """The schema without pydantic's made-up titles, and with mappings of named entries closed to other names."""
+    """Return the schema without titles, with named entries closed to other names.
+
+    The titles are made up by pydantic.
+    """
     if isinstance(node, list):
         return [_closed(item) for item in node]
     if not isinstance(node, dict):
@@ -151,7 +159,7 @@ def _closed(node: Any) -> Any:
 
 
 def _rows(whole: Schema, section: Schema, prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    """One row for each key under `section`, depth first: key, type, default, meaning."""
+    """Yield (key, type, default, meaning) of each key under `section`, depth first."""
     for name, node in section["properties"].items():
         key = f"{prefix}{name}"
         inner = _resolve(whole, node)
@@ -163,7 +171,10 @@ def _rows(whole: Schema, section: Schema, prefix: str) -> Iterator[tuple[str, st
 
 
 def _below(whole: Schema, node: Schema, key: str) -> tuple[Schema | None, str]:
-    """The section inside a key (directly, in a list or by name) and the prefix of its keys."""
+    """Return the section inside a key, and the prefix of its keys.
+
+    It stands there directly, in a list or by name; None where there is none.
+    """
     if "properties" in node:
         return node, f"{key}."
     if "patternProperties" in node:
@@ -179,7 +190,7 @@ def _resolve(whole: Schema, node: Schema) -> Schema:
 
 
 def _kind(whole: Schema, node: Schema) -> str:
-    """A schema's type in words."""
+    """Return a schema's type in words."""
     node = _resolve(whole, node)
     if "anyOf" in node:
         return " or ".join(_kind(whole, item) for item in node["anyOf"])
@@ -201,7 +212,7 @@ def _several(kind: str) -> str:
 
 
 def _default(node: Schema, optional: bool, is_section: bool) -> str:
-    """A default as it is written in YAML."""
+    """Return a default as it is written in YAML."""
     if not optional:
         return "required"
     if is_section:
@@ -213,7 +224,7 @@ def _default(node: Schema, optional: bool, is_section: bool) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line: `--write FOLDER` or `--check FOLDER`."""
+    """Run the command line: `--write FOLDER` or `--check FOLDER`."""
     parser = argparse.ArgumentParser(prog="python -m lockstep.config.doc", description=__doc__.splitlines()[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", metavar="FOLDER", type=Path, help="write the generated files")

@@ -1,4 +1,6 @@
-"""Reading a YAML or JSON file that a person wrote: plain values out, or one line with the file and the line number.
+"""Reading of YAML and JSON files that people write.
+
+Plain values out, or one line with the file and the line number.
 
 Stricter than PyYAML: a key given twice in one mapping is an error (PyYAML silently takes the last), so is a number that
 it reads in another base than ten (010 is 8, 1:30 is 90), and so is every value that it fails on in its own way (an
@@ -22,10 +24,10 @@ from lockstep.errors import InputError, guard
 
 
 def read_document(path: str | os.PathLike) -> Any:
-    """The value in a YAML file, or in a JSON file if the name ends in `.json`; an empty file gives None.
+    """Return the value in a YAML file, or a JSON file if the name ends in `.json`.
 
-    Raises InputError (`file:line: ...`) when there is no such file, or it is not UTF-8, not YAML or JSON, or repeats a
-    key.
+    An empty file gives None. Raises InputError (`file:line: ...`) when there is no such file, or it is not UTF-8, not
+    YAML or JSON, or repeats a key.
     """
     path = Path(path)
     try:
@@ -45,10 +47,9 @@ def read_document(path: str | os.PathLike) -> Any:
 
 
 def check_config(path: str | os.PathLike) -> None:
-    """Refuse a config file that holds no mapping, before Snakemake reads it: of most mistakes it does not say where
-    they are.
+    """Refuse a config file that holds no mapping, before Snakemake reads it.
 
-    Raises InputError as `read_document` does.
+    Of most mistakes Snakemake does not say where they are. Raises InputError as `read_document` does.
     """
     value = read_document(path)
     if not isinstance(value, dict):
@@ -57,7 +58,10 @@ def check_config(path: str | os.PathLike) -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Check the config files of a Snakemake command line; a mistake ends the process with one line and exit code 2."""
+    """Check the config files of a Snakemake command line.
+
+    A mistake ends the process with one line and exit code 2.
+    """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
     with guard():
@@ -77,7 +81,7 @@ def _read_yaml(path: Path, text: str) -> Any:
 
 
 def _problem(error: yaml.MarkedYAMLError) -> str:
-    """PyYAML's words on one line, with what to do where they do not say it."""
+    """Return PyYAML's words on one line, with what to do where they do not say it."""
     problem = " ".join((error.problem or error.context).split())
     if r"'\t'" in problem:
         return "found a tab: indent with spaces"

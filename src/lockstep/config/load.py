@@ -1,5 +1,7 @@
-"""The typed configuration: a YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line on what is
-wrong."""
+"""Loading of the typed configuration.
+
+A YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line on what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ _DEMO = Path("config/config.yaml")
 
 
 def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None) -> Config:
-    """The config in a YAML (or `.json`) file, or in a mapping such as Snakemake's merged config.
+    """Load the config in a YAML (or `.json`) file, or in a mapping.
 
-    Raises InputError, one line that opens with `where` (default: the path, or `config` for a mapping) and names the
-    first mistake: its key, what is expected and what was found.
+    The mapping may be Snakemake's merged config. Raises InputError, one line that opens with `where` (default: the
+    path, or `config` for a mapping) and names the first mistake: its key, what is expected and what was found.
     """
     if isinstance(config, Mapping):
         where, value = where or "config", dict(config)
@@ -38,14 +40,16 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
 
 
 def load_given(path: Path | None) -> Config:
-    """The config at `path`, by default the demo: of the working directory, else of the repository. Raises InputError as
-    `load` does."""
+    """Load the config at `path`, by default the demo's.
+
+    That is of the working directory, else of the repository. Raises InputError as `load` does.
+    """
     found = (folder / _DEMO for folder in source_folders() if (folder / _DEMO).is_file())
     return load(path or next(found, _DEMO))
 
 
 def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike], where: str | None = None) -> Config:
-    """Snakemake's merged config, and the config files it was merged from.
+    """Load Snakemake's merged config, and check the files it was merged from.
 
     Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again,
     strictly. Messages open with `where` (default: the file, where one file is all of the config, else `config`). Raises

@@ -1,4 +1,4 @@
-"""Pydantic's errors as one line of ours: the key, what was expected, what was found.
+"""Pydantic's errors as one line: the key, what was expected, what was found.
 
 `models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16; found 'fp8'`
 """
@@ -39,16 +39,20 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it is, as keys and list indices from the top, and a text of the form `expected ...; found
-    ...`."""
+    """A mistake: its place, and a text of the form `expected ...; found ...`.
+
+    The place is keys and list indices from the top.
+    """
 
     location: Location
     text: str
 
 
 class Problems(ValueError):
-    """Mistakes across fields, raised inside a validator, where pydantic can give only the place of the whole model:
-    their locations go on from there."""
+    """Mistakes across fields, raised inside a validator.
+
+    Pydantic can give only the place of the whole model there: their locations go on from it.
+    """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -56,22 +60,27 @@ class Problems(ValueError):
 
 
 def one_line(root: type[BaseModel], error: ValidationError) -> str:
-    """The first mistake in `error` as a line, and how many more there are. Unknown keys come first: they explain
-    missing ones."""
+    """Return the first mistake in `error` as a line, and how many more there are.
+
+    Unknown keys come first: they explain missing ones.
+    """
     details = [detail for detail in error.errors(include_url=False) if not _follows(detail)]
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     return join(root, [problem for detail in details for problem in _problems(root, detail)])
 
 
 def join(root: type[BaseModel], problems: list[Problem]) -> str:
-    """`key: text`, and `(and N more)` when there are several."""
+    """Return `key: text`, and `(and N more)` when there are several problems."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     where = key_path(root, problems[0].location)
     return f"{where + ': ' if where else ''}{problems[0].text}{more}"
 
 
 def key_path(root: type[BaseModel], location: Location) -> str:
-    """`("models", "m", "layers", 0)` as `models.m.layers[0]`."""
+    """Return a location as a path of keys.
+
+    `("models", "m", "layers", 0)` gives `models.m.layers[0]`.
+    """
     text = ""
     for part, container in zip(location, _containers(root, location)):
         in_list = get_origin(container) is tuple
@@ -80,14 +89,20 @@ def key_path(root: type[BaseModel], location: Location) -> str:
 
 
 def describe_key(key: Any) -> str:
-    """A key as a user reads it: bare where it is plain, quoted where it holds spaces or control characters."""
+    """Return a key as a user reads it.
+
+    Bare where it is plain, quoted where it holds spaces or control characters.
+    """
     text = key if isinstance(key, str) else describe(key)
     shown = text if text.isprintable() and " " not in text and text else repr(text)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def describe(value: Any) -> str:
-    """A found value in a few words: lists and mappings are only named, for they can be of any size."""
+    """Return a found value in a few words.
+
+    Lists and mappings are only named, for they can be of any size.
+    """
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -105,18 +120,24 @@ def describe(value: Any) -> str:
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """`, did you mean X?` when a name that is allowed is close to `word`, else nothing."""
+    """Return `, did you mean X?` for an allowed name close to `word`, else nothing."""
     close = difflib.get_close_matches(word, list(allowed), n=1)
     return f", did you mean {close[0]}?" if close else ""
 
 
 def _follows(detail: ErrorDetails) -> bool:
-    """A list that has items, all of them wrong, is also reported as too short."""
+    """Return whether an error only follows from others.
+
+    A list that has items, all of them wrong, is also reported as too short.
+    """
     return detail["type"] == "too_short" and len(detail["input"]) > 0
 
 
 def _problems(root: type[BaseModel], detail: ErrorDetails) -> Iterator[Problem]:
-    """One pydantic error as problems; ours, raised in a validator, bring their own places."""
+    """Yield one pydantic error as problems.
+
+    Ours, raised in a validator, bring their own places.
+    """
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, Problems):
         yield from (Problem((*detail["loc"], *problem.location), problem.text) for problem in cause.problems)
@@ -126,7 +147,10 @@ def _problems(root: type[BaseModel], detail: ErrorDetails) -> Iterator[Problem]:
 
 
 def _without_key_mark(root: type[BaseModel], detail: ErrorDetails) -> Location:
-    """Pydantic puts "[key]" after the key of a `dict[...]` when the key itself is wrong."""
+    """Return an error's location without pydantic's mark "[key]".
+
+    Pydantic puts it after the key of a `dict[...]` when the key itself is wrong.
+    """
     location = detail["loc"]
     containers = list(_containers(root, location))
     marked = len(location) > 1 and location[-1] == "[key]" and get_origin(containers[-2]) is dict
@@ -159,7 +183,7 @@ def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
 
 
 def _hint(kind: str, found: Any) -> str:
-    """What to do about the usual traps of YAML."""
+    """Return what to do about the usual traps of YAML."""
     if kind == "string_type" and isinstance(found, bool):
         return " (YAML reads yes, no, on and off so: put the word in quotes)"
     if kind in ("string_type", "invalid_key") and found is not None and not isinstance(found, (list, tuple, set, dict)):
@@ -170,7 +194,7 @@ def _hint(kind: str, found: Any) -> str:
 
 
 def unwrap(annotation: Any) -> Any:
-    """The type inside `Annotated[...]` and `... | None`."""
+    """Return the type inside `Annotated[...]` and `... | None`."""
     if get_origin(annotation) is Annotated:
         return unwrap(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -181,7 +205,10 @@ def unwrap(annotation: Any) -> Any:
 
 
 def _containers(root: type[BaseModel], location: Location) -> Iterator[Any]:
-    """For each part of `location` the type that holds it: a model, `dict[...]`, `tuple[...]`, or None beyond them."""
+    """Yield for each part of `location` the type that holds it.
+
+    A model, `dict[...]`, `tuple[...]`, or None beyond them.
+    """
     container: Any = root
     for part in location:
         yield container

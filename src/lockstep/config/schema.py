@@ -1,4 +1,4 @@
-"""The config as a type: what is made, and what follows from it for each stage, target and machine."""
+"""The config as a type, and what follows from it for stages, targets and machines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from lockstep.targets import Results, Target
 
 
 class Config(Section):
-    """What is made: models, and for all of them limits and tolerances."""
+    """The config: models, and for all of them limits and tolerances."""
 
     models: dict[ModelName, ModelConfig] = Field(
         min_length=1, description="The models by name. A name is also a folder in `results/`."
@@ -103,8 +103,10 @@ class Config(Section):
         return self
 
     def targets(self) -> list[Target]:
-        """All targets: models by name, then precisions, layer counts and backends in the order of the config; without
-        those of backends that it skips here."""
+        """Return all targets, without those of backends that the config skips here.
+
+        Models by name, then precisions, layer counts and backends in the order of the config.
+        """
         skipped = self.skipped_backends()
         return [target for target in self._all_targets() if target.backend not in skipped]
 
@@ -117,7 +119,7 @@ class Config(Section):
                             yield Target(name, precision, layers, backend)
 
     def skipped_backends(self) -> dict[str, str]:
-        """Why, by backend, its targets are left out here: `skip_missing_backends`."""
+        """Return by backend why its targets are left out here (`skip_missing_backends`)."""
         return self._missing_backends() if self.skip_missing_backends else {}
 
     def _missing_backends(self) -> dict[str, str]:
@@ -126,17 +128,20 @@ class Config(Section):
         return {backend: reason for backend, reason in missing.items() if reason}
 
     def backend_of(self, name: str) -> str:
-        """The backend that a target names: of a device its backend."""
+        """Return the backend that a target names; of a device its backend."""
         return self.devices[name].backend if name in self.devices else name
 
     def device_of(self, name: str) -> dict[str, str] | None:
-        """The backend and the hardware of a target's device, plain JSON; None where it names a backend."""
+        """Return the backend and the hardware of a target's device, as plain JSON.
+
+        None where the target names a backend.
+        """
         if name not in self.devices:
             return None
         return {"backend": self.devices[name].backend, "hardware": self.devices[name].hardware}
 
     def _lacking(self, precision: str, backend: str) -> str | None:
-        """Why the processor here does not compute in a precision; None where it does."""
+        """Return why the processor does not compute in a precision; None where it does."""
         return self._settings(backend).lacks_here(precision)
 
     def _lacking_problems(self, name: str, model: ModelConfig) -> Iterator[Problem]:
@@ -152,7 +157,10 @@ class Config(Section):
                     yield Problem(("models", name, *place, index), text)
 
     def check_device(self, name: str | None) -> str | None:
-        """The device that a run is for, as `--config device=NAME` says. Raises InputError where there is none."""
+        """Return the device that a run is for, as `--config device=NAME` says.
+
+        Raises InputError where there is none.
+        """
         if name is not None and name not in self.devices:
             found = ", ".join(self.devices) or "none, for the config has no devices"
             raise InputError(f"device: expected one of {found}; found {describe(name)}")
@@ -162,25 +170,35 @@ class Config(Section):
         return backends()[self.backend_of(name)]
 
     def cannot_run(self, backend: str) -> str | None:
-        """Why engines of a backend cannot run here, though they can be built; None where they can, and for a device:
-        its jobs run where it is."""
+        """Return why engines of a backend cannot run here, though they can be built.
+
+        None where they can, and for a device: its jobs run where it is.
+        """
         return None if backend in self.devices else self._settings(backend).cannot_run(self.build_options(backend))
 
     def not_built(self) -> dict[str, str]:
-        """Why engines are not built here, by `<precision>/<backend>` of the targets: `skip_missing_precisions`."""
+        """Return why engines are not built here (`skip_missing_precisions`).
+
+        By `<precision>/<backend>` of the targets.
+        """
         pairs = sorted({(one.precision, one.backend) for one in self.targets()})
         reasons = {f"{precision}/{backend}": self._lacking(precision, backend) for precision, backend in pairs}
         return {name: reason for name, reason in reasons.items() if reason}
 
     def not_run(self) -> dict[str, str]:
-        """Why engines are not run here, by backend of the targets, and as `not_built` where a precision is the reason;
-        those that are run are left out."""
+        """Return why engines are not run here, without those that are.
+
+        By backend of the targets, and as `not_built` where a precision is the reason.
+        """
         reasons = {backend: self.cannot_run(backend) for backend in sorted({one.backend for one in self.targets()})}
         return {backend: reason for backend, reason in reasons.items() if reason} | self.not_built()
 
     def check_backends(self, where: str = "config") -> None:
-        """Raises InputError where a backend is not installed that the config does not skip then, and where it asks for
-        checks that cannot run here."""
+        """Check that backends are installed and that the checks of the config can run.
+
+        Raises InputError where a backend is not installed that the config does not skip then, and where it asks for
+        checks that cannot run here.
+        """
         problems: list[Problem] = []
         absent = self._missing_backends()
         skipped, missing = (absent, {}) if self.skip_missing_backends else ({}, absent)
@@ -202,29 +220,42 @@ class Config(Section):
             raise InputError(f"{where}: {join(Config, problems)}")
 
     def is_compared(self, target: Target) -> bool:
-        """Whether its engines are compared with their graphs in ONNX Runtime: where the precision is one that it
-        computes in, and they run here."""
+        """Return whether a target's engines are compared with their graphs.
+
+        They are where ONNX Runtime computes in the precision, and they run here.
+        """
         return target.precision in COMPARED_PRECISIONS and self.is_run(target)
 
     def is_built(self, target: Target) -> bool:
-        """Whether its engines are built here: the processor computes in their precision."""
+        """Return whether a target's engines are built here.
+
+        The processor must compute in their precision.
+        """
         return self.why_not_built(target) is None
 
     def why_not_built(self, target: Target) -> str | None:
-        """Why its engines are not built here (`skip_missing_precisions`); None where they are."""
+        """Return why a target's engines are not built here; None where they are.
+
+        See `skip_missing_precisions`.
+        """
         return self._lacking(target.precision, target.backend)
 
     def is_run(self, target: Target) -> bool:
-        """Whether its engines run here; else they are built, and no more, or not even that."""
+        """Return whether a target's engines run here.
+
+        Else they are built, and no more, or not even that.
+        """
         return self.why_not_run(target) is None
 
     def why_not_run(self, target: Target) -> str | None:
-        """Why its engines do not run here; None where they do."""
+        """Return why a target's engines do not run here; None where they do."""
         return self.why_not_built(target) or self.cannot_run(target.backend)
 
     def reference_terms(self, model: str) -> dict[str, Any]:
-        """What a model's reference is made from: how many tokens, the prompts' texts, and the tokens of the long
-        prompt. Plain JSON."""
+        """Return what a model's reference is made from, as plain JSON.
+
+        How many tokens, the prompts' texts, and the tokens of the long prompt.
+        """
         golden = self.models[model].golden
         fills = self.limits.max_seq_len - golden.max_new_tokens
         long_prompt = fills if golden.long_prompt is None else golden.long_prompt
@@ -235,8 +266,10 @@ class Config(Section):
         }
 
     def adapter_prompts(self, model: str) -> dict[str, tuple[Prompt, ...]]:
-        """The golden prompts of each adapter of a model, and under "" those that are run without; the model's own texts
-        where an adapter has none."""
+        """Return the golden prompts of each adapter of a model.
+
+        Under "" are those that are run without. Where an adapter has none, they are the model's own texts.
+        """
         own = self.models[model].golden.prompts
         texts = tuple(Prompt(text=prompt.text) for prompt in own)
         found = {name: adapter.prompts or texts for name, adapter in sorted(self.models[model].adapters.items())}
@@ -249,8 +282,11 @@ class Config(Section):
         where: str = "config",
         results: Results = Results(),
     ) -> dict[str, Path]:
-        """The folder of each adapter of a model, looked up as `check_sources` does; of one on the hub where a job of
-        `results` brings it. Raises InputError, which names every place looked at, where there is none."""
+        """Return the folder of each adapter of a model.
+
+        It is looked up as `check_sources` does; of one on the hub it is where a job of `results` brings it. Raises
+        InputError, which names every place looked at, where there is none.
+        """
         found, problems = {}, []
         for name, adapter in sorted(self.models[model].adapters.items()):
             if isinstance(parse_source(adapter.source), HubSource):
@@ -269,9 +305,10 @@ class Config(Section):
         return found
 
     def parse_target(self, text: str) -> Target:
-        """The target named `<model>/<precision>/<layers>` (on the model's first backend) or with `/<backend>` after it.
+        """Return the target of a name, on the model's first backend where it names none.
 
-        Raises InputError listing the targets there are, or for one that is skipped with the reason.
+        The name is `<model>/<precision>/<layers>`, or with `/<backend>` after it. Raises InputError listing the targets
+        there are, or for one that is skipped with the reason.
         """
         by_name: dict[str, Target] = {}
         for target in self.targets():
@@ -298,13 +335,12 @@ class Config(Section):
     def check_sources(
         self, folders: Sequence[str | os.PathLike] | None = None, where: str = "config", results: Results = Results()
     ) -> dict[str, Path]:
-        """Hold the config against the `config.json` of each model; gives the folder, or for random weights the
-        config.json, of each.
+        """Check the config against the `config.json` of each model; return their folders.
 
-        `folders` is where relative sources are looked up (default: working directory, then repository), `where` opens
-        the message. No network is used: a model on the hub is held against what `results` has of it, and left out
-        before that.
-        Raises InputError when a folder is not there, or is a model with fewer layers or positions than asked.
+        For random weights the place is the config.json. `folders` is where relative sources are looked up (default:
+        working directory, then repository), `where` opens the message. No network is used: a model on the hub is held
+        against what `results` has of it, and left out before that. Raises InputError when a folder is not there, or is
+        a model with fewer layers or positions than asked.
         """
         found: dict[str, Path] = {}
         problems: list[Problem] = []
@@ -321,14 +357,20 @@ class Config(Section):
         return found
 
     def check_model(self, name: str, place: Path, where: str = "config") -> None:
-        """As `check_sources` for one model, with the folder of its checkpoint or its config.json at hand."""
+        """Check the config against one model, as `check_sources` does.
+
+        place: the folder of its checkpoint, or its config.json.
+        """
         problems = [*shape_problems(name, self.models[name], self.limits, place, self._settings)]
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
 
     def tolerance(self, model: str, precision: str, backend: str | None = None) -> Tolerance:
-        """What passes for targets of a model in a precision: its own where it has one, else that of all models. Of a
-        backend that rounds activations to fp16, at least what passes in fp16. None: of graphs."""
+        """Return the tolerances of a model in a precision.
+
+        Its own where it has one, else that of all models. Of a backend that rounds activations to fp16, at least what
+        passes in fp16. backend: None gives those of graphs.
+        """
         own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
         found = self.tolerances[precision].model_copy(update=own)
         if backend is None or precision not in self._settings(backend).fp16_activations:
@@ -337,37 +379,47 @@ class Config(Section):
         return found.model_copy(update={name: max(size, getattr(found, name)) for name, size in half.items()})
 
     def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
-        """The largest error of an engine beside its graph, relative to its output: see `BackendSettings`."""
+        """Return the largest error of an engine beside its graph, relative to its output.
+
+        See `BackendSettings`.
+        """
         return self._settings(backend).compare_tolerance(precision, self.tolerance(model, precision, backend).block)
 
     def build_options(self, backend: str) -> dict[str, Any]:
-        """What a backend's build is given (`engine.build`): its settings, and the limits where its engines depend on
-        them. Plain JSON."""
+        """Return what a backend's build is given (`engine.build`), as plain JSON.
+
+        Its settings, and the limits where its engines depend on them.
+        """
         section = getattr(self.backends, self.backend_of(backend), None)
         return self._settings(backend).build_options(section, self.engine_limits())
 
     def engine_limits(self) -> dict[str, int]:
-        """The limits that sizes of engines' inputs come from."""
+        """Return the limits that sizes of engines' inputs come from."""
         return self.limits.model_dump(include={"max_batch_size", "max_num_tokens", "max_seq_len"})
 
     def interpreter(self, backend: str) -> str | None:
-        """The Python that builds and runs a backend's engines; None: this one."""
+        """Return the Python that builds and runs a backend's engines; None: this one."""
         own = self.devices[backend].python if backend in self.devices else ""
         section = getattr(self.backends, self.backend_of(backend), None)
         return own or (section.python if section is not None and self._settings(backend).has_interpreter else None)
 
     def gpus(self, backend: str) -> int:
-        """GPUs that a job takes which builds or runs a backend's engines."""
+        """Return how many GPUs a job takes which builds or runs a backend's engines."""
         return self._settings(backend).gpus
 
     def dump(self) -> dict[str, Any]:
-        """Plain JSON types, with all defaults filled in; `load` of it gives the same config. Not the cache: results do
-        not hang on where it lies."""
+        """Return the config in plain JSON types, with all defaults filled in.
+
+        `load` of it gives the same config. The cache is left out: results do not depend on where it lies.
+        """
         return self.model_dump(mode="json", exclude={"cache", *(() if self.devices else ("devices",))})
 
 
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
-    """What holds the model's shape: a folder or a config.json. None for a model on the hub that was not fetched yet."""
+    """Return what holds the model's shape: a folder or a config.json.
+
+    None for a model on the hub that was not fetched yet.
+    """
     kind = parse_source(source)
     if isinstance(kind, FolderSource):
         return resolve_source(source, folders)

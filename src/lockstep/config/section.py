@@ -1,4 +1,4 @@
-"""What sections of the config are made of: the base class, and types with their bounds.
+"""The base class of the config's sections, and types with their bounds.
 
 Below the rest of `config`, so that a backend's settings can be made of them (`lockstep.config.backends`).
 """
@@ -26,7 +26,7 @@ def path_text(value: Any) -> Any:
 
 
 def _flag(value: Any) -> Any:
-    """Snakemake's command line gives a text."""
+    """Turn the text "true" or "false" of Snakemake's command line into a bool."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -38,6 +38,6 @@ UNIQUE: JsonDict = {"uniqueItems": True}
 
 
 class Section(BaseModel):
-    """A mapping of the config: no unknown keys, no conversion of types, nothing changes afterwards."""
+    """A mapping of the config, frozen, without unknown keys or conversion of types."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")

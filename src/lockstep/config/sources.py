@@ -1,7 +1,8 @@
-"""From a model's `source` in the config to what it names, and the few facts of a model the config is checked against.
+"""The `source` of a model: what it names, and the facts checked before a run.
 
 Three kinds: a checkpoint folder; `hf:org/name@revision`, a repository on the Hugging Face hub;
-`random:config.json?seed=0`, random weights in the shape of a config. Nothing is fetched or made here.
+`random:config.json?seed=0`, random weights in the shape of a config. Nothing is fetched or made here. The facts are the
+few of a model that the config is checked against.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class SourceError(InputError):
 
 
 def parse_source(text: str) -> FolderSource | HubSource | RandomSource:
-    """What `source` in the config names. Raises SourceError when it opens like a hub or random source and is none."""
+    """Return what `source` in the config names.
+
+    Raises SourceError when it opens like a hub or random source and is none.
+    """
     if text.startswith(HUB_PREFIX):
         repository, at, revision = text.removeprefix(HUB_PREFIX).partition("@")
         fits = _REPOSITORY_ID.fullmatch(repository) and not re.search(r"\.\.|--|\.git$", repository)
@@ -85,15 +89,15 @@ def parse_source(text: str) -> FolderSource | HubSource | RandomSource:
 
 
 def source_folders() -> tuple[Path, ...]:
-    """Where a relative source is looked up, in this order: the working directory, then the repository."""
+    """Return where a relative source is looked up: working directory, then repository."""
     return (Path.cwd(), REPOSITORY)
 
 
 def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = None) -> Path:
-    """The absolute path of the checkpoint folder that `source` names; it holds a `config.json`.
+    """Return the absolute path of the checkpoint folder that `source` names.
 
-    A relative source is looked up in `folders` (default: `source_folders()`), and the first that exists is taken.
-    Raises InputError naming every place looked at.
+    It holds a `config.json`. A relative source is looked up in `folders` (default: `source_folders()`), and the first
+    that exists is taken. Raises InputError naming every place looked at.
     """
     if not isinstance(parse_source(source), FolderSource):
         raise InputError(f"expected a folder; found {source!r}, which is fetched or made first")
@@ -136,10 +140,10 @@ def _hint(path: str, hub: bool = True) -> str:
 
 
 def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
-    """The absolute path of the `config.json` that a random source names, looked up as `resolve_source` does.
+    """Return the absolute path of the `config.json` that a random source names.
 
-    Raises InputError when it is not there, and for a vocabulary that cannot spell a prompt: fewer than 256 tokens, one
-    for each byte, and no tokenizer.json beside the config.
+    It is looked up as `resolve_source` does. Raises InputError when it is not there, and for a vocabulary that cannot
+    spell a prompt: fewer than 256 tokens, one for each byte, and no tokenizer.json beside the config.
     """
     places = places_of(source.config, folders)
     path = next((place for place in places if os.path.isfile(place)), None)
@@ -164,7 +168,10 @@ def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | 
 
 
 def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
-    """Where a relative path is looked up, in order. folders: default `source_folders()`."""
+    """Return where a relative path is looked up, in order.
+
+    folders: default `source_folders()`.
+    """
     bases = source_folders() if folders is None else [Path(folder).absolute() for folder in folders]
     # dict.fromkeys: started in the repository, both places are one; an absolute path ignores the base.
     return list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in bases))
@@ -172,9 +179,11 @@ def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Pa
 
 @dataclass(frozen=True)
 class CheckpointShape:
-    """What the config is held against: the model's depth, and how many positions it knows (None: it does not say), with
-    the key that says so; the size of its hidden state (None: it does not say); and how weights that are quantised
-    already are packed."""
+    """The facts of a model that the config is held against.
+
+    The model's depth, and how many positions it knows (None: it does not say), with the key that says so; the size of
+    its hidden state (None: it does not say); and how weights that are quantised already are packed.
+    """
 
     num_hidden_layers: int
     max_position_embeddings: int | None
@@ -203,8 +212,10 @@ def read_shape(path: Path) -> CheckpointShape:
 
 
 def _first_frequencies(value: dict[str, Any]) -> int | None:
-    """How many positions keep the first frequencies of a `longrope` rope, the only ones that a KV cache allows; None
-    for other ropes."""
+    """Return how many positions keep the first frequencies of a `longrope` RoPE.
+
+    They are the only ones that a KV cache allows. None for other RoPE types.
+    """
     for part in model_config.parts(value):
         rope = part.get("rope_parameters") or part.get("rope_scaling")
         if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in _LONGROPE:
@@ -215,7 +226,10 @@ def _first_frequencies(value: dict[str, Any]) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a model's `config.json`. Raises InputError for a value that no model can have."""
+    """Return the object in a model's `config.json`.
+
+    Raises InputError for a value that no model can have.
+    """
     try:
         value = json.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,7 @@
-"""The sections of the config as types: every key with its type, bounds, default and meaning.
+"""The sections of the config as types: keys with types, bounds and defaults.
 
-`config/config.schema.json` and `config/README.md` are generated from them (`python -m lockstep.config.doc`).
+Each key has its meaning, too. `config/config.schema.json` and `config/README.md` are generated from them (`python -m
+lockstep.config.doc`).
 """
 
 from __future__ import annotations
@@ -51,13 +52,19 @@ def _layer_count(value: Any) -> Any:
 
 
 def _layer_key(value: Any) -> Any:
-    """JSON and Snakemake's command line have text for keys: "2" is 2."""
+    """Turn a key that is text into a layer count: "2" is 2.
+
+    JSON and Snakemake's command line have text for keys.
+    """
     is_digits = isinstance(value, str) and re.fullmatch(r"[1-9][0-9]{0,9}", value)
     return _layer_count(int(value) if is_digits else value)
 
 
 def _no_key_twice(value: Any) -> Any:
-    """2 and "2" are the same layer count; as keys of one mapping, the second would silently win."""
+    """Refuse the keys 2 and "2" in one mapping.
+
+    They are the same layer count; the second would silently win.
+    """
     if isinstance(value, dict):
         for key in value:
             if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) and int(key) in value:
@@ -68,7 +75,10 @@ def _no_key_twice(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """1e-4 is a number in YAML 1.2 and JSON, but text to PyYAML, which wants 1.0e-4."""
+    """Turn text such as 1e-4 into a number.
+
+    It is a number in YAML 1.2 and JSON, but text to PyYAML, which wants 1.0e-4.
+    """
     is_number = isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}(\.[0-9]{0,20})?[eE][+-]?[0-9]{1,3}", value)
     return float(value) if is_number else value
 
@@ -108,7 +118,7 @@ class Prompt(Section):
 
 
 class Golden(Section):
-    """What is decoded to compare an engine set with the reference."""
+    """The prompts of the golden check, and how many tokens are decoded."""
 
     max_new_tokens: Count = Field(default=16, description="How many tokens are decoded, greedily, after each prompt.")
     prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(
@@ -167,7 +177,7 @@ class AdapterConfig(Section):
 
 
 class ModelConfig(Section):
-    """A checkpoint and the targets made of it: every combination of layer count, precision and backend."""
+    """A checkpoint and its targets: all layer counts, precisions and backends."""
 
     source: Annotated[str, BeforeValidator(_source)] = Field(
         min_length=1,
@@ -226,16 +236,19 @@ class ModelConfig(Section):
     )
 
     def precisions_of(self, backend: str) -> tuple[str, ...]:
-        """The precisions that are built for a backend, in the order of the config."""
+        """Return the precisions that are built for a backend, in the order of the config."""
         return self.backend_precisions.get(backend, self.precisions)
 
     def all_precisions(self) -> list[str]:
-        """Those of all backends, each once."""
+        """Return the precisions of all backends, each once."""
         return list(dict.fromkeys([*self.precisions, *chain(*self.backend_precisions.values())]))
 
 
 class Device(Section):
-    """A kind of device that engines are built on, checked on and named by (docs/devices.md)."""
+    """A type of device that engines are built and checked on (docs/devices.md).
+
+    Targets are named by it.
+    """
 
     backend: Backend = Field(description="The backend that it is used with.")
     gpu: str = Field(
@@ -257,7 +270,7 @@ class Device(Section):
 
     @property
     def hardware(self) -> str:
-        """The name that a job must find: of the GPU, or the architecture of the CPU."""
+        """Return the name that a job must find: of the GPU, or the CPU's architecture."""
         return self.gpu or self.cpu
 
 
@@ -273,6 +286,10 @@ class Limits(Section):
         default=_LIMITS.max_num_tokens, description="Tokens of all requests that one step takes, packed."
     )
 
+    def plain(self) -> targets.Limits:
+        """Return the limits as what runs engines takes them."""
+        return targets.Limits(**self.model_dump())
+
 
 class Tolerance(Section):
     """The largest absolute errors that pass."""
@@ -282,6 +299,10 @@ class Tolerance(Section):
         "the same weights: absolute for values up to one, relative to the size of larger ones."
     )
     logits: Error = Field(description="Largest absolute error of the logits: whole forward, and golden check.")
+
+    def plain(self) -> targets.Tolerances:
+        """Return the tolerances as checks take them."""
+        return targets.Tolerances(**self.model_dump())
 
 
 class Fp32Tolerance(Tolerance):

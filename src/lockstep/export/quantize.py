@@ -21,7 +21,7 @@ import onnx
 from onnx import helper
 
 from lockstep.artifacts.adapters import LoraSlots
-from lockstep.artifacts.assembly import Assembly, GraphFile, Layer, Part, Uncut
+from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, Uncut
 from lockstep.artifacts.dtypes import QUANTIZATIONS
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
@@ -62,7 +62,7 @@ def quantize(
     for name, graph in assembly.classes.items():
         bits = _bits(_places(assembly, name), quantized)
         classes[name], made[graph.file] = _rewritten(graph, files[graph.file], bits, quantized)
-    part = lambda old: Part(old.graph, _bound(old.slots, quantized))
+    part = lambda old: BoundBlock(old.graph, _bound(old.slots, quantized))
     layers = tuple(Layer(part(layer.block), layer.variant, part(layer.exit)) for layer in assembly.layers)
     uncut = assembly.batchful
     if uncut is not None:

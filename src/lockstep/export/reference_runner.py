@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.assembly import Assembly, Part
+from lockstep.artifacts.assembly import Assembly, BoundBlock
 from lockstep.artifacts.signature import IO
 from lockstep.onnx_tools.graph_runner import Arrays, GraphRunner
 from lockstep.onnx_tools.sessions import open_session
@@ -118,7 +118,7 @@ class ReferenceRunner(GraphRunner):
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
         return slot_array(self.tensors, tensors, slot.sizes)
 
-    def adapter_inputs(self, part: Part, env: Arrays) -> Arrays:
+    def adapter_inputs(self, part: BoundBlock, env: Arrays) -> Arrays:
         return self._lora.get(id(part), {})
 
     def _attention(

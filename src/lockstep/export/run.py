@@ -21,13 +21,13 @@ import onnx
 from transformers import PreTrainedModel
 
 from lockstep.artifacts import chat_template
-from lockstep.artifacts.assembly import Assembly, AttentionVariant, FileEntry, GraphFile, Layer, Part, Uncut
+from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock, FileEntry, GraphFile, Layer, Uncut
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
 from lockstep.artifacts.packing import check_precision, packing_of
 from lockstep.artifacts.quantized import QuantizedTensors
-from lockstep.artifacts.tensor_parallel import Piece, ShardedClass, TensorParallel
+from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
 from lockstep.checkpoint.chat_template import FILES as CHAT_FILES
 from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.packed import packed_weights, unpacked_places
@@ -196,13 +196,13 @@ def assemble(
     classes, variants = _Registry(), _Variants()
     entries = [
         Layer(
-            Part(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
+            BoundBlock(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
             variants.add(layer.batchless),
-            Part(classes.add(layer.exit, "exit"), layer.exit_slots),
+            BoundBlock(classes.add(layer.exit, "exit"), layer.exit_slots),
         )
         for index, layer in enumerate(layers)
     ]
-    embedding = Part(classes.add(parts.embedding, "embedding"), parts.embedding_slots)
+    embedding = BoundBlock(classes.add(parts.embedding, "embedding"), parts.embedding_slots)
     steps = [
         ComposedBlock(layer.block, layer.block_slots, entry.variant)
         for layer, entry in zip(layers, entries, strict=True)
@@ -269,7 +269,7 @@ def shard(
         shards = lambda held: {key: as_shard(part) for key, part in held.items()}
         entry = ShardedClass(
             tuple(
-                Piece(pieces.add(piece.graph, f"{name}.{number}"), piece.sums)
+                ShardEntry(pieces.add(piece.graph, f"{name}.{number}"), piece.sums)
                 for number, piece in enumerate(found.pieces, 1)
             ),
             shards(found.held),

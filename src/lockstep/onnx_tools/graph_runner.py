@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from lockstep.artifacts.assembly import Assembly, Layer, Part
+from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer
 from lockstep.artifacts.signature import IO
 from lockstep.artifacts.tensor_parallel import attention_shards
 from lockstep.onnx_tools.run_ranks import run_sharded_attention, run_sharded_block
@@ -42,11 +42,11 @@ class GraphRunner(abc.ABC):
         tensors: of the checkpoint, of which they are made.
         """
 
-    def adapter_inputs(self, part: Part, env: Arrays) -> Arrays:
+    def adapter_inputs(self, part: BoundBlock, env: Arrays) -> Arrays:
         """Return what a block reads of adapters beside `env`, by input name."""
         return {}
 
-    def run_block(self, part: Part, env: Arrays) -> dict[str, np.ndarray]:
+    def run_block(self, part: BoundBlock, env: Arrays) -> dict[str, np.ndarray]:
         """Run a block on what it names of `env`.
 
         Returns outputs by the name under which the next block reads them (`hidden_out` as `hidden`).

@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.artifacts.files import dump_json
 from lockstep.errors import CheckError
+from lockstep.targets import Limits, Target, Tolerances
 
 
 def identity(name: str) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def compare(
 ) -> None:
     from lockstep.verify.compare import run
 
-    run(Path(assembly), Path(weights), Path(engines), tolerance, limits, Path(out), threads)
+    run(Path(assembly), Path(weights), Path(engines), tolerance, Limits(**limits), Path(out), threads)
 
 
 def golden(
@@ -97,13 +98,13 @@ def golden(
 
     Where the engines are wrong, the line also says which one leaves its graph first.
     """
-    from lockstep.targets import Target
     from lockstep.verify.golden.check import check_engines
     from lockstep.verify.metrics import failed_path
 
     paths = (Path(assembly), Path(weights), Path(engines), Path(reference))
+    checked, bounds = Target(**target), Tolerances(**tolerance)
     try:
-        check_engines(*paths, Target(**target), tolerance, limits, Path(out), Path(speed), expected, threads)
+        check_engines(*paths, checked, bounds, Limits(**limits), Path(out), Path(speed), expected, threads)
     except CheckError as error:
         failed = failed_path(out)
         if str(failed) not in str(error):  # it ended before anything was compared
@@ -114,7 +115,7 @@ def golden(
         request = failing(paths[3], failed)
         tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
         raise CheckError(
-            f"{error}; {explain_failure(*paths[:3], target['layers'], tolerance, str(Target(**target)), *tokens)}"
+            f"{error}; {explain_failure(*paths[:3], checked.layers, bounds, str(checked), *tokens)}"
         ) from None
 
 
@@ -131,7 +132,7 @@ def bisect(
     from lockstep.verify.bisect.explain import engine_report
 
     report = engine_report(
-        Path(assembly), Path(weights), Path(engines), layers, tolerance, tuple(tokens), threads=threads
+        Path(assembly), Path(weights), Path(engines), layers, Tolerances(**tolerance), tuple(tokens), threads=threads
     )
     return report.to_json()
 
@@ -158,9 +159,18 @@ def generate(
     from lockstep.runtime import Model, Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
-    sizes: dict[str, Any] = {key: limits[key] for key in ("max_seq_len", "max_num_tokens")}
-    sizes |= {"max_batch_size": 1, "threads": threads, "adapters_json": adapters}
-    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
+    sizes = Limits(**limits)
+    model = Model.open(
+        Path(engines),
+        Path(assembly),
+        Path(weights),
+        layers,
+        max_batch_size=1,
+        max_seq_len=sizes.max_seq_len,
+        max_num_tokens=sizes.max_num_tokens,
+        threads=threads,
+        adapters_json=adapters,
+    )
     generation = start(
         model,
         Tokenizer.open(Path(assembly)),
@@ -168,7 +178,7 @@ def generate(
         max_new_tokens,
         Sampling(**sampling),
         stop,
-        limits["max_input_len"],
+        sizes.max_input_len,
         adapter=adapter,
     )
     for piece in generation:
@@ -219,13 +229,22 @@ def generate_file(
             rate = f"{speed.decode_tokens_per_second:.0f} tokens/s"
             print(f"\r{done.lines} requests done, {speed.decode_tokens} tokens, {rate} ", end="", file=sys.stderr)
 
-    sizes: dict[str, Any] = {key: limits[key] for key in ("max_batch_size", "max_seq_len", "max_num_tokens")}
-    sizes |= {"threads": threads, "adapters_json": adapters}
-    model = Model.open(Path(engines), Path(assembly), Path(weights), layers, **sizes)
+    sizes = Limits(**limits)
+    model = Model.open(
+        Path(engines),
+        Path(assembly),
+        Path(weights),
+        layers,
+        max_batch_size=sizes.max_batch_size,
+        max_seq_len=sizes.max_seq_len,
+        max_num_tokens=sizes.max_num_tokens,
+        threads=threads,
+        adapters_json=adapters,
+    )
     model.check_adapter(adapter)
     defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
     tokenizer = Tokenizer.open(Path(assembly))
-    done = run(model, tokenizer, Path(source), Path(out), defaults, limits["max_input_len"], say)
+    done = run(model, tokenizer, Path(source), Path(out), defaults, sizes.max_input_len, say)
     print(
         f"{chr(13) if sys.stderr.isatty() else ''}{out}: {done.lines} requests, {done.failed} failed", file=sys.stderr
     )

@@ -14,7 +14,7 @@ from lockstep.pipeline import worker
 from lockstep.pipeline.stage import path_of
 from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import JobSpec
-from lockstep.targets import Results, Target, layer_count
+from lockstep.targets import Limits, Results, Target, Tolerances, layer_count
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def validate(job: Job) -> None:
         job.path("weights"),
         job.path("checkpoint"),
         layer_count(job.names["layers"]),
-        job.options["tolerance"],
+        Tolerances(**job.options["tolerance"]),
         job.options["max_seq_len"],
         job.output,
         job.names["model"],
@@ -164,8 +164,8 @@ def served(job: Job) -> None:
         job.path("reference"),
         job.path("golden"),
         job.target,
-        job.options["tolerance"],
-        job.options["limits"],
+        Tolerances(**job.options["tolerance"]),
+        Limits(**job.options["limits"]),
         job.output,
         job.step.python,
         job.threads,
@@ -217,8 +217,8 @@ def adapted(job: Job) -> None:
         job.path("adapters"),
         job.path("adapted_reference"),
         job.target,
-        job.options["tolerance"],
-        job.options["limits"],
+        Tolerances(**job.options["tolerance"]),
+        Limits(**job.options["limits"]),
         job.output,
         job.options["expected"],
         job.threads,

@@ -1,2 +1,4 @@
-"""Built again, and proven: how each artefact was made (`record`), what it must be (`lockfile`), and whether it still is
-(`verify`)."""
+"""Records, locks and proofs of what was built.
+
+How each artefact was made (`record`), what it must be (`lock`, `lockfile`), and whether it still is (`verify`).
+"""

@@ -1,5 +1,7 @@
-"""What a run makes again though it is there: results in; those that cannot be trusted out, each with the reason.
-Nothing is changed."""
+"""Results that are there but cannot be trusted, which a run makes again.
+
+Results in; those that cannot be trusted out, each with the reason. Nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,19 @@ from lockstep.artifacts.digest_cache import digest, size_of
 from lockstep.artifacts.fetched import read_fetched
 from lockstep.artifacts.manifest_files import failed_path, lost_files, named_files
 from lockstep.pipeline.step import JobSpec
+from lockstep.provenance.lock import Lock
 from lockstep.provenance.locked import first_difference, other_commit
-from lockstep.provenance.lockfile import read_lock
 from lockstep.provenance.record import record_path
 
 FAILED = "the check has failed since"
 
 
 def untrusted(recorded: Iterable[str], with_files: Collection[str]) -> dict[str, str]:
-    """{manifest: why} of those of `recorded` that are there, and have no record, or are of a check that failed since,
-    or, of those in `with_files`, lost a file. A manifest that is damaged itself is none: who reads it refuses it."""
+    """Return {manifest: why} of the manifests of `recorded` that cannot be trusted.
+
+    They are there, and have no record, or are of a check that failed since, or, of those in `with_files`, lost a file.
+    A manifest that is damaged itself is none: who reads it refuses it.
+    """
     found = {}
     for manifest in filter(_is_there, recorded):
         if not record_path(manifest).is_file():
@@ -32,16 +37,18 @@ def untrusted(recorded: Iterable[str], with_files: Collection[str]) -> dict[str,
 
 
 def not_as_locked(steps: Sequence[JobSpec], lock_file: Path) -> dict[str, str]:
-    """{manifest: why} of each artefact of `steps` that is there with its record and is not the locked one: every file
-    that it names is hashed."""
-    lock, found = read_lock(lock_file), {}
+    """Return {manifest: why} of the artefacts of `steps` that are not as locked.
+
+    Of those that are there with their record. Every file that they name is hashed.
+    """
+    lock, found = Lock.load(lock_file), {}
     for step in steps:
         if _is_there(step.output) and record_path(step.output).is_file() and (line := _difference(step, lock)):
             found[str(step.output)] = f"{line}, which is not as locked"
     return found
 
 
-def _difference(step: JobSpec, lock: dict) -> str | None:
+def _difference(step: JobSpec, lock: Lock) -> str | None:
     if step.stage == "fetch" and (line := other_commit(lock, read_fetched(step.output).commit)):
         return line
     return first_difference(step.output, lock) or next(

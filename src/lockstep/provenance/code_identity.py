@@ -1,7 +1,8 @@
-"""What a stage was made by, as digests: its own code and its pinned packages, found without importing either.
+"""The identity of a stage's code: digests of its modules and pinned packages.
 
-In: a module of this package that a stage enters by, and the pins of `envs/requirements.txt`. Out: hex digests for the
-`params` of the stage's rule. Snakemake sees neither an edited module nor an edited pin; it does see changed `params`.
+They are found without importing either. In: a module of this package that a stage enters by, and the pins of
+`envs/requirements.txt`. Out: hex digests for the `params` of the stage's rule. Snakemake sees neither an edited module
+nor an edited pin; it does see changed `params`.
 """
 
 from __future__ import annotations
@@ -30,41 +31,51 @@ _BRINGS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokeniz
 
 
 def stage_key(entry: str, backend: str | None = None) -> dict[str, str]:
-    """The digests that a rule keeps in its `params`: of the code that `entry` reaches, and of the pins that this code
-    imports. backend: the one that the job is for."""
+    """Return the digests that a rule keeps in its `params`.
+
+    Of the code that `entry` reaches, and of the pins that this code imports. backend: the one that the job is for.
+    """
     return {"code": code_digest(entry, backend), "environment": environment_digest(packages_of(entry, backend))}
 
 
 def packages_of(entry: str, backend: str | None = None) -> set[str]:
-    """Canonical names of the packages that the code of `entry` imports, and of what these load when used."""
+    """Return the canonical names of the packages that the code of `entry` uses.
+
+    Those that it imports, and what these load when used.
+    """
     names = third_party(entry, backend)
     return names | {name for owner in names for name in _BRINGS.get(owner, ())}
 
 
 def code_digest(entry: str, backend: str | None = None) -> str:
-    """Hex sha256 over the code of the files of this package that `entry` ("export", "verify.golden.check") imports,
-    directly or through others.
+    """Return the hex sha256 over the code of the files that `entry` imports.
 
+    Files of this package, imported directly or through others; entry: such as "export" or "verify.golden.check".
     Imports inside functions count too. Raises InputError when there is no such module.
     """
     return sha256_json(code_files(entry, backend))
 
 
 def code_files(entry: str, backend: str | None = None) -> dict[str, str]:
-    """Hex sha256 of the code, without comments, docstrings and blank lines, by file of this package that importing
-    `entry` may load; without what only other backends than `backend` load."""
+    """Return the hex sha256 of the code by file that importing `entry` may load.
+
+    Files of this package, without what only other backends than `backend` load; code without comments, docstrings and
+    blank lines.
+    """
     return {path.relative_to(SOURCES).as_posix(): _read(path).digest for path in module_files(entry, backend)}
 
 
 def pinned_packages(entry: str, backend: str | None = None, pins: str | os.PathLike | None = None) -> dict[str, str]:
-    """The pinned version of each package that the code of `entry` uses."""
+    """Return the pinned version of each package that the code of `entry` uses."""
     pinned = read_pins(pins or _PINS)
     return {name: pinned[name] for name in sorted(packages_of(entry, backend))}
 
 
 def installed_packages(entry: str, backend: str | None = None) -> dict[str, str]:
-    """The version of each package that the code of `entry` uses, as it is installed here (local parts such as +cpu left
-    out); the pinned one of those that are not installed."""
+    """Return the installed version of each package that the code of `entry` uses.
+
+    Local parts such as +cpu are left out. Of packages that are not installed it is the pinned one.
+    """
     pinned = pinned_packages(entry, backend)
     return {name: _installed(name) or version for name, version in pinned.items()}
 
@@ -77,7 +88,10 @@ def _installed(name: str) -> str | None:
 
 
 def environment_digest(packages: Iterable[str], pins: str | os.PathLike = _PINS) -> str:
-    """Hex sha256 over the pins (`name==version`) of `packages`. Raises InputError for one that `pins` does not pin."""
+    """Return the hex sha256 over the pins (`name==version`) of `packages`.
+
+    Raises InputError for one that `pins` does not pin.
+    """
     pinned = read_pins(pins)
     wanted = sorted({_canonical(name) for name in packages})
     for name in wanted:
@@ -87,8 +101,10 @@ def environment_digest(packages: Iterable[str], pins: str | os.PathLike = _PINS)
 
 
 def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
-    """Version by canonical package name, of a requirements file in which each line is `name==version`, blank or a
-    comment."""
+    """Return the version by canonical package name of a requirements file.
+
+    Each of its lines is `name==version`, blank or a comment.
+    """
     pins = {}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -107,20 +123,25 @@ def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
 
 
 def module_files(entry: str, backend: str | None = None) -> list[Path]:
-    """The files of this package that importing `entry` may load, sorted."""
+    """Return the files of this package that importing `entry` may load, sorted."""
     return sorted(_reach(f"{PACKAGE}.{entry}", backend))
 
 
 def third_party(entry: str, backend: str | None = None) -> set[str]:
-    """Canonical names of the packages outside this one and the standard library that the code of `entry` imports."""
+    """Return the canonical names of the packages that the code of `entry` imports.
+
+    Without this package and the standard library.
+    """
     roots = {name.partition(".")[0] for path in _reach(f"{PACKAGE}.{entry}", backend) for name in _read(path).imports}
     outside = roots - {PACKAGE} - set(sys.stdlib_module_names) - _unpinned()
     return {_canonical(_DISTRIBUTIONS.get(root, root)) for root in outside}
 
 
 def _unpinned() -> set[str]:
-    """Modules of packages that come with the machine that a backend is for: no pin, since engines.json records the
-    version that built and refuses another."""
+    """Return modules of packages that come with the machine that a backend is for.
+
+    They have no pin, since engines.json records the version that built and refuses another.
+    """
     from lockstep.config.backends import backends  # loads pydantic
 
     return {name for settings in backends().values() for name in settings.unpinned}
@@ -148,7 +169,7 @@ def _reach(module: str, backend: str | None = None) -> frozenset[Path]:
 
 
 def _backend_of(module: str) -> str | None:
-    """The backend whose folder a module is in; None for other modules."""
+    """Return the backend whose folder a module is in; None for other modules."""
     head, _, rest = module.partition(f"{PACKAGE}.backends.")
     name = rest.partition(".")[0]
     return name if not head and name and (SOURCES / "backends" / name).is_dir() else None
@@ -156,7 +177,10 @@ def _backend_of(module: str) -> str | None:
 
 @functools.cache
 def _file_of(module: str) -> Path | None:
-    """The file of a module of this package; None for any other name, such as that of a function."""
+    """Return the file of a module of this package.
+
+    None for any other name, such as that of a function.
+    """
     first, *parts = module.split(".")
     if first != PACKAGE:
         return None
@@ -165,8 +189,10 @@ def _file_of(module: str) -> Path | None:
 
 
 class _Source:
-    """A module file: its digest, which is also of the CUDA sources beside it that it names, and the dotted names that
-    it imports (`from a import b` gives `a` and `a.b`)."""
+    """A module file: its digest, and the dotted names that it imports.
+
+    The digest is also of the CUDA sources beside it that it names. `from a import b` gives `a` and `a.b`.
+    """
 
     def __init__(self, path: Path) -> None:
         data, package = path.read_bytes(), _package_of(path)
@@ -188,26 +214,34 @@ _read = functools.cache(_Source)
 
 @functools.cache
 def _parse(data: bytes) -> tuple[bytes, list[ast.AST]]:
-    """Return a module's code and the nodes that may name another file. By content: each put into the artefact cache
-    reads all files again."""
+    """Return a module's code and the nodes that may name another file.
+
+    By content: each put into the artefact cache reads all files again.
+    """
     nodes = list(ast.walk(ast.parse(data)))
     return _code(data, nodes), [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom, ast.Constant))]
 
 
 def digest_of(path: Path) -> str:
-    """Hex sha256 of the code in the file `path` as it is now."""
+    """Return the hex sha256 of the code in the file `path` as it is now."""
     return _Source(path).digest
 
 
 def _cuda_sources(path: Path, nodes: list[ast.AST]) -> list[Path]:
-    """The files beside a module whose names, as `kernel.cu`, stand in it, in that order."""
+    """Return the files beside a module whose names stand in it, in that order.
+
+    Such as `kernel.cu`.
+    """
     texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [path.with_name(text) for text in texts if re.fullmatch(r"\w+\.cu", text) and path.with_name(text).is_file()]
 
 
 def _code(data: bytes, nodes: list[ast.AST]) -> bytes:
-    """A module without what changes nothing: comments, docstrings, blank lines, spaces at the ends of lines. Not
-    by `ast.unparse`, which differs between versions of Python, nor the tokenizer, which is slower than the parser."""
+    """Return a module without what changes nothing.
+
+    Comments, docstrings, blank lines, spaces at the ends of lines. Not by `ast.unparse`, which differs between versions
+    of Python, nor the tokenizer, which is slower than the parser.
+    """
     lines = _STRING_OR_COMMENT.sub(lambda found: found[0] if found[1] else b"", data).splitlines()
     for node in nodes:
         if not isinstance(node, _WITH_DOCSTRING) or not node.body or not isinstance(node.body[0], ast.Expr):
@@ -240,13 +274,16 @@ def _imports(nodes: list[ast.AST], package: list[str]) -> Iterator[str]:
 
 
 def _texts(nodes: list[ast.AST]) -> list[str]:
-    """Texts that may name modules of this package, which are imported by name, as backends are."""
+    """Return texts that may name modules of this package.
+
+    These are imported by name, as backends are.
+    """
     texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [text for text in texts if text.startswith(f"{PACKAGE}.")]
 
 
 def _named(text: str) -> list[str]:
-    """The modules that a text names: `a.*.c` is the module c of each package in a."""
+    """Return the modules that a text names: `a.*.c` is module c of each package in a."""
     if "*" not in text:
         return [text]
     found = sorted(SOURCES.glob(text.removeprefix(f"{PACKAGE}.").replace(".", "/") + ".py"))
@@ -254,5 +291,5 @@ def _named(text: str) -> list[str]:
 
 
 def _canonical(name: str) -> str:
-    """PEP 503."""
+    """Return the canonical name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()

@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.provenance.lockfile import read_lock
+from lockstep.provenance.lock import read_document
 
 _DIGEST = 64
 
 
 def diff(first: Path, second: Path) -> list[str]:
-    """What differs between two lock files, a line each: where, and both values. Raises InputError for a file that is no
-    lock."""
-    return [f"{' / '.join(where)}: {change}" for where, change in changes(read_lock(first), read_lock(second))]
+    """Return what differs between two lock files, a line each.
+
+    Where, and both values. Raises InputError for a file that is no lock.
+    """
+    return [f"{' / '.join(where)}: {change}" for where, change in changes(read_document(first), read_document(second))]
 
 
 def changes(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(place, "before -> after") of each value that differs, in the order of their names."""
+    """Yield (place, "before -> after") of each value that differs, sorted by name."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for name in sorted({*one, *other}):
             here = (*where, str(name))
@@ -34,7 +36,10 @@ def changes(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def words(value: Any) -> str:
-    """A value on one line: digests cut to what tells them apart, lists and mappings short."""
+    """Return a value on one line.
+
+    Digests are cut to what tells them apart, lists and mappings are short.
+    """
     if isinstance(value, str):
         return value[:12] if len(value) == _DIGEST and all(c in "0123456789abcdef" for c in value) else value
     if isinstance(value, Mapping):
@@ -45,7 +50,10 @@ def words(value: Any) -> str:
 
 
 def cause(recorded: BuildKey, now: BuildKey) -> list[str]:
-    """Why two build keys of one stage differ: inputs, options, backend, packages, code, in words with both values."""
+    """Return why two build keys of one stage differ, in words with both values.
+
+    Inputs, options, backend, packages, code.
+    """
     parts = (
         ("", recorded.names, now.names),
         ("input ", recorded.inputs, now.inputs),

@@ -1,5 +1,7 @@
-"""Explain: a target in; what a run would make again and why, out. The build keys that are recorded are compared with
-what they would be now."""
+"""Explain: what a run would make again of a target, and why.
+
+The build keys that are recorded are compared with what they would be now.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explained:
-    """A step, and why a run would make its artefact again; no reasons where it would not. `unknown`: there is no record
-    to tell by."""
+    """A step, and why a run would make its artefact again.
+
+    There are no reasons where it would not. `unknown`: there is no record to tell by.
+    """
 
     step: JobSpec
     reasons: tuple[str, ...]
@@ -46,8 +50,10 @@ class Explained:
 
 
 def explain(config: Config, results: Results, target: Target, source: Path | None = None) -> list[Explained]:
-    """All steps of `target`, in order. `source`: the folder that the model's checkpoint lies in now; None where it is
-    not there yet."""
+    """Return all steps of `target` with their reasons, in order.
+
+    `source`: the folder that the model's checkpoint lies in now; None where it is not there yet.
+    """
     found: list[Explained] = []
     again: dict[Path, str] = {}
     for step in steps(config, results, target):
@@ -81,8 +87,10 @@ def _explain(step: JobSpec, again: Mapping[Path, str], source: Path | None) -> E
 
 
 def _key_now(step: JobSpec, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
-    """The build key as a run would have it now, as far as that can be told: with the pinned packages, and inputs that
-    are not made again first."""
+    """Return the build key as a run would have it now, as far as that can be told.
+
+    With the pinned packages, and inputs that are not made again first.
+    """
     entry, backend = STAGES[step.stage].code, step.backend
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
     kept = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}
@@ -101,7 +109,7 @@ def _key_now(step: JobSpec, recorded: BuildKey, again: Mapping[Path, str]) -> Bu
 
 
 def _changed_files(step: JobSpec, source: Path) -> list[str]:
-    """Files of the checkpoint that are not those that its manifest lists."""
+    """Return files of the checkpoint that are not those that its manifest lists."""
     try:
         recorded = {file.path: file.sha256 for file in CheckpointManifest.load(step.output).files}
         weights = weight_files(source, find_tensors(source)) if step.stage == "resolve" else []

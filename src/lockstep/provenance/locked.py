@@ -1,5 +1,6 @@
-"""Locked: what is to be made, and what was made, against the lock. The first difference is named with its cause, and
-nothing is made from it.
+"""Checks of what is to be made, and of what was made, against the lock.
+
+The first difference is named with its cause, and nothing is made from it.
 
 What can be known before the work is refused before it (`check_project`, `check_step`): targets, the terms of the
 checks, the checkpoint's files, the device of a backend, and every file that is read. What a stage makes is compared as
@@ -20,18 +21,8 @@ from lockstep.pipeline.pinned import device_name
 from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.diff import changes, words
-from lockstep.provenance.lockfile import (
-    MADE,
-    TERMS,
-    Section,
-    lock_path,
-    made_with,
-    maker,
-    read_lock,
-    sections_at,
-    terms,
-    terms_place,
-)
+from lockstep.provenance.lock import TERMS, Lock, lock_path
+from lockstep.provenance.lockfile import Section, made_with, maker, sections_at, terms, terms_place
 from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 
@@ -44,8 +35,10 @@ _PLACES = ("source",)
 
 
 def is_locked(config: Mapping[str, Any]) -> bool:
-    """Whether Snakemake's config says `locked`, which the command line gives as a text. Raises InputError for anything
-    but true and false."""
+    """Return whether Snakemake's config says `locked`.
+
+    The command line gives it as a text. Raises InputError for anything but true and false.
+    """
     value = config.get("locked", False)
     found = {"true": True, "false": False}.get(str(value).lower())
     if found is None:
@@ -54,8 +47,10 @@ def is_locked(config: Mapping[str, Any]) -> bool:
 
 
 def find_lock(model: str, folders: Sequence[Path]) -> Path:
-    """The lock of a model in the first of `folders` (each holding `locks/`) that has one. Raises InputError where none
-    has."""
+    """Return the lock of a model in the first of `folders` that has one.
+
+    Each holds `locks/`. Raises InputError where none has.
+    """
     for folder in folders:
         path = lock_path(folder / "locks", model)
         if path.is_file():
@@ -74,12 +69,12 @@ def check_project(
     prompts: Sequence[str],
     checkpoint: Sequence[Path] | None,
 ) -> None:
-    """Before a run: raises CheckError for the first thing that will differ from the lock.
+    """Check before a run that nothing will differ from the lock.
 
     targets, their steps, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None
-    where a job brings them.
+    where a job brings them. Raises CheckError for the first thing that will differ.
     """
-    lock = read_lock(lock_file)
+    lock = Lock.load(lock_file)
     for line in _before(lock, targets, steps, prompts, checkpoint):
         _refuse(line, lock_file)
     for step in steps:
@@ -88,7 +83,7 @@ def check_project(
 
 
 def _before(
-    lock: Mapping[str, Any],
+    lock: Lock,
     targets: Sequence[Target],
     steps: Sequence[JobSpec],
     prompts: Sequence[str],
@@ -103,52 +98,66 @@ def _before(
     built = {(step.names["precision"], step.names["backend"]) for step in steps if step.stage == "build"}
     if checkpoint is not None:
         found = {path.name: digest(path) for path in checkpoint}
-        expected = {name: value for name, value in without_places(lock["checkpoint"]).items() if name != "commit"}
+        expected = {name: value for name, value in without_places(lock.checkpoint).items() if name != "commit"}
         yield from (f"resolve: {name} differs: {change}" for (name, *_), change in changes(expected, found))
     for target in targets:
-        names = target.precision, str(target.layers), target.backend
-        for where in (
-            ("precisions", names[0]),
-            ("reference", names[1]),
-            *([("precisions", names[0], "engines", names[2])] if (names[0], names[2]) in built else []),
-            *([("precisions", names[0], "golden", names[2], names[1])] if names in judged else []),
+        precision, layers, backend = target.precision, str(target.layers), target.backend
+        golden = ("precisions", precision, "golden", backend, layers)
+        for where, is_there in (
+            (("precisions", precision), precision in lock.precisions),
+            (("reference", layers), layers in lock.reference),
+            (
+                ("precisions", precision, "engines", backend),
+                (precision, backend) not in built or lock.devices(precision, backend) is not None,
+            ),
+            (golden, (precision, layers, backend) not in judged or lock.section(golden) is not None),
         ):
-            if expected_items(lock, where) is None:
+            if not is_there:
                 yield f"{target}: {'/'.join(where)} is not in the lock"
-        for (text, *_), change in changes(dict.fromkeys(lock["reference"][names[1]], ""), dict.fromkeys(prompts, "")):
+        for (text, *_), change in changes(dict.fromkeys(lock.reference[layers], ""), dict.fromkeys(prompts, "")):
             yield f"reference: prompt {text!r} differs: {change.partition(',')[0]}"
 
 
 def locked_commit(lock_file: Path, source: str) -> str | None:
-    """The commit of the hub at which `source` is locked, wherever its branch is now; None where the lock is of another
-    source."""
-    checkpoint = read_lock(lock_file)["checkpoint"]
-    return checkpoint.get("commit") if checkpoint["source"] == source else None
+    """Return the commit of the hub at which `source` is locked.
+
+    It stays, wherever its branch is now. None where the lock is of another source.
+    """
+    lock = Lock.load(lock_file)
+    return lock.commit if lock.checkpoint["source"] == source else None
 
 
 def before_weights(config: Config, model: str, lock_file: Path | None) -> Callable[[Path, str], None]:
-    """What `hub.fetch` asks before it downloads the weights of `model`, with the folder of its small files and its
-    commit: does the model fit the config, and, where there is a lock, is its commit the locked one? Raises InputError
-    and CheckError."""
+    """Return the check that `hub.fetch` calls before it downloads a model's weights.
+
+    It is called with the folder of the model's small files and its commit: does the model fit the config, and, where
+    there is a lock, is its commit the locked one? It raises InputError and CheckError.
+    """
 
     def check(folder: Path, commit: str) -> None:
         config.check_model(model, folder)
-        if lock_file and (line := other_commit(read_lock(lock_file), commit)):
+        if lock_file and (line := other_commit(Lock.load(lock_file), commit)):
             _refuse(line, lock_file)
 
     return check
 
 
 def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
-    """What `hub.fetch` is held to, by its parameters: the check before the weights, and the locked commit."""
+    """Return what `hub.fetch` is held to, by its parameters.
+
+    The check before the weights, and the locked commit.
+    """
     commit = locked_commit(lock_file, config.models[model].source) if lock_file and not newest else None
     return {"check": before_weights(config, model, lock_file), "commit": commit}
 
 
 def check_step(step: JobSpec, key: BuildKey, lock_file: Path) -> None:
-    """Before a stage: raises CheckError when what it reads is not locked, or when it would be made on other terms or
-    for another device; InputError when a file that a manifest names is not the one."""
-    lock = read_lock(lock_file)
+    """Check before a stage that its inputs, terms and device are as locked.
+
+    Raises CheckError when what it reads is not locked, or when it would be made on other terms or for another device;
+    InputError when a file that a manifest names is not the one.
+    """
+    lock = Lock.load(lock_file)
     for path in step.inputs.values():
         if record_path(path).is_file():
             for section in sections_at(path):
@@ -158,41 +167,49 @@ def check_step(step: JobSpec, key: BuildKey, lock_file: Path) -> None:
     if line := _other_terms(lock, step):
         _refuse(line, lock_file)
     if step.stage == "build" and key.backend:
-        where = ("precisions", step.names["precision"], "engines", step.names["backend"])
         here = device_name(key.backend)
-        devices = expected_items(lock, where) or {}
+        devices = lock.devices(step.names["precision"], step.names["backend"]) or {}
         if here not in devices:
             _refuse(f"build: device differs: {' or '.join(sorted(devices)) or 'none'} -> {here}", lock_file)
 
 
 def check_output(output: Path, lock_file: Path) -> None:
-    """After a stage: raises CheckError, and takes the manifest `output` away, when the artefact is not the locked
-    one."""
+    """Check after a stage that its artefact is the locked one.
+
+    Raises CheckError, and takes the manifest `output` away, when it is not.
+    """
     if line := reject(output, lock_file):
         _refuse(line, lock_file)
 
 
 def reject(output: Path, lock_file: Path) -> str | None:
-    """The first difference of an artefact from the lock, which takes its manifest `output` away; None when it is the
-    locked one."""
-    line = first_difference(output, read_lock(lock_file))
+    """Return the first difference of an artefact from the lock.
+
+    A difference takes its manifest `output` away. None when it is the locked one.
+    """
+    line = first_difference(output, Lock.load(lock_file))
     if line is not None:
         for path in (output, record_path(output), provenance_path(output)):
             path.unlink(missing_ok=True)
     return line
 
 
-def first_difference(output: Path, lock: Mapping[str, Any]) -> str | None:
-    """The first difference of the artefact whose manifest is `output` from a lock; None when it is as locked, or is not
-    locked."""
+def first_difference(output: Path, lock: Lock) -> str | None:
+    """Return the first difference of the artefact of a manifest from a lock.
+
+    None when it is as locked, or is not locked. output: the manifest.
+    """
     return next((line for section in sections_at(output) if (line := difference(lock, section))), None)
 
 
-def _other_terms(lock: Mapping[str, Any], step: JobSpec) -> str | None:
-    """What the config says to a check and the lock does not; None where they agree."""
+def _other_terms(lock: Lock, step: JobSpec) -> str | None:
+    """Return the first of a check's terms that the config and the lock differ in.
+
+    None where they agree.
+    """
     if not entry_of(step).is_check:
         return None
-    locked = expected_items(lock, terms_place(step.stage, step.names))
+    locked = lock.section(terms_place(step.stage, step.names))
     if locked is None:
         return f"{step}: the terms of this check are not in the lock"
     return next(
@@ -200,10 +217,12 @@ def _other_terms(lock: Mapping[str, Any], step: JobSpec) -> str | None:
     )
 
 
-def difference(lock: Mapping[str, Any], section: Section) -> str | None:
-    """The first difference of an artefact from the lock, with what else differs that may have caused it; None when it
-    is the same."""
-    expected = expected_items(lock, section.where)
+def difference(lock: Lock, section: Section) -> str | None:
+    """Return the first difference of an artefact from the lock.
+
+    With what else differs that may have caused it. None when it is the same.
+    """
+    expected = lock.section(section.where)
     if expected is None:
         return f"{section.stage}: {'/'.join(section.where)} is not in the lock"
     differing = next(changes(without_places(expected), without_places(section.items)), None)
@@ -214,34 +233,27 @@ def difference(lock: Mapping[str, Any], section: Section) -> str | None:
     return f"{section.stage}: {'.'.join(where)} differs: {change}{makers and f', made with {makers}'}"
 
 
-def expected_items(lock: Mapping[str, Any], where: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """The section of a lock; None where it has none."""
-    place: Any = lock
-    for name in where:
-        place = place.get(name) if isinstance(place, Mapping) else None
-    return place
-
-
 def without_places(items: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in items.items() if name not in _PLACES}
 
 
-def other_commit(lock: Mapping[str, Any], commit: str | None) -> str | None:
-    return next(
-        (f"fetch: commit differs: {change}" for _, change in changes(lock["checkpoint"].get("commit"), commit)), None
-    )
+def other_commit(lock: Lock, commit: str | None) -> str | None:
+    return next((f"fetch: commit differs: {change}" for _, change in changes(lock.commit, commit)), None)
 
 
-def _other_makers(lock: Mapping[str, Any], section: Section) -> str:
-    """What of the makers of an artefact is not as in the lock: packages, library, whether the code is another."""
-    locked, now = lock[MADE].get(maker(section.key)), made_with(section.key)
+def _other_makers(lock: Lock, section: Section) -> str:
+    """Return what of the makers of an artefact is not as in the lock.
+
+    Packages, library, whether the code is another.
+    """
+    locked, now = lock.makers.get(maker(section.key)), made_with(section.key)
     if locked is None:
         return ""
-    packages = [f"{' '.join(where)} {change}" for where, change in changes(locked["packages"], now["packages"])]
-    libraries = changes(locked.get("backend", {}), now.get("backend", {}))
+    packages = [f"{' '.join(where)} {change}" for where, change in changes(locked.packages, now.packages)]
+    libraries = changes(locked.backend or {}, now.backend or {})
     backend = [f"{section.key.names['backend']} {'.'.join(where)} {change}" for where, change in libraries]
-    code = [f"code {words(locked['code'])} -> {words(now['code'])}"] if locked["code"] != now["code"] else []
-    options = changes(locked.get("options", {}), now.get("options", {}))
+    code = [f"code {words(locked.code)} -> {words(now.code)}"] if locked.code != now.code else []
+    options = changes(locked.options or {}, now.options or {})
     return ", ".join([*packages, *backend, *(f"option {'.'.join(where)} {change}" for where, change in options), *code])
 
 

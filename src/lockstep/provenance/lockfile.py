@@ -1,38 +1,38 @@
-"""The lock of a model: a finished results tree in, `locks/<model>.lock.json` out, sorted, to be committed.
+"""Writing of locks: a finished results tree in, `locks/<model>.lock.json` out.
 
-A lock is made of sections: what each artefact must be, by name, and on what terms each check was passed. A section
-comes from the manifest of the artefact and from the record of how it was made. Beside the sections stands, by stage,
-what made them (code, packages, library): it decides nothing, and names the cause where an artefact differs.
+The file is sorted, and to be committed. A lock is made of sections: what each artefact must be, by name, and on what
+terms each check was passed. A section comes from the manifest of the artefact and from the record of how it was made.
+Beside the sections stands, by stage, what made them (code, packages, library): it decides nothing, and names the cause
+where an artefact differs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
+from lockstep.artifacts.files import dump_json, sha256_json
 from lockstep.artifacts.manifest_files import manifest_entries
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stage import Finished
 from lockstep.pipeline.stages import STAGES
+from lockstep.provenance.lock import MADE, TERMS, Lock, LockedPrecision, Maker, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
-from lockstep.provenance.shapes import LOCK, misfit
-
-MADE, TERMS = "made with", "checks"
 
 
 @dataclass(frozen=True)
 class Section:
-    """One artefact, or the terms of one check: where it stands in the lock, its build key, and what it must be, by
-    name."""
+    """An artefact, or the terms of a check, as a lock holds it.
 
-    where: tuple[str, ...]
+    where: its place in the lock. key: its build key. items: what it must be, by name.
+    """
+
+    where: Place
     manifest: Path
     key: BuildKey
     items: Mapping[str, Any]
@@ -42,75 +42,89 @@ class Section:
         return self.key.stage
 
 
-def lock_path(folder: Path, model: str) -> Path:
-    return folder / f"{model}.lock.json"
-
-
-def read_lock(path: Path) -> dict[str, Any]:
-    """Raises InputError for a file that is absent or no lock."""
-    lock = read_json(path, formats.LOCK)
-    wrong = misfit(lock, LOCK) or next(
-        (f"{MADE}: expected stages, found {name!r}" for name in sorted(lock[MADE]) if name.split("/")[0] not in STAGES),
-        None,
-    )
-    if wrong:
-        raise InputError(f"{path}: {wrong}; take the lock as it was committed, or write it again with `lockstep lock`")
-    return lock
-
-
 def write_lock(results: Path, model: str, out: Path) -> Path:
-    """Write the lock of the finished model `model` to `out`. Raises InputError where something was not made or not
-    checked yet.
+    """Write the lock of the finished model `model` to `out`.
 
     Engines of other devices that stand in `out` already stay, as long as they are of these graphs; so does all of
-    engines that are not built here because this processor does not compute in their precision.
+    engines that are not built here because this processor does not compute in their precision. Raises InputError where
+    something was not made or not checked yet.
     """
     lock = collect(results, model)
     if out.is_file():
-        before = read_lock(out)
-        _keep_devices(before, lock)
-        _keep_not_built(before, lock)
-    write_bytes(out, dump_json(lock).encode())
+        before = Lock.load(out)
+        lock = _keep_not_built(before, _keep_devices(before, lock))
+    lock.save(out)
     return out
 
 
-def _keep_devices(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
-    for precision, parts in lock["precisions"].items():
-        old = before.get("precisions", {}).get(precision, {})
-        if old.get("graphs") == parts.get("graphs"):
-            for backend, devices in parts.get("engines", {}).items():
-                parts["engines"][backend] = {**old.get("engines", {}).get(backend, {}), **devices}
+def _keep_devices(before: Lock, lock: Lock) -> Lock:
+    """Return `lock` with the engines of other devices in `before`.
+
+    They are kept as long as they are of the same graphs.
+    """
+    kept = {}
+    for precision, now in lock.precisions.items():
+        old = before.precisions.get(precision, LockedPrecision())
+        if now.engines is not None and old.graphs == now.graphs:
+            engines = {name: {**(old.engines or {}).get(name, {}), **devices} for name, devices in now.engines.items()}
+            kept[precision] = replace(now, engines=engines)
+    return replace(lock, precisions={**lock.precisions, **kept})
 
 
-def _keep_not_built(before: Mapping[str, Any], lock: dict[str, Any]) -> None:
+def _keep_not_built(before: Lock, lock: Lock) -> Lock:
+    """Return `lock` with the engines in `before` that are not built here.
+
+    This processor does not compute in their precision. They are kept as long as they are of the same graphs.
+    """
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
 
-    for precision, parts in lock["precisions"].items():
-        old = before.get("precisions", {}).get(precision, {})
-        for backend in old.get("engines", {}).keys() - parts.get("engines", {}).keys():
+    for precision, now in lock.precisions.items():
+        old = before.precisions.get(precision, LockedPrecision())
+        for backend in (old.engines or {}).keys() - (now.engines or {}).keys():
             settings = backends().get(backend)
-            if old["graphs"] != parts.get("graphs") or settings is None or not settings.lacks_here(precision):
+            if old.graphs != now.graphs or settings is None or not settings.lacks_here(precision):
                 continue
-            for kind in ("engines", "golden"):
-                if backend in old.get(kind, {}):
-                    parts.setdefault(kind, {})[backend] = old[kind][backend]
-            for stage, terms in before.get(TERMS, {}).items():
-                kept = {name: of for name, of in terms.items() if _is_of(name, precision, backend)}
-                if kept:
-                    lock[TERMS].setdefault(stage, {}).update(kept)
-            lock[MADE] = {
-                **{name: of for name, of in before[MADE].items() if name.endswith(f"/{backend}")},
-                **lock[MADE],
-            }
+            lock = _with_backend(before, lock, precision, backend)
+    return lock
+
+
+def _with_backend(before: Lock, lock: Lock, precision: str, backend: str) -> Lock:
+    """Return `lock` with all that `before` has of a backend in a precision.
+
+    Engines, golden tokens, terms and makers.
+    """
+    old, now = before.precisions[precision], lock.precisions[precision]
+    engines = {**(now.engines or {}), backend: (old.engines or {})[backend]}
+    golden = now.golden
+    if backend in (old.golden or {}):
+        golden = {**(now.golden or {}), backend: (old.golden or {})[backend]}
+    checks = dict(lock.checks)
+    for stage, terms in before.checks.items():
+        kept = {name: of for name, of in terms.items() if _is_of(name, precision, backend)}
+        if kept:
+            checks[stage] = {**checks.get(stage, {}), **kept}
+    makers = {name: maker for name, maker in before.makers.items() if name.endswith(f"/{backend}")}
+    return replace(
+        lock,
+        precisions={**lock.precisions, precision: replace(now, engines=engines, golden=golden)},
+        checks=checks,
+        makers={**makers, **lock.makers},
+    )
 
 
 def _is_of(name: str, precision: str, backend: str) -> bool:
-    """Whether the terms of a check under this name are of engines in `precision` for `backend`."""
+    """Return whether a check's terms are of engines in `precision` for `backend`.
+
+    name: of the terms.
+    """
     return name.startswith(f"{precision}/") and name.endswith(f"/{backend}")
 
 
-def collect(results: Path, model: str) -> dict[str, Any]:
-    """The lock of what is there. Raises InputError for a model that is not finished."""
+def collect(results: Path, model: str) -> Lock:
+    """Return the lock of what is there.
+
+    Raises InputError for a model that is not finished.
+    """
     found = list(sections(results, model))
     stages = {section.stage for section in found}
     finished = Finished(
@@ -123,14 +137,18 @@ def collect(results: Path, model: str) -> dict[str, Any]:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
             )
-    lock: dict[str, Any] = {"format": formats.LOCK, "model": model, MADE: {}}
+    document: dict[str, Any] = {"model": model, MADE: {}}
     for section in found:
-        put(lock, section)
-    return lock
+        document[MADE][maker(section.key)] = made_with(section.key).to_json()
+        place = document
+        for name in section.where[:-1]:
+            place = place.setdefault(name, {})
+        place[section.where[-1]] = dict(section.items)
+    return Lock.from_json(document)
 
 
 def _runs(section: Section) -> bool:
-    """Whether it is of engines that run here."""
+    """Return whether a section is of engines that run here."""
     if section.stage != "build":
         return False
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
@@ -144,44 +162,46 @@ def _runs(section: Section) -> bool:
     return backends()[engines.backend].cannot_run(engines.options) is None
 
 
-def put(lock: dict[str, Any], section: Section) -> None:
-    """Add a section to a lock, with what made it."""
-    lock[MADE][maker(section.key)] = made_with(section.key)
-    place = lock
-    for name in section.where[:-1]:
-        place = place.setdefault(name, {})
-    place[section.where[-1]] = dict(section.items)
-
-
 def maker(key: BuildKey) -> str:
-    """The name that a lock has for what made an artefact: the stage, and the backend where one runs it."""
+    """Return the name that a lock has for what made an artefact.
+
+    The stage, and the backend where one runs it.
+    """
     return "/".join([key.stage, *([key.names["backend"]] if "backend" in key.names else [])])
 
 
-def made_with(key: BuildKey) -> dict[str, Any]:
-    """Code, packages and library of a stage, as a lock holds them."""
+def made_with(key: BuildKey) -> Maker:
+    """Return the code, packages and library of a stage, as a lock holds them."""
     backend = {name: value for name, value in (key.backend or {}).items() if name not in ("name", "device")}
-    return {
-        "code": sha256_json(key.code),
-        "packages": key.environment,
-        **({} if STAGES[key.stage].is_check else {"options": json.loads(dump_json(key.options))}),
-        **({"backend": json.loads(dump_json(backend))} if backend else {}),
-    }
+    return Maker(
+        sha256_json(key.code),
+        key.environment,
+        None if STAGES[key.stage].is_check else json.loads(dump_json(key.options)),
+        json.loads(dump_json(backend)) if backend else None,
+    )
 
 
-def terms_place(stage: str, names: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the terms of a check stand in the lock of its model. names: precision, layers and backend, those that the
-    stage has."""
+def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
+    """Return where the terms of a check stand in the lock of its model.
+
+    names: precision, layers and backend, those that the stage has.
+    """
     return (TERMS, stage, "/".join(str(names[name]) for name in ("precision", "layers", "backend") if name in names))
 
 
 def terms(options: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the config says to a check, as a lock holds it: tolerances, prompts, lengths, limits, expected texts."""
+    """Return all that the config says to a check, as a lock holds it.
+
+    Tolerances, prompts, lengths, limits, expected texts.
+    """
     return numbered(json.loads(dump_json(options)))
 
 
 def numbered(value: Any) -> Any:
-    """Lists as mappings by number: what differs in them then has a place too."""
+    """Return a value with its lists as mappings by number.
+
+    What differs in them then has a place too.
+    """
     if isinstance(value, Mapping):
         return {name: numbered(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -190,15 +210,16 @@ def numbered(value: Any) -> Any:
 
 
 def sections(results: Path, model: str) -> Iterator[Section]:
-    """Of all artefacts of a model that are locked, in the order of their paths."""
+    """Yield the sections of all locked artefacts of a model, in order of their paths."""
     for path in records(results / model):
         yield from sections_of(path)
 
 
 def sections_of(path: Path) -> list[Section]:
-    """The sections of the record at `path`; none for what is not locked, such as a report.
+    """Return the sections of the record at `path`.
 
-    Raises InputError or CheckError when record and manifest are damaged or do not belong together.
+    There are none for what is not locked, such as a report. Raises InputError or CheckError when record and manifest
+    are damaged or do not belong together.
     """
     key = checked_record(path).key
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
@@ -221,5 +242,5 @@ def sections_of(path: Path) -> list[Section]:
 
 
 def sections_at(output: Path) -> list[Section]:
-    """The sections of the artefact whose manifest is `output`."""
+    """Return the sections of the artefact whose manifest is `output`."""
     return sections_of(record_path(output))

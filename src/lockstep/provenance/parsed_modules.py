@@ -1,8 +1,8 @@
-"""What was read in each module of this package, kept between processes: to parse all takes a second of each start.
+"""A cache of what was read in each module of this package, between processes.
 
-In: a key that is of a module's bytes, and texts by name. Out: the same texts in a later process. They lie beside
-Python's bytecode and under its terms: nothing is kept where PYTHONDONTWRITEBYTECODE is set or the folder cannot be
-written, and the file may be deleted at any time.
+To parse all takes a second of each start. In: a key that is of a module's bytes, and texts by name. Out: the same texts
+in a later process. They lie beside Python's bytecode and under its terms: nothing is kept where PYTHONDONTWRITEBYTECODE
+is set or the folder cannot be written, and the file may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _READER = Path(__file__).with_name("code_identity.py")  # another one may read s
 
 
 def find(key: str) -> Texts | None:
-    """What `keep` was given for the key; None where it was not, or where its file is damaged."""
+    """Return what `keep` was given for the key.
+
+    None where it was not, or where its file is damaged.
+    """
     kept = _kept()
     found = kept.before.get(key)
     if found is not None:
@@ -59,8 +62,10 @@ class _Kept:
         return {key: texts for key, texts in value["modules"].items() if _is_texts(texts)} if fits else {}
 
     def save(self) -> None:
-        """Put what is new beside what another process may have kept since; of a module that was edited, the newest of
-        a few stay."""
+        """Put what is new beside what another process may have kept since.
+
+        Of a module that was edited, the newest of a few stay.
+        """
         if sys.dont_write_bytecode:
             return
         modules = {**self._read(), **self.now}

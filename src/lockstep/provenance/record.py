@@ -1,5 +1,6 @@
-"""The build key of an artefact: a step of the workflow in; beside its manifest `<manifest>.build.json` out, which says
-what it was made of.
+"""The build key of an artefact, and its record `<manifest>.build.json`.
+
+A step of the workflow in; the record beside its manifest out, which says what it was made of.
 
 A record holds the digests of the inputs, the options, the code of the stage, the versions of its packages, for what a
 backend makes its version and device, and the digest of each file that came out. It holds no time and no place: two
@@ -28,7 +29,10 @@ from lockstep.provenance.shapes import RECORD, misfit
 
 
 def build_key(step: JobSpec, here: bool = True) -> BuildKey:
-    """What decides what `step` makes. `here`: with the packages installed here; else with those that are pinned."""
+    """Return the build key of `step`: all that decides what it makes.
+
+    `here`: with the packages installed here; else with those that are pinned.
+    """
     packages = code_identity.installed_packages if here else code_identity.pinned_packages
     stage, backend = STAGES.get(step.stage), step.backend
     entry = stage.code if stage else REPORTS.get(step.stage)
@@ -45,8 +49,11 @@ def build_key(step: JobSpec, here: bool = True) -> BuildKey:
 
 
 def backend_identity(step: JobSpec) -> dict[str, Any]:
-    """The library and the device that the step's engines are for, asked in its interpreter. Raises InputError where the
-    library is not installed, and where this machine has not the device that the config names."""
+    """Return the library and the device that the step's engines are for.
+
+    They are asked in its interpreter. Raises InputError where the library is not installed, and where this machine has
+    not the device that the config names.
+    """
     if step.device:
         _check_device(step, step.device)
     return worker.ask(step.python, "identity", name=step.backend)
@@ -66,14 +73,20 @@ def _check_device(step: JobSpec, device: Mapping[str, str]) -> None:
 
 
 def write_record(step: JobSpec, key: BuildKey) -> BuildRecord:
-    """Write the record of `step`, which has just made its output with `key`, and give it."""
+    """Write the record of `step`, and return it.
+
+    The step has just made its output with `key`.
+    """
     record = BuildRecord(key, outputs_of(step.output, step.beside))
     write_json(record_path(step.output), record.to_json())
     return record
 
 
 def _input(step: JobSpec, path: Path) -> str:
-    """What stands for an input in the key. The summary has a row for a manifest that is damaged: there its bytes do."""
+    """Return what stands for an input in the key.
+
+    The summary has a row for a manifest that is damaged: there its bytes do.
+    """
     try:
         return content(path)
     except InputError:
@@ -83,11 +96,11 @@ def _input(step: JobSpec, path: Path) -> str:
 
 
 def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Hex sha256 by path, relative to the manifest's folder: of the manifest, of files `beside` it, and of those that
-    it names as its own.
+    """Return the hex sha256 of an artefact's files, by path.
 
-    The digests of the latter are those of the manifest: who made it has just hashed them. Files of another folder are
-    not its own.
+    Paths are relative to the manifest's folder: of the manifest, of files `beside` it, and of those that it names as
+    its own. The digests of the latter are those of the manifest: who made it has just hashed them. Files of another
+    folder are not its own.
     """
     outputs = {Path(os.path.relpath(path, manifest.parent)).as_posix(): digest(path) for path in (manifest, *beside)}
     for file in named_files(manifest) if manifest.suffix == ".json" else ():
@@ -98,8 +111,10 @@ def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
 
 
 def read_record(output: Path) -> BuildRecord | None:
-    """The record of the manifest `output`; None where there is none, or where it is of another file. Raises InputError
-    when it is damaged."""
+    """Return the record of the manifest `output`.
+
+    None where there is none, or where it is of another file. Raises InputError when it is damaged.
+    """
     path = record_path(output)
     if not path.is_file():
         return None
@@ -108,7 +123,10 @@ def read_record(output: Path) -> BuildRecord | None:
 
 
 def checked_record(path: Path) -> BuildRecord:
-    """A record whose key is that of its parts. Raises InputError, or CheckError for parts that were changed."""
+    """Return a record whose key is that of its parts.
+
+    Raises InputError, or CheckError for parts that were changed.
+    """
     value = read_json(path, formats.BUILD)
     if wrong := misfit(value, RECORD):
         raise InputError(f"{path}: {wrong}; delete the file and run again")
@@ -119,5 +137,5 @@ def checked_record(path: Path) -> BuildRecord:
 
 
 def records(folder: Path) -> Iterator[Path]:
-    """All records below a folder, sorted."""
+    """Yield all records below a folder, sorted."""
     return iter(sorted(folder.rglob(f"*{SUFFIX}")))

@@ -1,5 +1,7 @@
-"""Reproduce: a finished target in; it is built again in clean folders, by fresh processes, and the levels of sameness
-that were reached come out.
+"""Reproduce: a finished target is built again, and the levels of sameness told.
+
+A finished target in; it is built again in clean folders, by fresh processes, and the levels of sameness that were
+reached come out.
 
 Each round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where
 they lie. The reference, which comes from transformers and not from us, is taken as it is, and so is the record of
@@ -42,10 +44,10 @@ def reproduce(
     rounds: int,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Reproduction:
-    """Build `target` again `rounds` times, write the record to `results.reproduction` and give it. config: the one that
-    the results were made with.
+    """Build `target` again `rounds` times, and return the record.
 
-    Raises InputError where the target is not finished, CheckError where it cannot be built again at all.
+    The record is written to `results.reproduction`. config: the one that the results were made with. Raises InputError
+    where the target is not finished, CheckError where it cannot be built again at all.
     """
     names = (target.model, target.precision, target.layers, target.backend)
     device = config.get("devices", {}).get(target.backend, {"backend": target.backend})
@@ -102,7 +104,10 @@ def _record(
 def _round(
     config: Mapping[str, Any], results: Results, target: Target, folder: Path, tell: Callable[[str], None]
 ) -> str | None:
-    """Make the target in `folder`/results. Gives the golden check's line where it did not pass, None where it did."""
+    """Make the target in `folder`/results.
+
+    Returns the golden check's line where it did not pass, None where it did.
+    """
     tree = Results(folder / "results")
     manifest_path = results.checkpoint(target.model)
     manifest = CheckpointManifest.load(manifest_path)
@@ -117,8 +122,10 @@ def _round(
 
 
 def reproduced_stages(target: Target, is_run: bool, *more: str) -> list[str]:
-    """The stages that are run to make a target again, and `more`, in their order; without checks where its engines do
-    not run."""
+    """Return the stages that make a target again, and `more`, in their order.
+
+    Without checks where its engines do not run.
+    """
     found = [
         name
         for name, entry in STAGES.items()
@@ -128,7 +135,7 @@ def reproduced_stages(target: Target, is_run: bool, *more: str) -> list[str]:
 
 
 def _is_run(results: Results, target: Target) -> bool:
-    """Whether the engines that are there run here."""
+    """Return whether the engines that are there run here."""
     engines = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
     return backends()[engines.backend].cannot_run(engines.options) is None
 
@@ -141,8 +148,10 @@ def make_again(
     stages: Sequence[str],
     tell: Callable[[str], None],
 ) -> str | None:
-    """Run `stages` of the target in `folder`/results, each in a process of its own. checkpoint: its files. Gives the
-    golden check's line where it did not pass, None where it did."""
+    """Run `stages` of the target in `folder`/results, each in a process of its own.
+
+    checkpoint: its files. Returns the golden check's line where it did not pass, None where it did.
+    """
     tree, config_file = Results(folder / "results"), folder / "config.json"
     write_json(config_file, _config(config, checkpoint, target))
     for stage in stages:
@@ -171,7 +180,7 @@ def make_again(
 
 
 def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:
-    """The config with this target only, and the checkpoint where it lies."""
+    """Return the config with this target only, and the checkpoint where it lies."""
     model = config["models"][target.model]
     kept = lambda prompt: {
         **prompt,
@@ -204,7 +213,10 @@ def _take_reference(results: Results, tree: Results, target: Target) -> None:
 
 
 def _take_tactics(results: Results, tree: Results, target: Target) -> None:
-    """The files of a record of tactics (`tactics: record` or `verified`), as copies: a build may write to them."""
+    """Copy the files of a record of tactics (`tactics: record` or `verified`).
+
+    They are copies because a build may write to them.
+    """
     made, again = (each.engines(target.model, target.precision, target.backend) for each in (results, tree))
     for file in EngineSetManifest.load(made).details.get("tactics", {}).get("files", ()):
         path = made.with_name(file["file"])

@@ -1,4 +1,7 @@
-"""Run one step: its artefact, its record beside it, and where a lock holds it, nothing else than what is locked."""
+"""Running of one step: its artefact, and its record beside it.
+
+Where a lock holds the artefact, nothing else than what is locked is made.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def run(step: JobSpec, make: Callable[[], Any], lock_file: Path | None = None, c
 
 
 def _is_locked(step: JobSpec, key: BuildKey, lock_file: Path | None) -> bool:
-    """Whether what the cache gave is what the lock says. Else it is taken away again, and the cache has nothing."""
+    """Return whether what the cache gave is what the lock says.
+
+    Else it is taken away again, and the cache has nothing.
+    """
     if lock_file is None:
         return True
     write_record(step, key)
@@ -68,8 +74,10 @@ def _is_locked(step: JobSpec, key: BuildKey, lock_file: Path | None) -> bool:
 
 @contextlib.contextmanager
 def _reported(step: JobSpec) -> Iterator[None]:
-    """A check that fails leaves its report, with the reason; where it fails before it has one, it leaves the reason
-    alone. Not where it is interrupted."""
+    """Leave the report of a check that fails, with the reason.
+
+    Where it fails before it has one, the reason alone is left. Not where it is interrupted.
+    """
     report = failed_path(step.output)
     before = _state(report)
     try:
@@ -104,15 +112,17 @@ def _kind(error: BaseException) -> str:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """What changes whenever a file is written anew."""
+    """Return what changes whenever a file is written anew."""
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
 
 
 @contextlib.contextmanager
 def _all_or_nothing(step: JobSpec) -> Iterator[None]:
-    """Take the record of an earlier artefact away, and its provenance, so that a run that is killed leaves none that is
-    wrong. Where the work fails, an artefact that it did not touch gets them back, and a new one without a record goes.
-    What has no record is not gone on with."""
+    """Take the record of an earlier artefact away, and its provenance.
+
+    A run that is killed then leaves none that is wrong. Where the work fails, an artefact that it did not touch gets
+    them back, and a new one without a record goes. What has no record is not gone on with.
+    """
     output = step.output
     if entry_of(step).continues and not _is_recorded(output):
         output.unlink(missing_ok=True)
@@ -134,7 +144,10 @@ def _all_or_nothing(step: JobSpec) -> Iterator[None]:
 
 
 def _is_whole(step: JobSpec, record: bytes | None) -> bool:
-    """Whether the manifest and what lies beside it are what its record, if it has one, says."""
+    """Return whether the manifest and what lies beside it are as its record says.
+
+    record: None where it has none.
+    """
     try:
         return record is None or outputs_of(step.output, step.beside) == json.loads(record)["outputs"]
     except (FileNotFoundError, LockstepError):
@@ -149,8 +162,10 @@ def _is_recorded(output: Path) -> bool:
 
 
 def check_input(path: Path) -> None:
-    """Raises InputError when the manifest `path` is not the one whose making was recorded: damaged, put there by hand,
-    or left by a stage that was killed."""
+    """Raise InputError when the manifest `path` is not the one that was recorded.
+
+    It is damaged, put there by hand, or left by a stage that was killed.
+    """
     record = record_path(path)
     if path.suffix != ".json" or not path.is_file():
         return  # an absent one is named by whoever reads it
@@ -171,7 +186,7 @@ def check_input(path: Path) -> None:
 def from_rule(
     rule: str, names: dict[str, str], inputs: dict[str, Any], params: dict[str, Any], outputs: list[str]
 ) -> JobSpec:
-    """The step of a Snakemake job.
+    """Return the step of a Snakemake job.
 
     inputs by name: a path, or a list of paths. Of a stage, those that the table of stages says it reads; of a report,
     all results that it shows. params: of the rule; `options` are the stage's, and of others all but the key.

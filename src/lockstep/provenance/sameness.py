@@ -1,5 +1,6 @@
-"""Levels of sameness: two engine sets of one target in, each with the records of how it was made; for each level what
-differs, out.
+"""Levels of sameness of two engine sets of one target.
+
+Two engine sets in, each with the records of how it was made; for each level what differs, out.
 
 R0 inputs: what convert, export and build were given, their options, code, packages, library and device. R1 choices and
 R2 layer information: what the backend says of each engine. R3 golden tokens. R4 bytes of each engine, without those of
@@ -30,24 +31,27 @@ _SETTINGS = ("backend_version", "builder_revision", "options", "precision")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is compared of one engine set: JSON by level; and by engine which bytes were left out, in words."""
+    """The facts of an engine set that are compared.
+
+    levels: JSON by level. removed: by engine which bytes were left out, in words.
+    """
 
     levels: Mapping[str, Any]
     removed: Mapping[str, tuple[str, ...]]
 
     def digests(self) -> dict[str, str]:
-        """Hex sha256 by level."""
+        """Return the hex sha256 by level."""
         return {level: sha256_json(value) for level, value in self.levels.items()}
 
 
 def facts(
     results: Results, target: Target, found: InspectedSet, failure: str | None = None, is_run: bool = True
 ) -> Facts:
-    """Of the engine set of `target` in a results tree, of which `found` is what its backend says.
-    `failure`: the line of a golden check that did not pass, which then has no tokens. is_run: whether its engines run
-    here; without it there is no R3.
+    """Return what is compared of the engine set of `target` in a results tree.
 
-    Raises InputError where something was not made, or has no record of how it was made.
+    found: what its backend says of it. failure: the line of a golden check that did not pass, which then has no tokens.
+    is_run: whether its engines run here; without it there is no R3. Raises InputError where something was not made, or
+    has no record of how it was made.
     """
     manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).to_json()
     settings = {**{name: manifest[name] for name in _SETTINGS}, "device": found.device}
@@ -62,7 +66,10 @@ def facts(
 
 
 def compare(one: Facts, other: Facts) -> dict[str, list[str]]:
-    """By level what differs, each with its place and both values; nothing where it is the same."""
+    """Return by level what differs, each with its place and both values.
+
+    Nothing where it is the same.
+    """
     return {
         level: [
             f"{' / '.join(where)}: {change}"
@@ -73,7 +80,10 @@ def compare(one: Facts, other: Facts) -> dict[str, list[str]]:
 
 
 def reached(same: Mapping[str, bool]) -> str:
-    """The highest level up to which all that are there are the same; "none" where not even the inputs are."""
+    """Return the highest level up to which all that are there are the same.
+
+    "none" where not even the inputs are.
+    """
     found = "none"
     for level in LEVELS:
         if not same.get(level, True):

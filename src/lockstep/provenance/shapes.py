@@ -1,5 +1,7 @@
-"""The shape of a JSON document that others may have edited or damaged: a value and what it must look like in; what is
-wrong with it, in words, out."""
+"""The shape of a JSON document that others may have edited or damaged.
+
+A value and what it must look like in; what is wrong with it, in words, out.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,11 @@ LOCK = {
 
 
 def misfit(value: Any, shape: Any, where: tuple[str, ...] = ()) -> str | None:
-    """Return what is wrong with `value`, in words: the first place that has not the `shape`, or that it is nested too
-    deeply; None where nothing is.
+    """Return what is wrong with `value`, in words; None where nothing is.
 
-    Entries that the shape does not name may be anything, unless it has ANY."""
+    It names the first place that has not the `shape`, or says that the value is nested too deeply. Entries that the
+    shape does not name may be anything, unless it has ANY.
+    """
     if not where and _is_deeper(value, _DEEPEST):
         return f"the document: expected at most {_DEEPEST} lists and objects in each other, found more"
     if isinstance(shape, type):
@@ -68,7 +71,10 @@ def misfit(value: Any, shape: Any, where: tuple[str, ...] = ()) -> str | None:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Without recursion, of which Python allows little more than JSON does."""
+    """Return whether lists and objects are nested in more than `levels`.
+
+    Without recursion, of which Python allows little more than JSON does.
+    """
     inner = [value]
     for _ in range(levels):
         inner = [

@@ -1,5 +1,6 @@
-"""Provenance of an engine set: a build step and its key in, `provenance.json` beside engines.json out. Only here do
-times stand.
+"""The SLSA provenance of an engine set, `provenance.json` beside engines.json.
+
+A build step and its key in, the file out. Only here do times stand.
 
 An in-toto Statement v1 (https://in-toto.io/Statement/v1) with a SLSA provenance v1 predicate
 (https://slsa.dev/provenance/v1), as plain JSON: subjects are the engine files and their manifest, resolved dependencies
@@ -47,8 +48,10 @@ def provenance_path(engines_json: Path) -> Path:
 
 
 def now() -> str:
-    """The time in UTC to the second, as RFC 3339; that of SOURCE_DATE_EPOCH where it is set
-    (https://reproducible-builds.org/specs/source-date-epoch)."""
+    """Return the time in UTC to the second, as RFC 3339.
+
+    It is that of SOURCE_DATE_EPOCH where it is set (https://reproducible-builds.org/specs/source-date-epoch).
+    """
     text = os.environ.get(EPOCH_VARIABLE, "")
     if not text:
         return _rfc3339(datetime.datetime.now(datetime.timezone.utc))
@@ -67,7 +70,10 @@ def _rfc3339(time: datetime.datetime) -> str:
 
 
 def write_provenance(step: JobSpec, key: BuildKey, started: str) -> Path:
-    """Write the provenance of the engine set that the build `step` has just made with `key`; gives its path."""
+    """Write the provenance of an engine set, and return its path.
+
+    The build `step` has just made the set with `key`.
+    """
     statement = make(step, key, started, now())
     statement["predicate"][SEAL] = _seal(statement)
     path = provenance_path(step.output)
@@ -76,7 +82,7 @@ def write_provenance(step: JobSpec, key: BuildKey, started: str) -> Path:
 
 
 def make(step: JobSpec, key: BuildKey, started: str, finished: str) -> dict[str, Any]:
-    """The statement, not sealed."""
+    """Return the statement, not sealed."""
     engines = EngineSetManifest.load(step.output)
     subjects = [
         {"name": entry.file, "digest": {"sha256": entry.sha256}} for _, entry in sorted(engines.engines.items())
@@ -115,7 +121,10 @@ def _dependencies(step: JobSpec, key: BuildKey) -> Iterator[dict[str, Any]]:
 
 
 def _checkpoint_files(step: JobSpec) -> Iterator[dict[str, Any]]:
-    """The files that the graphs were made of: config and tokenizer. Weights are none of them, for engines hold none."""
+    """Yield the files that the graphs were made of: config and tokenizer.
+
+    Weights are none of them, for engines hold none.
+    """
     results = Results(step.inputs["assembly"].parents[3])
     manifest = results.architecture(step.names["model"])
     if not manifest.is_file():
@@ -128,8 +137,10 @@ def _checkpoint_files(step: JobSpec) -> Iterator[dict[str, Any]]:
 
 
 def _purl(source: str, fetched: Path) -> str | None:
-    """The package URL of a model on the hub at its commit; None for a folder, whose files are known by their
-    digests."""
+    """Return the package URL of a model on the hub at its commit.
+
+    None for a folder, whose files are known by their digests.
+    """
     kind = parse_source(source)
     if not isinstance(kind, HubSource) or not fetched.is_file():
         return None
@@ -144,7 +155,10 @@ def _seal(statement: Mapping[str, Any]) -> str:
 
 
 def wrong_provenance(path: Path) -> str | None:
-    """Why the provenance at `path` is not that of the engine set beside it; None when it is."""
+    """Return why the provenance at `path` is not that of the engine set beside it.
+
+    None when it is.
+    """
     again = "`lockstep build` makes it again"
     try:
         data = path.read_bytes()
@@ -163,7 +177,10 @@ def wrong_provenance(path: Path) -> str | None:
 
 
 def _subjects(engines_json: Path) -> dict[str, str] | None:
-    """What an engine set consists of; None for a damaged manifest, with which nothing can be compared."""
+    """Return the digests of the files that an engine set consists of.
+
+    None for a damaged manifest, with which nothing can be compared.
+    """
     if not engines_json.is_file():
         return {}
     try:

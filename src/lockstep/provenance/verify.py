@@ -1,5 +1,6 @@
-"""Verify: a results tree, and locks, in; for each artefact whether it is the same, out. Only the standard library, at
-the speed of the disk.
+"""Verify: whether each artefact of a results tree is as recorded and as locked.
+
+A results tree, and locks, in; a finding for each artefact out. Only the standard library, at the speed of the disk.
 
 Each file is held against the record of how it was made, and each artefact against the lock. `same`: bytes as recorded,
 and as locked. `different`, `missing`: not so. `unknown`: nothing says what it should be.
@@ -20,8 +21,9 @@ from lockstep.artifacts.files import SEAL, describe, read_json
 from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError, LockstepError
 from lockstep.provenance.diff import changes
-from lockstep.provenance.locked import expected_items, without_places
-from lockstep.provenance.lockfile import TERMS, read_lock, sections_of
+from lockstep.provenance.lock import Lock, Place
+from lockstep.provenance.locked import without_places
+from lockstep.provenance.lockfile import sections_of
 from lockstep.provenance.record import SUFFIX, checked_record, records
 from lockstep.provenance.slsa import NAME as PROVENANCE
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
@@ -34,8 +36,10 @@ _NO_MODELS = ("logs", _REPORT)
 
 @dataclass(frozen=True)
 class Finding:
-    """One artefact: its path below the results, or its place in the lock; what it is; and why, where it is not the
-    same."""
+    """An artefact and whether it is the same.
+
+    name: its path below the results, or its place in the lock. reason: why, where it is not the same.
+    """
 
     status: str
     name: str
@@ -48,10 +52,10 @@ class Finding:
 def verify(
     results: Path, locks: Mapping[str, Path] = {}, models: tuple[str, ...] = (), deep: bool = False
 ) -> list[Finding]:
-    """Hold a results tree against its records, and the models in `locks` (model: lock file) against these.
+    """Compare a results tree with its records, and models with their locks.
 
-    `models`: only these, by default all. `deep`: large files are hashed also where size and times say that they did not
-    change.
+    locks: lock file by model. `models`: only these, by default all. `deep`: large files are hashed also where size and
+    times say that they did not change.
     """
     folders = (
         [results / model for model in models]
@@ -74,8 +78,10 @@ def verify(
 
 
 def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -> list[Finding]:
-    """Every file of a model: those that its records and manifests name, sealed manifests, and those of `there` that
-    nothing names."""
+    """Return findings on every file of a model.
+
+    Those that its records and manifests name, sealed manifests, and those of `there` that nothing names.
+    """
     expected: dict[str, str] = {}
     findings: list[Finding] = []
     for path in recorded:
@@ -96,15 +102,20 @@ def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -
 
 
 def _root(results: Path, deep: bool) -> list[Finding]:
-    """What is of no one model: the config that the results were made with, the summary, and the report's table and
-    plots."""
+    """Return findings on what is of no one model.
+
+    The config that the results were made with, the summary, and the report's table and plots.
+    """
     recorded = [path for folder in (results, results / _REPORT) for path in sorted(folder.glob(f"*{SUFFIX}"))]
     there = [results / name for name in _OF_ALL if os.path.lexists(results / name)]
     return _files(results, recorded, [*there, *_walk(results / _REPORT)], deep)
 
 
 def _of_record(path: Path) -> Iterator[Expected]:
-    """The files that a record says came out, and those that the manifest names elsewhere: a checkpoint's."""
+    """Yield the files that a record says came out.
+
+    Also those that the manifest names elsewhere: a checkpoint's.
+    """
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
     outputs = checked_record(path).outputs
     yield from (Expected(path.parent / name, sha256) for name, sha256 in outputs.items())
@@ -125,8 +136,10 @@ def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
 
 
 def _alone(path: Path, results: Path) -> Finding:
-    """A file that no record names. A manifest that is no result but a measurement, such as a speed, still has its seal,
-    and provenance too."""
+    """Return the finding on a file that no record names.
+
+    A manifest that is no result but a measurement, such as a speed, still has its seal, and provenance too.
+    """
     name = _name(path, results)
     if not path.is_file():
         return Finding(UNKNOWN, name, f"no record names it; it is {describe(path)}")
@@ -147,12 +160,15 @@ _MEASURED = (formats.SPEED, formats.REPRODUCTION)
 
 
 def _locked(folder: Path, lock_file: Path) -> list[Finding]:
-    """Each section of the lock against the tree, and each artefact of the tree that the lock does not have."""
+    """Return findings on each section of the lock against the tree.
+
+    And on each artefact of the tree that the lock does not have.
+    """
     try:
-        lock = read_lock(lock_file)
+        lock = Lock.load(lock_file)
     except InputError as error:
         return [Finding(DIFFERENT, str(lock_file), _reason(error))]
-    found: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    found: dict[Place, Mapping[str, Any]] = {}
     for path in records(folder):
         try:
             found |= {section.where: section.items for section in sections_of(path)}
@@ -161,11 +177,11 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     findings = []
     # a tree holds the engines of one device, a lock those of several
     built = {where[:-1] for where in found if "engines" in where}
-    places = (where for where in _places(lock) if where[:-1] not in built)
+    places = (where for where in lock.places() if where[:-1] not in built)
     for where in sorted({*places, *found}):
         name = f"{folder.name}: {'/'.join(where)}"
-        expected = expected_items(lock, where)
-        if expected is None and "engines" in where and expected_items(lock, where[:-1]):
+        expected = lock.section(where)
+        if expected is None and "engines" in where and lock.devices(where[1], where[3]):
             findings.append(Finding(SAME, name, "this device is not in the lock: as recorded"))
         elif expected is None:
             findings.append(Finding(UNKNOWN, name, "not in the lock"))
@@ -180,29 +196,11 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     return findings
 
 
-def _places(lock: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The sections that a lock has."""
-    yield ("checkpoint",)
-    yield from (("reference", layers) for layers in lock["reference"])
-    for part in (TERMS, "results"):
-        yield from ((part, stage, name) for stage, names in lock.get(part, {}).items() for name in names)
-    for precision, parts in lock["precisions"].items():
-        yield from (("precisions", precision, part) for part in ("weights", "graphs") if part in parts)
-        yield from (
-            ("precisions", precision, "engines", backend, device)
-            for backend, found in parts.get("engines", {}).items()
-            for device in found
-        )
-        yield from (
-            ("precisions", precision, "golden", backend, layers)
-            for backend, found in parts.get("golden", {}).items()
-            for layers in found
-        )
-
-
 def _walk(folder: Path) -> Iterator[Path]:
-    """The files of a model's results, without temporary ones and without a fetched checkpoint's, which its manifest
-    names."""
+    """Yield the files of a model's results.
+
+    Without temporary ones and without a fetched checkpoint's, which its manifest names.
+    """
     for path in sorted(folder.rglob("*")):
         if (
             not path.is_dir()
@@ -214,7 +212,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _name(path: Path, results: Path) -> str:
-    """Relative to the results where it lies in them."""
+    """Return a path relative to the results, where it lies in them."""
     relative = os.path.relpath(path, results)
     return str(path) if relative.startswith("..") and os.path.isabs(path) else relative
 

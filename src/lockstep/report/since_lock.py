@@ -10,8 +10,9 @@ from pathlib import Path
 
 from lockstep.errors import LockstepError
 from lockstep.provenance.diff import changes
-from lockstep.provenance.locked import expected_items, without_places
-from lockstep.provenance.lockfile import Section, lock_path, read_lock, sections_of
+from lockstep.provenance.lock import Lock, Place, lock_path
+from lockstep.provenance.locked import without_places
+from lockstep.provenance.lockfile import Section, sections_of
 from lockstep.provenance.record import records
 from lockstep.report.change import Change
 from lockstep.targets import Results
@@ -32,10 +33,10 @@ def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str
 
 def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
     try:
-        lock = read_lock(lock_file)
+        lock = Lock.load(lock_file)
     except LockstepError as error:
         return [Change(str(error))]
-    found: dict[tuple[str, ...], Section] = {}
+    found: dict[Place, Section] = {}
     for path in records(results.root / model):
         try:
             found |= {section.where: section for section in sections_of(path)}
@@ -43,7 +44,7 @@ def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
             continue  # damaged, or being made: the check that reads it says so
     made = []
     for where, section in sorted(found.items()):
-        name, expected = " / ".join(where), expected_items(lock, where)
+        name, expected = " / ".join(where), lock.section(where)
         if expected is None:
             lines = [f"{name}: not in the lock"]
         else:

@@ -11,13 +11,12 @@ from dataclasses import replace
 
 from lockstep.artifacts.activations import with_activations
 from lockstep.artifacts.adapters import IDS, LoraSlots
-from lockstep.artifacts.assembly import Assembly, Layer, Part
+from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.graph_files import AttentionVariant
 from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import Signature
-from lockstep.artifacts.tensor_parallel import Piece as ShardedPiece
-from lockstep.artifacts.tensor_parallel import ShardedClass, TensorParallel, attention_shards
+from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel, attention_shards
 from lockstep.backends import EngineSet
 from lockstep.backends.base import HasActivations, Program
 from lockstep.backends.graphs import base_engine, base_graphs
@@ -60,7 +59,7 @@ def open_network(
 
     bases = {name: load(name) for name, _ in base_graphs(assembly) if name in engines.manifest.engines}
 
-    def bound(part: Part) -> Block:
+    def bound(part: BoundBlock) -> Block:
         signature = assembly.classes[part.graph].signature
         check_slots(weights, part.slots, signature.slots, part.graph)
         if ranks is not None and (sharded := ranks.classes.get(part.graph)):
@@ -94,7 +93,7 @@ def _as_run(engines: EngineSet) -> Assembly:
 def _network(
     assembly: Assembly,
     chosen: Sequence[Layer],
-    bound: Callable[[Part], Block],
+    bound: Callable[[BoundBlock], Block],
     attentions: Mapping[str, LayerAttention],
 ) -> Network:
     return Network(
@@ -150,7 +149,7 @@ def _network_of_rank(
     load = lambda name: engines.load(name, rank=rank)
     programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
 
-    def bound(part: Part) -> Block:
+    def bound(part: BoundBlock) -> Block:
         signature = assembly.classes[part.graph].signature
         check_slots(weights, part.slots, signature.slots, part.graph)
         sharded = ranks.classes.get(part.graph)
@@ -201,7 +200,7 @@ def engine_blocks(assembly: Assembly) -> set[str]:
 
 
 def _of_ranks(
-    engines: EngineSet, weights: Weights, part: Part, sharded: ShardedClass, programs: Mapping[str, Program]
+    engines: EngineSet, weights: Weights, part: BoundBlock, sharded: ShardedClass, programs: Mapping[str, Program]
 ) -> RankBlock:
     """Return a block of several ranks: each piece bound once for each rank."""
     ranks = engines.assembly.tensor_parallel
@@ -221,9 +220,9 @@ def _of_ranks(
 def _bind_piece(
     engines: EngineSet,
     weights: Weights,
-    part: Part,
+    part: BoundBlock,
     sharded: ShardedClass,
-    piece: ShardedPiece,
+    piece: ShardEntry,
     programs: Mapping[str, Program],
     rank: int,
 ) -> Executable:

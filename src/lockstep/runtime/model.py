@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -22,11 +23,6 @@ from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.sampling import Sampling
 from lockstep.targets import Limits
 
-_DEFAULTS = {
-    "max_batch_size": Limits().max_batch_size,
-    "max_seq_len": Limits().max_seq_len,
-    "max_num_tokens": None,  # any number
-}
 _GREEDY = Sampling()
 _Taken = TypeVar("_Taken")
 # Tokens of a prompt that are computed together, unless a step has less room. Where the cuts do not make the bits, small
@@ -324,8 +320,9 @@ def _limits(
     Raises InputError for those that engines or model do not allow.
     """
     built = {name: engines.manifest.options.get(name) for name in given}
-    limits: dict[str, Any] = {  # only max_num_tokens may be None: see _DEFAULTS
-        name: next((limit for limit in (value, built[name], _DEFAULTS[name]) if limit is not None), None)
+    defaults = {**asdict(Limits()), "max_num_tokens": None}
+    limits: dict[str, Any] = {  # only max_num_tokens may be None: any number
+        name: next((limit for limit in (value, built[name], defaults[name]) if limit is not None), None)
         for name, value in given.items()
     }
     allowed = engines.assembly.max_position_embeddings

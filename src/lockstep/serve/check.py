@@ -14,8 +14,8 @@ import os
 import random
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from lockstep.serve.run import listening
 from lockstep.serve.service import Service
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.step.pages import PAGE_SIZE
-from lockstep.targets import Target
+from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden.prompts import Prompt, first_difference, read_reference, short
 from lockstep.verify.metrics import finish
 
@@ -45,15 +45,15 @@ def check(
     reference_json: Path,
     golden_json: Path,
     target: Target,
-    tolerance: Mapping[str, float],
-    limits: Mapping[str, int],
+    tolerance: Tolerances,
+    limits: Limits,
     out: Path,
     python: str | None = None,
     threads: int | None = None,
 ) -> Path:
     """Check a server on an engine set, and write the report to `out`.
 
-    tolerance["logits"]: the largest absolute error of a logit. limits: the config's. python: the interpreter that has
+    tolerance.logits: the largest absolute error of a logit. limits: the config's. python: the interpreter that has
     the backend; None: this one. Raises CheckError, one line, for the first thing wrong, with the whole report in
     `<out>.failed.json`; InputError for inputs that do not fit together.
     """
@@ -63,14 +63,14 @@ def check(
         raise InputError(f"{golden_json}: expected the golden check of {target}, found another; run it again")
     expected = [list(entry.tokens) for entry in golden.prompts]
     longest = max(len(prompt.prompt_ids) for prompt in [*prompts, *([long.prompt] if long else [])])
-    usual = fitting_chunk_size(CHUNK_SIZE, limits["max_batch_size"], limits["max_num_tokens"])
+    usual = fitting_chunk_size(CHUNK_SIZE, limits.max_batch_size, limits.max_num_tokens)
     options = EngineOptions(
         str(engines_json),
         str(assembly_json),
         str(weights_json),
         target.layers,
         # The long prompt is as long as a request can be.
-        {**limits, "max_input_len": limits["max_seq_len"]},
+        {**asdict(limits), "max_input_len": limits.max_seq_len},
         threads,
         # A prefix is reused in whole chunks: they must be shorter than the prompt that shows it.
         chunk_size=None if longest > usual else PAGE_SIZE,
@@ -114,10 +114,10 @@ class _Check:
         expected: Sequence[Sequence[int]],
         long: Prompt | None,
         max_new_tokens: int,
-        tolerance: Mapping[str, float],
+        tolerance: Tolerances,
     ):
         self.service, self.prompts, self.expected, self.long = service, prompts, expected, long
-        self.max_new_tokens, self.tolerance = max_new_tokens, tolerance["logits"]
+        self.max_new_tokens, self.tolerance = max_new_tokens, tolerance.logits
         self.failures: list[str] = []
         self.random = random.Random(0)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lockstep.artifacts.adapters import WEIGHTS, Adapter, AdaptersManifest, LoraSlots
-from lockstep.artifacts.assembly import Part
+from lockstep.artifacts.assembly import BoundBlock
 from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.places import TensorPlace
@@ -57,7 +57,7 @@ class LoraArrays:
 
 def empty_arrays(
     slots: LoraSlots | None,
-    part: Part,
+    part: BoundBlock,
     dtype: np.dtype,
     empty: Callable[[Sequence[int], np.dtype], Any] = np.zeros,
     but: Collection[str] = (),
@@ -71,7 +71,7 @@ def empty_arrays(
 
 
 def arrays_of(
-    slots: LoraSlots, part: Part, inputs: Mapping[str, Any], by_rows: Collection[str] = ()
+    slots: LoraSlots, part: BoundBlock, inputs: Mapping[str, Any], by_rows: Collection[str] = ()
 ) -> list[LoraArrays]:
     """Return where the adapters of each linear layer of a block go.
 

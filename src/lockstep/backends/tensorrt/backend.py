@@ -26,7 +26,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, CanonicalBytes, Program
 from lockstep.backends.graphs import RopeGraph, base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.backends.profiles import profiles
+from lockstep.backends.profiles import built_limits, profiles
 from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
 from lockstep.backends.tensorrt.cut_engine import MAGIC, CutBlock, cuts, is_cut, pack, plans_of, prepare_pieces
@@ -239,7 +239,7 @@ class TensorRTBackend:
         digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
         if config is not None:
             tactics.take_cache(TENSORRT.serialize_timing_cache(config), TENSORRT.cached_tactics(config), where)
-        write_bytes(out_path, made.plan if cut is None else pack(model, cut.graph, pieces, options))
+        write_bytes(out_path, made.plan if cut is None else pack(model, cut.graph, pieces, built_limits(options)))
         sums = fp16_sums(layers)
         notes = [f"not built as one region, but as it is at level {each.level}: {each.refused}" for each in refused]
         if sums:
@@ -297,7 +297,7 @@ class TensorRTBackend:
         """
         if self._builder is None:
             self._builder = TENSORRT.create_builder()
-        types, bounds = tensor_types(model), profiles(model, options)
+        types, bounds = tensor_types(model), profiles(model, built_limits(options))
         network = TENSORRT.create_network(self._builder)
         parser = TENSORRT.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
         config = TENSORRT.create_config(self._builder, options["workspace_mb"] << 20, level, options["tactic_sources"])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
@@ -31,6 +30,7 @@ from lockstep.onnx_tools.metrics import max_abs_error, peak
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import dtype_name
+from lockstep.targets import Limits
 from lockstep.weights.groups import dequantize
 
 MAGIC = b"lockstep.cut_engine/2\n"
@@ -150,9 +150,7 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
     return exact.astype(np.float16)
 
 
-def pack(
-    model: onnx.ModelProto, cut: CutGraph, pieces: Sequence[bytes | RowKernel], limits: Mapping[str, Any]
-) -> bytes:
+def pack(model: onnx.ModelProto, cut: CutGraph, pieces: Sequence[bytes | RowKernel], limits: Limits) -> bytes:
     """Return the engine file of a graph that was cut.
 
     limits: those that the profiles of the engine plans are made for.

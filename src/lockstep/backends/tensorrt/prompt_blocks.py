@@ -44,7 +44,7 @@ class BoundSum:
 
 
 @dataclass(frozen=True)
-class BoundBlock:
+class DeviceBlock:
     """A block's calls in order, and the values behind it."""
 
     parts: Sequence[BoundPiece | BoundSum]
@@ -54,7 +54,7 @@ class BoundBlock:
 class PromptBlocks:
     """All blocks of a network, in order, on buffers for the largest pass."""
 
-    def __init__(self, bound: Sequence[BoundBlock]):
+    def __init__(self, bound: Sequence[DeviceBlock]):
         self.blocks = bound
         self.logits = bound[-1].values["logits"]
         # Most layers read and make the same buffers: attention is given one object for all of these.

@@ -22,7 +22,7 @@ from lockstep.backends.tensorrt.attention import SMALLEST_CHUNK, Chunks, PagedAt
 from lockstep.backends.tensorrt.decode_state import DecodeState
 from lockstep.backends.tensorrt.kernels import Kernels
 from lockstep.backends.tensorrt.program import TensorRTExecutable
-from lockstep.backends.tensorrt.prompt_blocks import BoundBlock, BoundPiece, BoundSum, PromptBlocks
+from lockstep.backends.tensorrt.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks
 from lockstep.backends.tensorrt.prompts import Inputs, PromptInputs
 from lockstep.backends.tensorrt.rank_device import Device
 from lockstep.step.advance import Advance
@@ -322,7 +322,7 @@ class Rank:
             ("next token", lambda: kernels.choose(stream, by_all, slots, held, limit, *found)),
         ]
 
-    def _bind_prompts(self, adapted: bool) -> Iterator[BoundBlock]:
+    def _bind_prompts(self, adapted: bool) -> Iterator[DeviceBlock]:
         """Yield the blocks of a pass of prompts, bound to buffers for the largest."""
         arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
         values, mask = arrays.values(), self._mask_array(arrays, adapted)
@@ -343,7 +343,7 @@ class Rank:
                     parts.append(BoundPiece(engine.bind(given, step.outputs), engine.program, shapes))
             if layer_attention is not None:
                 self._add_attention(layer_attention, values, largest)
-            yield BoundBlock(parts, dict(values))
+            yield DeviceBlock(parts, dict(values))
 
     def _add_attention(self, layer_attention: LayerAttention, values: dict[str, cuda.Array], total: int) -> None:
         width = tuple(int(size) for size in layer_attention.attention.shape[1:])  # all but the first are numbers

@@ -24,7 +24,7 @@ from typing import Any
 import onnx
 
 from lockstep.artifacts.files import write_bytes
-from lockstep.backends.profiles import profiles
+from lockstep.backends.profiles import built_limits, profiles
 from lockstep.backends.tensorrt.compat import GraphRefusedError
 from lockstep.backends.tensorrt.contract import check_contract, check_types, tensor_types
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX, RTXLibrary
@@ -126,7 +126,7 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
     dequantize_products(model, where)
     builder = library.create_builder()
     library.use_one_thread(builder)
-    types, bounds = tensor_types(model), profiles(model, options)
+    types, bounds = tensor_types(model), profiles(model, built_limits(options))
     network = library.create_network(builder)
     parser = library.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
     config = library.create_config(builder, _WORKSPACE, _LEVEL, None)

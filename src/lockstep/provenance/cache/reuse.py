@@ -1,8 +1,7 @@
-"""A step and its build key in; its artefact, taken from the cache or put into it, out. Every use is a line on stderr:
-in a job, in its log.
+"""The use of the cache by a step: its artefact is taken from it or put into it.
 
-Where the cache cannot be read, cannot be written or is damaged, the line says so and the artefact is made as without a
-cache.
+A step and its build key in. Every use is a line on stderr: in a job, in its log. Where the cache cannot be read, cannot
+be written or is damaged, the line says so and the artefact is made as without a cache.
 """
 
 from __future__ import annotations
@@ -28,21 +27,28 @@ _SUFFIXES = (".onnx", ".engine")
 
 
 def _is_cached(step: JobSpec) -> bool:
-    """Checks are not: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made
-    sooner than it is copied."""
+    """Return whether the artefact of a step is cached.
+
+    Checks are not: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made sooner
+    than it is copied.
+    """
     return entry_of(step).is_cached
 
 
 def cache_for(step: JobSpec, configured: str) -> Cache | None:
-    """The cache for a step; None where there is none or the step is not cached. Raises InputError for a place where no
-    cache can be."""
+    """Return the cache for a step; None where there is none or it is not cached.
+
+    Raises InputError for a place where no cache can be.
+    """
     folder = cache_folder(configured) if _is_cached(step) else None
     return Cache(folder) if folder else None
 
 
 def take(cache: Cache | None, step: JobSpec, key: BuildKey) -> bool:
-    """Restore the artefact with this build key to the output of `step`, if the cache has it whole. False: it is to be
-    made."""
+    """Restore the artefact with this build key to the output of `step`.
+
+    Returns whether the cache has it whole; False: it is to be made.
+    """
     if cache is None:
         return False
     name = key.sha256
@@ -65,8 +71,10 @@ def take(cache: Cache | None, step: JobSpec, key: BuildKey) -> bool:
 
 
 def put(cache: Cache | None, step: JobSpec, record: BuildRecord) -> None:
-    """Put what `step` has just made, and what its record lists, into the cache. Not what names files elsewhere: it is
-    right in one place only."""
+    """Put what `step` has just made, and what its record lists, into the cache.
+
+    Not what names files elsewhere: it is right in one place only.
+    """
     if cache is None or not _is_whole(step.output, record.outputs):
         return
     try:
@@ -86,7 +94,10 @@ def put(cache: Cache | None, step: JobSpec, record: BuildRecord) -> None:
 
 
 def _restore(cache: Cache, step: JobSpec, entry: Entry) -> None:
-    """The manifest is looked at first and appears last: a run that is killed in between leaves none."""
+    """Copy an artefact out of the cache.
+
+    The manifest is looked at first and appears last: a run that is killed in between leaves none.
+    """
     folder, output = step.output.parent, step.output
     for name in entry.files:
         remove_leftovers(folder / name)
@@ -106,20 +117,28 @@ def _restore(cache: Cache, step: JobSpec, entry: Entry) -> None:
 
 
 def _beside(step: JobSpec) -> list[Path]:
-    """What is kept with an artefact and is no part of its record: who built an engine set, and when."""
+    """Return the files kept with an artefact that are no part of its record.
+
+    Who built an engine set, and when.
+    """
     return [provenance_path(step.output)] if step.stage == "build" else []
 
 
 def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
-    """Whether all that a manifest names is among `outputs` (sha256 by path relative to it)."""
+    """Return whether all that a manifest names is among `outputs`.
+
+    outputs: sha256 by path relative to it.
+    """
     return all(
         outputs.get(os.path.relpath(file.path, manifest.parent)) == file.sha256 for file in named_files(manifest)
     )
 
 
 def _check_unchanged(step: JobSpec, key: BuildKey) -> None:
-    """Raises InputError when inputs or code are not those that the key is of: others may have been read when the
-    artefact was made."""
+    """Raise InputError when inputs or code are not those that the key is of.
+
+    Others may have been read when the artefact was made.
+    """
     package = code_identity.SOURCES
     found = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
     code = {package / name: digest for name, digest in key.code.items()}

@@ -1,5 +1,6 @@
-"""The folder of a cache: blobs by their sha256, entries by their build key. Files in, verified copies out; only the
-standard library.
+"""The folder of a cache: blobs by their sha256, entries by their build key.
+
+Files in, verified copies out; only the standard library.
 
 Files are written to a temporary name in the same folder, flushed and renamed, so that others see them whole or not at
 all. Names of temporary files are random: process ids of two machines may be equal. What is found damaged is deleted
@@ -43,8 +44,11 @@ class Blob:
 
 @dataclass(frozen=True)
 class Entry:
-    """One artefact. key: hex sha256 of what it was made of; manifest: the file that names the others; files: blob by
-    path, relative to the manifest."""
+    """An artefact in the cache.
+
+    key: hex sha256 of what it was made of. manifest: the file that names the others. files: blob by path, relative to
+    the manifest.
+    """
 
     key: str
     made_of: BuildKey
@@ -57,7 +61,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
+        """Return the bytes of its files."""
         return sum(blob.size for blob in self.files.values())
 
     def __str__(self) -> str:
@@ -65,11 +69,10 @@ class Entry:
 
 
 def cache_folder(configured: str = "") -> Path | None:
-    """The cache that is to be used: LOCKSTEP_CACHE where it is set, also to nothing, else what the config says; None
-    for none.
+    """Return the folder of the cache; None for none.
 
-    The variable wins because where a cache lies is a matter of the machine, and a config is shared. Raises InputError
-    where no folder can be.
+    LOCKSTEP_CACHE where it is set, also to nothing, else what the config says. The variable wins because where a cache
+    lies is a matter of the machine, and a config is shared. Raises InputError where no folder can be.
     """
     where = VARIABLE if VARIABLE in os.environ else "config: cache"
     text = os.environ.get(VARIABLE, configured)
@@ -102,7 +105,10 @@ class Cache:
         return self.blobs / sha256
 
     def read(self, key: str) -> Entry | None:
-        """The entry of a build key; None where there is none. Raises InputError when it is damaged."""
+        """Return the entry of a build key; None where there is none.
+
+        Raises InputError when it is damaged.
+        """
         path = self.entry_path(key)
         try:
             found = path.stat()
@@ -122,7 +128,7 @@ class Cache:
             raise InputError(f"{path}: expected an entry of the cache, found other content") from None
 
     def check_whole(self, entry: Entry) -> None:
-        """Raises InputError when a blob of an entry is absent or of another size."""
+        """Raise InputError when a blob of an entry is absent or of another size."""
         for blob in entry.files.values():
             if not _is_file(self.blob_path(blob.sha256), blob.size):
                 raise InputError(
@@ -130,8 +136,10 @@ class Cache:
                 )
 
     def take(self, blob: Blob, target: Path) -> None:
-        """Copy a blob to the new file `target`. Raises InputError, and deletes the blob, when it is not what its name
-        says."""
+        """Copy a blob to the new file `target`.
+
+        Raises InputError, and deletes the blob, when it is not what its name says.
+        """
         source = self.blob_path(blob.sha256)
         copy(source, target)
         if (found := sha256_file(target)) != blob.sha256:
@@ -139,7 +147,10 @@ class Cache:
             raise InputError(f"{source}: expected sha256 {blob.sha256}, found {found}: the file is damaged")
 
     def add(self, source: Path, sha256: str) -> Blob:
-        """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
+        """Put the file `source` in, unless it is there, whole.
+
+        Raises InputError when it is not of this sha256.
+        """
         path, size = self.blob_path(sha256), source.stat().st_size
         if _is_file(path, size) and sha256_file(path) == sha256:
             touch(path)  # young again: nobody drops it before its entry is written
@@ -166,13 +177,18 @@ class Cache:
 
 
 def _new(path: Path) -> contextlib.AbstractContextManager[Path]:
-    """`atomic_path` where several machines write: process numbers do not tell them apart."""
+    """Give a temporary path, as `atomic_path`, where several machines write.
+
+    Process numbers do not tell them apart.
+    """
     return atomic_path(path, secrets.token_hex(8))
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy the bytes of a file to the new file `target`, in the kernel where it can: there the two share blocks until
-    one is written to."""
+    """Copy the bytes of a file to the new file `target`, in the kernel where it can.
+
+    There the two share blocks until one is written to.
+    """
     with open(source, "rb") as reader, open(target, "xb") as writer:
         if not _copied_in_kernel(reader, writer):
             reader.seek(0), writer.seek(0)
@@ -195,7 +211,10 @@ def _copied_in_kernel(reader: BinaryIO, writer: BinaryIO) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Delete a file that is worth nothing; where that is not allowed it stays, and is not used either."""
+    """Delete a file that is worth nothing.
+
+    Where that is not allowed it stays, and is not used either.
+    """
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -215,7 +234,10 @@ def _is_file(path: Path, size: int) -> bool:
 
 
 def _entry(path: Path, key: str, value: Mapping[str, Any]) -> Entry:
-    """Raises one of several errors, or InputError, when `value` is no entry of `key`."""
+    """Return the entry of `key` that `value` holds.
+
+    Raises one of several errors, or InputError, when `value` is no entry of `key`.
+    """
     files = {name: Blob(blob["sha256"], blob["size"]) for name, blob in value["files"].items()}
     entry = Entry(value["key"], BuildKey.from_json(value["made_of"]), value["manifest"], files)
     plain = all(
@@ -227,7 +249,7 @@ def _entry(path: Path, key: str, value: Mapping[str, Any]) -> Entry:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a path stays in the folder that it is relative to."""
+    """Return whether a path stays in the folder that it is relative to."""
     path = PurePosixPath(name)
     return (
         str(path) == name != "." and not path.is_absolute() and ".." not in path.parts and not set("\\\0") & set(name)

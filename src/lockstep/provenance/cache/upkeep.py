@@ -1,9 +1,8 @@
-"""A cache looked over: what is in it, whether it is whole, and dropping what is no longer wanted. Safe while others use
-it.
+"""Upkeep of a cache: listing it, verifying it, and pruning it.
 
-An entry that is dropped is a miss for whoever comes next, and no more. What is in the making, blobs without an entry
-yet and temporary files, is left alone for an hour; hours are told by the clock of the disk that the cache lies on, for
-those of several machines differ.
+It is safe while others use the cache. An entry that is dropped is a miss for whoever comes next, and no more. What is
+in the making, blobs without an entry yet and temporary files, is left alone for an hour; hours are told by the clock of
+the disk that the cache lies on, for those of several machines differ.
 """
 
 from __future__ import annotations
@@ -36,8 +35,11 @@ class Used:
 
 @dataclass
 class Contents:
-    """What lies in a cache. damaged: lines by path of entries that are worth nothing; blobs: size by sha256 of the
-    files there; temporary, foreign: paths of files in the making or left over, and of what is not the cache's own."""
+    """The contents of a cache.
+
+    damaged: lines by path of entries that are worth nothing. blobs: size by sha256 of the files there. temporary,
+    foreign: paths of files in the making or left over, and of what is not the cache's own.
+    """
 
     entries: list[Used] = field(default_factory=list)
     damaged: dict[Path, str] = field(default_factory=dict)
@@ -47,18 +49,18 @@ class Contents:
 
     @property
     def named(self) -> set[str]:
-        """The blobs that entries name."""
+        """Return the blobs that entries name."""
         return {blob.sha256 for used in self.entries for blob in used.entry.files.values()}
 
     @property
     def size(self) -> int:
-        """Bytes of all blobs."""
+        """Return the bytes of all blobs."""
         return sum(self.blobs.values())
 
 
 @dataclass
 class Pruned:
-    """How much was dropped. size: bytes of blobs and temporary files."""
+    """The number of things dropped. size: bytes of blobs and temporary files."""
 
     entries: int = 0
     files: int = 0
@@ -66,8 +68,10 @@ class Pruned:
 
 
 def look(cache: Cache) -> Contents:
-    """What is in the cache, by name and size; entries by stage, in each those used last first. Raises InputError where
-    there is no folder."""
+    """Return what is in the cache, by name and size.
+
+    Entries by stage, in each those used last first. Raises InputError where there is no folder.
+    """
     if not cache.folder.is_dir():
         raise InputError(
             f"{cache.folder}: expected a cache, found no folder; it is made when something is first put into it"
@@ -108,7 +112,10 @@ def _listed(folder: Path, contents: Contents) -> Iterator[Path]:
 
 
 def verify(cache: Cache) -> list[str]:
-    """Hash all blobs; a line for each thing that is damaged, incomplete or not the cache's own."""
+    """Hash all blobs; return a line for each fault.
+
+    What is damaged, incomplete or not the cache's own.
+    """
     contents = look(cache)
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _damage(cache, name), sorted(contents.blobs))
@@ -129,8 +136,11 @@ def _damage(cache: Cache, sha256: str) -> str | None:
 
 
 def prune(cache: Cache, max_size: float | None = None, older_than: float | None = None) -> Pruned:
-    """Drop entries not used for `older_than` seconds, then those used longest ago until the blobs of the others take
-    `max_size` bytes at most; damaged entries, blobs that no entry names, and temporary files that were left over."""
+    """Drop old entries, then those used longest ago until the rest fits `max_size`.
+
+    Old entries were not used for `older_than` seconds; the blobs of the others take `max_size` bytes at most. Damaged
+    entries, blobs that no entry names, and temporary files that were left over are dropped too.
+    """
     contents, now, pruned = look(cache), _now(cache), Pruned()
     kept = sorted(contents.entries, key=lambda used: (-used.last_use, used.entry.key))
     if older_than is not None:
@@ -154,7 +164,10 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
 
 
 def _fitting(entries: list[Used], max_size: float) -> int:
-    """How many of the first `entries` have blobs that take `max_size` bytes at most, a blob of several counted once."""
+    """Return how many of the first `entries` have blobs of `max_size` bytes at most.
+
+    A blob of several entries is counted once.
+    """
     counted: set[Blob] = set()
     size = 0
     for number, used in enumerate(entries):
@@ -174,7 +187,7 @@ def _is_old(path: Path, now: float) -> bool:
 
 
 def _now(cache: Cache) -> float:
-    """The time by the clock that stamps the cache's files."""
+    """Return the time by the clock that stamps the cache's files."""
     path = cache.folder / f".{secrets.token_hex(8)}.tmp"
     try:
         path.touch(exist_ok=False)
@@ -184,7 +197,7 @@ def _now(cache: Cache) -> float:
 
 
 def summary(contents: Contents) -> str:
-    """One line on what is there."""
+    """Return one line on what is there."""
     rest = {
         "damaged": contents.damaged,
         "that no entry names": contents.blobs.keys() - contents.named,
@@ -197,7 +210,7 @@ def summary(contents: Contents) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """`8.2 MB`, in powers of 1000."""
+    """Return a number of bytes in words, `8.2 MB`, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -6,7 +6,7 @@ Needs what runs engines, no torch: the graphs are held for right here.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from lockstep.artifacts.bisect_report import EngineReport
 from lockstep.backends import EngineSet
 from lockstep.backends.graphs import graph_file
 from lockstep.errors import LockstepError
+from lockstep.targets import Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.faults import engine_fault, walk_stages
 from lockstep.verify.bisect.report import advice, answer, fault_of, rows_of
@@ -32,7 +33,7 @@ def explain_failure(
     weights_json: Path,
     engines_json: Path,
     layers: int | str,
-    tolerance: Mapping[str, float],
+    tolerance: Tolerances,
     target: str,
     ids: Sequence[int] | None = None,
     num_prompt: int | None = None,
@@ -43,7 +44,7 @@ def explain_failure(
 
     Or that none does; and what to run next.
 
-    target: its name, for the advice. tolerance: {"block", "logits"}. ids, num_prompt: the failing request, prompt and
+    target: its name, for the advice. ids, num_prompt: the failing request, prompt and
     the reference's tokens; without them seeded ones are taken. Stops between two stages when `seconds` are over.
 
     Raises nothing of its own: whoever calls has a failure to report, and what keeps this one from looking is said in
@@ -71,7 +72,7 @@ def engine_report(
     weights_json: Path,
     engines_json: Path,
     layers: int | str,
-    tolerance: Mapping[str, float],
+    tolerance: Tolerances,
     tokens: tuple[Sequence[int], int] | None,
     seconds: float | None = None,
     threads: int | None = None,
@@ -95,7 +96,7 @@ def engine_report(
             layers,
             followed,
             walked.logits,
-            tolerance["logits"],
+            tolerance.logits,
             threads,
         )
     return EngineReport(rows_of(walked), fault_of(fault) if fault else None, served, walked.finished)

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 
 from lockstep.backends import build
+from lockstep.targets import Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.nodes import NodeFault, first_fault
 from lockstep.verify.bisect.stages import Graphs, Measured, Stage, StageRun, Tokens, measure, walk
@@ -83,7 +84,7 @@ def walk_stages(
     graphs: Graphs,
     engines: Engines | None,
     tokens: Tokens,
-    tolerance: Mapping[str, float],
+    tolerance: Tolerances,
     record: Any = None,
     deadline: float | None = None,
 ) -> Walked:
@@ -112,7 +113,7 @@ def walk_stages(
     return walked
 
 
-def _measured(step: StageRun, engines: Engines | None, tolerance: Mapping[str, float]) -> list[Measured]:
+def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[Measured]:
     rows = [
         measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance)
         for name, expected in step.expected.items()

@@ -10,7 +10,7 @@ PyTorch had there. Where the backend lives in another Python, its engines are ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.explain import open_graphs
 from lockstep.verify.bisect.export_again import export_again
@@ -90,7 +90,7 @@ class _Paths(NamedTuple):
 def bisect(
     results: Results,
     target: Target,
-    tolerance: Mapping[str, float],
+    tolerance: Tolerances,
     ask: Ask | None = None,
     prompt: str | None = None,
     threads: int | None = None,
@@ -98,9 +98,9 @@ def bisect(
 ) -> BisectReport:
     """Follow a request through PyTorch, graphs and engines.
 
-    tolerance: {"block", "logits"}. ask: runs `explain.engine_report`, whose arguments it takes, in the Python of the
-    target's backend, and gives its JSON; None where that is this one. prompt: a text to follow instead of the failing
-    one. right: of the same model and request, where it was made before.
+    ask: runs `explain.engine_report`, whose arguments it takes, in the Python of the target's backend, and gives its
+    JSON; None where that is this one. prompt: a text to follow instead of the failing one. right: of the same model and
+    request, where it was made before.
 
     Raises InputError without results or for a prompt that gives no tokens, CheckError for graphs or engines that are
     damaged or cannot run.
@@ -137,7 +137,7 @@ def bisect(
             target.layers,
             request.tokens,
             logits,
-            tolerance["logits"],
+            tolerance.logits,
             threads,
         )
     elif ask is not None and has_engines:
@@ -146,7 +146,7 @@ def bisect(
         faults += [found.fault] if found.fault else []
         notes.append("the engines ran in their backend's own Python, on what the graphs give")
     faults = _in_order(faults, walked_rows)
-    weights = _weights_error(results, target, request, logits, tolerance["logits"])
+    weights = _weights_error(results, target, request, logits, tolerance.logits)
     line, look_at = _verdict(faults, rows, served, weights, results, target)
     return BisectReport(
         target=str(target),
@@ -180,11 +180,11 @@ def _notes(paths: _Paths, graphs: Graphs, clean: Graphs | str) -> list[str]:
     return [*notes, *differing(graphs, clean)]
 
 
-def _ask(ask: Ask, paths: _Paths, target: Target, tolerance: Mapping[str, float], request: Request) -> EngineReport:
+def _ask(ask: Ask, paths: _Paths, target: Target, tolerance: Tolerances, request: Request) -> EngineReport:
     """Compare engines with their graphs in the Python of their backend."""
     tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
     files = {name: str(getattr(paths, name)) for name in ("assembly", "weights", "engines")}
-    return EngineReport.from_json(ask(**files, layers=target.layers, tolerance=dict(tolerance), tokens=tokens))
+    return EngineReport.from_json(ask(**files, layers=target.layers, tolerance=asdict(tolerance), tokens=tokens))
 
 
 def _in_order(faults: list[FoundFault], rows: Sequence[MeasuredOutput]) -> list[FoundFault]:

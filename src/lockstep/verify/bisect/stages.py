@@ -23,6 +23,7 @@ from lockstep.onnx_tools.metrics import Difference, difference, error_scale
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
+from lockstep.targets import Tolerances
 from lockstep.weights import Weights, check_slots, slot_array
 
 Arrays = dict[str, np.ndarray]
@@ -301,13 +302,13 @@ class Measured:
 
 
 def measure(
-    stage: Stage, tensor: str, against: str, expected: np.ndarray, found: np.ndarray, tolerance: Mapping[str, float]
+    stage: Stage, tensor: str, against: str, expected: np.ndarray, found: np.ndarray, tolerance: Tolerances
 ) -> Measured:
     """Compare an output with what is expected of it, as `validate` does.
 
     Logits absolutely, all else within_scaled.
 
-    tolerance: {"block", "logits"}. Raises CheckError for an output of another shape.
+    Raises CheckError for an output of another shape.
     """
     if expected.shape != found.shape:
         raise CheckError(
@@ -315,7 +316,7 @@ def measure(
             "export and build again"
         )
     logits = tensor == "logits"
-    bound = tolerance["logits" if logits else "block"]
+    bound = tolerance.logits if logits else tolerance.block
     error = difference(expected, found)
     exact, other = (np.asarray(array, np.float64).reshape(len(array), -1) for array in (expected, found))
     unit = 1.0 if logits else error_scale(exact)

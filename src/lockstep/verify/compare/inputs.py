@@ -6,7 +6,7 @@ A graph, an assembly and the limits in; cases of sizes and seeded arrays out.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from lockstep.artifacts.assembly import Assembly, AttentionVariant
 from lockstep.backends.profiles import LIMITS, profiles
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.signature import dtype_name
+from lockstep.targets import Limits
 from lockstep.verify.boundaries import both_sides, edges, synthetic_past
 
 SEED = 0
@@ -46,7 +47,7 @@ class Case:
 
 
 def cases(
-    model: onnx.ModelProto, assembly: Assembly, limits: Mapping[str, Any], variant: AttentionVariant | None = None
+    model: onnx.ModelProto, assembly: Assembly, limits: Limits, variant: AttentionVariant | None = None
 ) -> list[Case]:
     """Return the cases of each optimization profile of a graph.
 
@@ -110,7 +111,7 @@ def arrays(
     slots: Collection[str],
     case: Case,
     assembly: Assembly,
-    limits: Mapping[str, Any],
+    limits: Limits,
     variant: AttentionVariant | None = None,
 ) -> dict[str, np.ndarray]:
     """Return seeded values for all inputs of a graph but its weights (`slots`).
@@ -177,14 +178,14 @@ def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.
     return lengths if len(lengths) == count else lengths[0] + np.arange(count)
 
 
-def _positions(assembly: Assembly, limits: Mapping[str, Any]) -> int:
+def _positions(assembly: Assembly, limits: Limits) -> int:
     """Return how many positions a request can have."""
-    return min(assembly.max_position_embeddings or _POSITIONS, limits["max_seq_len"])
+    return min(assembly.max_position_embeddings or _POSITIONS, limits.max_seq_len)
 
 
-def limits_of(options: Mapping[str, Any], limits: Mapping[str, int]) -> dict[str, int]:
+def limits_of(options: Mapping[str, Any], limits: Limits) -> Limits:
     """Return the limits that an engine set was built for.
 
     `limits` where its backend has engines of any size.
     """
-    return {name: options[name] if name in options else limits[name] for name in LIMITS}
+    return replace(limits, **{name: options[name] for name in LIMITS if name in options})

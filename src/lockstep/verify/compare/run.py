@@ -26,7 +26,7 @@ from polygraphy.comparator import Comparator
 from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts.adapters import rows_of
-from lockstep.artifacts.assembly import Assembly, GraphFile, Part
+from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import PASS, ComparedEngine, ComparedRun, ComparisonReport, OutputError
 from lockstep.artifacts.signature import IO
 from lockstep.backends.engine_set import EngineSet
@@ -37,6 +37,7 @@ from lockstep.onnx_tools.metrics import difference
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.without_adapters import without_adapters
+from lockstep.targets import Limits
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.host_runner import HostRunner
 from lockstep.verify.metrics import finish, largest
@@ -82,14 +83,14 @@ def run(
     weights_json: Path,
     engines_json: Path,
     tolerance: float,
-    limits: Mapping[str, int],
+    limits: Limits,
     out: Path,
     threads: int | None = None,
 ) -> Path:
     """Compare the engines of a set with their graphs.
 
     Writes the report to `out`, which is returned. tolerance: the largest error of an output, relative to its magnitude.
-    limits: {"max_batch_size", "max_num_tokens", "max_seq_len"}, where the engines do not say for which they were built.
+    limits: used where the engines do not say for which they were built.
 
     Raises CheckError naming engine, sizes, output, error and tolerance for the first engine over it, when all are
     compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit together, or a
@@ -146,7 +147,7 @@ class _Pair:
         folder: Path,
         name: str,
         graph: GraphFile,
-        limits: Mapping[str, int],
+        limits: Limits,
         threads: int | None,
     ):
         self.name, self.file = name, engines.file(name)
@@ -254,7 +255,7 @@ def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str
     return Error(OutputError(magnitude, absolute, scaled.relative_error, scaled.cosine), tolerance)
 
 
-def _place(assembly: Assembly, name: str) -> tuple[int | None, Part]:
+def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
     """Return (layer, part) of a class, or of a class that has this piece.
 
     Of the first layer that has it as a block, of the last that has it as the exit; None is the embedding.

@@ -10,7 +10,7 @@ alone. Where there are more adapters than slots, they take turns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.targets import Target
+from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_logits, short
 from lockstep.verify.golden.text import new_text
@@ -52,8 +52,8 @@ def check(
     adapters_json: Path,
     reference_json: Path,
     target: Target,
-    tolerance: Mapping[str, float],
-    limits: Mapping[str, int],
+    tolerance: Tolerances,
+    limits: Limits,
     out: Path,
     expected: Sequence[str | None] = (),
     threads: int | None = None,
@@ -77,7 +77,7 @@ def check(
                 f"{reference_json}: adapter {answer.adapter!r}: expected {model.adapters.digest(answer.adapter)} as in "
                 f"{adapters_json}, found {answer.sha256}; make the reference again"
             )
-    checked = _Check(model, Tokenizer.open(assembly_json), prompts, reference, tolerance["logits"])
+    checked = _Check(model, Tokenizer.open(assembly_json), prompts, reference, tolerance.logits)
     report = checked.run(target)
     finish(out, report, checked.failures[0] if checked.failures else None)
     return Path(out)

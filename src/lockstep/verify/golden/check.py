@@ -11,7 +11,7 @@ edge of cache, window and RoPE, and beside the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.targets import Target
+from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden.forced import Errors, chunks_to_edges, force, random_chunks
 from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, first_difference, read_reference, short
@@ -37,8 +37,8 @@ def check_engines(
     engines_json: Path,
     reference_json: Path,
     target: Target,
-    tolerance: Mapping[str, float],
-    limits: Mapping[str, int],
+    tolerance: Tolerances,
+    limits: Limits,
     out: Path,
     speed_out: Path,
     expected: Sequence[str | None] = (),
@@ -46,7 +46,7 @@ def check_engines(
 ) -> Path:
     """Check an engine set; write the report to `out`, the speeds to `speed_out`.
 
-    Returns `out`. tolerance["logits"]: the largest absolute error of a logit. limits: the config's. expected: for each
+    Returns `out`. tolerance.logits: the largest absolute error of a logit. limits: the config's. expected: for each
     prompt the text that must follow it, or None.
 
     Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`; InputError for
@@ -63,7 +63,7 @@ def check_engines(
             f"{assembly_json}, found {vocab_size}; make the reference again"
         )
     tokenizer = Tokenizer.open(assembly_json)
-    checked = _Check(model, tokenizer, prompts, long, reference, tolerance["logits"], limits["max_num_tokens"])
+    checked = _Check(model, tokenizer, prompts, long, reference, tolerance.logits, limits.max_num_tokens)
     report, speed = checked.run(target)
     finish(out, report, checked.failures[0] if checked.failures else None)
     speed.save(speed_out)
@@ -309,24 +309,24 @@ class _Check:
         self.failures.append(f"prompt {short(prompt.text)!r}, {what}")
 
 
-def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: int, limits: Mapping[str, int]) -> None:
+def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: int, limits: Limits) -> None:
     for prompt in prompts:
         count = len(prompt.prompt_ids)
-        if count > limits["max_input_len"]:
+        if count > limits.max_input_len:
             raise InputError(
-                f"golden prompt {short(prompt.text)!r}: expected at most {limits['max_input_len']} tokens "
+                f"golden prompt {short(prompt.text)!r}: expected at most {limits.max_input_len} tokens "
                 f"(limits.max_input_len), "
                 f"found {count}; shorten it or raise the limit"
             )
-        if count + max_new_tokens > limits["max_seq_len"]:
+        if count + max_new_tokens > limits.max_seq_len:
             raise InputError(
                 f"golden prompt {short(prompt.text)!r}: expected prompt and answer within "
-                f"{limits['max_seq_len']} tokens (limits.max_seq_len), "
+                f"{limits.max_seq_len} tokens (limits.max_seq_len), "
                 f"found {count} + {max_new_tokens}; shorten it, lower max_new_tokens or raise the limit"
             )
-    if long and len(long.prompt.prompt_ids) + max_new_tokens > limits["max_seq_len"]:
+    if long and len(long.prompt.prompt_ids) + max_new_tokens > limits.max_seq_len:
         raise InputError(
-            f"the long golden prompt: expected prompt and answer within {limits['max_seq_len']} tokens "
+            f"the long golden prompt: expected prompt and answer within {limits.max_seq_len} tokens "
             f"(limits.max_seq_len), "
             f"found {len(long.prompt.prompt_ids)} + {max_new_tokens}; make the reference for these limits"
         )

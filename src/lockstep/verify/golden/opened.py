@@ -5,12 +5,11 @@ It is opened with the limits of the config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.errors import InputError
 from lockstep.runtime import Model
-from lockstep.targets import Target
+from lockstep.targets import Limits, Target
 
 
 def check_layers(reference_json: Path, layers: int | str, target: Target) -> None:
@@ -26,7 +25,7 @@ def open_model(
     weights_json: Path,
     engines_json: Path,
     target: Target,
-    limits: Mapping[str, int],
+    limits: Limits,
     threads: int | None,
     adapters_json: Path | None = None,
 ) -> Model:
@@ -39,9 +38,9 @@ def open_model(
         assembly_json,
         weights_json,
         target.layers,
-        max_batch_size=limits["max_batch_size"],
-        max_seq_len=limits["max_seq_len"],
-        max_num_tokens=limits["max_num_tokens"],
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=limits.max_seq_len,
+        max_num_tokens=limits.max_num_tokens,
         threads=threads,
         adapters_json=adapters_json,
     )

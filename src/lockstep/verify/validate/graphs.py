@@ -18,14 +18,14 @@ import numpy as np
 import onnxruntime as ort
 
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.assembly import Assembly, GraphFile, Part
-from lockstep.artifacts.signature import IO, Signature
+from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
+from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.graph_runner import GraphRunner
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
-from lockstep.verify.validate.gate import check_arrays, check_graph
+from lockstep.verify.validate.gate import check_graph
 from lockstep.weights import Weights, check_slots, slot_array
 
 
@@ -139,7 +139,7 @@ class Graphs(GraphRunner):
         """
         return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
-    def carries(self, part: Part) -> list[str]:
+    def carries(self, part: BoundBlock) -> list[str]:
         """Return what a block hands on to the next besides query, key and value.
 
         `hidden` alone in most models.
@@ -151,7 +151,7 @@ class Graphs(GraphRunner):
     ) -> dict[str, np.ndarray]:
         return _run(self._by_name[name], inputs, weights)
 
-    def adapter_inputs(self, part: Part, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def adapter_inputs(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return what a block reads of adapters, for tokens that have none.
 
         In every adapter slot lie numbers that none of them may see.

@@ -27,12 +27,11 @@ from polygraphy.tools.check.subtool.lint import Lint
 from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
 from lockstep.artifacts.reports import ForwardError, Inspected, Linted
-from lockstep.artifacts.signature import IO, Signature
+from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.verify.metrics import largest
-from lockstep.verify.validate.gate import check_arrays
 from lockstep.verify.validate.graphs import open_session
 
 # Sizes that lint runs a graph with; it fills inputs with random numbers.

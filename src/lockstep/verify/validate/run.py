@@ -34,6 +34,7 @@ from lockstep.artifacts.reports import (
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner
 from lockstep.onnx_tools.metrics import Difference
+from lockstep.targets import Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.metrics import finish, largest
 from lockstep.verify.validate.graphs import Graph, Graphs
@@ -68,7 +69,7 @@ def run(
     weights_json: Path,
     checkpoint_json: Path,
     layers: int | str,
-    tolerance: Mapping[str, float],
+    tolerance: Tolerances,
     max_seq_len: int,
     out: Path,
     model: str | None = None,
@@ -78,8 +79,8 @@ def run(
 
     Writes the report to `out`, which is returned.
 
-    tolerance: {"logits": the largest absolute error of a logit, "block": the same for what a layer computes, where
-    values above one have proportionally more room (`Difference.within_scaled`)}. max_seq_len: the most tokens of a
+    tolerance: logits is the largest absolute error of a logit, block the same for what a layer computes, where
+    values above one have proportionally more room (`Difference.within_scaled`). max_seq_len: the most tokens of a
     request. model: its name in the report, by default the last part of the checkpoint's source. threads: None takes all
     cores.
 
@@ -101,11 +102,11 @@ def run(
         torch_model = TorchModel(checkpoint.config, graphs.weights, layers)
         records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
         _check_layers(graphs, records, tolerance, found)
-        _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance["block"], found)
+        _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance.block, found)
         uncut = graphs.uncut(threads)
         if uncut is not None:
             _check_graph("batchful", uncut, found)
-        _check_forward(graphs, uncut, torch_model, records, tolerance["logits"], found)
+        _check_forward(graphs, uncut, torch_model, records, tolerance.logits, found)
     except CheckError as error:
         return finish(out, found.report, str(error))
     return finish(out, found.report, None)
@@ -130,11 +131,11 @@ def _check_graph(name: str, graph: Graph, found: _Found) -> None:
         found.note_graph(name, lint=lint(graph.path, file, inputs))
 
 
-def _check_layers(graphs: Graphs, records: list[Record], tolerance: Mapping[str, float], found: _Found) -> None:
+def _check_layers(graphs: Graphs, records: list[Record], tolerance: Tolerances, found: _Found) -> None:
     """Check the embedding and each layer, teacher-forced. Raises CheckError."""
     embedding = embedding_error(graphs, records)
     errors, logits = layer_errors(graphs, records)
-    block, bound = tolerance["block"], tolerance["logits"]
+    block, bound = tolerance.block, tolerance.logits
     found.note(
         embedding=BlockErrors(graphs.embedding.graph, {"hidden": _entry(embedding, block)}),
         blocks=tuple(_layer_entry(entry, block) for entry in errors),
