@@ -19,6 +19,7 @@ from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.summary import Reproduction
 from lockstep.cli.main import main
 from lockstep.config.load import load_given
+from lockstep.provenance.lock import Lock
 from lockstep.serve.triton_repository.write import Repository, write_repository
 from lockstep.targets import Results, Target
 
@@ -139,7 +140,7 @@ def test_bundle(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]
 
 def test_lock(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of a finished model: tests/workflow/test_locks.py has them."""
-    monkeypatch.setattr("lockstep.provenance.lockfile.collect", lambda results, model: {"model": model})
+    monkeypatch.setattr("lockstep.provenance.lockfile.collect", lambda results, model: Lock(model, {}, {}, {}))
     found, code = told(capsys, "lock")
     (entry,) = found["locks"]
     path = Path("locks/demo-llama.lock.json")

@@ -1,6 +1,6 @@
-"""The report of `lockstep bisect`: all measurements, and each graph or engine that is off. JSON in and out.
+"""The report of `lockstep bisect`.
 
-An error of None is not finite: NaN or infinity.
+All measurements, and each graph or engine that is off. JSON in and out. An error of None is not finite: NaN or infinity.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class MeasuredOutput(StageName):
 
 @dataclass(frozen=True)
 class FaultMeasured(StageName):
-    """The output by which a fault shows: where it is off first, and the largest error of the stage before."""
+    """The output by which a fault shows.
+
+    Where it is off first, and the largest error of the stage before.
+    """
 
     tensor: str
     position: int

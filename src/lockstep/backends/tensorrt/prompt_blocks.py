@@ -108,7 +108,10 @@ class PromptPass:
         return self._calls(-1), self._blocks.logits[: self._dims["num_requests"]]
 
     def products(self) -> Iterator[Call]:
-        """Give a call of each engine that is cut at its products; layers with the same engine count once."""
+        """Yield a call of each engine that is cut at its products.
+
+        Layers with the same engine count once.
+        """
         known = set[TensorRTProgram]()
         for block in self._blocks.blocks:
             for part in block.parts:
