@@ -40,8 +40,8 @@ def run(command: Sequence[str], input: str | None = None, **options: Any) -> sub
 def freeze_heap() -> None:
     """Keep what this process holds by now out of garbage collections.
 
-    As vLLM does. A server's processes hold some 70,000 objects once they are ready. A full collection walks them for 20 ms or more,
-    during which no token goes out.
+    As vLLM does. A server's processes hold some 70,000 objects once they are ready. A full collection walks them for
+    20 ms or more, during which no token goes out.
     """
     gc.collect()
     gc.freeze()
