@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,13 @@ def test_a_lock_of_what_is_not_finished_is_refused(fresh: Checkout) -> None:
         and "expected a finished model" in process.stderr
         and len(process.stderr.splitlines()) == 1
     )
+
+
+def test_a_model_whose_server_is_not_checked_is_locked_without_that_check(demo: Checkout) -> None:
+    demo.edit_config(lambda config: config.update(check_server=False))
+    for path in demo.results.rglob("served"):
+        shutil.rmtree(path)
+    demo.finish()
+    demo.call("lockstep", "lock")
+    assert "served" not in json.loads((demo.folder / "locks" / f"{MODEL}.lock.json").read_text())["checks"]
+    assert not demo.would_run("--config", "locked=true")

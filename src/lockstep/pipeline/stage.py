@@ -24,12 +24,13 @@ Options = Callable[..., dict[str, Any]]  # (config, and the stage's wildcards by
 class Finished:
     """What was made of a model, on which the rest of its lock depends.
 
-    precisions: of its weights. runs: some of its engines run here.
+    precisions: of its weights. runs: some of its engines run here. is_served: the config has the server checked.
     """
 
     precisions: frozenset[str]
     has_adapters: bool
     runs: bool
+    is_served: bool
 
 
 @dataclass(frozen=True)

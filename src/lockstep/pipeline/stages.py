@@ -110,6 +110,7 @@ _TABLE = (
         job=f"{_JOBS}:served", options=options.served, is_check=True, is_judged=True, is_named=True, is_summarised=True,
         resources=Resources(2500, 4.5, minutes_per_gb=30),
         needed=lambda config, target: config.is_run(target) and config.check_server,
+        required=lambda model: model.runs and model.is_served,
         help="A server on the engine set against the golden check.",
     ),
     Stage(

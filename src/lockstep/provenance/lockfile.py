@@ -16,13 +16,14 @@ from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import dump_json, sha256_json
+from lockstep.artifacts.files import dump_json, read_json, sha256_json
 from lockstep.artifacts.manifest_files import manifest_entries
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stage import Finished
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.lock import MADE, TERMS, Lock, LockedPrecision, Maker, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
+from lockstep.targets import Results
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def collect(results: Path, model: str) -> Lock:
         frozenset(section.key.names["precision"] for section in found if "precision" in section.key.names),
         has_adapters="adapters" in stages,
         runs=any(map(_runs, found)),
+        is_served=_checks_server(results),
     )
     for stage, entry in STAGES.items():
         if entry.is_required(finished) and stage not in stages:
@@ -145,6 +147,12 @@ def collect(results: Path, model: str) -> Lock:
             place = place.setdefault(name, {})
         place[section.where[-1]] = dict(section.items)
     return Lock.from_json(document)
+
+
+def _checks_server(results: Path) -> bool:
+    """Return whether the config of the last run has servers checked."""
+    config = Results(results).config()
+    return not config.is_file() or bool(read_json(config).get("check_server", True))
 
 
 def _runs(section: Section) -> bool:
