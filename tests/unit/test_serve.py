@@ -92,6 +92,16 @@ def test_a_stop_string_over_tokens_ends_the_text_before_it(server: RealServer) -
     server.wait_idle()
 
 
+def test_a_stop_string_ends_no_answer_before_min_tokens(server: RealServer) -> None:
+    text = server.complete(PROMPT, 30)["choices"][0]["text"]
+    stop = text[4:7]
+    stopped = server.complete(PROMPT, 30, stop=stop)
+    assert stopped["choices"][0]["text"] == text[: text.index(stop)]
+    assert server.complete(PROMPT, 30, stop=stop, min_tokens=29)["choices"][0]["text"] == text
+    least = stopped["usage"]["completion_tokens"] - 1  # it ends in the token behind those
+    assert server.complete(PROMPT, 30, stop=stop, min_tokens=least)["choices"] == stopped["choices"]
+
+
 def test_logprobs_are_of_the_tokens_of_the_text(server: RealServer) -> None:
     choice = server.complete(PROMPT, 12, logprobs=3)["choices"][0]
     found = choice["logprobs"]
@@ -142,7 +152,8 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
         ({**GOOD, "max_tokens": 256}, 400, "max_tokens", "expected 1 to 25"),
         ({**GOOD, "max_tokens": 1 << 70}, 400, "max_tokens", "expected"),
         ({**GOOD, "prompt": "word " * 300}, 400, "prompt", "expected 1 to 128 tokens, found"),
-        ({**GOOD, "prompt": ""}, 400, "prompt", "expected"),
+        ({**GOOD, "prompt": "word " * 100_000}, 400, "prompt", "expected 1 to 128 tokens, found at least"),
+        ({**GOOD, "prompt": ""}, 400, "prompt", "expected 1 to 128 tokens, found 0; give it a text"),
         ({**GOOD, "prompt": []}, 400, "prompt", "expected"),
         ({**GOOD, "prompt": {"text": "a"}}, 400, "prompt", "expected text"),
         ({**GOOD, "prompt": [["a"]]}, 400, "prompt", "expected text"),
@@ -159,6 +170,9 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
         ({**GOOD, "logprobs": 21}, 400, "logprobs", "expected"),
         ({**GOOD, "stop": ""}, 400, "stop", "not empty"),
         ({**GOOD, "stop": 5}, 400, "stop", "got `int`"),
+        ({**GOOD, "stop": "ab" * 1_800_000}, 400, "stop", "at most 64, of 4096 characters in all, found 1, of 3600000"),
+        ({**GOOD, "stop": ["a"] * 65}, 400, "stop", "at most 64, of 4096 characters in all, found 65, of 65"),
+        ({**GOOD, "bad_words": ["a"] * 100_000}, 400, "bad_words", "at most 64, of 4096 characters in all"),
         ({**GOOD, "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids 0 to"),
         ({**GOOD, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token ids 0 to"),
         ({**GOOD, "stop_token_ids": [-1]}, 400, "stop_token_ids", "expected"),

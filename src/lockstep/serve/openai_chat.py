@@ -11,7 +11,8 @@ from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import ChatError
 from lockstep.serve.frames import finite
 from lockstep.serve.openai_answers import AnswerFormat, reason
-from lockstep.serve.openai_parameters import Parameters, check_supported, encoded, prompt_requests, refuse
+from lockstep.serve.openai_parameters import Parameters, check_supported, longest_prompt, prompt_requests, refuse
+from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.stream import AnswerDelta, PromptRequest
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
@@ -90,8 +91,8 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
             f"messages: expected a chat that the model's template renders, found: {error}", "messages"
         ) from None
     # Without the tokens that the tokenizer puts before a text: the template has written them.
-    prompt = await encoded(text, service.tokenizer, "messages", special=False)
-    return prompt_requests(body, [prompt], "messages", service)
+    prompts = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special=False)
+    return prompt_requests(body, prompts, "messages", service)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

@@ -1,24 +1,41 @@
-"""Words that must not come, as sequences of tokens."""
+"""Words that end an answer or must not come: limits of their number and length, and words as sequences of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 
+_MOST_WORDS = 64
+_MOST_CHARACTERS = 4096  # or tokens, where words are tokens
 
-def words(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Words as sequences of tokens, those without any left out. Raises BadRequest."""
+
+def check_words(name: str, given: Sequence[Sized], unit: str = "characters") -> None:
+    """Raise BadRequest for more words, or longer ones, than may be looked for at each token of an answer."""
+    total = sum(map(len, given))
+    if len(given) > _MOST_WORDS or total > _MOST_CHARACTERS:
+        raise BadRequest(
+            f"{name}: expected at most {_MOST_WORDS}, of {_MOST_CHARACTERS} {unit} in all, found {len(given)}, of "
+            f"{total} in all",
+            name,
+        )
+
+
+def words(
+    name: str, texts: Sequence[str], tokenizer: Tokenizer, with_space: bool = False
+) -> tuple[tuple[int, ...], ...]:
+    """Return words as sequences of tokens, those without any left out.
+
+    with_space: each with a space before it too, which most tokenizers make other tokens of: a word that must not come
+    must come in neither way. Raises BadRequest.
+    """
+    check_words(name, texts)
+    if with_space:
+        texts = [each for text in texts for each in (text, text if text[0].isspace() else f" {text}")]
     try:
         found = [tuple(tokenizer.encode(text, special=False).tolist()) for text in texts]
     except InputError as error:
         raise BadRequest(f"{name}: {error}", name) from None
     return tuple(tokens for tokens in dict.fromkeys(found) if tokens)
-
-
-def with_spaces(texts: Sequence[str]) -> list[str]:
-    """Words, and each with a space before it, which most tokenizers make other tokens of: a word that must not come
-    must come in neither way."""
-    return [each for text in texts for each in (text, text if text[0].isspace() else f" {text}")]
