@@ -256,7 +256,7 @@ def word_biases(
     raw, weights = batch.values(words_name, number), batch.values(weights_name, number)
     if len(raw) != len(weights):
         raise BadRequest(f"{weights_name}: expected {len(raw)}, one for each word, found {len(weights)}", weights_name)
-    check_words(words_name, raw)
+    check_words(words_name, list(raw))
     found: dict[int, float] = {}
     for word, weight in zip(raw, weights.tolist()):
         if word:
