@@ -339,7 +339,10 @@ BAD_INPUTS: list[tuple[list[dict[str, Any]], str]] = [
     (core([5, 6, 7], 4, tensor("bad_words_list", "INT32", [1, 2, 1], [5, 9])), "bad_words_list"),
     (core([5, 6, 7], 4, tensor("bad_words_list", "INT32", [1, 2, 1], [1 << 20, 1])), "bad_words"),
     (core([5], 4, tensor("bad_words_list", "INT32", [1, 2, 65], [5] * 65 + list(range(1, 66)))), "bad_words_list"),
-    (core([5], 4, tensor("stop_words_list", "INT32", [1, 2, 5000], [5] * 5000 + [5000] + [-1] * 4999)), "stop_words_list"),
+    (
+        core([5], 4, tensor("stop_words_list", "INT32", [1, 2, 5000], [5] * 5000 + [5000] + [-1] * 4999)),
+        "stop_words_list",
+    ),
     (core([5, 6, 7], 4, tensor("stop_words_list", "INT32", [1, 2, 1], [-7, 1])), "stop_words"),
     (core([5, 6, 7], 4, tensor("embedding_bias", "FP32", [1, 1 << 15], [1] * (1 << 15))), "bias"),
 ]

@@ -171,12 +171,20 @@ def _threads() -> int | None:
 
 
 def _keys(path: Path | None) -> list[str]:
+    """Return the keys of a file: one a line; empty lines and those that begin with # are none. Raises InputError."""
     if path is None:
         return []
+    keys = []
     try:
-        keys = path.read_text(encoding="utf-8").split()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: expected a file of API keys, found none that can be read: {error}") from None
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if line and not line.startswith("#"):
+            if not re.fullmatch("[!-~]+", line):  # not the line itself: it is a secret
+                found = "white space in it" if len(line.split()) > 1 else "another character"
+                raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {found}")
+            keys.append(line)
     if not keys:
         raise InputError(f"{path}: expected API keys, one a line, found none")
     return keys

@@ -56,7 +56,9 @@ class _Body(msgspec.Struct):
 def refused(error: BadRequest | StreamError) -> Response:
     """The answer to a request that is refused, as Triton words it."""
     like = error_response(error)
-    headers = {name: like.headers[name] for name in ("Retry-After", "Connection") if name in like.headers}
+    headers = {
+        name: like.headers[name] for name in ("Retry-After", "Connection", "WWW-Authenticate") if name in like.headers
+    }
     return Response(error_json(error.message), like.status_code, headers, "application/json")
 
 
@@ -161,8 +163,6 @@ def repository_index(is_ready: bool) -> list[dict[str, str]]:
 async def _request_of(request: Request, access: Access) -> tuple[InferRequest, Callable[[str], bool]]:
     """The request for inference, and which of its outputs are to be binary."""
     model = asked_model(request)
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise BadRequest("content-encoding: expected identity, found another")
     data = await read_body(request, access)
     given = request.headers.get(_HEADER_LENGTH)
     length = len(data) if given is None else int(given) if given.isdecimal() and len(given) < 12 else -1
