@@ -1,4 +1,7 @@
-"""A command in a process of its own, which is not left behind: interrupted, this process ends it first."""
+"""A command in a process of its own, which is not left behind.
+
+Interrupted, this process ends it first.
+"""
 
 from __future__ import annotations
 

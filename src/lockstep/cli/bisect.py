@@ -19,7 +19,7 @@ from lockstep.targets import Results
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all]")
 @RESULTS
 def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
-    """Where a target goes wrong: engine against graph against PyTorch."""
+    """Find where a target goes wrong: engine against graph against PyTorch."""
     tree = Results(results)
     config = used_config(tree)
     chosen = config.parse_target(target)

@@ -23,7 +23,7 @@ from lockstep.targets import Results
 @JSON
 @RESULTS
 def bundle(target: str, weights: bool, out: Path | None, as_json: bool, results: Path) -> None:
-    """A target in one file, that runs where its backend is installed."""
+    """Pack a target into one file, which runs where its backend is installed."""
     from lockstep.bundle.pack import pack
 
     tree = Results(results)

@@ -1,4 +1,4 @@
-"""The commands about the shared cache: what is in it, whether it is whole, and dropping what is not used."""
+"""The commands of the shared cache: list, prune and verify its entries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONFIG = click.option(
 
 
 class _Amount(click.ParamType):
-    """A number with a unit: bytes or seconds."""
+    """A parameter type: a number with a unit, of bytes or seconds."""
 
     def __init__(self, name: str, units: dict[str, int], end: str, example: str) -> None:
         self.name, self.units, self.end, self.example = name, units, end, example
@@ -43,7 +43,7 @@ class _Amount(click.ParamType):
 
 @click.group()
 def cache() -> None:
-    """The shared cache of artefacts: what is in it, whether it is whole, and dropping what is not used."""
+    """Inspect the shared cache of artefacts: list, prune and verify its entries."""
 
 
 @cache.command()
@@ -51,7 +51,7 @@ def cache() -> None:
 @_CACHE
 @_CONFIG
 def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
-    """What is in it: stage, build key, size, last use."""
+    """List the entries: stage, build key, size, last use."""
     from lockstep.provenance.cache.upkeep import bytes_text, look, summary
 
     opened = _opened(folder, config_file)
@@ -90,7 +90,7 @@ def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
 def prune(
     max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None, as_json: bool
 ) -> None:
-    """Drop what is not used, what is damaged, what nothing names."""
+    """Drop entries that are unused or damaged, and files that no entry names."""
     from lockstep.provenance.cache.upkeep import bytes_text, look, summary
     from lockstep.provenance.cache.upkeep import prune as drop
 
@@ -107,7 +107,10 @@ def prune(
 @_CACHE
 @_CONFIG
 def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
-    """Hash all of it. Exit code 0 if it is whole, else 1."""
+    """Hash all files of the cache.
+
+    Exit code 0 if it is whole, else 1.
+    """
     from lockstep.provenance.cache.upkeep import look, summary
     from lockstep.provenance.cache.upkeep import verify as check
 
@@ -128,7 +131,10 @@ def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
 
 
 def _entry(used: Used) -> dict[str, Any]:
-    """An entry as JSON. size: bytes; last_use: UTC."""
+    """Return an entry as JSON.
+
+    size: bytes; last_use: UTC.
+    """
     entry = used.entry
     stage, _, of = str(entry).partition(" ")
     about = {"stage": stage, "of": of, "key": entry.key, "files": len(entry.files), "size": entry.size}
@@ -136,7 +142,10 @@ def _entry(used: Used) -> dict[str, Any]:
 
 
 def _contents(contents: Contents) -> dict[str, Any]:
-    """How much there is, as JSON. size: bytes of all files."""
+    """Return how much the cache holds, as JSON.
+
+    size: bytes of all files.
+    """
     rest = {name: sorted(map(str, getattr(contents, name))) for name in ("damaged", "temporary", "foreign")}
     return {"num_entries": len(contents.entries), "num_files": len(contents.blobs), "size": contents.size, **rest}
 

@@ -1,4 +1,7 @@
-"""Which extra of pyproject.toml brings a Python package, for the commands that need more than `dependencies`."""
+"""The extra of pyproject.toml that brings each Python package.
+
+For commands that need more than `dependencies`.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,9 @@ EXTRAS = {
 
 
 def missing_package(command: str | None, error: ModuleNotFoundError) -> InputError | None:
-    """Return the error of a command whose package is not installed; None for a module of this package.
+    """Return the error of a command whose package is not installed.
 
-    It names the package and the extra that brings it.
+    It names the package and the extra that brings it. Returns None for a module of this package.
     """
     module = error.name or ""
     if module.partition(".")[0] in ("", "lockstep"):

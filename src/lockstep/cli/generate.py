@@ -1,4 +1,4 @@
-"""The command that generates text from an engine set or a bundle: `lockstep generate`."""
+"""The command that generates text: `lockstep generate`."""
 
 from __future__ import annotations
 
@@ -57,10 +57,13 @@ def generate(
     results: Path,
     **sampling: Any,
 ) -> None:
-    """Text from an engine set or a bundle, as it is made; then the speed, on stderr. With --json both in one document.
+    """Generate text from an engine set or a bundle, printed as it is made.
+
+    The speed follows on stderr. With --json, text and speed are one document.
 
     With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
-    on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}."""
+    on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}.
+    """
     from lockstep.pipeline import worker
 
     if (prompt is None) == (source is None) or (source is None) != (out is None):

@@ -1,4 +1,7 @@
-"""A graph as a JSON document: what `lockstep show` prints, with the same division into inputs and weight slots."""
+"""A graph as a JSON document, for `lockstep show --json`.
+
+Inputs and weight slots are divided as in the text of `lockstep show`.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ def _tensor(tensor: onnx.TensorProto) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an attribute's value as JSON has it; a tensor as its type, numbers that JSON lacks and graphs as text."""
+    """Return an attribute's value as JSON has it.
+
+    A tensor becomes its name, dtype and shape. Numbers that JSON lacks, and graphs, become text.
+    """
     if isinstance(value, onnx.TensorProto):
         return _tensor(value)
     if isinstance(value, onnx.GraphProto):

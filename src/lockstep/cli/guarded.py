@@ -1,4 +1,4 @@
-"""What all groups of commands share."""
+"""The group of commands that handles errors for all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 
 class GuardedGroup(click.Group):
-    """Users' mistakes as one line and an exit code, Ctrl-C too, before click makes something else of them."""
+    """A command group that turns users' mistakes into one line and an exit code.
+
+    Ctrl-C too, before click makes something else of it. A package of an extra that is not installed is a mistake, too.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         with guard():

@@ -22,7 +22,10 @@ _LATE = 0.005  # seconds: a quarter of a decode step's usual 20 ms
 
 
 class _Rates(click.ParamType):
-    """Requests per second, several by commas; -1 and inf are all at once."""
+    """A parameter type: requests per second, several by commas.
+
+    -1 and inf are all at once.
+    """
 
     name = "rates"
 
@@ -153,7 +156,10 @@ def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
 
 
 def _allow_connections(number: int) -> None:
-    """Let this process have so many files open at once, as far as it may: a connection is one."""
+    """Raise this process's limit of open files to that many connections.
+
+    As far as the hard limit allows: each connection is an open file.
+    """
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -203,7 +209,7 @@ def _write(folder: Path, report: LoadReport, records: dict[float | None, list[Re
 
 
 def _warn(report: LoadReport) -> None:
-    """Say it where this program itself was late: the figures hold that time too."""
+    """Warn where this program itself was late, since the figures include that."""
     from lockstep.load.report import name
 
     for run in report.runs:

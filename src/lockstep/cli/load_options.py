@@ -90,7 +90,7 @@ def load_spec(workload: str | None, options: LoadOptions) -> LoadSpec:
 
 
 def _prompts(workload: str | None, options: LoadOptions) -> tuple[list[Prompt], dict[str, Any]]:
-    """The prompts, and what a report says of them."""
+    """Return the prompts, and what a report says of them."""
     from lockstep.artifacts.files import sha256_file
     from lockstep.load import workload as made
 
@@ -126,7 +126,10 @@ def _prompts(workload: str | None, options: LoadOptions) -> tuple[list[Prompt], 
 def _as_ids(
     prompts: list[Prompt], folder: Path | None, longest: int | None, about: dict[str, Any]
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Encode texts, where there is a tokenizer, and leave out what is longer than `longest`."""
+    """Encode texts as token ids, and leave out prompts longer than `longest`.
+
+    folder: of the tokenizer; None leaves texts as they are. Raises InputError where no prompt is left.
+    """
     if folder is not None:
         from lockstep.runtime.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""The commands about locks: what was made, what it must be, whether it still is, and why it would be made again."""
+"""The commands of locks: `lockstep lock`, `lockstep verify`, `lockstep diff`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def lock(models: tuple[str, ...], as_json: bool, locks: Path, results: Path) -> 
 @_LOCKS
 @_RESULTS
 def verify(models: tuple[str, ...], deep: bool, verbose: bool, as_json: bool, locks: Path, results: Path) -> None:
-    """Is every artefact what was recorded and locked? Exit code 0 if all are, else 1."""
+    """Check that every artefact is what was recorded and locked.
+
+    Exit code 0 if all are, else 1.
+    """
     from lockstep.provenance.verify import SAME
     from lockstep.provenance.verify import verify as check
 
@@ -95,7 +98,10 @@ def verify(models: tuple[str, ...], deep: bool, verbose: bool, as_json: bool, lo
 @click.argument("second", type=click.Path(path_type=Path))
 @JSON
 def diff(first: Path, second: Path, as_json: bool) -> None:
-    """What differs between two lock files. Exit code 1 if anything does."""
+    """List what differs between two lock files.
+
+    Exit code 1 if anything does.
+    """
     from lockstep.provenance.diff import changes
     from lockstep.provenance.diff import diff as compare
     from lockstep.provenance.lockfile import read_lock

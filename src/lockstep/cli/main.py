@@ -1,7 +1,7 @@
-"""The `lockstep` command: each stage by hand, without Snakemake, and text from a finished engine set.
+"""The `lockstep` command: its subcommands, put together.
 
-Each stage is the function that its rule calls, on the same paths below `results/`. Imports stand in the commands: the
-program explains itself without loading what only one of them needs.
+Each stage is the function that its rule calls, on the same paths below `results/`, without Snakemake. Imports stand in
+the commands: the program explains itself without loading what only one of them needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from lockstep.cli.triton import triton
 @click.group(cls=GuardedGroup, context_settings=SETTINGS)
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def main() -> None:
-    """From a Hugging Face checkpoint to inference engines that are checked and can be built again."""
+    """Build, check and serve inference engines of Hugging Face checkpoints.
+
+    The engines can be built again, and compared down to the bytes.
+    """
 
 
 _COMMANDS = (

@@ -1,4 +1,4 @@
-"""What runs text and servers: a target of a results tree, or a bundle, and the interpreter of its backend."""
+"""The target or bundle that a command generates text from, or serves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runnable:
-    """Where everything lies, and `python`: the interpreter that has its backend; None: this one."""
+    """An opened target or bundle, and the Python interpreter of its backend.
+
+    python: the path of that interpreter; None for this one.
+    """
 
     place: Opened
     python: str | None
 
 
 def used_config(results: Results) -> Config:
-    """The config that the results were made with."""
+    """Return the config that the results were made with.
+
+    Raises InputError where it is not the one that was recorded.
+    """
     from lockstep.artifacts.files import read_json
     from lockstep.config.load import load
     from lockstep.provenance.record import read_record, record_path
@@ -39,8 +45,10 @@ def used_config(results: Results) -> Config:
 
 
 def made_target(config: Config, tree: Results, name: str) -> Target:
-    """The target of this name, as `Config.parse_target`. Raises InputError where its engines are not there since the
-    config skips them on this machine."""
+    """Return the target of this name, as `Config.parse_target`.
+
+    Raises InputError where its engines are not there since the config skips them on this machine.
+    """
     target = config.parse_target(name)
     engines = tree.engines(target.model, target.precision, target.backend)
     if not engines.is_file() and (reason := config.why_not_built(target)):
@@ -55,8 +63,11 @@ def made_target(config: Config, tree: Results, name: str) -> Target:
 def runnable(
     command: str, name: str, target: str | None, archive: Path | None, weights: Path | None, results: Path
 ) -> Iterator[Runnable]:
-    """Open a target or a bundle; files of a bundle are there until the context ends. name: how `command` spells its
-    target. Raises InputError where not exactly one is given, and what opening raises."""
+    """Open a target or a bundle, whose files are there until the context ends.
+
+    name: how `command` spells its target. Raises InputError where not exactly one of the two is given, and what opening
+    raises.
+    """
     if (target is None) == (archive is None) or (weights is not None and archive is None):
         options = ((name, target), ("--bundle", archive), ("--weights", weights))
         given = " ".join(option for option, value in options if value is not None)

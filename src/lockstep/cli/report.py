@@ -1,4 +1,4 @@
-"""The commands that show what the checks said: `lockstep summary`, `lockstep report`."""
+"""The commands that show the checks: `lockstep summary`, `lockstep report`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from lockstep.targets import Results
 @JSON
 @RESULTS
 def summary(as_json: bool, results: Path) -> None:
-    """Print all checks as they stand now; changes nothing."""
+    """Print all checks as they stand now.
+
+    It changes nothing.
+    """
     from lockstep.report import summary as stage
 
     tree = Results(results)
@@ -35,7 +38,7 @@ def summary(as_json: bool, results: Path) -> None:
 @JSON
 @RESULTS
 def report(as_json: bool, results: Path) -> None:
-    """Write the summary and the report's pages anew, of what is there now."""
+    """Write the summary and the report's pages anew."""
     from lockstep.report.renew import summarise
 
     tree = Results(results)

@@ -1,4 +1,4 @@
-"""The commands about building again: what a run would rebuild, and whether a rebuild gives the same bytes."""
+"""The commands of rebuilding: `lockstep explain`, `lockstep reproduce`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.targets import Results
 @CONFIG
 @RESULTS
 def explain(target: str, as_json: bool, config_file: Path | None, results: Path) -> None:
-    """What a run would make again for a target, and why."""
+    """Explain what a run would make again for a target, and why."""
     from lockstep.provenance.explain import explain as reasons
 
     if not Results(results).config().is_file():
@@ -68,7 +68,7 @@ def reproduce(
     as_json: bool,
     results: Path,
 ) -> None:
-    """Build a target again in clean folders: what is the same?"""
+    """Build a target again in clean folders, and compare it with this one."""
     if against is not None:
         return _hold_against(target, against, config_file, as_json, results)
     from lockstep.provenance.reproduce import print_table

@@ -20,7 +20,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 class _Bytes(click.ParamType):
-    """A number of bytes: 1048576, 1M, 1.5GiB."""
+    """A parameter type: a number of bytes, such as 1048576, 1M or 1.5GiB."""
 
     name = "bytes"
 
@@ -162,9 +162,11 @@ class _Bytes(click.ParamType):
 @click.option("--request-log", type=click.Path(path_type=Path), help="A JSON line for each request; -: stderr.")
 @RESULTS
 def serve(target: str | None, archive: Path | None, weights: Path | None, results: Path, **given: Any) -> None:
-    """Serve a target, such as demo-llama/fp16/all, or a bundle, over HTTP: OpenAI's API, Triton's, health, metrics,
-    a web page; and Triton's over gRPC.
+    """Serve a target, such as demo-llama/fp16/all, or a bundle, over HTTP.
 
-    Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends."""
+    OpenAI's API, Triton's, health, metrics and a web page; Triton's over gRPC, too.
+
+    Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends.
+    """
     with runnable("serve", "TARGET", target, archive, weights, results) as found:
         run_server(found, ServeOptions(**given))

@@ -61,7 +61,7 @@ class ServeOptions:
 
 
 def _check_ranks(place: Opened, asked: int | None) -> None:
-    """Raise InputError where another degree is asked for than that of the graphs."""
+    """Raise InputError unless the graphs are split over as many ranks as requested."""
     from lockstep.artifacts.assembly import Assembly
 
     ranks = Assembly.load(place.assembly).tensor_parallel
@@ -74,7 +74,10 @@ def _check_ranks(place: Opened, asked: int | None) -> None:
 
 
 def run_server(found: Runnable, options: ServeOptions) -> None:
-    """Serve what was opened until SIGTERM or Ctrl-C. Raises InputError for options that do not fit it."""
+    """Serve an opened target or bundle until SIGTERM or Ctrl-C.
+
+    Raises InputError for options that do not fit it.
+    """
     from lockstep.artifacts.chat_template import ChatTemplate
     from lockstep.runtime.tokenizer import Tokenizer
     from lockstep.serve.bodies import Access
@@ -138,7 +141,10 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
 
 
 def _adapter_folders(place: Opened, root: Path | None) -> AdapterFolders | None:
-    """What `--allow-adapter-loading` allows. Raises InputError for a model that cannot take adapters."""
+    """Return the folders that `--allow-adapter-loading` allows; None without it.
+
+    Raises InputError for a model that cannot take adapters, and for a bundle.
+    """
     from lockstep.artifacts.assembly import Assembly
     from lockstep.serve.adapter_folders import AdapterFolders
 
@@ -163,8 +169,11 @@ def _end_with_stdin() -> None:
 
 
 def _threads() -> int | None:
-    """One core is the API process's: with a thread on each, an engine's spinning threads starve it. None where the
-    environment says how many."""
+    """Return the engine's number of CPU threads: one core fewer than there are.
+
+    That core is the API process's: with a thread on each, an engine's spinning threads starve it. Returns None where
+    LOCKSTEP_THREADS sets the number.
+    """
     if os.environ.get("LOCKSTEP_THREADS"):
         return None
     return max(1, len(os.sched_getaffinity(0)) - 1)

@@ -1,4 +1,7 @@
-"""Each stage by hand, without Snakemake: commands made from the table of stages, on the same paths below `results/`."""
+"""Each stage as a command of its own, without Snakemake.
+
+The commands are made from the table of stages and work on the same paths below `results/`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ CONFIG = click.option(
 
 @dataclass(frozen=True)
 class Project:
-    """What a stage's command works on. newest: take the commit that a branch is at now."""
+    """A config, its checkpoint folders and the results tree of a command.
+
+    newest: take the commit that a branch is at now.
+    """
 
     config: Config
     sources: dict[str, Path]
@@ -52,7 +58,10 @@ class Project:
         return find_lock(model, [Path()])
 
     def checkpoint_folder(self, model: str) -> Path | None:
-        """Return the folder of the model's checkpoint; None for one that is fetched and is not here."""
+        """Return the folder of the model's checkpoint.
+
+        None for a checkpoint that is fetched from the hub, or made, and is not there yet.
+        """
         from lockstep.artifacts.fetched import folder_of
         from lockstep.config.sources import FolderSource, parse_source
 
@@ -69,7 +78,10 @@ def load_config(config_file: Path | None) -> Config:
 
 
 def _command(name: str) -> click.Command:
-    """The command of one stage, for each combination of its wildcards of the targets that it is given."""
+    """Return the command of one stage.
+
+    It runs the stage for each combination of its wildcards among the targets that are named.
+    """
     from lockstep.pipeline.stages import STAGES
 
     entry = STAGES[name]
@@ -121,9 +133,10 @@ def _command(name: str) -> click.Command:
 
 
 def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Path | None) -> tuple[str, Path]:
-    """Merge an adapter into a model's checkpoint; return the model and the new checkpoint's folder.
+    """Merge an adapter into a model's checkpoint.
 
-    Raises InputError unless an adapter, a folder and one model with adapters are named.
+    Returns the model and the new checkpoint's folder. Raises InputError unless an adapter, a folder and one model with
+    adapters are named.
     """
     from lockstep.pipeline.stages import STAGES
     from lockstep.weights.merge import merge
@@ -140,8 +153,10 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
 
 
 def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:
-    """Values of the stage's wildcards. Without those of engines that cannot run here, where the stage runs them; raises
-    InputError where nothing else is asked for."""
+    """Return the values of the stage's wildcards for the targets that are named.
+
+    Engines that cannot run here are left out of a stage that runs them. Raises InputError where nothing is left then.
+    """
     chosen = [target for target in config.targets() if not targets or any(_matches(target, text) for text in targets)]
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
@@ -167,12 +182,15 @@ def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tupl
 
 
 def _matches(target: Target, text: str) -> bool:
-    """Whether `text` is the target's name or its beginning: `demo-llama`, `demo-llama/fp16`."""
+    """Return whether `text` is the target's name or a leading part of it.
+
+    Such as `demo-llama` or `demo-llama/fp16`.
+    """
     return f"{target}/".startswith(f"{text.rstrip('/')}/")
 
 
 def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> Path:
-    """The artefact of a stage, made and recorded as a job of the workflow makes it."""
+    """Return a stage's artefact, made and recorded as in a job of the workflow."""
     from lockstep.pipeline import jobs
     from lockstep.pipeline.stages import is_fetched, step
     from lockstep.provenance.run import run
@@ -188,7 +206,10 @@ def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> P
 
 
 def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
-    """A model on the hub is downloaded, one of random weights is made, and a folder is there already."""
+    """Return a model's checkpoint folder, or the manifest of where it is.
+
+    A model on the hub is downloaded, one of random weights is made; a folder is there already.
+    """
     from lockstep.config.sources import FolderSource, RandomSource, parse_source
 
     model = names["model"]
@@ -213,7 +234,7 @@ _BY_HAND: dict[str, Callable[[Project, str, dict[str, Any]], Path]] = {"fetch": 
 
 
 def stage_commands() -> list[click.Command]:
-    """A command for each stage that has a help text, in the order of the table."""
+    """Return a command for each stage with a help text, in the table's order."""
     from lockstep.pipeline.stages import STAGES
 
     return [_command(name) for name, entry in STAGES.items() if entry.help]

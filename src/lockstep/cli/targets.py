@@ -1,4 +1,7 @@
-"""The commands that list targets and print graphs: `lockstep targets`, `lockstep show GRAPH`."""
+"""The commands that list targets and print graphs.
+
+`lockstep targets` and `lockstep show GRAPH`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
 
 
 def _layers(path: Path) -> dict[str, Any]:
-    """Return which block class, attention variant and exit each layer uses, and the digests of their graphs."""
+    """Return each layer's block class, attention variant and exit.
+
+    With them the SHA-256 of their graphs.
+    """
     from lockstep.artifacts.assembly import Assembly
 
     assembly = Assembly.load(path)
@@ -70,7 +76,7 @@ def _layers(path: Path) -> dict[str, Any]:
 @click.argument("graph", type=click.Path(path_type=Path))
 @JSON
 def show(graph: Path, as_json: bool) -> None:
-    """Print a graph so that a person can read it: operators, shapes, slots."""
+    """Print the operators, shapes and slots of a graph."""
     from lockstep.cli.graph_json import graph_json
     from lockstep.onnx_tools.show import show as text
 

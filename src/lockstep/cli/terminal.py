@@ -1,4 +1,4 @@
-"""What commands say: JSON for scripts, colour and progress on a terminal, plain lines elsewhere."""
+"""The output of commands: JSON for scripts, progress on a terminal."""
 
 from __future__ import annotations
 

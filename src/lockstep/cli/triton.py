@@ -1,4 +1,7 @@
-"""The command that writes a model repository for NVIDIA's Triton Inference Server: `lockstep triton TARGET OUT`."""
+"""The command that writes a Triton model repository: `lockstep triton`.
+
+For NVIDIA's Triton Inference Server.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,11 @@ def triton(
     as_json: bool,
     results: Path,
 ) -> None:
-    """Write a model repository for NVIDIA's Triton Inference Server, whose models ask `lockstep serve --unix`.
+    """Write a model repository for NVIDIA's Triton Inference Server.
 
-    The first model that Triton loads starts that server; paths in the repository are this machine's."""
+    Its models ask `lockstep serve --unix`. The first model that Triton loads starts that server; paths in the
+    repository are this machine's.
+    """
     from lockstep.serve.triton_repository.lint import check_repository
     from lockstep.serve.triton_repository.write import Repository, write_repository
 

@@ -1,1 +1,4 @@
-"""Measure a server that speaks OpenAI's API: what is sent and when, the client, and figures from its records."""
+"""Load measurement of a server that speaks OpenAI's API or Triton's.
+
+The workload and its arrivals, the client, and the figures of its records.
+"""

@@ -1,6 +1,7 @@
-"""When requests are due: a number, a rate and a seed in, seconds from the start of the run out.
+"""The times at which requests are due.
 
-The whole schedule is drawn before the first request is sent. Nothing that the server does moves it.
+In: a number, a rate and a seed. Out: seconds from the start of the run. The whole schedule is drawn before the first
+request is sent. Nothing that the server does moves it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ SPELLINGS = {"exponential_dist": EXPONENTIAL, "poisson": EXPONENTIAL}
 
 
 def schedule(number: int, rate: float, kind: str, seed: int) -> np.ndarray:
-    """Return the times of `number` arrivals, float64 `[number]`, in seconds, ascending; the first is 0.
+    """Return the times of `number` arrivals in seconds, ascending from 0.
 
-    rate: requests per second; infinity is all at once.
-    kind: `exponential`, a Poisson process (gaps drawn independently, of mean 1/rate), or `constant`.
+    Shape `[number]`, float64.
+
+    rate: requests per second; infinity is all at once. kind: `exponential`, a Poisson process (gaps drawn
+    independently, of mean 1/rate), or `constant`.
 
     Raises InputError for a rate that is not above zero, or another kind.
     """
@@ -37,9 +40,10 @@ def schedule(number: int, rate: float, kind: str, seed: int) -> np.ndarray:
 
 
 def cancellations(number: int, share: float, within: float, seed: int) -> list[float | None]:
-    """Return when each request is cancelled: seconds after it was sent, or None for those that run to their end.
+    """Return after how many seconds each request is cancelled; None for never.
 
-    share: the probability of each request to be one; within: the latest, the time is drawn uniformly.
+    The seconds count from its sending. share: the probability of each request to be cancelled; within: the latest time,
+    in seconds; times are drawn uniformly.
     """
     if not 0 <= share <= 1:
         raise InputError(f"--cancel: expected a share between 0 and 1, found {share:g}")

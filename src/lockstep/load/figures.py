@@ -1,4 +1,7 @@
-"""The figures of a measurement: throughput, latencies, goodput. Records in, a flat mapping of figures out."""
+"""The figures of a measurement: throughput, latencies, goodput.
+
+In: records. Out: a flat mapping of figures.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ _GOALS = {"ttft": "ttft", "tpot": "tpot", "e2el": "latency"}  # as vLLM names th
 
 
 def goals(text: str) -> dict[str, float]:
-    """Return the limits of `--goodput`: seconds by name, of `ttft:500,tpot:30,e2el:5000` (milliseconds)."""
+    """Return the limits of `--goodput` by name, in seconds.
+
+    text: such as `ttft:500,tpot:30,e2el:5000`, in milliseconds. Raises InputError for another form.
+    """
     found = {}
     for part in filter(None, re.split(r"[,\s]+", text)):
         name, _, limit = part.partition(":")
@@ -76,7 +82,10 @@ def _times(records: Sequence[Record], completed: Sequence[Record]) -> dict[str, 
 
 
 def _keeps(record: Record, name: str, limit: float) -> bool:
-    """A request of one token has no time per further token, and keeps any limit of it."""
+    """Return whether a request keeps a limit, in seconds.
+
+    A request of one token has no time per further token (tpot), and keeps any limit of it.
+    """
     value = getattr(record, _GOALS[name])
     return name == "tpot" if value is None else value <= limit
 

@@ -1,4 +1,4 @@
-"""Does a server answer as it should? Each prompt alone, whole and streamed, then all at once.
+"""A functional check: each prompt alone, whole and streamed, then all at once.
 
 What `end_to_end_test.py` of TensorRT-LLM's Triton backend did for its ensemble.
 """
@@ -22,14 +22,17 @@ _REASONS = ("stop", "length", "tool_calls", "content_filter")
 
 @dataclass(frozen=True)
 class Functional:
-    """prompts: how many were asked; different: numbers of those whose text was another one among all the others."""
+    """The result of the check.
+
+    prompts: how many were asked; different: numbers of those whose text was another one among all the others.
+    """
 
     prompts: int
     different: tuple[int, ...]
 
 
 async def check(client: Client, spec: LoadSpec, model: str, exact: bool = False) -> Functional:
-    """Ask each prompt alone, whole and streamed, which must give one text, then all at once.
+    """Check that each prompt has one text, whole and streamed, then ask all at once.
 
     exact: a text that is another one among all the others is an error too. Greedy decoding may differ there on servers
     whose kernels depend on the batch.
@@ -67,7 +70,7 @@ def _different(alone: Sequence[str], records: Sequence[Record]) -> tuple[int, ..
 
 
 async def _whole(client: Client, endpoint: Endpoint, spec: LoadSpec, model: str, number: int, prompt: Prompt) -> Whole:
-    """An answer that is not streamed."""
+    """Return an answer that is not streamed, whose usage is checked."""
     path, body = request(spec.endpoint, prompt, model, spec.extra, stream=False)
     try:
         whole = await endpoint.whole(path, body, spec.timeout)

@@ -27,12 +27,18 @@ _LARGEST = 64 << 20  # bytes of an answer that is no stream
 
 
 class NoAnswer(Exception):
-    """The connection could not be made, broke, or brought no HTTP. The message is one line."""
+    """The error of a connection that was not made, broke, or brought no HTTP.
+
+    The message is one line.
+    """
 
 
 @dataclass
 class Answer:
-    """An answer. body: what came, where nobody took the pieces."""
+    """The answer to a request.
+
+    body: what came of it, unless a callback took the pieces.
+    """
 
     status: int
     headers: dict[str, str]
@@ -55,7 +61,10 @@ class _Connection(asyncio.Protocol):
         self.since = 0.0  # the clock when it became idle
 
     def ask(self, request: bytes, on_piece: OnPiece | None) -> asyncio.Future[Answer]:
-        """Send a request. on_piece: gets each piece of the body and the clock at which it was read."""
+        """Send a request, and return the future of its answer.
+
+        on_piece: gets each piece of the body and the clock at which it was read.
+        """
         import httptools
 
         self._parser, self._on_piece, self._now = httptools.HttpResponseParser(self), on_piece, 0.0
@@ -134,10 +143,16 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """Connections to one server. Use it as an asynchronous context; requests may run side by side."""
+    """Connections to one server, as an asynchronous context.
+
+    Requests may run side by side.
+    """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """url: `http://HOST:PORT`, with or without a path, `/v1` at its end too. Raises InputError for another one."""
+        """Take the address of a server, which is not connected to yet.
+
+        url: `http://HOST:PORT`, with or without a path, `/v1` at its end too. Raises InputError for another one.
+        """
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
@@ -181,9 +196,9 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[_Connection]:
-        """Give a connection that nobody uses; it is kept for the next request if the answer was read to its end.
+        """Give a connection that no other request uses.
 
-        Raises NoAnswer if none can be made.
+        It is kept for the next request if the answer was read to its end. Raises NoAnswer if none can be made.
         """
         while self._idle:
             connection = self._idle.pop()

@@ -1,4 +1,7 @@
-"""The measurement: a workload and rates in, a report and the records of each run out."""
+"""The measurement of a server under load.
+
+In: a workload and rates. Out: a report, and the records of each run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from lockstep.load.wire import said
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What is asked of a server.
+    """The load that a server is measured under.
 
     workload: what a report calls the prompts; rates: requests per second, one run each, infinity for all at once;
     extra: fields of each request's body; cancel: the share of requests that are cancelled, at most `cancel_within`
@@ -46,7 +49,7 @@ class LoadSpec:
 
     @property
     def is_trace(self) -> bool:
-        """Whether the prompts bring their arrivals."""
+        """Return whether the prompts bring their arrival times."""
         return any(prompt.arrival is not None for prompt in self.prompts)
 
     def settings(self) -> dict[str, Any]:
@@ -60,7 +63,10 @@ class LoadSpec:
         }  # fmt: skip
 
     def requests(self, rate: float, model: str) -> list[Planned]:
-        """Return the requests of a run. Raises InputError for a rate or prompt that cannot be sent."""
+        """Return the requests of a run at `rate` requests per second.
+
+        Raises InputError for a rate or prompt that cannot be sent.
+        """
         number = len(self.prompts)
         if self.is_trace:
             due = [(prompt.arrival or 0.0) for prompt in self.prompts]
@@ -81,7 +87,9 @@ class LoadSpec:
 async def measure(
     client: Client, spec: LoadSpec, model: str | None, tell: Callable[[str], None]
 ) -> tuple[LoadReport, dict[float | None, list[Record]]]:
-    """Measure a server at each rate. model: as the server calls it, None for its first. tell: gets progress.
+    """Measure a server at each rate.
+
+    model: as the server calls it, None for its first. tell: gets progress.
 
     Raises InputError where no server answers, CheckError where a request of the warm-up fails.
     """
@@ -101,7 +109,10 @@ async def measure(
 
 
 async def model_of(client: Client, spec: LoadSpec, model: str | None) -> str:
-    """Return the model to ask: the named one, or the first of the server; "" where the prompt decides, as in Triton."""
+    """Return the model to ask: the named one, or the server's first.
+
+    "" where the prompt decides, as in Triton.
+    """
     return model or ("" if spec.endpoint in TRITON else await served_model(client))
 
 
@@ -129,7 +140,10 @@ async def served_model(client: Client) -> str:
 
 
 async def _warm_up(client: Client, endpoint: Endpoint, spec: LoadSpec, planned: Sequence[Planned]) -> None:
-    """Send the first requests once, together: connections are open then, and nobody pays for a first time."""
+    """Send the first requests of a run once, all together.
+
+    Connections are open then, and no measured request pays for what happens only the first time.
+    """
     chosen = [Planned(one.number, 0.0, one.body, one.path) for one in planned[: spec.warmup]]
     observed = await run(endpoint, chosen, spec.concurrency, spec.timeout)
     for record in observed.records:

@@ -1,4 +1,7 @@
-"""The plots of a measurement as SVG text: latency and throughput over the rate, and the requests along the time."""
+"""The plots of a measurement, as SVG text.
+
+Latency and throughput over the rate, and the requests along the time.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ _NAMES = {
 
 
 def latency(runs: Sequence[Run]) -> str:
-    """Latencies over the request rate, both axes from 0."""
+    """Draw latencies over the request rate, both axes from 0."""
     return _over_rate(runs, _LATENCIES, "Latency over the request rate", "ms")
 
 
 def throughput(runs: Sequence[Run]) -> str:
-    """Output tokens per second over the request rate, both axes from 0."""
+    """Draw output tokens per second over the request rate, both axes from 0."""
     return _over_rate(runs, _THROUGHPUTS, "Throughput over the request rate", "tokens/s")
 
 
 def _over_rate(runs: Sequence[Run], keys: Sequence[str], title: str, unit: str) -> str:
-    """Runs with a rate only; at least one."""
+    """Draw figures over the rate, of the runs that have one; at least one has."""
     lines = {
         key: [(run.rate, value) for run in runs if run.rate is not None and (value := run.figures[key]) is not None]
         for key in keys
@@ -55,9 +58,10 @@ def _over_rate(runs: Sequence[Run], keys: Sequence[str], title: str, unit: str) 
 
 
 def timeline(records: Sequence[Record]) -> str:
-    """A row for each request: due but not sent, waiting for its first token, getting tokens; a cross where it failed.
+    """Draw a row for each request along the time.
 
-    Of more than 300 requests every so manyth is drawn.
+    Its parts: due but not sent, waiting for its first token, getting tokens; a cross where it failed. Of more than 300
+    requests, one in so many is drawn.
     """
     chosen = list(records)[:: max(1, math.ceil(len(records) / _MOST_ROWS))]
     x = _Axis(max((record.end or 0.0 for record in chosen), default=1.0), _LEFT, _PLOT[0])
@@ -91,7 +95,10 @@ _OTHER = COLORS[2]
 
 
 class _Axis:
-    """A linear axis from 0 to a round number at or above `largest`. at: the place of a value; ticks: five or so."""
+    """A linear axis from 0 to a round number at or above `largest`.
+
+    at: the place of a value; ticks: five or so.
+    """
 
     def __init__(self, largest: float, origin: float, length: float) -> None:
         largest = largest if largest > 0 else 1.0

@@ -1,4 +1,7 @@
-"""What is planned of a request, and what was seen of it. All times are seconds from the start of the run."""
+"""The requests of a run, and a record of what the client saw of each.
+
+All times are seconds from the start of the run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ COMPLETED, CANCELLED, REFUSED, FAILED = "completed", "cancelled", "refused", "fa
 
 @dataclass(frozen=True)
 class Prompt:
-    """content: text, token ids, or a chat's messages; max_tokens: to ask for; arrival: seconds, where a trace says."""
+    """A prompt of a workload.
+
+    content: text, token ids, or a chat's messages; max_tokens: to ask for; arrival: seconds, where a trace has it.
+    """
 
     content: str | list[int] | list[dict[str, Any]]
     max_tokens: int
@@ -19,7 +25,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Planned:
-    """One request of a run. cancel_after: seconds from its sending, None to take the whole answer."""
+    """A request of a run, before it is sent.
+
+    cancel_after: seconds from its sending, None to take the whole answer.
+    """
 
     number: int
     scheduled: float
@@ -52,24 +61,27 @@ class Record:
 
     @property
     def latency(self) -> float | None:
-        """Seconds from the scheduled send to the end of the answer."""
+        """Return the seconds from the scheduled send to the end of the answer."""
         return None if self.end is None else self.end - self.scheduled
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from the scheduled send to the first piece of text."""
+        """Return the seconds from the scheduled send to the first piece of text."""
         return self.chunks[0] - self.scheduled if self.chunks else None
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token behind the first, from the first piece of text to the last."""
+        """Return the seconds per output token behind the first.
+
+        From the first piece of text to the last.
+        """
         if not self.chunks or self.output_tokens is None or self.output_tokens < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between the pieces of text."""
+        """Return the seconds between the pieces of text."""
         return [after - before for before, after in zip(self.chunks, self.chunks[1:])]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The result of a measurement as a document, as a table, and held against an earlier one."""
+"""The result of a measurement: a document, a table, and its comparison.
+
+It is compared with an earlier one.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ _MORE_IS_BETTER = ("requests_per_s", "output_tokens_per_s", "goodput", "complete
 
 @dataclass(frozen=True)
 class Run:
-    """rate: requests per second, None where all were sent at once; figures: of `figures.figures`."""
+    """The figures of a run at one rate.
+
+    rate: requests per second, None where all were sent at once; figures: of `figures.figures`.
+    """
 
     rate: float | None
     figures: Mapping[str, float | None]
@@ -53,7 +59,10 @@ class Run:
 
 @dataclass(frozen=True)
 class LoadReport(Document):
-    """settings: what was asked of the server, which two reports must share to be compared."""
+    """The report of a measurement, one run for each rate.
+
+    settings: what was asked of the server, which two reports must share to be compared.
+    """
 
     FORMAT: ClassVar[str] = LOAD
 
@@ -85,10 +94,12 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def worse(found: LoadReport, base: LoadReport, rtol: float) -> list[str]:
-    """Return a line for each figure that is worse than in `base` by more than the share `rtol`, the worst first.
+    """Return a line for each figure that is worse than in `base`, the worst first.
 
-    Held are the figures that stand in `base`: times and failures may not be higher, rates and completed requests not
-    lower. What is better passes. Raises InputError where the two do not measure the same.
+    Worse by more than the share `rtol`. Held are the figures that stand in `base`: times and failures may not be
+    higher, rates and completed requests not lower. What is better passes.
+
+    Raises InputError where the two do not measure the same.
     """
     if base.settings != found.settings:
         keys = sorted(base.settings.keys() | found.settings.keys())
@@ -116,7 +127,7 @@ def worse(found: LoadReport, base: LoadReport, rtol: float) -> list[str]:
 
 
 def _worse_by(key: str, before: float, value: float | None) -> float:
-    """By what share of `before` the figure is worse; negative where it is better."""
+    """Return by what share of `before` the figure is worse; negative for better."""
     if value is None:
         return math.inf
     change = value - before if key in _LESS_IS_BETTER else before - value

@@ -1,7 +1,8 @@
-"""One run: planned requests in, records out. Each is sent when it is due, whatever the server does.
+"""One run: planned requests in, records out.
 
-All times count from the scheduled send. Where the server, a limit on the requests in flight or this program itself
-holds a request back, the wait is in its latency, and `send_delay` says how much of it that was.
+Each request is sent when it is due, whatever the server does. All times count from the scheduled send. Where the
+server, a limit on the requests in flight or this program itself holds a request back, the wait is in its latency, and
+`send_delay` says how much of it that was.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _AHEAD = 0.05  # seconds from the call to the first request: everything is set u
 
 @dataclass(frozen=True)
 class Observed:
-    """records: one a request, in their order; lags: seconds by which this program was late, looked at every 10 ms."""
+    """The records of a run, and by how much this program was late.
+
+    records: one a request, in their order; lags: seconds, looked at every 10 ms.
+    """
 
     records: list[Record]
     lags: list[float]
@@ -60,7 +64,10 @@ async def run(
 
 
 async def _watch(lags: list[float]) -> None:
-    """Add by how much each sleep of 10 ms was too long: so long did events of sockets wait, too."""
+    """Add by how many seconds each sleep of 10 ms was too long.
+
+    So long did events of sockets wait, too.
+    """
     while True:
         due = clock() + _TICK
         await asyncio.sleep(_TICK)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 
 class EventReader:
-    """Cuts a stream of bytes into events; what is not whole yet stays for the next call.
+    """A reader of server-sent events, which cuts a stream of bytes into events.
 
-    Lines end in LF or CRLF, several `data:` lines of an event are joined by LF, comments and other fields are left out
-    (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+    What is not whole yet stays for the next call. Lines end in LF or CRLF, several `data:` lines of an event are joined
+    by LF, comments and other fields are left out (https://html.spec.whatwg.org/multipage/server-sent-events.html).
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Triton's generate extension, as its TensorRT-LLM backend has it: a prompt to a request, and an answer to a record.
+"""Triton's generate extension, as its TensorRT-LLM backend has it.
 
-Texts go to the model `ensemble`, token ids to `tensorrt_llm`, which takes them as they are. Triton counts no tokens:
-those of `tensorrt_llm` are counted here, of `ensemble` as many as there are values in `output_log_probs`.
+In: a prompt, or an answer. Out: its request, or its record. Texts go to the model `ensemble`, token ids to
+`tensorrt_llm`, which takes them as they are. Triton counts no tokens: those of `tensorrt_llm` are counted here, of
+`ensemble` as many as there are values in `output_log_probs`.
 """
 
 from __future__ import annotations
@@ -43,13 +44,16 @@ def fields(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) -
 
 
 def request(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) -> tuple[str, bytes]:
-    """Return the path and the body of a request over HTTP. Raises InputError as `fields`."""
+    """Return the path and the body of a request over HTTP.
+
+    Raises InputError as `fields`.
+    """
     model, given = fields(prompt, model, extra, stream)
     return f"/v2/models/{model}/generate{'_stream' if stream else ''}", json.dumps(given).encode()
 
 
 class TritonReader(Reader):
-    """Reads Triton's events."""
+    """A reader of Triton's events."""
 
     def _event(self, event: bytes, now: float) -> None:
         try:
@@ -82,9 +86,10 @@ def judge(record: Record) -> None:
 
 
 def answered(value: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the text and the number of tokens of outputs by name, each a list of values or a single one.
+    """Return the text and the number of tokens of an answer's outputs.
 
-    The text of tokens is their ids, each with a space behind it. Raises KeyError and TypeError for other outputs.
+    The outputs are by name, each a list of values or a single one. The text of tokens is their ids, each with a space
+    behind it. Raises KeyError and TypeError for other outputs.
     """
     if "text_output" in value:
         return str(value["text_output"]), len(_list(value.get("output_log_probs", ())))
@@ -93,7 +98,10 @@ def answered(value: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def read_whole(answer: Answer) -> Whole:
-    """Return what an answer that is no stream holds. Raises ValueError with one line."""
+    """Return what an answer that is not streamed holds.
+
+    Raises ValueError with one line.
+    """
     if answer.status != 200:
         raise ValueError(f"HTTP {answer.status}: {said(bytes(answer.body))}")
     try:

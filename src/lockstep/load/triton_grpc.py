@@ -1,4 +1,7 @@
-"""KServe v2 over gRPC, as Triton speaks it: a prompt to a message, and the responses of a stream to a record."""
+"""KServe v2 over gRPC, as Triton speaks it.
+
+A prompt becomes a message, and the responses of a stream become a record.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ _OUTPUTS = {"text_input": ("text_output", "output_log_probs"), "input_ids": ("ou
 
 
 def request(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) -> tuple[str, bytes]:
-    """Return the method and the message of a request. Raises InputError as `triton.fields`."""
+    """Return the method and the message of a request.
+
+    Raises InputError as `triton.fields`.
+    """
     model, given = fields(prompt, model, extra, stream)
     message = MESSAGES["ModelInferRequest"](model_name=model)
     for name, value in given.items():
@@ -40,7 +46,10 @@ def request(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) 
 
 
 class GrpcEndpoint:
-    """A channel to one server. Use it as an asynchronous context; requests may run side by side, a stream each."""
+    """A channel to one server, as an asynchronous context.
+
+    Requests may run side by side, a stream each.
+    """
 
     def __init__(self, client: Client) -> None:
         self._address = f"[{client.host}]:{client.port}" if ":" in client.host else f"{client.host}:{client.port}"
@@ -58,7 +67,10 @@ class GrpcEndpoint:
         await self._channel.close()
 
     async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
-        """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""
+        """Send a request and fill its record.
+
+        Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds.
+        """
         record.sent = clock() - start
         try:
             await asyncio.wait_for(self._read(one.body, record, start), limit)
@@ -68,7 +80,10 @@ class GrpcEndpoint:
         judge(record)
 
     async def whole(self, path: str, body: bytes, timeout: float) -> Whole:
-        """Return an answer that was not asked for as a stream. Raises NoAnswer, ValueError and TimeoutError."""
+        """Return an answer that is not streamed.
+
+        Raises NoAnswer, ValueError and TimeoutError.
+        """
         record = Record(0, 0.0)
         await self.ask(Planned(0, 0.0, body, path), record, clock(), timeout)
         if record.error is not None:
@@ -110,7 +125,7 @@ def _to_bytes(datatype: str, values: list[Any]) -> bytes:
 
 
 def _outputs(response: Any) -> dict[str, Any]:
-    """Values by name of the outputs that are read."""
+    """Return the values of the outputs that are read, by name."""
     found: dict[str, Any] = {}
     for output, raw in zip(response.outputs, response.raw_output_contents):
         if output.datatype == "BYTES":  # one string, behind its length

@@ -1,4 +1,7 @@
-"""OpenAI's wire format: a prompt to the body of a request, and the events of an answer to a record."""
+"""OpenAI's wire format of requests and answers.
+
+A prompt becomes the body of a request, and the events of an answer become a record.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ REFUSALS = (429, 503)  # the queue is full; the server drains or is not ready
 
 @dataclass(frozen=True)
 class Whole:
-    """An answer that is no stream. reason, num_prompt_tokens: None where the server does not say."""
+    """An answer that is not streamed.
+
+    reason, num_prompt_tokens: None where the server does not say.
+    """
 
     text: str
     reason: str | None
@@ -27,9 +33,10 @@ class Whole:
 
 
 def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], stream: bool = True) -> bytes:
-    """Return the body of a request. endpoint: a key of `PATHS`; extra: fields that are added, or take another's place.
+    """Return the body of a request.
 
-    Raises InputError for a prompt that the endpoint does not take.
+    endpoint: a key of `PATHS`; extra: fields that are added, or take another's place. Raises InputError for a prompt
+    that the endpoint does not take.
     """
     content, asked = prompt.content, {"model": model, "max_tokens": prompt.max_tokens, "temperature": 0}
     is_chat = isinstance(content, list) and isinstance(content[0], dict)
@@ -52,7 +59,10 @@ def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], st
 
 
 class Reader:
-    """Fills a record from the pieces of a streamed answer. start: the clock at the start of the run."""
+    """A reader that fills a record from the pieces of a streamed answer.
+
+    start: the clock at the start of the run.
+    """
 
     def __init__(self, record: Record, start: float) -> None:
         self._record, self._start, self._events = record, start, EventReader()
@@ -87,7 +97,7 @@ class Reader:
 
 
 class StreamReader(Reader):
-    """Reads OpenAI's events."""
+    """A reader of OpenAI's events."""
 
     def __init__(self, record: Record, start: float) -> None:
         super().__init__(record, start)
@@ -125,7 +135,10 @@ class StreamReader(Reader):
 
 
 def read_whole(answer: Answer) -> Whole:
-    """Return what an answer that is no stream holds. Raises ValueError with one line."""
+    """Return what an answer that is not streamed holds.
+
+    Raises ValueError with one line.
+    """
     if answer.status != 200:
         raise ValueError(f"HTTP {answer.status}: {said(bytes(answer.body))}")
     try:
@@ -137,14 +150,20 @@ def read_whole(answer: Answer) -> Whole:
 
 
 def error_line(value: Any) -> str:
-    """Return the message of an error in OpenAI's format, or of vLLM's older one, as one line."""
+    """Return the message of an error as one line.
+
+    In OpenAI's format, or in vLLM's older one.
+    """
     error = value.get("error", value) if isinstance(value, dict) else value
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())[:300]
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """The text of a choice, streamed or whole. A chat's first event, which names the role only, has none."""
+    """Return the text of a choice, streamed or whole.
+
+    A chat's first event, which names the role only, has none.
+    """
     part = choice.get("delta") or choice.get("message")
     if part is None:
         return choice.get("text") or ""
@@ -152,7 +171,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def said(data: bytes) -> str:
-    """Return what the body of a refusal says, as one line."""
+    """Return the error in the body of a refusal, as one line."""
     try:
         return error_line(json.loads(data))
     except ValueError:
@@ -160,6 +179,6 @@ def said(data: bytes) -> str:
 
 
 def quoted(data: bytes) -> str:
-    """Return the beginning of what came, as one line."""
+    """Return the beginning of an answer's bytes, as one line."""
     text = " ".join(data.decode("utf-8", "replace").split())
     return repr(text if len(text) <= 100 else f"{text[:97]}...") if text else "nothing"

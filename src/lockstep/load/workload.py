@@ -1,4 +1,4 @@
-"""What is sent: prompts from a file, a trace, or drawn with given lengths.
+"""The prompts of a workload: from a file, a trace, or drawn by length.
 
 Drawn prompts are token ids, so that they have the lengths that were drawn whatever the tokenizer: ids from 16 to 255,
 which every vocabulary has (bytes in most). They make no text that a model was trained on, so they measure speed only.
@@ -22,9 +22,9 @@ _TOKENS_PER_WORD = 1.3  # of an answer that is given as text, as TensorRT-LLM's 
 
 
 def normal(number: int, sizes: Sequence[float], seed: int) -> list[Prompt]:
-    """Return `number` prompts with lengths from normal distributions, cut off below 1 token.
+    """Return `number` prompts with lengths from normal distributions.
 
-    sizes: mean and standard deviation of the prompt's tokens, then of the answer's.
+    Lengths are cut off below 1 token. sizes: mean and standard deviation of the prompt's tokens, then of the answer's.
     """
     if len(sizes) != 4 or not all(np.isfinite(sizes)) or min(sizes) < 0 or sizes[0] < 1 or sizes[2] < 1:
         raise InputError(
@@ -132,7 +132,7 @@ def _of_lengths(inputs: Sequence[int], outputs: Sequence[int], seed: int) -> lis
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON list, or of JSON lines."""
+    """Return the objects of a JSON list, or of JSON lines."""
     text = _text(path)
     if text.lstrip().startswith("["):
         values = [("record", at, value) for at, value in enumerate(_json(path), 1)]
@@ -177,7 +177,10 @@ def _count(record: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def _are(value: Any, kind: Any, least: float | None = None) -> bool:
-    """Whether `value` is a list with something in it, all of it of that type and not below `least`."""
+    """Return whether `value` is a list of one type, not empty.
+
+    No number in it may be below `least`.
+    """
     return (
         isinstance(value, list)
         and bool(value)

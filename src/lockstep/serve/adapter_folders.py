@@ -1,4 +1,7 @@
-"""Which folders requests may name as adapters (`--allow-adapter-loading`), and which of them the engine has loaded."""
+"""The folders that requests may name as adapters, and those that are loaded.
+
+`--allow-adapter-loading` names the folder that they lie in.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class LoadedFolder:
-    """A folder as it was when it was loaded. stamp: of its files; sha256: of what the adapter computes."""
+    """A loaded adapter's folder, and what its files were then.
+
+    stamp: of its files; sha256: of what the adapter computes.
+    """
 
     folder: Path
     stamp: Stamp | None
@@ -25,15 +31,21 @@ class LoadedFolder:
 
 
 class AdapterFolders:
-    """Folders below `root`, and those that are loaded by name, the one used longest ago first."""
+    """The adapter folders below `root`.
+
+    loaded: the loaded ones by name, the least recently used first.
+    """
 
     def __init__(self, root: Path):
         self._root = root.resolve()
         self.loaded: dict[str, LoadedFolder] = {}
 
     def find(self, text: str) -> tuple[str, Path]:
-        """The folder that a request names, by its path or relative to the root, and the name that it has: its path
-        below the root. Raises BadRequest for one elsewhere: links are followed first."""
+        """Return the name and the path of the folder that a request names.
+
+        A request names it by its path, or relative to the root; its name is its path below the root. Raises BadRequest
+        for one elsewhere: links are followed first.
+        """
         try:
             folder = (self._root / text).resolve()
         except (OSError, ValueError, RuntimeError):
@@ -50,14 +62,17 @@ class AdapterFolders:
         return name, folder
 
     def name_of(self, text: str) -> str | None:
-        """The name of a folder that is loaded, as `find` gives it; None for another."""
+        """Return the name of a loaded folder, as `find` gives it; None for another."""
         if text in self.loaded:
             return text
         name, _ = self.find(text)
         return name if name in self.loaded else None
 
     def use(self, name: str) -> None:
-        """Note that a loaded adapter is asked for. Raises BadRequest, 409, where its folder is not as it was."""
+        """Mark a loaded adapter as the most recently used.
+
+        Raises BadRequest, 409, where its folder is not as it was.
+        """
         entry = self.loaded.pop(name)
         self.loaded[name] = entry
         if stamp_of(entry.folder) != entry.stamp:
@@ -76,7 +91,10 @@ def check_name(field: str, name: str) -> None:
 
 
 def stamp_of(folder: Path) -> Stamp | None:
-    """What changes when a file of the adapter does; None where one is gone."""
+    """Return a value that changes when a file of the adapter does.
+
+    None where a file is gone.
+    """
     try:
         found = [os.stat(folder / name) for name in (CONFIG, WEIGHTS)]
     except OSError:

@@ -1,4 +1,7 @@
-"""Folders of adapters in, adapters that were checked and read out; in a thread, so that steps go on meanwhile."""
+"""The thread that checks and reads adapters while the engine steps.
+
+In: folders. Out: adapters that were checked and read.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from lockstep.weights.check_adapters import read_folder
 
 
 class AdapterLoader:
-    """Reads adapters for `adapters`, held against the checkpoint of this manifest. One at a time, in the order in which
-    they are asked for."""
+    """A reader of adapters, which are checked against a checkpoint.
+
+    It reads one at a time, in the order of the requests, for `adapters`. checkpoint_json: path of the checkpoint's
+    manifest.
+    """
 
     def __init__(self, adapters: Adapters, checkpoint_json: str | None):
         self.adapters = adapters
@@ -35,7 +41,10 @@ class AdapterLoader:
         self._asked.put((number, name, folder))
 
     def poll(self) -> Iterator[tuple[int, LoadedAdapter | str]]:
-        """(number, adapter) of those that were read since; in place of one that cannot be used, a line."""
+        """Yield (number, adapter) of the adapters that were read since the last call.
+
+        In place of an adapter that cannot be used, a line that says why.
+        """
         while not self._read.empty():
             self.under_way -= 1
             yield self._read.get()

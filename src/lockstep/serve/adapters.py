@@ -1,4 +1,7 @@
-"""The adapters that requests may name: the model's own, and folders that are loaded while the server runs."""
+"""The adapters that requests may name.
+
+The model's own, and folders that are loaded while the server runs.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ _FEW = 20  # names that an error lists
 
 
 class Adapters:
-    """Names of adapters, and what of them the engine has."""
+    """The names of adapters, and which of them the engine has loaded."""
 
     def __init__(self, model: str, folders: AdapterFolders | None, is_used: Callable[[str], bool]):
-        """model: its name in requests. folders: that requests may name as adapters; None: none. is_used: whether a
-        request is computed with an adapter."""
+        """Begin without an engine; `engine_started` tells which adapters there are.
+
+        model: its name in requests. folders: that requests may name as adapters; None: none. is_used: whether a request
+        is computed with an adapter.
+        """
         self._model, self._folders, self._is_used = model, folders, is_used
         self._own: Mapping[str, str] = {}  # {name: sha256}
         self._link: EngineLink | None = None
@@ -33,27 +39,33 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """The names of the model's own adapters: those of its config."""
+        """Return the names of the model's own adapters: those of its config."""
         return sorted(self._own)
 
     @property
     def _loaded(self) -> dict[str, LoadedFolder]:
-        """Adapters that were loaded while the server runs."""
+        """Return the adapters that were loaded while the server runs."""
         return {} if self._folders is None else self._folders.loaded
 
     @property
     def model_names(self) -> list[str]:
-        """What a request may call the model: its name, and with each adapter `name:adapter`."""
+        """Return the names that a request may give the model.
+
+        Its own name, and with each adapter `name:adapter`.
+        """
         return [self._model, *(f"{self._model}:{adapter}" for adapter in (*self.names, *sorted(self._loaded)))]
 
     def digest(self, name: str) -> str:
-        """Hex sha256 of what an adapter computes."""
+        """Return the SHA-256, in hex, of what an adapter computes."""
         loaded = self._loaded.get(name)
         return self._own[name] if loaded is None else loaded.sha256
 
     def named(self, model: str, lora: str | None = None) -> str | None:
-        """The adapter that a request names as part of the model, or by `lora`; None: none. Raises BadRequest, 404,
-        with the names that are there, for another."""
+        """Return the adapter that a request names; None for none.
+
+        It is named as part of the model, or by `lora`. Raises BadRequest, 404, with the names that are there, for
+        another.
+        """
         if model not in self.model_names:
             raise BadRequest(f"model: expected {_one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
         named = model.removeprefix(self._model).removeprefix(":") or None
@@ -73,8 +85,11 @@ class Adapters:
     # -- loading
 
     async def bring(self, lora: str | None) -> None:
-        """Load the folder that a request names as its adapter, where that is allowed, and it is not loaded yet. Raises
-        BadRequest for one that cannot be used, that changed since, or that lies elsewhere."""
+        """Load the folder that a request names as its adapter, if it is not loaded yet.
+
+        Only where that is allowed. Raises BadRequest for one that cannot be used, that changed since, or that lies
+        elsewhere.
+        """
         if lora is None or self._folders is None or lora in self._own:
             return
         if lora in self._folders.loaded:
@@ -85,7 +100,10 @@ class Adapters:
         await self.load(name, folder)
 
     async def load(self, name: str, folder: Path | str) -> None:
-        """Load a folder under a name; several requests for it wait for one. Raises BadRequest."""
+        """Load a folder under a name; several requests for it wait for one load.
+
+        Raises BadRequest.
+        """
         if self._folders is None:
             raise BadRequest("lora_path: expected a server with --allow-adapter-loading, found one without", None, 403)
         if isinstance(folder, str):
@@ -125,8 +143,10 @@ class Adapters:
         return entry
 
     def unload(self, name: str) -> None:
-        """Forget an adapter that was loaded. Raises BadRequest for one that is not, or that requests are computed
-        with."""
+        """Unload an adapter that was loaded.
+
+        Raises BadRequest for one that is not, or that requests are computed with.
+        """
         loaded = self._loaded
         if name not in loaded:
             there = _one_of(sorted(loaded)) or "none, for none was loaded"
@@ -145,11 +165,14 @@ class Adapters:
     # -- the engine
 
     def to_load(self) -> list[tuple[str, str, str]]:
-        """(name, folder, sha256) of what an engine has to load when it starts."""
+        """Return (name, folder, sha256) of each adapter that a new engine must load."""
         return [(name, str(entry.folder), entry.sha256) for name, entry in self._loaded.items()]
 
     def engine_started(self, link: EngineLink, ready: Ready) -> list[str]:
-        """ready: what the engine said of itself. Gives a line for each adapter that it could not load again."""
+        """Take note of a new engine and its adapters.
+
+        ready: what the engine said of itself. Returns a line for each adapter that it could not load again.
+        """
         lost = ready.lost_adapters
         for name in lost:
             del self._loaded[name]
@@ -158,19 +181,19 @@ class Adapters:
         return [f"an adapter is not loaded again: {line}" for line in lost.values()]
 
     def engine_died(self) -> None:
-        """Tell those that wait for it to load an adapter."""
+        """Fail the loads that wait for the engine."""
         self._link = None
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(StreamError("the engine died while it loaded the adapter; try again", 503))
 
     def engine_answered(self, frame: Frame) -> None:
-        """A frame of type `loaded` or `not_loaded`."""
+        """Give a frame `loaded` or `not_loaded` to the request that waits for it."""
         if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
             answer.set_result(frame)
 
 
 def _one_of(names: Sequence[str]) -> str:
-    """Names for an error; of many the first."""
+    """Return names for an error; the first ones of many."""
     shown = ", ".join(names[:_FEW]) + (f" ... ({len(names)} in all)" if len(names) > _FEW else "")
     return f"one of {shown}" if len(names) > 1 else shown

@@ -35,20 +35,23 @@ _OPEN = ("/", "/health", "/health/live", "/health/ready", "/v2/health/live", "/v
 
 
 class LoadAdapterBody(msgspec.Struct):
-    """POST /v1/load_lora_adapter, as vLLM has it."""
+    """The body of POST /v1/load_lora_adapter, as vLLM has it."""
 
     lora_name: str
     lora_path: str
 
 
 class UnloadAdapterBody(msgspec.Struct):
-    """POST /v1/unload_lora_adapter, as vLLM has it."""
+    """The body of POST /v1/unload_lora_adapter, as vLLM has it."""
 
     lora_name: str
 
 
 class _Answer:
-    """A response of one stream, whose client may go away at any time: then all that it waits for ends."""
+    """A response of one stream, whose client may go away at any time.
+
+    Then all that it waits for ends.
+    """
 
     def __init__(self, service: Service, stream: Stream, form: AnswerFormat, in_chunks: bool):
         self._service, self._stream, self._form, self._in_chunks = service, stream, form, in_chunks
@@ -70,8 +73,10 @@ class _Answer:
 
 
 def application(service: Service, access: Access = Access(), triton: Triton | None = None) -> ASGIApp:
-    """The application of a service. triton: shared with another front end, whose requests those of this one may
-    stop."""
+    """Return the ASGI application of a service.
+
+    triton: shared with another front end, whose requests may be stopped by those of this one.
+    """
     encoded = [key.encode() for key in access.keys]
     triton = triton or Triton(service)
 
@@ -180,10 +185,13 @@ def _is_own(host: str, own_name: str) -> bool:
 
 
 def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None) -> None:
-    """Raise BadRequest for a page of another site, which a browser must not be used by, and for a key that is none.
+    """Check a request's origin and its API key.
 
-    own_name: the name of a server that listens at this machine alone. There a page may be of an address, of localhost
-    or of this name: another name could be that of any site, which its owner lets point to this machine.
+    own_name: as of `Access`. There a page may be of an address, of localhost or of this name: another name could be
+    that of any site, whose owner lets it point to this machine (DNS rebinding).
+
+    Raises BadRequest for a page of another site, since no site may use a visitor's browser to send requests, and for a
+    key that is none.
     """
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
@@ -195,8 +203,10 @@ def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None)
 
 
 def check_key(authorization: str, keys: Sequence[bytes]) -> None:
-    """Set the tenant of what follows: who has the key. Raises BadRequest, 401, for an authorization without one of the
-    keys, where there are any."""
+    """Check an API key, and set the tenant of what follows: who has the key.
+
+    Raises BadRequest, 401, for an authorization without one of the keys, where there are any.
+    """
     scheme, _, rest = authorization.partition(" ")
     given = rest.strip().encode() if scheme.lower() == "bearer" else b""  # RFC 7235: schemes are case-insensitive
     if keys:
@@ -211,7 +221,10 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    """parent: of an adapter the model that it is of, as vLLM has it."""
+    """Return a model's entry of /v1/models.
+
+    parent: for an adapter, the model that it belongs to, as vLLM has it.
+    """
     adapter = service.adapters.named(name)
     return {
         "id": name,

@@ -1,4 +1,7 @@
-"""Bodies of requests: read with limits, decoded strictly, checked against a type; errors as OpenAI words them."""
+"""The bodies of requests: read with limits, decoded strictly, typed.
+
+Errors are worded as OpenAI's.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,12 @@ _COMPRESSED = {"gzip": (31,), "deflate": (15, -15)}
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask, and how much. keys: of which a request must bring one; none: all are open. max_body: bytes of a
-    body. body_timeout: seconds that one may take. own_name: of a server that listens at this machine alone, its name;
-    None: it can be reached from elsewhere."""
+    """The access rules of a server: its API keys, and limits of bodies.
+
+    keys: of which a request must bring one; none: all requests are let in. max_body: bytes of a body. body_timeout:
+    seconds that one may take. own_name: of a server that listens at this machine alone, its name; None: it can be
+    reached from elsewhere.
+    """
 
     keys: tuple[str, ...] = ()
     max_body: int = 4 << 20
@@ -33,7 +39,10 @@ class Access:
 
 
 class BadRequest(Exception):
-    """What is wrong with a request. param: the field of its body, where it is one."""
+    """The error of a request that is refused.
+
+    param: the field of its body that is wrong, where it is one.
+    """
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
@@ -41,12 +50,15 @@ class BadRequest(Exception):
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """An error as OpenAI's API gives it."""
+    """Return the JSON of an error, as OpenAI's API gives it."""
     return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 
 def error_response(error: BadRequest | StreamError) -> Response:
-    """The answer to a request that is refused, or that failed before anything was sent."""
+    """Return the response to a request that is refused.
+
+    Or to one that failed before anything was sent.
+    """
     headers = {}
     if isinstance(error, BadRequest):
         kind = "authentication_error" if error.status == 401 else "invalid_request_error"
@@ -64,7 +76,7 @@ def error_response(error: BadRequest | StreamError) -> Response:
 
 
 async def read_body(request: Request, access: Access) -> bytes:
-    """Return the whole body, decompressed.
+    """Return the whole body of a request, decompressed.
 
     Raises BadRequest for one of too many bytes, one that is not there in time, and another encoding.
     """
@@ -110,8 +122,11 @@ def _decompressed(data: bytes, encoding: str, largest: int) -> bytes:
 
 
 def decoded(data: bytes, kind: type[_Body]) -> _Body:
-    """The JSON object `data` as a `kind`. Raises BadRequest for what is no JSON by RFC 8259, an object that has a name
-    twice, a number beyond float64, and values of other types."""
+    """Return the JSON object `data` as a `kind`.
+
+    Raises BadRequest for what is no JSON by RFC 8259, an object that has a name twice, a number beyond float64, and
+    values of other types.
+    """
     try:
         text = data.decode("utf-8-sig")  # else json would take UTF-16 and UTF-32 too
     except UnicodeDecodeError as error:

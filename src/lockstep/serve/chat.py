@@ -1,4 +1,4 @@
-"""Chats as prompts: messages in, the text that the model's chat template makes of them out.
+"""Chats as prompts: messages in, the text of the model's chat template out.
 
 The template runs in a process of its own (`template_process.py` says why), one chat at a time: a usual one takes less
 than a millisecond there. A process that was ended is started again for the next chat.
@@ -27,7 +27,7 @@ _PATIENCE = 30.0  # seconds that a chat may wait for those before it
 
 
 class ChatError(Exception):
-    """Why messages are no prompt: one line."""
+    """The error of messages that make no prompt: one line."""
 
 
 class _Lost(Exception):
@@ -35,7 +35,10 @@ class _Lost(Exception):
 
 
 class Chat:
-    """The chat template of a model. `fault`: why no chat is possible; None where it is."""
+    """The chat template of a model.
+
+    fault: why no chat is possible; None where it is.
+    """
 
     def __init__(self, template: ChatTemplate | None):
         self._template = template
@@ -44,7 +47,10 @@ class Chat:
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
-        """Load the template. One that cannot be loaded is said on stderr, and is a fault: completions need none."""
+        """Load the template.
+
+        One that cannot be loaded is said on stderr, and is a fault: completions need none.
+        """
         if self._template is None:
             return
         try:
@@ -65,7 +71,7 @@ class Chat:
         continues: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a chat.
+        """Return the prompt of a chat.
 
         Args:
             messages: with role and content, and whatever else the template knows; values as JSON has them.
@@ -139,7 +145,10 @@ class Chat:
         return answer["text"]
 
     async def _end(self, seconds: float) -> int | None:
-        """End the process, which may take so long to end by itself; gives its exit code."""
+        """End the process, which has so many seconds to end by itself.
+
+        Returns its exit code.
+        """
         process, self._process = self._process, None
         if process is None:
             return None

@@ -1,4 +1,4 @@
-"""The check `served`: does the server answer the golden prompts with the golden check's tokens, whatever else it does?
+"""The check `served`: a server gives the golden check's tokens under load.
 
 In: an engine set that golden passed, its reference and golden's report. Out: a report. The server is the one that
 `lockstep serve` runs, on a Unix socket. Its answers are compared alone; beside a seeded load of requests that come at
@@ -51,7 +51,7 @@ def check(
     python: str | None = None,
     threads: int | None = None,
 ) -> Path:
-    """Check a server on an engine set, write the report to `out`; gives `out`.
+    """Check a server on an engine set, and write the report to `out`.
 
     tolerance["logits"]: the largest absolute error of a logit. limits: the config's. python: the interpreter that has
     the backend; None: this one. Raises CheckError, one line, for the first thing wrong, with the whole report in
@@ -90,7 +90,7 @@ def check(
 
 @dataclass
 class _Found:
-    """Of one phase: what was asked besides, and how answers differ."""
+    """The requests of one phase, and how their answers differ."""
 
     requests: int = 0
     others: int = 0
@@ -102,7 +102,10 @@ class _Found:
 
 
 class _Check:
-    """One run of the check; `failures` are lines, in the order in which they were found."""
+    """One run of the check.
+
+    failures: lines, in the order in which they were found.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class _Check:
         self.random = random.Random(0)
 
     async def run(self, target: Target) -> ServedReport:
-        """The report."""
+        """Run all phases, and return the report."""
         with tempfile.TemporaryDirectory(prefix="lockstep-served-") as folder:
             self.socket = Path(folder, "socket")
             async with listening(self.service, self.socket):
@@ -151,7 +154,10 @@ class _Check:
         return found
 
     async def _under_load(self) -> _Found:
-        """Each golden prompt twice, among requests of random ids, lengths and sampling."""
+        """Send each golden prompt twice, among other requests.
+
+        Those have random ids, lengths and sampling.
+        """
         found, draw = _Found(others=_OTHERS, cancelled=_CANCELLED), self.random
         numbers = 2 * list(range(len(self.prompts)))
         tasks = [self._golden(number, "under load", found) for number in numbers]
@@ -166,7 +172,7 @@ class _Check:
         return found
 
     async def _on_a_prefix(self) -> _Found:
-        """The long prompt twice: the second finds what the first left."""
+        """Send the long prompt twice: the second finds the prefix of the first."""
         found = _Found()
         ready = self.service.ready
         if self.long is None or not ready.prefix_caching or len(self.long.prompt_ids) <= ready.chunk_size:
@@ -185,7 +191,7 @@ class _Check:
         return found
 
     async def _engine_killed(self) -> _Found:
-        """All golden prompts at once; when the first token is there, the engine is killed."""
+        """Send all golden prompts at once, and kill the engine at the first token."""
         found, restarts, first = _Found(), self.service.restarts, asyncio.Event()
         tasks = [
             asyncio.create_task(self._golden(number, "with the engine killed", found, first))
@@ -225,7 +231,10 @@ class _Check:
                 raise error
 
     async def _golden(self, number: int, how: str, found: _Found, first: asyncio.Event | None = None) -> None:
-        """Ask for a golden prompt and judge the answer. first: set when a token is there."""
+        """Send a golden prompt and judge its answer.
+
+        first: set when a token is there.
+        """
         prompt = self.prompts[number]
         answer = await self._answer(prompt.text, self.max_new_tokens, first)
         self._judge(prompt, self.expected[number], answer, how, found, exact=self.service.ready.batch_invariant)
@@ -254,7 +263,7 @@ class _Check:
         return answer
 
     async def _other(self, is_cancelled: bool) -> None:
-        """A request whose answer nobody compares."""
+        """Send a request whose answer is not compared."""
         draw, ready = self.random, self.service.ready
         most = min(64, ready.max_seq_len // 2)
         body = {

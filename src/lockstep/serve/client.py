@@ -1,4 +1,7 @@
-"""A client of the server's own checks: completions over a Unix socket, as any HTTP client asks for them."""
+"""A client for the server's own checks: completions over a Unix socket.
+
+It asks as any HTTP client does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from lockstep.errors import CheckError
 
 @dataclass
 class Answer:
-    """What a stream brought: token ids, and their log-probabilities where they were asked for. finish: why it ended."""
+    """The answer of a stream.
+
+    Token ids, and their log-probabilities where the request has them. finish: why it ended.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -24,14 +30,20 @@ class Answer:
 
 
 async def get(path: Path, url: str) -> Any:
-    """The JSON at `url`. Raises CheckError for another status than 200."""
+    """Return the JSON at `url`.
+
+    Raises CheckError for another status than 200.
+    """
     async with _asked(path, f"GET {url} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()) as reader:
         return json.loads(b"".join([part async for part in _body(reader, url)]))
 
 
 async def complete(path: Path, body: Mapping[str, Any], leave_after: int | None = None) -> AsyncIterator[Answer]:
-    """One completion, streamed: gives the answer so far with each piece. leave_after: break the connection off after so
-    many pieces. Raises CheckError for an error, and for a stream that ends without its end."""
+    """Send one completion, streamed; yield the answer so far at each event.
+
+    leave_after: break the connection off after so many events. Raises CheckError for an error, and for a stream that
+    ends without its end.
+    """
     data = json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     answer, pieces, rest = Answer(), 0, b""
@@ -73,7 +85,10 @@ async def _asked(path: Path, request: bytes) -> AsyncIterator[asyncio.StreamRead
 
 
 async def _body(reader: asyncio.StreamReader, what: str) -> AsyncIterator[bytes]:
-    """The parts of an answer's body. Raises CheckError for an answer that is no success."""
+    """Yield the parts of an answer's body.
+
+    Raises CheckError for an answer that is no success.
+    """
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         status = head.partition("\r\n")[0].split()[1]

@@ -1,8 +1,10 @@
-"""The engine in a process of its own: `python -m lockstep.serve.engine_process FD`, FD the number of a socket to the
-API process. It opens what its first frame names, and then steps while there are requests.
+"""The engine in a process of its own.
 
-It keeps nothing that could be lost: the API process knows what was asked for and what was given out, and brings it
-again to another engine. Without the API process it ends.
+`python -m lockstep.serve.engine_process FD`: FD is the number of a socket to the API process. It opens what its first
+frame names, and then steps while there are requests.
+
+It keeps nothing that could be lost: the API process knows the requests and the tokens that were given out, and brings
+them to another engine. Without the API process it ends.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _ERRORS = {error.__name__: error for error in (InputError, CheckError)}
 
 
 def main() -> None:
-    """Serve until the API process is gone."""
+    """Serve until the API process has closed its end."""
     # The API process ends this one: a Ctrl-C at the terminal that both hang on is its business, and so is SIGTERM.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -48,7 +50,7 @@ def main() -> None:
 
 
 def error_of(frame: Frame) -> LockstepError:
-    """The error of a frame "failed"."""
+    """Return the error of a frame "failed"."""
     return _ERRORS[frame["error"]](frame["message"])
 
 
@@ -119,7 +121,10 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
 
 
 def _load_again(model: Model, options: EngineOptions) -> dict[str, str]:
-    """Load the adapters that the engine before had loaded; gives those that cannot be, with a line that says why."""
+    """Load the adapters that the engine before this one had loaded.
+
+    Returns those that cannot be loaded, each with a line that says why.
+    """
     lost = {}
     for name, folder, digest in options.loaded:
         try:
@@ -134,7 +139,7 @@ def _load_again(model: Model, options: EngineOptions) -> dict[str, str]:
 
 
 class _Loop:
-    """Frames between steps."""
+    """The loop of the process: frames, and steps between them."""
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
         self._connection, self._engine, self._loader = connection, engine, loader
@@ -196,7 +201,7 @@ class _Loop:
         self._ids[number], self._numbers[id], self._left[number] = id, number, request.n
 
     def _take_loaded(self) -> None:
-        """Have requests be computed with adapters that were read meanwhile."""
+        """Add the adapters that were read meanwhile, and answer their frames."""
         assert self._loader is not None
         for id, adapter in self._loader.poll():
             try:

@@ -1,10 +1,12 @@
-"""What API process and engine process say to each other: frames over a socket, each a length (4 bytes, big-endian) and
-a JSON object in UTF-8. Standard library alone: the engine's Python may have no more.
+"""The frames between API process and engine process, over a socket.
+
+Each is a length (4 bytes, big-endian) and a JSON object in UTF-8. Standard library alone: the engine's Python may have
+no more.
 
 To the engine: "open" (first), "add", "abort", "load" and "unload" (an adapter). From it: "ready" or "failed" (first),
-then "step" (tokens of one step, log-probabilities of prompts that ask for them) and "tick" (an idle engine, each
-second), both with its counters, "refused" for a request that it cannot take, with "param" where one field of the
-request's body is why, and "loaded" or "not_loaded" behind a "load".
+then "step" (tokens of one step, and the log-probabilities of prompts whose requests have them) and "tick" (an idle
+engine, each second), both with its counters, "refused" for a request that it cannot take, with "param" where one field
+of the request's body is why, and "loaded" or "not_loaded" behind a "load".
 """
 
 from __future__ import annotations
@@ -63,13 +65,13 @@ class Ready:
 
 
 def packed(frame: Mapping[str, Any]) -> bytes:
-    """A frame's bytes."""
+    """Return a frame's bytes."""
     data = json.dumps(frame, separators=(",", ":")).encode()
     return HEADER.pack(len(data)) + data
 
 
 def packed_add(number: int, request: Request) -> bytes:
-    """The frame "add" of request `number`."""
+    """Return the frame "add" of request `number`."""
     sampling = request.sampling
     return packed(
         {
@@ -92,7 +94,7 @@ def packed_add(number: int, request: Request) -> bytes:
 
 
 def request_of(frame: Frame) -> Request:
-    """The request of a frame "add"."""
+    """Return the request of a frame "add"."""
     taken = {field.name: frame[field.name] for field in fields(Request) if field.name in frame}
     sampling = dict(frame["sampling"])
     if "logit_bias" in sampling:
@@ -106,12 +108,15 @@ def request_of(frame: Frame) -> Request:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability that JSON can hold."""
     return max(-9999.0, logprob)
 
 
 class Connection:
-    """The engine's end. Never waits for the other end to read: what does not go out now goes out later."""
+    """The engine process's end of the socket.
+
+    It never waits for the other end to read: what does not go out now goes out later.
+    """
 
     def __init__(self, end: socket.socket):
         end.setblocking(False)
@@ -120,7 +125,10 @@ class Connection:
         self._in, self._out = bytearray(), bytearray()
 
     def send(self, frame: Mapping[str, Any]) -> None:
-        """Raises EOFError where nobody is there any more."""
+        """Send a frame, as far as it goes.
+
+        Raises EOFError where the other end is closed.
+        """
         self._out += packed(frame)
         self.flush()
 
@@ -135,12 +143,15 @@ class Connection:
             raise EOFError from None
 
     def drain(self, seconds: float) -> None:
-        """Send all that is left, for at most so long."""
+        """Send all that is left, for at most `seconds`."""
         while self._out and select.select([], [self._end], [], seconds)[1]:
             self.flush()
 
     def receive(self, seconds: float) -> list[Frame]:
-        """All frames that are there; waits up to `seconds` for the first. Raises EOFError at the end."""
+        """Return all frames that are there; wait up to `seconds` for the first.
+
+        Raises EOFError at the end.
+        """
         ready, writable, _ = select.select([self._end], [self._end] if self._out else [], [], seconds)
         if writable:
             self.flush()

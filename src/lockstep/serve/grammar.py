@@ -1,4 +1,7 @@
-"""What a body says of the form of its answer, in OpenAI's words and in vLLM's: fields in, a grammar out."""
+"""The grammar of an answer: fields of a body in, a grammar out.
+
+The fields are OpenAI's and vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ _STRUCTURED = ("json", "json_object", "regex", "grammar", "choice")
 
 
 def grammar_of(body: Any) -> Grammar | None:
-    """The grammar that a body asks for by its fields `FIELDS` (one that it lacks, or that is None, asks for nothing).
-    Raises BadRequest for what is none, and for more than one."""
+    """Return the grammar in a body's fields `FIELDS`; None where it has none.
+
+    A field that the body lacks, or that is None, counts as absent. Raises BadRequest for what is no grammar, and for
+    more than one.
+    """
     found: list[Grammar] = []
     for name in FIELDS:
         value = getattr(body, name, None)
@@ -64,7 +70,10 @@ def _structured_outputs(value: Any) -> Grammar | None:
 
 
 def _made(key: str, value: Any, name: str) -> Grammar:
-    """key: as vLLM calls what `value` is; name: of the field."""
+    """Return the grammar of one field.
+
+    key: as vLLM calls what `value` is; name: of the field.
+    """
     if key == "json_object":
         return Grammar("json_object", name=name)
     kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "grammar": "lark", "choice": "lark"}

@@ -1,6 +1,8 @@
-"""Messages of the KServe v2 gRPC protocol, package "inference", with the numbers that the public protocol and Triton's
-model configuration give their fields. Made from the table below when this module is imported, in a pool of their own:
-no generated code, whose version would have to fit the installed protobuf, and no clash with a client's.
+"""The messages of the KServe v2 gRPC protocol, package "inference".
+
+With the numbers that the public protocol and Triton's model configuration give their fields. Made from the table below
+when this module is imported, in a pool of their own: no generated code, whose version would have to fit the installed
+protobuf, and no clash with a client's.
 """
 
 from __future__ import annotations

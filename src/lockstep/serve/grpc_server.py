@@ -1,4 +1,7 @@
-"""The KServe v2 protocol over gRPC, as Triton speaks it: requests of many clients in, responses in streams out."""
+"""The KServe v2 protocol over gRPC, as Triton speaks it.
+
+Requests of many clients in, responses in streams out.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,16 @@ _Method = Callable[[Any, _Notes], Awaitable[Any]]
 
 
 class GrpcServer:
-    """A gRPC server before a service. port: where it listens."""
+    """A gRPC server before a service.
+
+    port: where it listens.
+    """
 
     def __init__(self, triton: Triton, access: Access, host: str, port: int):
-        """Bind; `start` takes requests. Call it where an event loop runs. Raises InputError for an address that cannot
-        be had."""
+        """Bind the address; `start` takes requests.
+
+        Call it where an event loop runs. Raises InputError for an address that cannot be had.
+        """
         self._triton, self._service = triton, triton.service
         self._keys = [key.encode() for key in access.keys]
         # Without the second, two servers could listen at the same port and share its requests.
@@ -77,7 +85,7 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace: float) -> None:
-        """Take nothing new; what runs has `grace` seconds."""
+        """Take no more requests; running ones have `grace` seconds."""
         await self._server.stop(grace)
 
     def _methods(self) -> dict[str, _Method]:
@@ -161,7 +169,7 @@ class GrpcServer:
             inference.close()  # where the client has gone, this is a cancelled task
 
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """Requests of a stream run side by side; their responses carry their ids."""
+        """Run the requests of a stream side by side; responses carry their ids."""
         try:
             with self._logged("ModelStreamInfer"):
                 self._authorize(context)
@@ -212,7 +220,10 @@ class GrpcServer:
 
 
 def _parser(name: str) -> Callable[[bytes], Any]:
-    """Gives a message of its bytes, or the BadRequest for bytes that are none: what a parser raises, gRPC would log."""
+    """Return a function from bytes to a message.
+
+    It returns a BadRequest for bytes that are none: what a parser raises, gRPC would log.
+    """
 
     def parsed(data: bytes) -> Any:
         try:
@@ -230,7 +241,10 @@ async def _abort(context: Any, error: BadRequest | StreamError) -> None:
 
 
 def infer_request(message: Any) -> InferRequest:
-    """A ModelInferRequest as the models take it. Raises BadRequest."""
+    """Return a ModelInferRequest as the models take it.
+
+    Raises BadRequest.
+    """
     model = model_of(message.model_name, message.model_version)
     raw = message.raw_input_contents
     if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):
@@ -265,7 +279,7 @@ def _tensor(given: Any, raw: bytes | None) -> Tensor:
 
 
 def infer_response(asked: InferRequest, response: InferResponse) -> Any:
-    """A ModelInferResponse."""
+    """Return the ModelInferResponse of a response."""
     made = MESSAGES["ModelInferResponse"](model_name=asked.model.name, model_version=VERSION, id=asked.id)
     if asked.model.name == "ensemble":
         for name, value in SEQUENCE.items():

@@ -1,5 +1,7 @@
-"""The KServe v2 protocol over HTTP, as Triton speaks it: health, metadata, and inference with tensors in JSON or, with
-Triton's binary tensor data extension, behind it."""
+"""The KServe v2 protocol over HTTP, as Triton speaks it.
+
+Health, metadata, and inference with tensors in JSON or, with Triton's binary tensor data extension, behind it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ class _Output(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """POST /v2/models/NAME/infer. What is not named here is ignored."""
+    """The body of POST /v2/models/NAME/infer.
+
+    Fields that are not named here are ignored.
+    """
 
     inputs: list[_Input]
     id: str = ""
@@ -54,7 +59,7 @@ class _Body(msgspec.Struct):
 
 
 def refused(error: BadRequest | StreamError) -> Response:
-    """The answer to a request that is refused, as Triton words it."""
+    """Return the response to a request that is refused, as Triton words it."""
     like = error_response(error)
     headers = {
         name: like.headers[name] for name in ("Retry-After", "Connection", "WWW-Authenticate") if name in like.headers
@@ -67,8 +72,11 @@ def error_json(message: str) -> bytes:
 
 
 class InferAnswer:
-    """A response of one inference, whose client may go away at any time: then it ends. encode: of a response, its body
-    and headers. events: instead, server-sent events; of them what fails after the first is one too."""
+    """A response of one inference, whose client may go away at any time.
+
+    Then the inference ends. encode: of a response, its body and headers. events: instead, server-sent events; of them
+    what fails after the first is one too.
+    """
 
     def __init__(
         self,
@@ -97,18 +105,24 @@ class InferAnswer:
 
 
 def model_routes(route: Callable[..., Route], action: str, handler: Handler, method: str) -> list[Route]:
-    """Routes to an action on a model, with and without a version. route: makes one."""
+    """Return the routes to an action on a model, with and without a version.
+
+    route: makes one.
+    """
     paths = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
     return [route(path + action, handler, method, refuse=refused) for path in paths]
 
 
 def asked_model(request: Request) -> Model:
-    """The model of a request's path."""
+    """Return the model of a request's path."""
     return model_of(request.path_params["name"], request.path_params.get("version", ""))
 
 
 def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -> list[Route]:
-    """route: makes one of a path, a handler, a method and `refuse`, which words errors."""
+    """Return the routes of the protocol.
+
+    route: makes one of a path, a handler, a method and `refuse`, which words errors.
+    """
     service = triton.service
     state = lambda holds: Response(status_code=200 if holds else 503)
 
@@ -150,18 +164,18 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
 
 
 def server_metadata() -> dict[str, Any]:
-    """What GET /v2 gives."""
+    """Return the answer of GET /v2."""
     return {"name": "lockstep", "version": lockstep.__version__, "extensions": EXTENSIONS}
 
 
 def repository_index(is_ready: bool) -> list[dict[str, str]]:
-    """The models, and whether they take requests."""
+    """Return the models, and whether they take requests."""
     given = {"state": "READY"} if is_ready else {"state": "UNAVAILABLE", "reason": "the server starts or ends"}
     return [{"name": name, "version": VERSION, **given} for name in MODELS]
 
 
 async def _request_of(request: Request, access: Access) -> tuple[InferRequest, Callable[[str], bool]]:
-    """The request for inference, and which of its outputs are to be binary."""
+    """Return the inference request, and which of its outputs are to be binary."""
     model = asked_model(request)
     data = await read_body(request, access)
     given = request.headers.get(_HEADER_LENGTH)
@@ -186,7 +200,7 @@ async def _request_of(request: Request, access: Access) -> tuple[InferRequest, C
 
 
 def _inputs(given: Sequence[_Input], rest: memoryview) -> tuple[dict[str, Tensor], memoryview]:
-    """Tensors by name, and the binary data that is nobody's."""
+    """Return the tensors by name, and the binary data that belongs to none."""
     found: dict[str, Tensor] = {}
     for each in given:
         name = each.name[:80]

@@ -1,4 +1,7 @@
-"""The API process's end: starts an engine process, sends it requests, and gives its frames to whoever listens."""
+"""The API process's end of an engine process.
+
+It starts the process, sends it requests, and hands on its frames.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,11 @@ _decode = msgspec.json.Decoder().decode
 
 
 class _Frames(asyncio.Protocol):
-    """Frames of an engine process. Each is given to `take` in the moment in which it comes: without a task in between,
-    which would cost more than most frames."""
+    """The frames of an engine process, as an asyncio protocol.
+
+    Each is given to `take` in the moment in which it comes: without a task in between, which would cost more than most
+    frames.
+    """
 
     def __init__(self) -> None:
         self.last_frame = time.monotonic()
@@ -72,9 +78,11 @@ class EngineLink:
 
     @classmethod
     async def start(cls, python: str | None, options: EngineOptions, seconds: float) -> tuple[EngineLink, Ready]:
-        """Start an engine process in the interpreter `python` (None: this one). Gives it, ready
-        and warm, and what it says of itself. Raises what opening raises, and CheckError for one that ends before, or is
-        not ready in time."""
+        """Start an engine process in the interpreter `python` (None: this one).
+
+        Returns it, ready and warm, and what it says of itself. seconds: that it may take. Raises what opening raises,
+        and CheckError for one that ends before, or is not ready in time.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [python or sys.executable, "-m", "lockstep.serve.engine_process", str(theirs.fileno())]
         environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
@@ -110,7 +118,7 @@ class EngineLink:
 
     @property
     def last_frame(self) -> float:
-        """When the last sign of life came, on the monotonic clock."""
+        """Return when the last sign of life came, on the monotonic clock."""
         return self._frames.last_frame
 
     @property
@@ -118,15 +126,21 @@ class EngineLink:
         return self._process.pid
 
     def add(self, number: int, request: Request) -> None:
-        """Send a request; one to a process that is gone is lost, and brought to the next one."""
+        """Send a request.
+
+        One to a process that is gone is lost, and brought to the next one.
+        """
         self._transport.write(packed_add(number, request))
 
     def load(self, number: int, name: str, folder: str) -> None:
-        """Have an adapter read, checked and taken; "loaded" or "not_loaded" comes back under this number."""
+        """Have an adapter read, checked and added.
+
+        "loaded" or "not_loaded" comes back under this number.
+        """
         self._transport.write(packed({"type": "load", "id": number, "name": name, "folder": folder}))
 
     def unload(self, name: str) -> None:
-        """Have an adapter forgotten, which no request that was sent is computed with."""
+        """Have an adapter unloaded, which no request that was sent uses."""
         self._transport.write(packed({"type": "unload", "id": -1, "name": name}))
 
     def abort(self, number: int, choice: int | None = None) -> None:
@@ -134,7 +148,10 @@ class EngineLink:
         self._transport.write(packed({"type": "abort", "id": number, **({} if choice is None else {"choice": choice})}))
 
     async def run(self, take: Callable[[Frame], None]) -> Frame | None:
-        """Give all frames to `take`, until the process ends; its last words ("failed"), if it had any."""
+        """Give all frames to `take`, until the process ends.
+
+        Returns its last frame ("failed"), if it sent one, else None.
+        """
         frames = self._frames
         while not frames.early.empty():
             if (frame := frames.early.get_nowait()) is not None and frame["type"] != "failed":
@@ -148,7 +165,10 @@ class EngineLink:
             self._process.kill()
 
     async def stop(self) -> int:
-        """End the process, kindly if it hears; gives its exit code."""
+        """End the process, by its socket's end or else by a signal.
+
+        Returns its exit code.
+        """
         self._transport.close()
         try:
             return await asyncio.wait_for(self._process.wait(), 2)

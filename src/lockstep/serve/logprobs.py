@@ -11,16 +11,25 @@ from lockstep.step.sampling import Logprobs
 
 
 class LogprobsFormat:
-    """Those of one text, in as many parts as it comes in. A token's offset is the number of characters before it; of
-    tokens that make up one character it is that of the character."""
+    """The log-probabilities of one text, in as many parts as it comes in.
+
+    A token's offset is the number of characters before it; of tokens that make up one character it is that of the
+    character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0):
-        """offset: of the text's first character."""
+        """Begin a text.
+
+        offset: of its first character.
+        """
         self._tokenizer, self._stream, self._offset = tokenizer, tokenizer.stream(), offset
         self._texts: dict[int, str] = {}
 
     def part(self, tokens: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, list[Any]]:
-        """tokens: those that follow. logprobs: one for each, None where there is nothing before a token."""
+        """Return the next part, in OpenAI's format.
+
+        tokens: those that follow. logprobs: one for each, None where there is nothing before a token.
+        """
         offsets = []
         for token in tokens:
             offsets.append(self._offset)

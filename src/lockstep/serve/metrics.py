@@ -1,4 +1,7 @@
-"""Prometheus series with vLLM's names and meanings; the prefix may be vLLM's too, for dashboards that ask for it."""
+"""Prometheus series with vLLM's names and meanings.
+
+The prefix may be vLLM's too, for dashboards that use its names.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class _EngineCounters(Collector):
-    """What engine processes count, read when it is asked for: of all that there were."""
+    """The counters of all engine processes that there were, as a collector.
+
+    They are read when the metrics are.
+    """
 
     def __init__(self, model: str, service: Service, prefix: str):
         self._model, self._service, self._prefix = model, service, prefix
@@ -43,7 +49,10 @@ class _EngineCounters(Collector):
 
 
 class _TokenTimes(Collector):
-    """A histogram of seconds that takes one for each token: prometheus_client's has a lock for each of its numbers."""
+    """A histogram of seconds that takes one for each token.
+
+    prometheus_client's has a lock for each of its numbers.
+    """
 
     def __init__(self, model: str, name: str, text: str):
         self._model, self._name, self._text, self._created = model, name, text, time.time()
@@ -63,7 +72,10 @@ class _TokenTimes(Collector):
 
 
 class Metrics:
-    """Series of one server. Gauges are read from the service when they are asked for."""
+    """The series of one server.
+
+    Gauges are read from the service when the metrics are.
+    """
 
     def __init__(self, model: str, service: Service, prefix: str = "lockstep"):
         self._service, self._prefix, self._model = service, prefix, model
@@ -115,5 +127,5 @@ class Metrics:
         self._e2e.observe(seconds)
 
     def text(self) -> bytes:
-        """All series, as Prometheus reads them."""
+        """Return all series, as Prometheus reads them."""
         return generate_latest(self._registry)

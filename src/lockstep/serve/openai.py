@@ -1,4 +1,7 @@
-"""OpenAI's completions: a body in, prompts for the service and answers in OpenAI's format out."""
+"""OpenAI's completions: a body in, prompts for the service out.
+
+And answers in OpenAI's format.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _MOST_PROMPTS = 256
 
 
 class CompletionBody(Parameters, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Any  # text, token ids, or a list of either: see `_prompts`
     max_tokens: int | None = 16
@@ -34,7 +37,10 @@ class CompletionBody(Parameters, kw_only=True):
 
 
 async def completion_requests(body: CompletionBody, service: Service) -> list[PromptRequest]:
-    """The prompts of a body. Raises BadRequest for values that cannot be."""
+    """Return the prompts of a body.
+
+    Raises BadRequest for values that cannot be.
+    """
     await service.adapters.bring(body.lora)
     check_supported(body, service)
     prompts, texts = await _prompts(body.prompt, service)
@@ -55,7 +61,7 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
 
 
 async def _prompts(value: Any, service: Service) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids of each prompt, and its text if it came as one."""
+    """Return the token ids of each prompt, and its text if it came as one."""
     each = value if isinstance(value, list) else [value]
     if each and all(type(token) is int for token in each):
         each = [each]
@@ -71,7 +77,7 @@ async def _prompts(value: Any, service: Service) -> tuple[list[list[int]], list[
 
 
 class CompletionFormat(AnswerFormat):
-    """Answers to one request for completions."""
+    """The answers to one request for completions."""
 
     ID, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
 

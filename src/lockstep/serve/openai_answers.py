@@ -1,4 +1,7 @@
-"""Answers as OpenAI's API gives them, whole or as server-sent events. What an answer looks like is its endpoint's."""
+"""Answers in the format of OpenAI's API, whole or as server-sent events.
+
+Each endpoint derives the format of its choices.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from lockstep.serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamErr
 
 
 class AnswerFormat:
-    """Answers to one request."""
+    """The answers to one request, in the format of its endpoint."""
 
     ID: ClassVar[str]  # what ids begin with
     OBJECT: ClassVar[str]
@@ -35,31 +38,34 @@ class AnswerFormat:
 
     @property
     def id(self) -> str:
-        """What the answer is called."""
+        """Return the id of the answer."""
         return str(self._common["id"])
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """An answer that is whole."""
+        """Return the choice of a whole answer."""
         raise NotImplementedError
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Choices of the chunks before any text."""
+        """Return the choices of the chunks before any text."""
         return iter(())
 
     def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """Choices of the chunks of new text."""
+        """Return the choices of the chunks for new text."""
         raise NotImplementedError
 
     async def echo(self, index: int) -> dict[str, Any] | None:
-        """What stands before an answer's text, as a part of the answer; None: nothing."""
+        """Return the repeated prompt, as a part of the answer; None for none."""
         return None
 
     def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-        """Two parts of an answer as one."""
+        """Return two parts of an answer as one."""
         raise NotImplementedError
 
     async def whole(self) -> bytes:
-        """The answer when all of it is there. Raises StreamError."""
+        """Return the body of the answer when all of it is there.
+
+        Raises StreamError.
+        """
         async for _ in self._stream:
             pass
         choices = []
@@ -69,8 +75,10 @@ class AnswerFormat:
         return msgspec.json.encode({**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()})
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: a chunk for whatever came meanwhile, then the usage if it is asked for, then the end; an
-        error event where there is no end."""
+        """Yield server-sent events: chunks, the usage if requested, and the end.
+
+        A chunk has all that came since the one before. A stream that fails ends with an error event.
+        """
         silent = set(range(len(self._stream.choices)))  # answers of which nothing is out
         try:
             for choice in self.opening():
@@ -99,5 +107,5 @@ class AnswerFormat:
 
 
 def reason(finish: str | None) -> str | None:
-    """Why an answer ended, in OpenAI's words."""
+    """Return why an answer ended, as OpenAI's `finish_reason`."""
     return None if finish is None else FINISH_REASONS.get(finish, finish)

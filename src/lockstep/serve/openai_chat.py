@@ -1,4 +1,7 @@
-"""OpenAI's chat completions: a body in, a prompt for the service and answers in OpenAI's format out."""
+"""OpenAI's chat completions: a body in, a prompt for the service out.
+
+And answers in OpenAI's format.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ _GIVEN = ("messages", "tools", "chat_template", "add_generation_prompt", "contin
 
 
 class ChatBody(Parameters, kw_only=True):
-    """POST /v1/chat/completions. add_generation_prompt, continue_final_message, chat_template_kwargs: as vLLM has
-    them."""
+    """The body of POST /v1/chat/completions.
+
+    add_generation_prompt, continue_final_message, chat_template_kwargs: as vLLM has them.
+    """
 
     messages: Any  # see `_messages`
     logprobs: bool | None = False
@@ -57,7 +62,10 @@ class ChatBody(Parameters, kw_only=True):
 
 
 async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]:
-    """The prompt of a body. Raises BadRequest for values that cannot be, and where the model has no chat template."""
+    """Return the prompt of a body.
+
+    Raises BadRequest for values that cannot be, and where the model has no chat template.
+    """
     await service.adapters.bring(body.lora)
     check_supported(body, service)
     refuse(body, _UNSUPPORTED)
@@ -96,8 +104,11 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """What a template is given: nothing that is null, one text as content, calls of tools with their arguments as
-    objects."""
+    """Return the messages as a template takes them.
+
+    Without nulls, with one text as content, and with tool calls whose arguments are objects. Raises BadRequest for
+    others.
+    """
     if not isinstance(value, list) or not 1 <= len(value) <= _MOST_MESSAGES:
         found = f"{len(value)} of them" if isinstance(value, list) else "no list"
         raise BadRequest(f"messages: expected 1 to {_MOST_MESSAGES} messages, found {found}", "messages")
@@ -117,7 +128,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _content(value: Any, where: str) -> str:
-    """Parts are lines."""
+    """Return a message's content as one text; parts become lines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -132,7 +143,10 @@ def _content(value: Any, where: str) -> str:
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:
-    """Calls that an assistant made: OpenAI has their arguments as JSON in a text, templates as objects."""
+    """Return the tool calls of an assistant's message, arguments as objects.
+
+    OpenAI has them as JSON in a text.
+    """
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
         raise _wrong(where, "a list of objects", value)
     calls = []
@@ -153,7 +167,7 @@ def _wrong(where: str, expected: str, found: Any) -> BadRequest:
 
 
 class ChatFormat(AnswerFormat):
-    """Answers to one request for chat completions."""
+    """The answers to one request for chat completions."""
 
     ID, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

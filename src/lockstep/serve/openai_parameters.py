@@ -1,4 +1,7 @@
-"""What OpenAI's completions and chat completions share: the parameters of a body in, prompts for the service out."""
+"""The parameters that completions and chat completions share.
+
+In: a body of OpenAI's API. Out: prompts for the service.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """The fields of both bodies. lora: the name of an adapter, which may also stand in `model`. What is not named is
-    accepted and ignored, but for what is unsupported."""
+    """The fields of both bodies.
+
+    lora: the name of an adapter, which may also stand in `model`. What is not named is accepted and ignored, but for
+    what is unsupported.
+    """
 
     model: str
     max_tokens: int | None = None
@@ -83,28 +89,34 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told of beside the chosen one; None: not even that."""
+        """Return how many likeliest tokens are listed beside the chosen one.
+
+        None: no log-probability at all.
+        """
         raise NotImplementedError
 
     @property
     def most_tokens(self) -> int | None:
-        """How many tokens an answer may have; None: as many as there is room for."""
+        """Return how many tokens an answer may have; None for as many as fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Return whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 def check_supported(body: Parameters, service: Service) -> None:
-    """Raise BadRequest for another model, and for a parameter that is not taken here."""
+    """Raise BadRequest for another model, or a parameter that is not supported."""
     service.adapters.named(body.model, body.lora)
     refuse(body, _UNSUPPORTED)
 
 
 def refuse(body: Parameters, unsupported: dict[str, tuple]) -> None:
-    """Raise BadRequest for the first of these fields that has another value than those that mean nothing."""
+    """Raise BadRequest for the first of these fields that has a value.
+
+    Values that mean nothing are let pass.
+    """
     for name, allowed in unsupported.items():
         if getattr(body, name) not in allowed:
             raise BadRequest(f"{name}: not supported by this server; leave it out", name)
@@ -118,8 +130,11 @@ def longest_prompt(service: Service) -> int:
 def prompt_requests(
     body: Parameters, prompts: Sequence[list[int]], param: str, service: Service, prompt_logprobs: int | None = None
 ) -> list[PromptRequest]:
-    """What the engine is asked for, by prompt. param: the field that the prompts stand in. prompt_logprobs: as of
-    `Request`; an answer may then have no token. Raises BadRequest for values that cannot be."""
+    """Return what the engine computes for each prompt.
+
+    param: the field that the prompts stand in. prompt_logprobs: as of `Request`; an answer may then have no token.
+    Raises BadRequest for values that cannot be.
+    """
     most, least = body.most_tokens, int(prompt_logprobs is None)
     longest, limit = service.ready.max_seq_len, service.ready.max_input_len
     stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else service.ready.eos_token_ids)

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits that it has not."""
+"""uvicorn's HTTP/1.1, with limits on the head of a request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _LINGER_SECONDS = 2.0  # that a client may still send when it has its answer
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Limits the bytes of a head, the seconds that one may take, and a body whose answer is out before its end.
+    """A protocol that limits heads, and bodies whose answer is out before their end.
 
-    A request must name its host once, as RFC 9112 says, and a client of HTTP/1.0 gets no chunks.
+    A head has limits of bytes and seconds, and names its host once, as RFC 9112 says. A client of HTTP/1.0 gets no
+    chunks.
     """
 
     def connection_made(self, transport: Any) -> None:

@@ -1,6 +1,7 @@
-"""A log of requests: one JSON line for each that has ended. What was asked and answered is not in it, nor are keys.
+"""The log of requests: one JSON line for each that has ended.
 
-A thread writes, so that a slow disk holds up no answer; where it cannot, lines are lost, and the server goes on.
+Neither prompts and answers nor keys are in it. A thread writes, so that a slow disk holds up no answer; where it
+cannot, lines are lost, and the server goes on.
 """
 
 from __future__ import annotations
@@ -29,16 +30,24 @@ _SECONDS = 2.0  # that the last lines may take when the server ends
 
 
 def note(scope: Scope, **known: Any) -> None:
-    """Say of an HTTP request that it belongs into the log. known: `id`, `stream`, `in_chunks`, or the `error` that it
-    is refused with."""
+    """Note that an HTTP request belongs into the log.
+
+    known: `id`, `stream`, `in_chunks`, or the `error` that it is refused with.
+    """
     scope.setdefault(_NOTES, {}).update(known)
 
 
 class RequestLog:
-    """Lines to a file; `-` is stderr. Close it at the end."""
+    """A log file; `-` is stderr.
+
+    Close it at the end.
+    """
 
     def __init__(self, path: Path, model: str):
-        """model: what the lines call it. Raises InputError for a file that cannot be written."""
+        """Open the file, and start the thread that writes to it.
+
+        model: what the lines call it. Raises InputError for a file that cannot be written.
+        """
         self._path, self._model = path, model
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -53,7 +62,7 @@ class RequestLog:
         self._thread.start()
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application, with a line for each request that its handler made a `note` of."""
+        """Return the application with a line for each request with a `note`."""
 
         async def logged(scope: Scope, receive: Receive, send: Send) -> None:
             began, status = time.monotonic(), CLIENT_GONE
@@ -82,7 +91,10 @@ class RequestLog:
         in_chunks: bool = False,
         error: BadRequest | StreamError | None = None,
     ) -> None:
-        """Add the line of a request that has ended. began: by `time.monotonic`. stream: of what made tokens for it."""
+        """Add the line of a request that has ended.
+
+        began: by `time.monotonic`. stream: of what made tokens for it.
+        """
         error = error or (stream.error if stream else None)
         line = {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -132,7 +144,10 @@ class RequestLog:
 
 
 def _of_stream(stream: Stream) -> Mapping[str, Any]:
-    """What a stream that has ended says of its request. Times are from when it was queued, as in /metrics."""
+    """Return the fields of a line that a stream which has ended tells.
+
+    Times are from when it was queued, as in /metrics.
+    """
     unfinished = "error" if stream.error else "abort"
     admitted = min((active.admitted for active in stream.actives if active.admitted is not None), default=None)
     reasons = [choice.finish and FINISH_REASONS.get(choice.finish, choice.finish) for choice in stream.choices]

@@ -1,4 +1,7 @@
-"""What all answers to requests for tokens have in common: a client that may go away, and server-sent events."""
+"""The common part of all answers to requests for tokens.
+
+A client that may go away, and server-sent events.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _HEADERS = [
 
 
 async def while_connected(answer: Coroutine[Any, Any, None], receive: Receive, close: Callable[[], None]) -> None:
-    """Run `answer` until it is through or the client is gone, and `close` what it waits for in any case."""
+    """Run `answer` until it is through or the client is gone.
+
+    `close` what it waits for in any case.
+    """
     gone, work = asyncio.create_task(_until_gone(receive)), asyncio.create_task(answer)
     try:
         await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)

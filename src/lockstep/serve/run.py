@@ -1,4 +1,7 @@
-"""Serve until SIGTERM: engine up and warm, then one line, then requests; on SIGTERM what runs is finished first."""
+"""The life of a server: start, serve, and drain on SIGTERM.
+
+The engine is up and warm, then one line is printed, then requests are taken; on SIGTERM what runs is finished first.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen. port 0: any that is free; None: at no port."""
+    """The address to listen at.
+
+    port 0: any that is free; None: at no port.
+    """
 
     host: str = "127.0.0.1"
     port: int | None = 8000
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers: `serve` drains first. It wakes once a second, for the date in its
-    headers, and not ten times."""
+    """uvicorn's server without its signal handlers: `serve` drains first.
+
+    It wakes once a second, for the date in its headers, and not ten times.
+    """
 
     def __init__(self, config: uvicorn.Config):
         super().__init__(config)
@@ -69,11 +77,14 @@ def serve(
     triton: Triton | None = None,
     unix: Path | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second one ends at once. drain: seconds that running requests have then. say:
-    gets the line of a server that is ready. grpc_port: where gRPC is served too, 0 for any that is free; None: nowhere.
-    triton: of the service, with options of its own. unix: a Unix socket that HTTP is served at too, or alone if the
-    address has no port. Raises InputError for an address that cannot be had, and LockstepError where the engine does
-    not start."""
+    """Serve until SIGTERM or Ctrl-C; a second one ends at once.
+
+    drain: seconds that running requests have then. say: gets the line of a server that is ready. grpc_port: where gRPC
+    is served too, 0 for any that is free; None: nowhere. triton: of the service, with options of its own. unix: a Unix
+    socket that HTTP is served at too, or alone if the address has no port.
+
+    Raises InputError for an address that cannot be had, and LockstepError where the engine does not start.
+    """
     with contextlib.ExitStack() as stack:
         ends = [] if address.port is None else [stack.enter_context(contextlib.closing(_bound(address)))]
         if unix is not None:
@@ -83,8 +94,10 @@ def serve(
 
 @contextlib.asynccontextmanager
 async def listening(service: Service, path: Path) -> AsyncIterator[None]:
-    """Start a service and serve it on a Unix socket, until the context ends. Raises LockstepError where the engine does
-    not start."""
+    """Start a service and serve it on a Unix socket, until the context ends.
+
+    Raises LockstepError where the engine does not start.
+    """
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as end:
         end.bind(str(path))
         server = _Server(_config(application(service)))

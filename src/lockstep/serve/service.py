@@ -1,5 +1,8 @@
-"""Between front ends and engine: takes requests while there is room for them, gives their streams what the engine
-makes, and starts the engine again when it dies, with all requests as far as they were."""
+"""The service between front ends and engine.
+
+It takes requests while there is room for them, gives their streams what the engine makes, and starts the engine again
+when it dies, with all requests as far as they were.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,13 @@ class Service:
         request_log: RequestLog | None = None,
         folders: AdapterFolders | None = None,
     ):
-        """name: of the model, in requests. python, engine_options: of the engine process (see `EngineLink.start`).
+        """Describe the service; `start` starts its engine.
+
+        name: of the model, in requests. python, engine_options: of the engine process (see `EngineLink.start`).
         chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
-        again. request_log: gets what front ends say of each request. folders: that requests may name as adapters;
-        None: none."""
+        again. request_log: gets what front ends say of each request. folders: that requests may name as adapters; None:
+        none.
+        """
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.chat = Chat(chat_template)
         self._ready: Ready | None = None
@@ -77,19 +83,22 @@ class Service:
         self._rate_at, self._counted = time.monotonic(), 0
 
     async def start(self) -> None:
-        """Until the engine is ready. Raises LockstepError where it cannot be."""
+        """Start the engine, and return when it is ready.
+
+        Raises LockstepError where it cannot be.
+        """
         await self.chat.start()
         await self._open()
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
 
     @property
     def ready(self) -> Ready:
-        """What the engine says of itself; of a service that was started."""
+        """Return what the engine says of itself; of a service that was started."""
         assert self._ready is not None
         return self._ready
 
     async def stop(self) -> None:
-        """End the engine, and all that is not through."""
+        """End the engine, and all requests that have not ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -99,7 +108,10 @@ class Service:
             await self._link.stop()
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new; until all that runs is through, for at most so long."""
+        """Take no new requests, and wait until the running ones have ended.
+
+        For at most `seconds`.
+        """
         self.draining = True
         end = time.monotonic() + seconds
         while self._streams and time.monotonic() < end:
@@ -110,12 +122,15 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Takes requests."""
+        """Return whether requests are taken."""
         return self._link is not None and not self.draining
 
     @property
     def heartbeat_age(self) -> float | None:
-        """Seconds since the engine's last sign of life; None while there is no engine."""
+        """Return the seconds since the engine's last sign of life.
+
+        None while there is no engine.
+        """
         return None if self._link is None else time.monotonic() - self._link.last_frame
 
     @property
@@ -124,7 +139,10 @@ class Service:
         return age is None or age < self.limits.stall
 
     def total(self, name: str) -> int:
-        """A counter of all engines that there were: prefix_queries, prefix_hits (tokens), swaps (requests)."""
+        """Return a counter, summed over all engines that there were.
+
+        prefix_queries and prefix_hits count tokens, swaps requests.
+        """
         return self._earlier[name] + self.counters.get(name, 0)
 
     @property
@@ -136,7 +154,10 @@ class Service:
         return None if self._link is None else self._link.pid
 
     def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
-        """Queue prompts; gives the stream of their answers. Raises StreamError, at once, where there is no room."""
+        """Queue prompts, and return the stream of their answers.
+
+        Raises StreamError, at once, where there is no room.
+        """
         if self.draining:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._link is None:
@@ -153,7 +174,10 @@ class Service:
         return stream
 
     def cancel(self, stream: Stream, reason: str = "abort") -> None:
-        """End what of a stream has not ended; its slots and pages are free before the next step."""
+        """End the answers of a stream that have not ended.
+
+        Their slots and pages are free before the next step.
+        """
         for active in stream.actives:
             if active.choices:
                 for number in self._forget(active):
@@ -230,7 +254,10 @@ class Service:
             self._bring_again()
 
     def _bury(self) -> None:
-        """Note a death; end what it was the second for."""
+        """Note a death of the engine.
+
+        Ends the requests whose second one it was, and all requests where it is the second one in `_FORGIVEN` seconds.
+        """
         now = time.monotonic()
         while self._deaths and now - self._deaths[0] > _FORGIVEN:
             self._deaths.popleft()
@@ -244,8 +271,10 @@ class Service:
                 self._fail(stream, StreamError("the engine died twice within a minute"))
 
     def _bring_again(self) -> None:
-        """All that is not through to the new engine, each choice by itself: its prompt, and behind it the tokens that
-        were given out."""
+        """Send all unfinished requests to the new engine, each choice by itself.
+
+        Its prompt, and behind it the tokens that were given out.
+        """
         assert self._link is not None
         self._actives.clear()
         for stream in self._streams:
@@ -299,7 +328,10 @@ class Service:
     def _token(
         self, active: Active, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
     ) -> bool:
-        """Whether it is one: not if it was cancelled meanwhile, or is an end alone."""
+        """Take a token, or the end of an answer; return whether it is a token.
+
+        It is not if its request was cancelled meanwhile, or if it is an end alone.
+        """
         choice = number - active.prompt.request.choice
         if choice not in active.choices:
             return False
@@ -327,7 +359,7 @@ class Service:
         return is_token
 
     def _fail_at(self, active: Active, ended: str) -> None:
-        """End a stream for what the engine found at one of its tokens."""
+        """End a stream for an error that the engine found at one of its tokens."""
         if ended == "error":
             error = StreamError("logits: expected finite numbers, found NaN or infinity; the request was ended")
         else:
@@ -374,7 +406,10 @@ class Service:
             self._fail(stream, error)
 
     async def _watch(self) -> None:
-        """Once a second: what waited too long, whose reader does not read, and an engine that gives no sign of life."""
+        """End, once a second, requests that wait or stall, and an engine that hangs.
+
+        Requests that waited too long, streams whose reader does not read, and an engine without a sign of life.
+        """
         while True:
             await asyncio.sleep(min(1.0, self.limits.queue_timeout / 2, self.limits.stall / 2))
             now = time.monotonic()
@@ -409,5 +444,8 @@ def _is_refused(stream: Stream) -> bool:
 
 
 def _salted(request: Request, tenant: str) -> Request:
-    """The request of a tenant: a salt of its own parts its prefixes further."""
+    """Return the request of a tenant, with a salt that parts its prefixes.
+
+    A salt of the request's own parts them further.
+    """
     return replace(request, cache_salt=f"{tenant}/{request.cache_salt}")

@@ -1,4 +1,4 @@
-"""What a server is started with: the options of its engine process, and the limits of its queue.
+"""The settings of a server: its engine process's options, and its limits.
 
 Standard library alone: the engine's Python may have no more.
 """
@@ -12,14 +12,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine process opens, and how its scheduler works; the frame "open" carries them.
+    """The options of an engine process, which the frame "open" carries.
 
     engines, assembly, weights, adapters, checkpoint: paths of manifests; adapters is None for a model without any, and
     checkpoint for one whose adapters cannot be loaded later. layers: a layer count, or "all". limits: max_batch_size,
-    max_seq_len, max_num_tokens, max_input_len. threads: CPU threads, None for the default. kv_bytes: of the KV cache, a
-    fraction below 1 of the free memory, or None for the default. chunk_size, long_prefill_token_threshold: in tokens,
-    None for the default. grammar_seconds: that a grammar may take to compile.
-    loaded: name, folder and SHA-256 of each adapter that an earlier engine process had loaded.
+    max_seq_len, max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine
+    process had loaded.
+
+    threads: CPU threads, None for the default. kv_bytes: of the KV cache, a fraction below 1 of the free memory, or
+    None for the default. chunk_size, long_prefill_token_threshold: in tokens, None for the default. grammar_seconds:
+    that a grammar may take to compile.
     """
 
     engines: str

@@ -1,4 +1,7 @@
-"""What one HTTP request waits for: the answers to its prompts, in deltas as large as its reader is slow."""
+"""The stream of one HTTP request: the answers to its prompts, as deltas.
+
+A delta holds all that came since its reader took the one before.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,11 @@ FINISH_REASONS = {
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """A prompt as a server takes it: what the engine is asked for, the strings that end its text, and the text that the
-    answer begins with, where the prompt is to be repeated. min_stop_tokens: as of `Collector`."""
+    """A prompt of an HTTP request, as the service takes it.
+
+    request: what the engine computes. stop: the strings that end its text. echo: the text that the answer begins with,
+    where the prompt is to be repeated. min_stop_tokens: as of `Collector`.
+    """
 
     request: Request
     stop: tuple[str, ...] = ()
@@ -39,8 +45,11 @@ class PromptRequest:
 
 @dataclass
 class AnswerDelta:
-    """New text of an answer, the tokens that it is of (their texts may come later), and why the answer ends, if it
-    does. `index`: number of the answer, prompt by prompt."""
+    """New text of an answer, and its tokens.
+
+    The text of a token may come later than the token. finish: why the answer ends, if it does. index: number of the
+    answer, prompt by prompt.
+    """
 
     index: int
     text: str
@@ -50,8 +59,10 @@ class AnswerDelta:
 
 
 class StreamError(Exception):
-    """Why a stream ends without an answer. status: of HTTP, where nothing was sent yet. param: the field of the body
-    that is why, where one is."""
+    """The error of a stream that ends without an answer.
+
+    status: of HTTP, where nothing was sent yet. param: the field of the body that is why, where one is.
+    """
 
     def __init__(
         self,
@@ -68,7 +79,10 @@ class StreamError(Exception):
 
 @dataclass
 class Active:
-    """A prompt that is not through. choices: those that have not ended."""
+    """A prompt that has not ended.
+
+    choices: those that have not ended.
+    """
 
     number: int  # as the engine process knows it
     prompt: PromptRequest
@@ -85,7 +99,10 @@ class Active:
 
 
 class Stream:
-    """Iterate to get lists of deltas, one list for all that came meanwhile. Raises StreamError when no more comes."""
+    """The answers of one request; iterating gives lists of deltas.
+
+    A list has all that came since the one before. Raises StreamError when no more comes.
+    """
 
     def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer):
         self.began = time.monotonic()
@@ -105,7 +122,7 @@ class Stream:
 
     @property
     def choices(self) -> list[Choice]:
-        """All answers, in order."""
+        """Return all answers, in order."""
         return [choice for active in self.actives for choice in active.collector.completion.choices]
 
     @property
@@ -114,12 +131,12 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        """Nothing more comes."""
+        """Return whether nothing more comes."""
         return self._error is not None or not self._open
 
     @property
     def error(self) -> StreamError | None:
-        """Why it ended without an answer, if it did."""
+        """Return why it ended without an answer, if it did."""
         return self._error
 
     @property
@@ -127,7 +144,10 @@ class Stream:
         return any(active.admitted is not None for active in self.actives)
 
     def push(self, index: int, text: str, token: int | None, logprobs: Logprobs | None, finish: str | None) -> None:
-        """Add to an answer."""
+        """Add to an answer.
+
+        token: None for text without a new token; finish: why the answer ends, if it does.
+        """
         delta = self._pending.get(index)
         if delta is None:
             delta = self._pending[index] = AnswerDelta(index, "", [], [], None)
@@ -149,13 +169,16 @@ class Stream:
             self.wake()
 
     def wake(self) -> None:
-        """Something came, or the engine has taken a prompt in."""
+        """Wake the reader: something came, or the engine admitted a prompt."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     async def admission(self) -> None:
-        """Until the engine has taken it in, or anything came. Raises StreamError."""
+        """Wait until the engine has admitted the stream, or anything came.
+
+        Raises StreamError.
+        """
         while not (self.is_admitted or self._pending or self._error):
             await self._woken()
         if self._error and not self._pending:

@@ -1,5 +1,6 @@
-"""Render a chat template in a process of its own: `python -m lockstep.serve.template_process`, frames on stdin and
-stdout.
+"""A process that renders a chat template, with limits of time and memory.
+
+`python -m lockstep.serve.template_process`, frames on stdin and stdout.
 
 A template is a program of whoever published the checkpoint. Jinja's sandbox keeps it from Python's attributes, and
 nothing keeps it from loops without an end, or from a number or text that fills the memory; one expression may hold the
@@ -38,11 +39,14 @@ _MARK = "<|the final message ends here|> "  # with a space: whether it is left t
 
 
 class TooLong(Exception):
-    """A prompt that grows far beyond its messages."""
+    """The error of a prompt that grows far beyond its messages."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what the assistant said for those who train on it; a scope, and nothing else."""
+    """The tag `{% generation %}`: a scope, and nothing else.
+
+    It marks what the assistant said for those who train on it.
+    """
 
     tags = {"generation"}
 
@@ -67,7 +71,10 @@ class _PlainNamespace(Namespace):
 
 
 def environment() -> jinja2.Environment:
-    """What templates find in transformers: the same white space, extensions, filters and functions."""
+    """Return Jinja's environment as transformers makes it for templates.
+
+    The same white space, extensions, filters and functions.
+    """
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     found.filters["tojson"] = _to_json
     found.globals |= {
@@ -85,12 +92,14 @@ def _refuse(message: str) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Without the escapes of HTML that Jinja's own filter makes."""
+    """Return JSON without the escapes of HTML that Jinja's own filter makes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mapping[str, Any], most: int) -> str:
-    """The prompt of a chat. asked: messages, add_generation_prompt, variables; continues: leave its last message open.
+    """Return the prompt of a chat.
+
+    asked: messages, add_generation_prompt, variables; continues: leave its last message open.
 
     Raises what the template raises, TemplateError where the last message cannot be found in the prompt, and TooLong for
     more than `most` characters.
@@ -111,14 +120,20 @@ def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mappin
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message's reasoning has had three names; templates find it by the two that they know."""
+    """Return a message with its reasoning under the names that templates know.
+
+    It has had three names; templates know two.
+    """
     names = ("reasoning_content", "thinking", "reasoning")
     found = next((message[name] for name in names if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _opened(text: str, final: str) -> str:
-    """`text` up to the end of its final message. Where the template trims messages, that is trimmed too."""
+    """Return `text` up to the end of its final message.
+
+    Where the template trims messages, that is trimmed too. Raises TemplateError where that message cannot be found.
+    """
     before, mark, after = text.rpartition(_MARK.strip())
     if not mark or final.strip() not in before:
         raise TemplateError("the chat template leaves out the final message, or changes it: it cannot be continued")

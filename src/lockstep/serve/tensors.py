@@ -1,5 +1,7 @@
-"""Tensors of the KServe v2 protocol, as requests and answers carry them: JSON lists, or bytes (Triton's binary tensor
-data extension, and gRPC's raw contents: little-endian, row by row; a BYTES element is its length in 4 bytes, then it).
+"""The tensors of the KServe v2 protocol, as requests and answers carry them.
+
+JSON lists, or bytes (Triton's binary tensor data extension, and gRPC's raw contents: little-endian, row by row; a BYTES
+element is its length in 4 bytes, then it).
 
 In: names, datatypes, shapes and data that anybody may have sent. Out: NumPy arrays of exactly that type and shape, or
 BadRequest, which names the tensor.
@@ -38,7 +40,10 @@ DATATYPES: dict[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """array: of the dtype that DATATYPES has for `datatype`; BYTES: objects that are bytes."""
+    """A tensor by name, datatype and array.
+
+    array: of the dtype that DATATYPES has for `datatype`; BYTES: objects that are bytes.
+    """
 
     name: str
     datatype: str
@@ -50,7 +55,10 @@ class Tensor:
 
 
 def of(name: str, datatype: str, values: Any, *shape: int) -> Tensor:
-    """A tensor of an answer. values: numbers, or bytes."""
+    """Return a tensor of an answer.
+
+    values: numbers, or bytes.
+    """
     array = np.empty(len(values) if datatype == "BYTES" else 0, object)
     if datatype == "BYTES":
         array[:] = values
@@ -60,7 +68,10 @@ def of(name: str, datatype: str, values: Any, *shape: int) -> Tensor:
 
 
 def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
-    """The number of elements of a tensor. Raises BadRequest for what no tensor has."""
+    """Return the number of elements of a tensor.
+
+    Raises BadRequest for what no tensor has.
+    """
     if datatype not in DATATYPES:
         raise BadRequest(f"{name}: datatype: expected one of {', '.join(DATATYPES)}, found {datatype[:20]!r}", name)
     sizes = [max(1, size) for size in shape]  # of an empty tensor NumPy multiplies the others
@@ -70,7 +81,7 @@ def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
 
 
 def from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
-    """A tensor of JSON's values, flat or nested, row by row."""
+    """Return a tensor of JSON's values, flat or nested, row by row."""
     count = check_declaration(name, datatype, shape)
     flat: list[Any] = []
     _flatten(data if isinstance(data, list) else [data], flat, 0)
@@ -88,7 +99,10 @@ def _flatten(values: list[Any], into: list[Any], depth: int) -> None:
 
 
 def values_array(name: str, datatype: str, values: list[Any]) -> np.ndarray:
-    """JSON's values as an array [len(values)] of a datatype. Raises BadRequest for a value of another type."""
+    """Return JSON's values as an array [len(values)] of a datatype.
+
+    Raises BadRequest for a value of another type.
+    """
     dtype = DATATYPES[datatype]
     if datatype == "BYTES":
         return of(name, datatype, [_bytes(name, value) for value in values]).array
@@ -116,7 +130,7 @@ def _bytes(name: str, value: Any) -> bytes:
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes) -> Tensor:
-    """A tensor of binary data."""
+    """Return a tensor of binary data."""
     count = check_declaration(name, datatype, shape)
     if datatype == "BYTES":
         return of(name, datatype, _elements(name, count, data), *shape) if count else _empty(name, datatype, shape)
@@ -152,14 +166,17 @@ def _elements(name: str, count: int, data: bytes) -> list[bytes]:
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """JSON's values, row by row. BYTES that are no text have replacement characters."""
+    """Return a tensor's values as JSON has them, row by row.
+
+    BYTES that are no text have replacement characters.
+    """
     if tensor.datatype == "BYTES":
         return [value.decode(errors="replace") for value in tensor.array.ravel()]
     return tensor.array.ravel().tolist()
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Binary data."""
+    """Return a tensor's binary data."""
     if tensor.datatype == "BYTES":
         return b"".join(_LENGTH.pack(len(value)) + value for value in tensor.array.ravel())
     return tensor.array.tobytes()

@@ -1,7 +1,8 @@
-"""Triton's generate extension: POST /v2/models/NAME/generate and /generate_stream, a flat JSON object in and out.
+"""Triton's generate extension: a flat JSON object in and out.
 
-A name of the body that is an input of the model is that tensor, of one value or a list; any other is a parameter. An
-answer has Triton's keys; a value of one element stands without its list.
+POST /v2/models/NAME/generate and /generate_stream. A name of the body that is an input of the model is that tensor, of
+one value or a list; any other is a parameter. An answer has Triton's keys; a value of one element stands without its
+list.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from lockstep.serve.triton_models import VERSION, Spec
 
 
 def generate_routes(route: Callable[..., Route], triton: Triton, access: Access) -> list[Route]:
-    """route: as for `kserve_routes`."""
+    """Return the routes of the extension.
+
+    route: as for `kserve_routes`.
+    """
 
     async def generate(request: Request) -> Any:
         asked = await _request_of(request, access)
@@ -77,7 +81,10 @@ async def _request_of(request: Request, access: Access) -> InferRequest:
 
 
 def _tensor(name: str, spec: Spec, value: Any) -> Tensor:
-    """A batch of one: the innermost free dimension is as long as the values make it, the others 1."""
+    """Return a value of the body as a tensor of a batch of one.
+
+    The innermost free dimension is as long as the values make it, the others 1.
+    """
     array = values_array(name, spec.datatype, value if isinstance(value, list) else [value])
     free = [place for place, size in enumerate(spec.dims) if size == -1]
     shape = [max(1, size) for size in spec.dims]

@@ -1,6 +1,7 @@
-"""A Triton request in, its responses out: output tensors, once for all, once for each answer, or as tokens come.
+"""Triton's inference: a request in, its responses out.
 
-HTTP and gRPC have this in common, and the ids of what runs, by which another request may stop it.
+Output tensors, once for all, once for each answer, or as tokens come. HTTP and gRPC have this in common, and the ids of
+what runs, by which another request may stop it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from lockstep.serve.triton_steps import postprocess, preprocess
 
 @dataclass(frozen=True)
 class InferResponse:
-    """final: the last one of its request. ended: of its answer."""
+    """The output tensors of one response.
+
+    final: the last one of its request. ended: of its answer.
+    """
 
     outputs: Sequence[Tensor]
     final: bool = True
@@ -30,36 +34,51 @@ class InferResponse:
 
 
 class Inference:
-    """A request that was taken. stream: what it waits for; None where nothing runs for it."""
+    """An inference request that was accepted.
+
+    stream: what it waits for; None where nothing runs for it.
+    """
 
     stream: Stream | None = None
 
     def __init__(self, outputs: Sequence[Tensor] = (), id: str = ""):
-        """id: as its client calls it, if it does."""
+        """Hold outputs that are ready.
+
+        id: of the client's, "" for none.
+        """
         self._outputs, self.id = outputs, id
 
     @property
     def in_tokens(self) -> bool:
-        """Its request asks for tokens as they come."""
+        """Return whether tokens are to be sent as they come."""
         return False
 
     async def whole(self) -> InferResponse:
-        """One response for all answers. Raises StreamError."""
+        """Return one response for all answers.
+
+        Raises StreamError.
+        """
         return InferResponse(self._outputs)
 
     async def parts(self, in_tokens: bool) -> AsyncIterator[InferResponse]:
-        """A response for each answer, or for all tokens that came meanwhile. Raises StreamError."""
+        """Yield a response for each answer, or for all tokens that came meanwhile.
+
+        Raises StreamError.
+        """
         yield InferResponse(self._outputs)
 
     def close(self) -> None:
-        """End what has not ended: nobody waits for it any more."""
+        """End what of the request has not ended."""
 
 
 class Triton:
-    """The five models before a service."""
+    """The five models in front of a service."""
 
     def __init__(self, service: Service, fold_ids: bool = False):
-        """fold_ids: take prompts' token ids modulo the size of the vocabulary. Else one outside it is refused."""
+        """Put the models before a service.
+
+        fold_ids: take prompts' token ids modulo the size of the vocabulary. Else one outside it is refused.
+        """
         self.service, self._fold_ids = service, fold_ids
         self._running: dict[str, set[Generation]] = {}
 
@@ -87,7 +106,7 @@ class Triton:
         return generation
 
     def forget(self, id: str, generation: Generation) -> None:
-        """It has ended."""
+        """Forget a generation that has ended."""
         found = self._running.get(id, set())
         found.discard(generation)
         if not found:
@@ -96,8 +115,11 @@ class Triton:
 
 @dataclass(eq=False)
 class _Answer:
-    """One answer of a prompt. tokens: that are its, with their log-probabilities; text: of them, as it came; sent: how
-    many of them are out."""
+    """One answer of a prompt.
+
+    tokens: of the answer, with their log-probabilities in log_probs; text: of them, as it came; sent: how many of them
+    are out.
+    """
 
     batch: int
     sequence: int
@@ -110,7 +132,10 @@ class _Answer:
     ended: bool = False
 
     def take(self, delta: AnswerDelta) -> None:
-        """Add what came. What follows a stop sequence is left out, and so is the end token."""
+        """Add what came.
+
+        What follows a stop sequence is left out, and so is the end token.
+        """
         for place, token in enumerate(delta.token_ids):
             last = place == len(delta.token_ids) - 1
             if last and delta.finish == "stop_id" and token in self.prompt.end_ids:
@@ -128,7 +153,10 @@ class Generation(Inference):
     """A request that makes tokens, from the moment it is queued."""
 
     def __init__(self, triton: Triton, request: InferRequest, batch: Batch, prompts: Sequence[Prompt]):
-        """Raises StreamError where there is no room."""
+        """Queue the prompts.
+
+        Raises StreamError where there is no room.
+        """
         super().__init__(id=request.id)
         self._triton, self._request = triton, request
         self._tokenizer = triton.service.tokenizer
@@ -166,7 +194,10 @@ class Generation(Inference):
                 yield InferResponse(self._outputs_of([answer], [self._whole_text(answer)], True), final)
 
     async def _added(self) -> AsyncIterator[tuple[_Answer, str]]:
-        """Answers to which something was added, and what: text, or all of it where it is accumulated."""
+        """Yield each answer to which something was added, and the text.
+
+        The added text, or all of it where it is accumulated.
+        """
         assert self.stream is not None
         try:
             async for deltas in self.stream:
@@ -184,13 +215,19 @@ class Generation(Inference):
             self.close()
 
     def _stop_word(self, answer: _Answer, delta: AnswerDelta) -> str:
-        """The stop word that ended an answer: upstream gives it out, the service does not."""
+        """Return the stop word that ended an answer.
+
+        Upstream gives it out, the service does not.
+        """
         end = len(answer.text) + len(delta.text)
         text = self._tokenizer.decode(answer.tokens)
         return next((word for word in answer.prompt.prompt_request.stop if text.startswith(word, end)), "")
 
     def _whole_text(self, answer: _Answer) -> str:
-        """With the prompt before it unless that is excluded; up to the end of a stop word."""
+        """Return the text of an answer, up to the end of a stop word.
+
+        With the prompt before it unless that is excluded.
+        """
         prompt = answer.prompt.repeated_ids
         text = self._tokenizer.decode(prompt + answer.tokens)
         if answer.choice.finish == "stop_string":
@@ -200,7 +237,10 @@ class Generation(Inference):
         return text
 
     def _outputs_of(self, answers: Sequence[_Answer], texts: Sequence[str], with_prompt: bool) -> list[Tensor]:
-        """Tensors of answers that go out together, side by side: of one, or of all."""
+        """Return the tensors of answers that go out together, side by side.
+
+        Of one answer, or of all.
+        """
         wanted, batch = self._request.outputs, len({answer.batch for answer in answers})
         each = len(answers) // batch
         made: list[Tensor] = []

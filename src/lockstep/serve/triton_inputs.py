@@ -1,4 +1,7 @@
-"""Input tensors of a Triton request in, checked against its model; what each prompt of the batch asks for out."""
+"""The input tensors of a Triton request, checked against its model.
+
+In: tensors. Out: each prompt of the batch, with its sampling and stop conditions.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ _COMMON = {
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request as a front end read it. inputs: all of them, by name. outputs: names asked for; None: all there are."""
+    """An inference request as a front end read it.
+
+    inputs: all of them, by name. outputs: names of the requested ones; None: all there are.
+    """
 
     model: Model
     id: str
@@ -42,8 +48,10 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One element of a batch. end_ids: tokens that end it and are not given out; stop_ids: sequences of tokens that end
-    it and are."""
+    """One element of a batch.
+
+    end_ids: tokens that end it and are not given out; stop_ids: sequences of tokens that end it and are.
+    """
 
     prompt_request: PromptRequest
     end_ids: frozenset[int]
@@ -53,16 +61,25 @@ class Prompt:
 
     @property
     def repeated_ids(self) -> list[int]:
-        """Return the prompt's tokens that the answer begins with: all, or none where the input is excluded."""
+        """Return the prompt's tokens that the answer begins with.
+
+        All of them, or none where the input is excluded.
+        """
         return [] if self.exclude_input else list(self.prompt_request.request.prompt_ids)
 
 
 class Batch:
-    """Inputs of a model, checked: `value` and `values` by name and number of the prompt."""
+    """The checked inputs of a model.
+
+    `value` and `values` find them by name and number of the prompt.
+    """
 
     def __init__(self, model: Model, inputs: Mapping[str, Tensor], max_batch_size: int):
-        """Raises BadRequest for inputs that the model does not have, that are missing, that are of another datatype or
-        shape, and that ask for what this server cannot do."""
+        """Check the inputs.
+
+        Raises BadRequest for inputs that the model does not have, that are missing, that are of another datatype or
+        shape, and that ask for what this server cannot do.
+        """
         self._tensors: dict[str, np.ndarray] = {}
         sizes: dict[str, int] = {}
         for given, tensor in inputs.items():
@@ -89,15 +106,21 @@ class Batch:
         return name in self._tensors
 
     def values(self, name: str, number: int) -> np.ndarray:
-        """All values of a prompt's tensor, without the batch; an empty array where there is none."""
+        """Return all values of a prompt's tensor, without the batch dimension.
+
+        An empty array where there is none.
+        """
         return self._tensors[name][number] if name in self._tensors else np.empty(0)
 
     def value(self, name: str, number: int, default: Any = None) -> Any:
-        """The only value of a prompt's tensor."""
+        """Return the only value of a prompt's tensor."""
         return self._tensors[name][number].item() if name in self._tensors else default
 
     def texts(self, name: str, number: int) -> list[str]:
-        """Strings of a prompt's tensor, without empty ones, which stand for none."""
+        """Return the strings of a prompt's tensor, without empty ones.
+
+        Empty ones stand for none. Raises BadRequest for bytes that are not UTF-8.
+        """
         try:
             return [value.decode() for value in self.values(name, number).ravel() if value]
         except UnicodeDecodeError as error:
@@ -116,15 +139,17 @@ def _check(given: str, spec: Spec, tensor: Tensor) -> None:
 
 
 def check_outputs(request: InferRequest) -> None:
-    """Raises BadRequest for an output that the model does not have."""
+    """Raise BadRequest for an output that the model does not have."""
     for name in request.outputs or ():
         if name not in request.model.outputs and name not in NEVER_MADE:
             raise BadRequest(f"{name[:80]}: expected an output of the model {request.model.name}, found no such one")
 
 
 async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any = None) -> list[Prompt]:
-    """What the prompts of a batch for a model that makes tokens ask for. fold_ids: see `Triton`. lora: the request's
-    parameter of this name, an adapter's. Raises BadRequest."""
+    """Return the prompts of a batch, for a model that generates tokens.
+
+    fold_ids: see `Triton`. lora: the request's parameter of this name, an adapter's. Raises BadRequest.
+    """
     ready, texts = service.ready, []
     if "input_ids" not in batch:
         texts = [next(iter(batch.texts("text_input", number)), "") for number in range(batch.size)]
@@ -137,7 +162,10 @@ async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any =
 
 
 def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | None:
-    """The adapter of a prompt: by its name, or by `lora_task_id`, its place among the names from 1 on; 0 is none."""
+    """Return the adapter of a prompt; None for none.
+
+    By its name, or by `lora_task_id`, its place among the names from 1 on; 0 is none.
+    """
     task = batch.value("lora_task_id", number, 0)
     names = service.adapters.names
     if not 0 <= task <= len(names):
@@ -203,7 +231,10 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
 def _sampling(
     batch: Batch, number: int, bias: Mapping[int, float], bad_words: tuple[tuple[int, ...], ...], log_probs: bool
 ) -> Sampling:
-    """Upstream's defaults: greedy where neither top_k nor top_p is given, or both are 0; seed 0."""
+    """Return the sampling of a prompt, with upstream's defaults.
+
+    Greedy where neither top_k nor top_p is given, or both are 0; seed 0. Raises BadRequest.
+    """
     top_k, top_p = batch.value("top_k", number, 0), batch.value("top_p", number, 0.0)
     temperature = batch.value("temperature", number, 1.0)
     if top_k == 1 or (top_k == 0 and top_p <= 0):
@@ -225,15 +256,17 @@ def _sampling(
 
 
 def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
-    """Raises BadRequest for a token outside the vocabulary."""
+    """Raise BadRequest for a token outside the vocabulary."""
     bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise BadRequest(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad}", name)
 
 
 def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Sequences of tokens from upstream's format [2, length]: tokens one behind the other, and below them where each
-    sequence ends, filled up with -1."""
+    """Return sequences of tokens from upstream's format, [2, length].
+
+    Row 0: tokens one behind the other; row 1: where each sequence ends, filled up with -1. Raises BadRequest.
+    """
     if not rows.size:
         return ()
     tokens, found, start = rows[0].tolist(), [], 0
@@ -252,7 +285,10 @@ def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
 def word_biases(
     batch: Batch, words_name: str, weights_name: str, number: int, tokenizer: Tokenizer
 ) -> dict[int, float]:
-    """What to add to the logits of the tokens of words. Raises BadRequest."""
+    """Return what to add to the logits of the tokens of words, by token.
+
+    Raises BadRequest.
+    """
     raw, weights = batch.values(words_name, number), batch.values(weights_name, number)
     if len(raw) != len(weights):
         raise BadRequest(f"{weights_name}: expected {len(raw)}, one for each word, found {len(weights)}", weights_name)

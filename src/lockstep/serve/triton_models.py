@@ -1,5 +1,7 @@
-"""The five models that clients of the TensorRT-LLM Triton backend ask for: names, datatypes and shapes of their tensors
-as that backend's config.pbtxt files give them, and what this server does with each input.
+"""The five models that clients of the TensorRT-LLM Triton backend use.
+
+Names, datatypes and shapes of their tensors as that backend's config.pbtxt files give them, and what this server does
+with each input.
 
 required, taken: what they say. ignored: it cannot change an answer of this server. refused: it asks for something that
 this server cannot do, and so is an error unless all of its values are 0, false or empty, which ask for nothing. A name
@@ -171,7 +173,10 @@ NEVER_MADE = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of a model. dims: without the batch; -1: any. use: required, taken, ignored or refused."""
+    """A tensor of a model.
+
+    dims: without the batch; -1: any. use: required, taken, ignored or refused.
+    """
 
     name: str
     datatype: str
@@ -181,7 +186,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Model:
-    """inputs: by name, older names too. outputs: by name."""
+    """A model: its tensors by name.
+
+    inputs: older names too.
+    """
 
     name: str
     inputs: dict[str, Spec] = field(default_factory=dict)
@@ -189,12 +197,15 @@ class Model:
 
     @property
     def generates(self) -> bool:
-        """It makes tokens: so it may answer with a stream, and is decoupled, as Triton calls that."""
+        """Return whether the model makes tokens.
+
+        It may then answer with a stream, and is decoupled, as Triton calls that.
+        """
         return "beam_width" in self.inputs
 
     @property
     def listed(self) -> list[Spec]:
-        """Inputs, each once."""
+        """Return the inputs, each once."""
         return [spec for name, spec in self.inputs.items() if name == spec.name]
 
 
@@ -212,7 +223,10 @@ MODELS = {name: Model(name, _specs(_INPUTS[name]), _specs(_OUTPUTS[name])) for n
 
 
 def model_of(name: str, version: str = "") -> Model:
-    """The model of a name and a version, empty for any. Raises BadRequest, 404."""
+    """Return the model of a name and a version, empty for any.
+
+    Raises BadRequest, 404.
+    """
     if name not in MODELS:
         raise BadRequest(f"model: expected one of {', '.join(MODELS)}, found {name[:80]!r}", "model", 404)
     if version not in ("", VERSION):
@@ -221,7 +235,7 @@ def model_of(name: str, version: str = "") -> Model:
 
 
 def metadata(model: Model) -> dict[str, Any]:
-    """What GET /v2/models/NAME gives."""
+    """Return the answer of GET /v2/models/NAME."""
     tensor = lambda spec: {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.dims]}
     return {
         "name": model.name,
@@ -233,7 +247,10 @@ def metadata(model: Model) -> dict[str, Any]:
 
 
 def config(model: Model, max_batch_size: int) -> dict[str, Any]:
-    """What GET /v2/models/NAME/config gives: what there is of Triton's model configuration."""
+    """Return the answer of GET /v2/models/NAME/config.
+
+    What there is of Triton's model configuration.
+    """
     kind = lambda spec: "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
     tensor = lambda spec: {"name": spec.name, "data_type": kind(spec), "dims": list(spec.dims)}
     return {

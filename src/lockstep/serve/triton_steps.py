@@ -1,4 +1,7 @@
-"""The models preprocessing and postprocessing: text to tokens and back, for clients that chain the models."""
+"""The models preprocessing and postprocessing: text to tokens and back.
+
+For clients that chain the models.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from lockstep.serve.words import words
 
 
 async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
-    """Tokens of the texts of a batch, and its words as tokens. Raises BadRequest."""
+    """Return the tokens of the texts of a batch, and its words as tokens.
+
+    Raises BadRequest.
+    """
     tokenizer, count = service.tokenizer, range(batch.size)
     ends = service.ready.eos_token_ids
     end = batch_values(batch, "END_ID", ends[0] if ends else -1)
@@ -51,12 +57,15 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
 
 
 def batch_values(batch: Batch, name: str, default: int) -> list[int]:
-    """A value of each prompt."""
+    """Return a value for each prompt of a batch."""
     return [batch.value(name, number, default) for number in range(batch.size)]
 
 
 def _word_lists(name: str, lists: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    """What `word_ids` reads: [batch, 2, length]; length 0 where no prompt has a word."""
+    """Return words in the format of `word_ids`: [batch, 2, length].
+
+    length is 0 where no prompt has a word.
+    """
     length = max(sum(map(len, each)) for each in lists)
     rows = np.zeros((len(lists), 2, length), np.int32)
     rows[:, 1] = -1
@@ -68,11 +77,12 @@ def _word_lists(name: str, lists: Sequence[Sequence[Sequence[int]]]) -> Tensor:
 
 
 def postprocess(batch: Batch, service: Service) -> list[Tensor]:
-    """Texts of tokens [batch, beams, length], of each as many as SEQUENCE_LENGTH [batch, beams] says. Raises
-    BadRequest.
+    """Return the texts of tokens [batch, beams, length].
 
-    With CONTEXT_IDS [batch, beams, any], filled up with -1, the tokens are a piece of a stream and come behind those:
-    spaces at its start are kept, and a character that is cut off at its end comes with the next piece, unless IS_LAST.
+    Of each as many tokens as SEQUENCE_LENGTH [batch, beams] says. Raises BadRequest.
+
+    With CONTEXT_IDS [batch, beams, any], filled up with -1, the tokens are a part of a stream and come behind those:
+    spaces at its start are kept, and a character that is cut off at its end comes with the next part, unless IS_LAST.
     """
     texts = []
     for number in range(batch.size):

@@ -1,4 +1,7 @@
-"""A Unix socket to listen at: its file has mode 0600, and replaces one that nobody listens at any more."""
+"""A Unix socket to listen at, whose file has mode 0600.
+
+It replaces a file that no server listens at any more.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,12 @@ _LONGEST = 107  # bytes of sockaddr_un.sun_path, without its zero
 
 @contextlib.contextmanager
 def unix_socket(path: Path) -> Iterator[socket.socket]:
-    """Bind a socket to `path`; its file is removed when the context ends. PATH.lock, held meanwhile, keeps two servers
-    that start at once from taking each other's file away. Raises InputError where somebody listens there already, where
-    another kind of file lies there, and for a path that cannot be had."""
+    """Bind a socket to `path`; its file is removed when the context ends.
+
+    PATH.lock, held meanwhile, keeps two servers that start at once from taking each other's file away. Raises
+    InputError where a server listens there already, where another kind of file lies there, and for a path that cannot
+    be had.
+    """
     if len(os.fsencode(path)) > _LONGEST:
         raise InputError(f"--unix: expected a path of at most {_LONGEST} bytes, found {path}; choose a shorter one")
     try:

@@ -1,4 +1,7 @@
-"""The web page at `/`: one file with its style and script inside, and the headers that it is sent with."""
+"""The web page at `/`, and the headers that it is sent with.
+
+One file with its style and script inside.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,9 @@ def page() -> tuple[bytes, dict[str, str]]:
 
 
 def _digest(html: bytes, tag: str) -> str:
-    """The source expression of CSP for the one inline element `tag` (https://www.w3.org/TR/CSP3/#match-element-to-source-list)."""
+    """Return the CSP source expression of the one inline element `tag`.
+
+    https://www.w3.org/TR/CSP3/#match-element-to-source-list
+    """
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

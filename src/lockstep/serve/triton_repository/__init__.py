@@ -1,1 +1,4 @@
-"""A model repository for NVIDIA's Triton Inference Server, whose five models ask `lockstep serve --unix`."""
+"""A model repository for NVIDIA's Triton Inference Server.
+
+Its five models ask `lockstep serve --unix`.
+"""

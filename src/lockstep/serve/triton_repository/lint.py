@@ -1,4 +1,7 @@
-"""Check a model repository: what Triton says only when it starts, or when a request fails, and what it never says."""
+"""The lint of a model repository.
+
+It says what Triton says only when it starts, or when a request fails, and what it never says.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from lockstep.serve.triton_repository.write import EXTRA_OUTPUTS, sources_of
 
 
 def check_repository(folder: Path) -> list[str]:
-    """Faults, one a line; none where the repository is right. Raises InputError where `folder` is none."""
+    """Return the faults of a repository, one a line; none where it is right.
+
+    Raises InputError where `folder` is none.
+    """
     if not folder.is_dir():
         raise InputError(f"{folder}: expected a folder that `lockstep triton` wrote, found none")
     faults: list[str] = []
@@ -92,7 +98,7 @@ def _core(config: Message, where: str) -> Iterator[str]:
 
 
 def _alike(configs: dict[str, Message], folder: Path) -> Iterator[str]:
-    """What all models must have the same value of."""
+    """Yield a fault for each value that all models must share and do not."""
     found = {name: config.get("max_batch_size", [0])[0] for name, config in configs.items()}
     sockets = {
         name: parameters_of(config).get("lockstep_socket") for name, config in configs.items() if name != "ensemble"
@@ -104,7 +110,10 @@ def _alike(configs: dict[str, Message], folder: Path) -> Iterator[str]:
 
 
 def _ensemble(configs: dict[str, Message], where: str) -> Iterator[str]:
-    """Each step's tensors exist, and each value that is read was made."""
+    """Yield the faults of the ensemble's steps.
+
+    Each step's tensors must exist, and each value that is read must be made.
+    """
     config = configs["ensemble"]
     names = lambda message, kind: {each.get("name", [""])[0] for each in message.get(kind, [])}
     steps = [step for each in config.get("ensemble_scheduling", []) for step in each.get("step", [])]

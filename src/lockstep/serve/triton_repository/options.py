@@ -1,8 +1,8 @@
-"""Options of tensorrt_llm/config.pbtxt, as users of the TensorRT-LLM backend set them: what each means to
-`lockstep serve`.
+"""The options of tensorrt_llm/config.pbtxt, as options of `lockstep serve`.
 
-Some are taken. Others have one meaning here: a value that asks for it, or for nothing, is accepted, and any other is
-refused. What only says how that backend does its work is ignored. A name that is in no table is refused.
+As users of the TensorRT-LLM backend set them. Some are taken. Others have one meaning here: a value that asks for it,
+or for nothing, is accepted, and any other is refused. What only says how that backend does its work is ignored. A name
+that is in no table is refused.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _NOTHING = ("", "none")
 
 
 def parameters_of(config: Message) -> dict[str, str]:
-    """The parameters of a model's configuration."""
+    """Return the parameters of a model's configuration."""
     found = {}
     for entry in config.get("parameters", []):
         values = [str(text) for value in entry.get("value", []) for text in value.get("string_value", [])]
@@ -89,7 +89,10 @@ def parameters_of(config: Message) -> dict[str, str]:
 
 
 def read_config(path: Path) -> Message:
-    """The configuration of a model. Raises InputError."""
+    """Return the configuration of a model.
+
+    Raises InputError.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -101,14 +104,17 @@ def read_config(path: Path) -> Message:
 
 
 def serve_options(repository: Path) -> dict[str, Any]:
-    """Options of `lockstep serve` that `repository` sets, by name. Raises InputError for one that is refused."""
+    """Return the options of `lockstep serve` that `repository` sets, by name.
+
+    Raises InputError for one that is refused.
+    """
     path = repository / "tensorrt_llm" / "config.pbtxt"
     config = read_config(path)
     return options_of(config, str(path))
 
 
 def options_of(config: Message, where: str) -> dict[str, Any]:
-    """`serve_options` of a configuration that was read."""
+    """Return `serve_options` of a configuration that was read."""
     given = parameters_of(config)
     check_known(given, where)
     values = {name: given.get(name) or default for name, default in TAKEN.items()}
@@ -131,7 +137,10 @@ def options_of(config: Message, where: str) -> dict[str, Any]:
 
 
 def check_known(given: Mapping[str, str], where: str) -> None:
-    """Raises InputError for a parameter that is unknown, or whose value asks for what is not to be had here."""
+    """Raise InputError for a parameter that is unknown or not supported.
+
+    Not supported is a value that asks for what this server cannot do.
+    """
     for name, value in given.items():
         if name in ACCEPTED and value not in _NOTHING and value not in ACCEPTED[name]:
             expected = " or ".join(map(repr, ACCEPTED[name])) or "no value"
@@ -159,7 +168,10 @@ def _fraction(where: str, value: str) -> float:
 
 
 def _queue_size(config: Message, where: str) -> int:
-    """max_queue_size of the queue policy; 0 where there is none, which is no limit of Triton's own."""
+    """Return max_queue_size of the queue policy; 0 where there is none.
+
+    0 is no limit of Triton's own.
+    """
     for batching in config.get("dynamic_batching", []):
         for policy in batching.get("default_queue_policy", []):
             for size in policy.get("max_queue_size", []):

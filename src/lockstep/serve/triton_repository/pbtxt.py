@@ -1,7 +1,8 @@
-"""Triton's model configuration as text (config.pbtxt, protobuf's text format): read and written.
+"""Triton's model configuration as text: config.pbtxt, read and written.
 
-A message is a dict from field names to lists of values: a repeated field has several. A value is a message, a str, an
-int, a float, a bool, or an Enum. Of the format, what such files use: no extensions, no hexadecimal numbers.
+In protobuf's text format. A message is a dict from field names to lists of values: a repeated field has several. A
+value is a message, a str, an int, a float, a bool, or an Enum. Of the format, what such files use: no extensions, no
+hexadecimal numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class Enum(str):
 
 
 def parse(text: str, where: str) -> Message:
-    """The message of a file. Raises InputError, with `where` and the line."""
+    """Return the message of a file.
+
+    Raises InputError, with `where` and the line.
+    """
     tokens = [(found.lastgroup, found[0], found.start()) for found in _TOKEN.finditer(text) if found.lastgroup]
     reader = _Reader(tokens, text, where)
     message = reader.message(None)
@@ -101,7 +105,10 @@ def _unquoted(token: str) -> str:
 
 
 def dump(message: Message, indent: str = "") -> str:
-    """The text of a message: numbers of one field in brackets, each other value on a line of its own."""
+    """Return the text of a message.
+
+    Numbers of one field stand in brackets, each other value on a line of its own.
+    """
     lines = []
     for name, values in message.items():
         if values and all(type(value) is int for value in values) and name == "dims":

@@ -1,7 +1,8 @@
-"""Write a model repository: a configuration and a model.py for each of the five models.
+"""The writer of a model repository.
 
-In: what starts the server, and its limits. Out: OUT/MODEL/config.pbtxt, OUT/MODEL/1/*.py. The tensors are those of
-`triton_models`; tensorrt_llm and postprocessing have two more between them, by which a stream keeps its spaces.
+A configuration and a model.py for each of the five models. In: what starts the server, and its limits. Out:
+OUT/MODEL/config.pbtxt, OUT/MODEL/1/*.py. The tensors are those of `triton_models`; tensorrt_llm and postprocessing have
+two more between them, by which a stream keeps its spaces.
 """
 
 from __future__ import annotations
@@ -67,8 +68,11 @@ _STEPS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Repository:
-    """command: that starts the server. max_batch_size: prompts of a request. max_queue: requests that may wait.
-    options: of tensorrt_llm's parameters, instead of their defaults."""
+    """The settings of a model repository.
+
+    command: that starts the server. max_batch_size: prompts of a request. max_queue: requests that may wait. options:
+    of tensorrt_llm's parameters, instead of their defaults.
+    """
 
     command: Sequence[str]
     socket: Path
@@ -79,7 +83,10 @@ class Repository:
 
 
 def write_repository(repository: Repository, out: Path) -> None:
-    """Write all files, each whole or not at all; others in `out` are left. Raises InputError."""
+    """Write all files, each whole or not at all; others in `out` are left.
+
+    Raises InputError.
+    """
     if len(str(repository.socket).encode()) > 107:
         raise InputError(f"--socket: expected a path of at most 107 bytes, found {repository.socket}; give another one")
     for path, data in files_of(repository).items():
@@ -87,7 +94,7 @@ def write_repository(repository: Repository, out: Path) -> None:
 
 
 def files_of(repository: Repository) -> dict[str, bytes]:
-    """Contents by path."""
+    """Return the contents of all files, by path."""
     found = {}
     for name, model in MODELS.items():
         found[f"{name}/config.pbtxt"] = dump(config_of(model, repository)).encode()
@@ -99,7 +106,7 @@ def files_of(repository: Repository) -> dict[str, bytes]:
 
 
 def sources_of(name: str) -> dict[str, bytes]:
-    """Python files of a model, by path."""
+    """Return the Python files of a model, by path."""
     if name not in _SOURCES:
         return {}
     source, shared = _SOURCES[name]
@@ -109,7 +116,7 @@ def sources_of(name: str) -> dict[str, bytes]:
 
 
 def config_of(model: Model, repository: Repository) -> Message:
-    """The configuration of a model."""
+    """Return the configuration of a model."""
     is_ensemble = model.name == "ensemble"
     outputs = [*model.outputs.values(), *EXTRA_OUTPUTS.get(model.name, ())]
     config: Message = {"name": [model.name]}

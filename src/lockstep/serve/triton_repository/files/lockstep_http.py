@@ -1,4 +1,7 @@
-"""HTTP to `lockstep serve --unix`: what the model.py files of this repository share. NumPy and the standard library."""
+"""HTTP to `lockstep serve --unix`, for the model.py files of this repository.
+
+NumPy and the standard library.
+"""
 
 import contextlib
 import http.client
@@ -13,7 +16,10 @@ _CODES = {400: "INVALID_ARG", 404: "NOT_FOUND", 413: "INVALID_ARG", 429: "UNAVAI
 
 
 class ServerError(Exception):
-    """What the server says is wrong; status: of HTTP."""
+    """The error of a request that the server refused, or could not take.
+
+    status: of HTTP.
+    """
 
     def __init__(self, status, message):
         super().__init__(message)
@@ -40,7 +46,10 @@ class Connection(http.client.HTTPConnection):
 
 
 def call(connection, method, path, body=None):
-    """The JSON of an answer; of none, None. Raises ServerError."""
+    """Return the JSON of an answer; None of an empty one.
+
+    Raises ServerError.
+    """
     connection.request(method, path, None if body is None else json.dumps(body))
     answer = connection.getresponse()
     data = json.loads(answer.read() or "null")
@@ -50,7 +59,10 @@ def call(connection, method, path, body=None):
 
 
 class Stream:
-    """Events of /generate_stream. `cancel`, from any thread, ends it: the server sees that its client is gone."""
+    """The events of /generate_stream.
+
+    `cancel`, from any thread, ends it: the server sees that its client is gone.
+    """
 
     def __init__(self, path, model, body):
         self.is_cancelled = False
@@ -81,30 +93,36 @@ class Stream:
 
 
 def parameters(args):
-    """The parameters of a model's config.pbtxt."""
+    """Return the parameters of a model's config.pbtxt."""
     given = json.loads(args["model_config"])["parameters"]
     return {name: value["string_value"] for name, value in given.items()}
 
 
 def output_types(args):
-    """NumPy type and number of dimensions, with the batch, of each output of a model."""
+    """Return NumPy type and number of dimensions of each output of a model.
+
+    The batch counts as a dimension.
+    """
     outputs = json.loads(args["model_config"])["output"]
     kind = pb_utils.triton_string_to_numpy
     return {each["name"]: (kind(each["data_type"]), 1 + len(each["dims"])) for each in outputs}
 
 
 def arrays(request):
-    """Inputs of a request, by name."""
+    """Return the inputs of a request, by name."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
 def values(array):
-    """JSON's values of an array, flat."""
+    """Return an array's values as JSON has them, flat."""
     return [value.decode() if isinstance(value, bytes) else value for value in array.ravel().tolist()]
 
 
 def infer_body(request, outputs=()):
-    """The body of /infer that asks for what a request asks for. Raises ServerError."""
+    """Return the body of /infer for a request of Triton's.
+
+    Raises ServerError.
+    """
     inputs = []
     for name, array in arrays(request).items():
         kind = _KINDS[array.dtype.kind] + (str(8 * array.dtype.itemsize) if array.dtype.kind in "iuf" else "")
@@ -114,7 +132,7 @@ def infer_body(request, outputs=()):
 
 
 def text_or_error(name, array):
-    """`values`. Raises ServerError for bytes that are no text."""
+    """Return `values`, or raise ServerError for bytes that are no text."""
     try:
         return values(array)
     except UnicodeDecodeError as error:
@@ -122,7 +140,7 @@ def text_or_error(name, array):
 
 
 def infer_response(answer, types):
-    """Triton's response of an answer of /infer."""
+    """Return Triton's response for an answer of /infer."""
     made = []
     for output in answer["outputs"]:
         data = [value.encode() for value in output["data"]] if output["datatype"] == "BYTES" else output["data"]
@@ -135,6 +153,6 @@ def tensor(name, array):
 
 
 def error_response(error):
-    """Triton's response of an error."""
+    """Return Triton's response for an error."""
     code = getattr(pb_utils.TritonError, _CODES.get(getattr(error, "status", 500), "INTERNAL"))
     return pb_utils.InferenceResponse([], pb_utils.TritonError(str(error), code))

@@ -1,4 +1,7 @@
-"""The process of `lockstep serve --unix`: started where nobody listens, and ended by who started it."""
+"""The process of `lockstep serve --unix`, started where no server listens.
+
+The model that started it ends it.
+"""
 
 import contextlib
 import subprocess
@@ -9,14 +12,20 @@ import lockstep_http as server
 
 
 class Process:
-    """command: its arguments. seconds: that it may take until it is ready."""
+    """The process of a server at a Unix socket.
+
+    command: its arguments. seconds: that it may take until it is ready.
+    """
 
     def __init__(self, path, command, seconds):
         self._path, self._command, self._seconds = path, command, seconds
         self._process, self._ended = None, threading.Event()
 
     def ensure(self):
-        """Start it where no server answers, and wait until it is ready. Raises ServerError."""
+        """Start the server where none answers, and wait until it is ready.
+
+        Raises ServerError.
+        """
         with contextlib.suppress(server.ServerError):
             return self._wait(0, lambda: False)
         # A session of its own: Ctrl-C is Triton's, which lets requests finish first. What it says goes to Triton's log.
@@ -26,11 +35,11 @@ class Process:
         self._wait(self._seconds, lambda: self._process.poll() is None and not self._ended.is_set())
 
     def has_died(self):
-        """It was started here, and is no more."""
+        """Return whether the server was started here, and has ended."""
         return self._process is not None and self._process.poll() is not None
 
     def stop(self):
-        """End it, where it was started here."""
+        """End the server, where it was started here."""
         self._ended.set()
         if self._process is not None:
             self._process.terminate()

@@ -1,5 +1,8 @@
-"""What tensorrt_llm and tensorrt_llm_bls have in common: each prompt of a request is one stream of the server, whose
-events become responses as they come. NumPy and the standard library."""
+"""The streams of tensorrt_llm and tensorrt_llm_bls.
+
+Each prompt of a request is one stream of the server, whose events become responses as they come. NumPy and the standard
+library.
+"""
 
 import contextlib
 import json
@@ -12,8 +15,11 @@ import triton_python_backend_utils as pb_utils
 
 
 class Streams:
-    """The streams of a model that run. respond: makes the arrays of a response, by name, of an event, the state of its
-    answer (a dict that starts empty), the number of its prompt, and the body that asked for it."""
+    """The streams of a model that run.
+
+    respond: makes the arrays of a response, by name, of an event, the state of its answer (a dict that starts empty),
+    the number of its prompt, and the body of its request.
+    """
 
     def __init__(self, args, respond):
         self.name, self.types, self._respond = args["model_name"], server.output_types(args), respond
@@ -27,14 +33,17 @@ class Streams:
         self._watcher.start()
 
     def execute(self, requests):
-        """What a model's `execute` returns: nothing yet where it is decoupled."""
+        """Return what a model's `execute` returns.
+
+        Nothing yet where the model is decoupled.
+        """
         if not self.decoupled:
             return [self._whole(request) for request in requests]
         for request in requests:
             self._start(request, request.get_response_sender())
 
     def close(self):
-        """End what runs."""
+        """End all streams that run."""
         self._ended.set()
         self._watcher.join()
         with self._lock:
@@ -43,7 +52,10 @@ class Streams:
         self.watchdog.close()
 
     def _watch(self):
-        """End the streams whose requests are cancelled: also of those that wait, or of which a prompt is read."""
+        """End the streams whose requests are cancelled.
+
+        Also of those that wait, or of which a prompt is read.
+        """
         while not self._ended.wait(self._period):
             with self._lock:  # a sender is not asked any more once its last response may be out
                 for stream, sender in self._running.items():
@@ -115,7 +127,10 @@ class Streams:
             self._running.pop(stream, None)
 
     def response(self, made):
-        """Triton's response of arrays by name; of those that the model's config has."""
+        """Return Triton's response of arrays by name.
+
+        Of those that the model's config has.
+        """
         shaped = {name: np.array(value, self.types[name][0]) for name, value in made.items() if name in self.types}
         return pb_utils.InferenceResponse(
             [
@@ -125,7 +140,7 @@ class Streams:
         )
 
     def _whole(self, request):
-        """One response for all of a request, of a model that is not decoupled."""
+        """Return one response for all of a request, of a model that is not decoupled."""
         try:
             with contextlib.closing(server.Connection(self.path)) as connection:
                 body = server.infer_body(request)
@@ -137,7 +152,10 @@ class Streams:
 
 
 def common_outputs(event, number, length):
-    """The outputs that both models have. length: of the answer's new tokens; zeros where nobody asked for them."""
+    """Return the outputs that both models have.
+
+    length: of the answer's new tokens; log-probabilities are zeros where the request has none.
+    """
     log_probs = event.get("output_log_probs", [0.0] * length)
     return {
         "cum_log_probs": event.get("cum_log_probs", 0.0),

@@ -1,4 +1,7 @@
-"""Ends a model's process where Triton was killed. The standard library."""
+"""The end of a model's process where Triton was killed.
+
+The standard library.
+"""
 
 import faulthandler
 import os
@@ -8,9 +11,12 @@ _PERIOD_SECONDS, _STUCK_SECONDS = 0.5, 60
 
 
 class Watchdog:
-    """Polls whether Triton, the parent, is gone. A call that then waits for Triton (to take a response, to set a
-    metric) keeps the interpreter's lock and never returns: no thread of Python runs, and Triton's own stub cannot end
-    either. faulthandler's timer needs no lock: it ends a process where it was not set anew for so long."""
+    """A poll of whether Triton, the parent process, is gone.
+
+    A call that then waits for Triton (to take a response, to set a metric) keeps the interpreter's lock and never
+    returns: no thread of Python runs, and Triton's own stub cannot end either. faulthandler's timer needs no lock: it
+    ends a process where it was not set anew for so long.
+    """
 
     def __init__(self):
         self._parent, self._ended = os.getppid(), threading.Event()

@@ -1,5 +1,7 @@
-"""preprocessing and postprocessing of a Triton repository that `lockstep triton` wrote: text to tokens, or back. The
-server does it: a request is passed on as it is."""
+"""The models preprocessing and postprocessing: text to tokens, or back.
+
+Of a Triton repository that `lockstep triton` wrote. The server does it: a request is passed on as it is.
+"""
 
 import contextlib
 import http.client
@@ -9,7 +11,10 @@ import lockstep_watchdog
 
 
 class TritonPythonModel:
-    """One thread and one connection: responses of a stream leave in the order in which they came."""
+    """The model, with one thread and one connection.
+
+    Responses of a stream leave in the order in which they came.
+    """
 
     def initialize(self, args):
         self._watchdog = lockstep_watchdog.Watchdog()

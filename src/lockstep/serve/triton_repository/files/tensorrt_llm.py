@@ -1,5 +1,5 @@
-"""tensorrt_llm of a Triton repository that `lockstep triton` wrote: tokens in, tokens out. It starts the server of all
-models where none listens, and ends the one that it started."""
+"""The model tensorrt_llm: tokens in, tokens out; starts the server if needed."""
+# Of a repository that `lockstep triton` wrote. The server of all models is started where none listens, and ended here.
 
 import contextlib
 import http.client

@@ -1,5 +1,8 @@
-"""tensorrt_llm_bls of a Triton repository that `lockstep triton` wrote: text in, text out. The server does all
-steps, so that stop words are looked for in the text and no token goes through Triton three times."""
+"""The model tensorrt_llm_bls: text in, text out.
+
+Of a Triton repository that `lockstep triton` wrote. The server does all steps, so that stop words are looked for in the
+text and no token goes through Triton three times.
+"""
 
 import lockstep_streams
 
