@@ -105,6 +105,20 @@ def test_a_stop_string_ends_no_answer_before_min_tokens(server: RealServer) -> N
     assert server.complete(PROMPT, 30, stop=stop, min_tokens=least)["choices"] == stopped["choices"]
 
 
+def test_the_model_need_not_be_named(server: RealServer) -> None:
+    answer = server.post("/v1/completions", **{**GOOD, "model": None})
+    assert answer["model"] == "demo-llama"
+    assert server.post("/v1/completions", prompt="a", max_tokens=2)["model"] == "demo-llama"
+
+
+def test_the_token_that_was_chosen_is_among_the_likeliest(server: RealServer) -> None:
+    for number in (0, 1):
+        choice = server.complete(PROMPT, 8, logprobs=number, temperature=2.0, seed=1)["choices"][0]
+        found = choice["logprobs"]
+        for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+            assert token in top and top[token] >= value and number <= len(top) <= number + 1
+
+
 def test_logprobs_are_of_the_tokens_of_the_text(server: RealServer) -> None:
     choice = server.complete(PROMPT, 12, logprobs=3)["choices"][0]
     found = choice["logprobs"]
@@ -148,11 +162,17 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
     ("body", "status", "param", "words"),
     [
         ({**GOOD, "model": "gpt-4"}, 404, "model", "expected demo-llama, found 'gpt-4'"),
-        ({"prompt": "a"}, 400, None, "model"),
-        ({"model": "demo-llama"}, 400, None, "prompt"),
+        ({"model": "demo-llama"}, 400, "prompt", "prompt: expected a value, found none"),
         ({**GOOD, "max_tokens": "2"}, 400, "max_tokens", "expected `int | null`, got `str`"),
         ({**GOOD, "max_tokens": 0}, 400, "max_tokens", "expected 1 to"),
         ({**GOOD, "max_tokens": 256}, 400, "max_tokens", "expected 1 to 25"),
+        ({**GOOD, "max_completion_tokens": 256}, 400, "max_completion_tokens", "expected 1 to 25"),
+        ({**GOOD, "prompt_embeds": "AAAA"}, 400, "prompt_embeds", "not supported"),
+        ({**GOOD, "logits_processors": ["a"]}, 400, "logits_processors", "not supported"),
+        ({**GOOD, "return_tokens_as_token_ids": True}, 400, "return_tokens_as_token_ids", "not supported"),
+        ({**GOOD, "structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, 400, "structured_outputs",
+         "expected one of json, json_object, regex, grammar, choice, found disable_any_whitespace, regex"),
+        ({**GOOD, "response_format": {}}, 400, "response_format", "found none"),
         ({**GOOD, "max_tokens": 1 << 70}, 400, "max_tokens", "expected"),
         ({**GOOD, "prompt": "word " * 300}, 400, "prompt", "expected 1 to 128 tokens, found"),
         ({**GOOD, "prompt": "word " * 100_000}, 400, "prompt", "expected 1 to 128 tokens, found at least"),

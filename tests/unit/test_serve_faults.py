@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from demo_model import LIMITS
 from recorded import recorded
 
 from lockstep.bundle.pack import pack
+from lockstep.cli.serve import serve
 from lockstep.cli.serve_options import _keys
-from lockstep.errors import InputError
+from lockstep.errors import Ended, InputError
 from lockstep.targets import Results, Target
 from real_server import RealServer, make_tree
 
@@ -342,7 +344,8 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
         ((), "serve: expected TARGET, or --bundle with or without --weights, found neither"),
         (("demo-llama/fp32/all", "--bundle", "a.tar"), "found TARGET --bundle"),
         (("demo-llama/fp32/9",), "target: expected one of demo-llama/fp32/2"),
-        (("demo-llama/fp32/all", "--kv-bytes", "1"), "kv_bytes"),
+        (("demo-llama/fp32/all", "--kv-bytes", "1"), "--kv-bytes: expected"),
+        (("demo-llama/fp32/all", "--served-model-name", ""), "--served-model-name: expected a name, found an empty"),
         (("demo-llama/fp32/all", "--python", "/nowhere/python"), "expected a Python interpreter, found '/nowhere"),
         (("demo-llama/fp32/all", "--host", "256.0.0.1"), "expected an address that is free, found 256.0.0.1:"),
         (("demo-llama/fp32/all", "--api-key-file", "/nowhere"), "/nowhere: expected a file of API keys"),
@@ -355,6 +358,22 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tree: Path, arguments: 
     assert ended.returncode == 2 and not ended.stdout
     assert line in ended.stderr and "Traceback" not in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--stall", "--queue-timeout", "--drain", "--body-timeout"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_seconds_are_finite(option: str, value: str) -> None:
+    said = CliRunner().invoke(serve, ["demo-llama/fp32/all", option, value])
+    assert said.exit_code == 2 and f"expected a finite number of seconds, found {value}" in said.output
+
+
+def test_a_server_that_is_ended_before_it_is_ready_says_so(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*given: Any) -> None:
+        raise Ended(signal.SIGTERM)
+
+    monkeypatch.setattr("lockstep.cli.serve.run_server", ended)
+    said = CliRunner().invoke(serve, ["demo-llama/fp32/all", "--results", str(tree)])
+    assert said.exit_code == 143 and "ended by SIGTERM before the server was ready\n" in said.output
 
 
 def test_each_key_has_prefixes_of_its_own(tree: Path, tmp_path: Path) -> None:

@@ -239,6 +239,22 @@ def test_server_and_models_describe_themselves(server: RealServer) -> None:
     assert {"text_input", "max_tokens", "seed", "lora_task_id"} <= set(names) and "random_seed" not in names
 
 
+def test_statistics_count_requests_of_each_model(server: RealServer) -> None:
+    before = server.get(f"{ENSEMBLE}/stats")["model_stats"][0]
+    generate(server)
+    refusal(server, f"{ENSEMBLE}/generate", {**CURL, "max_tokens": 0})
+    (after,) = server.get(f"{ENSEMBLE}/versions/1/stats")["model_stats"]
+    assert after["execution_count"] - before["execution_count"] == 1 and after["last_inference"] > 1 << 40
+    times, earlier = after["inference_stats"], before["inference_stats"]
+    for name in ("success", "fail", "queue", "compute_infer"):
+        assert times[name]["count"] - earlier[name]["count"] == 1
+        assert name == "fail" or times[name]["ns"] > earlier[name]["ns"]
+    assert [each["name"] for each in server.get("/v2/models/stats")["model_stats"]] == [
+        each["name"] for each in json.loads(server.request("POST", "/v2/repository/index")[2])
+    ]
+    assert refusal(server, "/v2/models/gpt/stats", None)[0] in (404, 405)
+
+
 def test_binary_tensors(server: RealServer) -> None:
     text = PROMPT.encode()
     data = struct.pack("<I", len(text)) + text + struct.pack("<i", 12)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import zlib
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -144,6 +145,8 @@ def decoded(data: bytes, kind: type[_Body]) -> _Body:
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         param = place.removesuffix("`").lstrip(".") or None
+        if missing := re.fullmatch("Object missing required field `(.*)`", message):
+            param, message = f"{param}.{missing[1]}" if param else missing[1], "expected a value, found none"
         raise BadRequest(f"{param or 'body'}: {message[:1].lower()}{message[1:]}", param) from None
 
 

@@ -25,7 +25,7 @@ from lockstep.serve.triton_infer import Inference, InferResponse, Triton
 from lockstep.serve.triton_inputs import InferRequest
 from lockstep.serve.triton_models import MODELS, VERSION, Model, config, metadata, model_of
 
-EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "generate"]
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "generate", "statistics"]
 # What Triton says with each response of an ensemble.
 SEQUENCE = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -143,6 +143,9 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
     async def configuration(request: Request) -> Any:
         return _json(config(asked_model(request), service.ready.max_batch_size))
 
+    async def statistics(request: Request) -> Any:
+        return _json(triton.statistics.of(asked_model(request).name if "name" in request.path_params else None))
+
     async def index(request: Request) -> Any:
         await read_body(request, access)
         return _json(repository_index(service.is_ready))
@@ -156,6 +159,8 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
         route("/v2/health/live", live, refuse=refused),
         route("/v2/health/ready", ready, refuse=refused),
         route("/v2/repository/index", index, "POST", refuse=refused),
+        route("/v2/models/stats", statistics, refuse=refused),  # before a model of this name
+        *model_routes(route, "/stats", statistics, "GET"),
         *model_routes(route, "", model, "GET"),
         *model_routes(route, "/ready", ready, "GET"),
         *model_routes(route, "/config", configuration, "GET"),

@@ -33,6 +33,9 @@ _UNSUPPORTED = {
     "truncate_prompt_tokens": (None,),
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
+    "logits_processors": (None, []),
+    "return_tokens_as_token_ids": (None, False),
+    "guided_whitespace_pattern": (None,),
 }
 
 
@@ -47,7 +50,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     what is unsupported.
     """
 
-    model: str
+    model: str | None = None  # the one that is served
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = 1.0
@@ -71,6 +74,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     cache_salt: str | None = None
     lora: str | None = None
+    add_special_tokens: bool | None = None
     best_of: Any = None
     suffix: Any = None
     response_format: Any = None
@@ -86,6 +90,9 @@ class Parameters(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
     skip_special_tokens: Any = None
     include_stop_str_in_output: Any = None
+    logits_processors: Any = None
+    return_tokens_as_token_ids: Any = None
+    guided_whitespace_pattern: Any = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -164,10 +171,11 @@ def prompt_requests(
             _expect(param, token, 0, vocab_size - 1)
         wanted = room if most is None else most
         if not least <= wanted <= room:
+            name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             raise BadRequest(
-                f"max_tokens: expected {least} to {room}, which the {len(prompt)} tokens of the prompt leave of "
+                f"{name}: expected {least} to {room}, which the {len(prompt)} tokens of the prompt leave of "
                 f"{longest}, found {wanted}",
-                "max_tokens",
+                name,
             )
         _expect("min_tokens", body.min_tokens or 0, 0, wanted)
         sampling = replace(_sampling(body, (seed + number) % (1 << 64), vocab_size), bad_words=bad_words)
