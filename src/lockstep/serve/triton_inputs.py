@@ -20,7 +20,7 @@ from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
 from lockstep.serve.tensors import Tensor
 from lockstep.serve.triton_models import NEVER_MADE, Model, Spec
-from lockstep.serve.words import check_words, words
+from lockstep.serve.words import check_words, word_ids, words
 from lockstep.step.sampling import Sampling
 
 # Names that the model tensorrt_llm has for the same as the others.
@@ -260,26 +260,6 @@ def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise BadRequest(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad}", name)
-
-
-def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Return sequences of tokens from upstream's format, [2, length].
-
-    Row 0: tokens one behind the other; row 1: where each sequence ends, filled up with -1. Raises BadRequest.
-    """
-    if not rows.size:
-        return ()
-    tokens, found, start = rows[0].tolist(), [], 0
-    for end in rows[1].tolist():
-        if end == -1:
-            continue
-        if not start <= end <= len(tokens):
-            raise BadRequest(f"{name}: expected ends of words from {start} to {len(tokens)}, or -1, found {end}", name)
-        if end > start:
-            found.append(tuple(tokens[start:end]))
-        start = end
-    check_words(name, found, "tokens")
-    return tuple(found)
 
 
 def word_biases(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 
+import numpy as np
+
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
@@ -39,3 +41,23 @@ def words(
     except InputError as error:
         raise BadRequest(f"{name}: {error}", name) from None
     return tuple(tokens for tokens in dict.fromkeys(found) if tokens)
+
+
+def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Return sequences of tokens from upstream's format, [2, length].
+
+    Row 0: tokens one behind the other; row 1: where each sequence ends, filled up with -1. Raises BadRequest.
+    """
+    if not rows.size:
+        return ()
+    tokens, found, start = rows[0].tolist(), [], 0
+    for end in rows[1].tolist():
+        if end == -1:
+            continue
+        if not start <= end <= len(tokens):
+            raise BadRequest(f"{name}: expected ends of words from {start} to {len(tokens)}, or -1, found {end}", name)
+        if end > start:
+            found.append(tuple(tokens[start:end]))
+        start = end
+    check_words(name, found, "tokens")
+    return tuple(found)
