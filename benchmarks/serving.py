@@ -1,18 +1,21 @@
 """What the server costs beside the bare engine, and what its clients wait for.
 
 In: engines, assembly and weights of one model. Out: tokens a second through `lockstep serve`'s server beside those of
-the engine alone, in turn; CPU time of the API process; and, at given rates of requests, the times of `lockstep load`,
-of this server and of others that are given.
+the engine alone, in turn; CPU time of the API process, for a token and with idle connections; the time of a refusal by
+a full queue; and, at given rates of requests, the times of `lockstep load`, of this server and of others that are
+given.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import json
 import re
 import select
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -21,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -33,6 +37,8 @@ STARTS = 600.0  # seconds that a server may take until it is ready
 STREAMS_PROMPT, STREAMS_NEW = 32, 256  # tokens of each request beside the bare engine
 PROMPT, NEW = 512, 128  # tokens of each request at a rate
 QUIET, QUIET_NEW, LONG = 8, 1024, 4000  # streams that a long prompt comes to, their tokens, and its own
+IDLE, IDLE_SECONDS = 500, 5.0  # connections that ask for nothing, and how long they are watched
+MAX_QUEUE, MOST_PROMPTS, REFUSALS = 4096, 256, 200  # of the server, of one request, and those that are timed
 KEPT = (
     "completed", "failed", "refused", "duration_s", "requests_per_s", "output_tokens_per_s", "ttft_p50_ms",
     "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tpot_mean_ms", "latency_p50_ms", "latency_p99_ms",
@@ -84,11 +90,13 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
     found: dict[str, Any] = {"streams": {}, "rates": {}}
     with Server(place) as server:
         found["ready_seconds"] = round(server.ready_seconds, 2)
+        found["idle_api_cpu_seconds"] = {"in_seconds": IDLE_SECONDS, **server.idle((0, IDLE))}
         for number in streams:
             found["streams"][str(number)] = server.streams(number, rounds)
         addresses = {"lockstep": server.url, **(others or {})}
         for rate in rates:
             found["rates"][rate] = {name: at_rate(url, rate, requests) for name, url in addresses.items()}
+        found["refusal_ms"] = server.refusals()
         if long:
             found["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
     # The bare engine alone: two engines would share the device.
@@ -181,6 +189,49 @@ class Server:
                 costs.append(1e6 * spent / tokens)
         return {"tokens_per_second": spread(speeds, 1), "api_cpu_microseconds_per_token": spread(costs, 1)}
 
+    def idle(self, connections: Sequence[int]) -> dict[str, float]:
+        """Return the CPU seconds of the API process in IDLE_SECONDS, by the number of idle connections."""
+        found = {}
+        for number in connections:
+            with contextlib.ExitStack() as stack:
+                for _ in range(number):
+                    stack.enter_context(socket.create_connection(self._place_of(), 60))
+                time.sleep(1)
+                before = _cpu_seconds(self._process.pid)
+                time.sleep(IDLE_SECONDS)
+                found[str(number)] = round(_cpu_seconds(self._process.pid) - before, 4)
+        return found
+
+    def refusals(self) -> dict[str, float]:
+        """Return the milliseconds from a request of MOST_PROMPTS prompts to its refusal with 429 by a full queue.
+
+        Of so many, for the queue has room for a few again at any time: slots become free.
+        """
+        times = []
+        with contextlib.ExitStack() as stack:
+            for _ in range(MAX_QUEUE // MOST_PROMPTS):
+                self._ask(stack, [[5]] * MOST_PROMPTS)
+            time.sleep(1)  # they are read
+            for _ in range(REFUSALS):
+                began = time.perf_counter()
+                status = self._ask(stack, [[5]] * MOST_PROMPTS).getresponse().status
+                times.append(1e3 * (time.perf_counter() - began))
+                if status != 429:
+                    raise InputError(f"server: expected status 429 of a full queue, found {status}")
+        return {name: round(float(np.percentile(times, at)), 3) for name, at in (("p50", 50), ("p99", 99))}
+
+    def _ask(self, stack: contextlib.ExitStack, prompt: Sequence[Sequence[int]]) -> http.client.HTTPConnection:
+        """Send a request for as many tokens as there is room for, which ends with `stack`."""
+        connection = http.client.HTTPConnection(*self._place_of(), timeout=60)
+        stack.callback(connection.close)
+        body = {"prompt": prompt, "max_tokens": None, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        return connection
+
+    def _place_of(self) -> tuple[str, int]:
+        found = urlsplit(self.url)
+        return found.hostname or "", found.port or 0
+
 
 def _cpu_seconds(pid: int) -> float:
     """That a process had so far, all its threads."""
@@ -248,7 +299,7 @@ def serve(place: Place) -> None:
             {"max_input_len": place.limits["max_seq_len"], **place.limits},
             place.threads, place.kv_bytes, prefix_caching=False,
         )  # fmt: skip
-        limits = ServiceLimits(max_queue=4096, queue_timeout=600, start=STARTS)
+        limits = ServiceLimits(max_queue=MAX_QUEUE, queue_timeout=600, start=STARTS)
         service = Service("model", _tokenizer(place, Path(folder)), place.python, options, limits)
         run_server(service, Address(port=0), Access(), 0, lambda line: print(line, flush=True))
 

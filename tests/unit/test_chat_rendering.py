@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import pytest
+import uvloop
 from demo_model import DEMO
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.serve.chat import Chat, ChatError
+from lockstep.serve.stream import StreamError
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 LLAMA_2 = """\
@@ -206,6 +210,54 @@ def test_after_a_hostile_chat_the_next_is_rendered() -> None:
         return [*texts, *both]
 
     assert asyncio.run(asked()) == [CHAT[0]["content"], CHAT[2]["content"], CHAT[0]["content"], CHAT[1]["content"]]
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_process_that_is_gone_is_started_again_and_one_that_hangs_is_no_mistake_of_the_chat(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asked() -> tuple[str, StreamError]:
+        chat = Chat(ChatTemplate(PLAIN, {}))
+        await chat.start()
+        killed = chat._process
+        assert killed is not None
+        os.kill(killed.pid, signal.SIGKILL)
+        await killed.wait()
+        await asyncio.sleep(0.1)
+        text = await chat.render(CHAT[:1])
+        assert chat._process is not None
+        os.kill(chat._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr("lockstep.serve.chat._SECONDS", 0.5)
+        with pytest.raises(StreamError, match="^the process of the chat template: no answer within 0.5 s") as caught:
+            await chat.render(CHAT[:1])
+        monkeypatch.undo()
+        assert await chat.render(CHAT[:1]) == text
+        await chat.stop()
+        return text, caught.value
+
+    text, error = uvloop.run(asked()) if loop == "uvloop" else asyncio.run(asked())
+    assert text == CHAT[0]["content"] and (error.status, error.code) == (500, "template_error")
+
+
+def test_a_process_that_dies_at_a_chat_again_and_again_is_an_error_of_the_server() -> None:
+    template = PLAIN + "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+
+    async def asked() -> StreamError:
+        chat = Chat(ChatTemplate(template, {}))
+        await chat.start()
+        asking = asyncio.create_task(chat.render(CHAT[:1]))
+        killed: set[int] = set()
+        while not asking.done():
+            await asyncio.sleep(0.2)
+            if (process := chat._process) is not None and process.pid not in killed:
+                killed.add(process.pid)
+                os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(StreamError, match="it ended with code -9; try again") as caught:
+            await asking
+        await chat.stop()
+        return caught.value
+
+    assert asyncio.run(asked()).status == 500
 
 
 def test_without_a_template_there_is_no_process_and_no_chat() -> None:

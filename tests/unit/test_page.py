@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from browser import BROWSERS, Browser, find
+from browser import Browser, find
 from lockstep.serve.page import page
 from real_server import RealServer, make_tree
 from scripted_server import ScriptedServer, Step
@@ -32,10 +32,7 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    command = find()
-    if command is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
-    browser = Browser(command, tmp_path_factory.mktemp("browser") / "profile")
+    browser = Browser(find(), tmp_path_factory.mktemp("browser") / "profile")
     try:
         yield browser
     finally:
@@ -109,6 +106,28 @@ def test_a_chat_with_the_real_server(browser: Browser, request: pytest.FixtureRe
         ask(browser, "San Francisco is a")
         browser.wait("document.querySelectorAll('.assistant').length === 2 && at('stop').hidden")
         assert browser.run("at('error').hidden") and not browser.said
+
+
+def test_a_model_that_is_gone_is_looked_for_again(server: ScriptedServer, shown: Browser) -> None:
+    shown.wait("model === 'scripted'")
+    shown.run("model = 'gone'; null")
+    server.refusal = lambda number: (404, "no such model") if number == 0 else None
+    ask(shown, "Hello")
+    shown.wait("!at('error').hidden && model === 'scripted'")
+    ask(shown, "")
+    shown.wait("at('stop').hidden && " + ANSWER + ".endsWith('w127 ')")
+    assert [body["model"] for body in server.bodies] == ["gone", "scripted"]
+
+
+@pytest.mark.parametrize(("said", "expected"), [("", pytest.fail.Exception), ("1", pytest.skip.Exception)])
+def test_under_ci_a_browser_that_is_not_there_is_a_failure(
+    said: str, expected: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "1")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("LOCKSTEP_NO_BROWSER", said)
+    with pytest.raises(expected, match="is installed"):
+        find()
 
 
 def test_a_completion_takes_the_parameters(server: ScriptedServer, shown: Browser) -> None:

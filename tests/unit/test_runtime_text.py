@@ -1,6 +1,8 @@
 """Text: streams give whole characters and together the text of all tokens; stop strings hide what follows them."""
 
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -108,6 +110,39 @@ def test_a_tokenizer_that_is_absent_changed_or_none_is_refused(demo, tmp_path):
         Tokenizer.open(tmp_path / "assembly.json")
 
 
+TEXTS = st.text() | st.text("ab \n<>eos\u00e9\u4e16", max_size=60)
+
+
+@given(TEXTS, st.booleans())
+def test_a_text_has_the_ids_of_the_librarys_encode(byte_level, byte_fallback, text, special):
+    for tokenizer in (byte_level, byte_fallback):
+        expected = tokenizer._tokenizer.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, special).tolist() == expected
+
+
+def test_a_long_text_keeps_no_other_thread_out(byte_level):
+    text = "It was the best of times, it was the worst of times. " * 30_000
+    thread = threading.Thread(target=byte_level.encode, args=(text,))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20  # with the lock held it was one or two
+
+
+@given(TEXTS)
+def test_no_text_has_fewer_tokens_than_the_least(byte_level, text):
+    assert 0 <= byte_level.min_tokens(len(text)) <= len(byte_level.encode(text, special=False))
+    assert byte_level.min_tokens(1 << 20) > 1 << 12
+
+
+def test_where_tokens_may_stand_for_any_text_nothing_is_known_of_its_length(tmp_path):
+    words = Library(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path / "tokenizer.json").min_tokens(1 << 20) == 0
+
+
 def filtered(stop, pieces):
     found = StopFilter(stop)
     out = [found.push(piece) for piece in pieces]
@@ -139,6 +174,22 @@ def test_any_cut_of_a_text_gives_what_comes_before_the_stop_string_that_ends_fir
     assert not any(word in out for word in stop)
     assert found == any(word in text for word in stop)
     assert found or out == text
+
+
+def test_a_stop_string_of_millions_of_characters_costs_nothing():
+    began = time.monotonic()
+    found = StopFilter(["ab" * 1_800_000])
+    assert found.push("xab") == "x" and found.push("abc") == "ababc"
+    assert time.monotonic() - began < 1
+
+
+def test_a_stop_string_counts_that_ends_in_a_text_that_may_end():
+    found = StopFilter(["bc", "b"])
+    assert found.push("abc", may_end=False) == "abc" and not found.found
+    found = StopFilter(["bcd", "b"])
+    assert found.push("ab", may_end=False) + found.push("c", may_end=False) == "a"  # it may yet be the first of them
+    assert found.push("d") == "" and found.found
+    assert StopFilter(["b"]).push("b") == ""
 
 
 def test_an_empty_stop_string_is_refused():

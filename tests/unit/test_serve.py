@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import re
 import socket
+import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,30 @@ def test_a_stop_string_over_tokens_ends_the_text_before_it(server: RealServer) -
     server.wait_idle()
 
 
+def test_a_stop_string_ends_no_answer_before_min_tokens(server: RealServer) -> None:
+    text = server.complete(PROMPT, 30)["choices"][0]["text"]
+    stop = text[4:7]
+    stopped = server.complete(PROMPT, 30, stop=stop)
+    assert stopped["choices"][0]["text"] == text[: text.index(stop)]
+    assert server.complete(PROMPT, 30, stop=stop, min_tokens=29)["choices"][0]["text"] == text
+    least = stopped["usage"]["completion_tokens"] - 1  # it ends in the token behind those
+    assert server.complete(PROMPT, 30, stop=stop, min_tokens=least)["choices"] == stopped["choices"]
+
+
+def test_the_model_need_not_be_named(server: RealServer) -> None:
+    answer = server.post("/v1/completions", **{**GOOD, "model": None})
+    assert answer["model"] == "demo-llama"
+    assert server.post("/v1/completions", prompt="a", max_tokens=2)["model"] == "demo-llama"
+
+
+def test_the_token_that_was_chosen_is_among_the_likeliest(server: RealServer) -> None:
+    for number in (0, 1):
+        choice = server.complete(PROMPT, 8, logprobs=number, temperature=2.0, seed=1)["choices"][0]
+        found = choice["logprobs"]
+        for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+            assert token in top and top[token] >= value and number <= len(top) <= number + 1
+
+
 def test_logprobs_are_of_the_tokens_of_the_text(server: RealServer) -> None:
     choice = server.complete(PROMPT, 12, logprobs=3)["choices"][0]
     found = choice["logprobs"]
@@ -135,14 +162,21 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
     ("body", "status", "param", "words"),
     [
         ({**GOOD, "model": "gpt-4"}, 404, "model", "expected demo-llama, found 'gpt-4'"),
-        ({"prompt": "a"}, 400, None, "model"),
-        ({"model": "demo-llama"}, 400, None, "prompt"),
+        ({"model": "demo-llama"}, 400, "prompt", "prompt: expected a value, found none"),
         ({**GOOD, "max_tokens": "2"}, 400, "max_tokens", "expected `int | null`, got `str`"),
         ({**GOOD, "max_tokens": 0}, 400, "max_tokens", "expected 1 to"),
         ({**GOOD, "max_tokens": 256}, 400, "max_tokens", "expected 1 to 25"),
+        ({**GOOD, "max_completion_tokens": 256}, 400, "max_completion_tokens", "expected 1 to 25"),
+        ({**GOOD, "prompt_embeds": "AAAA"}, 400, "prompt_embeds", "not supported"),
+        ({**GOOD, "logits_processors": ["a"]}, 400, "logits_processors", "not supported"),
+        ({**GOOD, "return_tokens_as_token_ids": True}, 400, "return_tokens_as_token_ids", "not supported"),
+        ({**GOOD, "structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, 400, "structured_outputs",
+         "expected one of json, json_object, regex, grammar, choice, found disable_any_whitespace, regex"),
+        ({**GOOD, "response_format": {}}, 400, "response_format", "found none"),
         ({**GOOD, "max_tokens": 1 << 70}, 400, "max_tokens", "expected"),
         ({**GOOD, "prompt": "word " * 300}, 400, "prompt", "expected 1 to 128 tokens, found"),
-        ({**GOOD, "prompt": ""}, 400, "prompt", "expected"),
+        ({**GOOD, "prompt": "word " * 100_000}, 400, "prompt", "expected 1 to 128 tokens, found at least"),
+        ({**GOOD, "prompt": ""}, 400, "prompt", "expected 1 to 128 tokens, found 0; give it a text"),
         ({**GOOD, "prompt": []}, 400, "prompt", "expected"),
         ({**GOOD, "prompt": {"text": "a"}}, 400, "prompt", "expected text"),
         ({**GOOD, "prompt": [["a"]]}, 400, "prompt", "expected text"),
@@ -159,6 +193,9 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
         ({**GOOD, "logprobs": 21}, 400, "logprobs", "expected"),
         ({**GOOD, "stop": ""}, 400, "stop", "not empty"),
         ({**GOOD, "stop": 5}, 400, "stop", "got `int`"),
+        ({**GOOD, "stop": "ab" * 1_800_000}, 400, "stop", "at most 64, of 4096 characters in all, found 1, of 3600000"),
+        ({**GOOD, "stop": ["a"] * 65}, 400, "stop", "at most 64, of 4096 characters in all, found 65, of 65"),
+        ({**GOOD, "bad_words": ["a"] * 100_000}, 400, "bad_words", "at most 64, of 4096 characters in all"),
         ({**GOOD, "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids 0 to"),
         ({**GOOD, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token ids 0 to"),
         ({**GOOD, "stop_token_ids": [-1]}, 400, "stop_token_ids", "expected"),
@@ -179,7 +216,9 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
         (b"", 400, None, "expected JSON"),
         (b"model=demo-llama&prompt=a", 400, None, "expected JSON"),
         (b'{"model": "\xff"}', 400, None, "UTF-8"),
-        (b'{"model": "demo-llama", "prompt": "a", "n": ' + b"1" * 5000 + b"}", 400, None, "expected"),
+        (b'{"model": "demo-llama", "prompt": "a", "n": ' + b"1" * 5000 + b"}", 400, None, "found one of 5000 digits"),
+        ('{"model": "demo-llama", "prompt": "a"}'.encode("utf-16"), 400, None, "expected JSON in UTF-8, found"),
+        ({**GOOD, "prompt": ["a"] * 133}, 400, "prompt", "132 prompts (128 that wait and 4 that run), found 133"),
     ],
 )  # fmt: skip
 def test_a_bad_body_is_told_in_one_line(
@@ -203,6 +242,11 @@ def test_another_path_or_method_is_told_as_json(server: RealServer) -> None:
     for method, path, expected in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/", 405)):
         status, headers, data = server.request(method, path)
         assert status == expected and json.loads(data)["error"]["message"]
+        assert status != 405 or headers["allow"]
+    assert server.request("POST", "/v1/completions/", GOOD)[0] == 404  # no redirect
+    for method, path, expected in (("GET", "/v2/nothing", 404), ("PUT", "/v2", 405)):
+        status, headers, data = server.request(method, path)
+        assert status == expected and isinstance(json.loads(data)["error"], str)
 
 
 def test_a_body_beyond_the_limit_is_refused_before_it_is_read(server: RealServer) -> None:
@@ -231,6 +275,8 @@ def test_a_body_in_chunks_without_end_is_cut_off(server: RealServer) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: a\x00b\r\n\r\n",
         b"NONSENSE\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n",
         b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
     ],
@@ -245,6 +291,38 @@ def test_what_is_no_clean_http_is_refused_and_nothing_else_suffers(server: RealS
                 answer += data
     assert answer.count(b"HTTP/1.1 ") <= 1 and (not answer or answer.startswith(b"HTTP/1.1 4")), answer[:200]
     assert server.get("/health/ready")["ready"]
+    assert "Invalid HTTP" not in server.stderr
+
+
+def raw(server: RealServer, data: bytes) -> bytes:
+    """All that a connection gives until the server ends it."""
+    with socket.create_connection(("127.0.0.1", server.port), 20) as client:
+        client.sendall(data)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def test_a_request_without_a_host_or_with_two_is_told_why(server: RealServer) -> None:
+    assert b"host: expected one line of the head, found none" in raw(server, b"GET /health HTTP/1.1\r\n\r\n")
+    twice = b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"
+    assert b"host: expected one line of the head, found 2" in raw(server, twice)
+    assert b" 200 OK" in raw(server, b"GET /health HTTP/1.0\r\n\r\n")
+
+
+def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(server: RealServer) -> None:
+    body = json.dumps({**GOOD, "stream": True, "temperature": 0}).encode()
+    head, _, events = raw(
+        server, b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    ).partition(b"\r\n\r\n")
+    assert b"chunked" not in head and b"connection: close" in head
+    assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
+    assert all(line.startswith(b"data: ") for line in events.split(b"\n\n") if line)
+
+
+@pytest.mark.parametrize("line", ["POST /v1/nothing", "PUT /v1/completions", "POST /v1/completions"])
+def test_an_answer_before_the_body_is_there_ends_the_connection(server: RealServer, line: str) -> None:
+    began = time.monotonic()
+    answer = raw(server, f"{line} HTTP/1.1\r\nHost: a\r\nContent-Length: 104857600\r\n\r\nabc".encode())
+    assert answer.startswith(b"HTTP/1.1 4") and b"connection: close" in answer and time.monotonic() - began < 10
 
 
 def test_http_1_0_and_kept_connections_are_served(server: RealServer) -> None:
@@ -271,6 +349,35 @@ def test_a_page_of_another_site_cannot_use_the_server(server: RealServer) -> Non
     assert server.request("POST", "/v1/completions", GOOD, {"Origin": server.url})[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("evil.example:8000", 403), ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:8000", 200), ("LOCALHOST", 200)],
+)
+def test_a_name_that_points_here_is_no_name_of_a_local_server(server: RealServer, host: str, expected: int) -> None:
+    """DNS rebinding: a page whose name is made to point to 127.0.0.1 has Host and Origin alike."""
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    assert server.request("POST", "/v1/completions", GOOD, headers)[0] == expected
+    assert server.request("POST", "/v1/completions", GOOD, {"Host": host})[0] == 200  # no browser
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data", "expected"),
+    [
+        ("gzip", gzip.compress(json.dumps(GOOD).encode()), 200),
+        ("deflate", zlib.compress(json.dumps(GOOD).encode()), 200),
+        ("deflate", zlib.compress(json.dumps(GOOD).encode())[2:-4], 200),  # without zlib's frame, as some clients do
+        ("gzip", gzip.compress(b" " * (5 << 20)), 413),
+        ("gzip", gzip.compress(json.dumps(GOOD).encode())[:-9], 400),
+        ("gzip", json.dumps(GOOD).encode(), 400),
+        ("br", b"abc", 415),
+    ],
+)
+def test_a_body_may_be_compressed(server: RealServer, encoding: str, data: bytes, expected: int) -> None:
+    status, _, answer = server.request("POST", "/v1/completions", data, {"Content-Encoding": encoding})
+    assert status == expected, answer
+    assert status == 200 or "\n" not in json.loads(answer)["error"]["message"]
+
+
 def test_metrics_count_what_was_asked_and_made(server: RealServer) -> None:
     before = numbers(server)
     server.complete("a b c", 6)
@@ -282,6 +389,14 @@ def test_metrics_count_what_was_asked_and_made(server: RealServer) -> None:
     assert grown["lockstep:e2e_request_latency_seconds_count"] == 1
     assert grown['lockstep:request_success_total{finished_reason="length"}'] == 1
     assert after["lockstep:kv_cache_usage_perc"] == 0 and after["lockstep:engine_up"] == 1
+
+
+def test_a_request_that_is_refused_is_in_no_series(server: RealServer) -> None:
+    before = numbers(server)
+    status, _, data = server.request("POST", "/v1/completions", {**GOOD, "guided_grammar": "start: ("})
+    assert (status, json.loads(data)["error"]["code"]) == (400, "invalid_grammar")
+    after = numbers(server)
+    assert {name for name in after if after[name] != before.get(name, 0) and "_created" not in name} == set()
 
 
 def test_the_dashboard_asks_for_the_series_that_there_are(server: RealServer) -> None:

@@ -187,6 +187,11 @@ def test_a_token_that_is_a_part_of_a_character_has_no_bytes_and_the_end_has_its_
     assert entry.token == "\N{REPLACEMENT CHARACTER}" and entry.bytes is None
 
 
+def test_a_developer_is_the_system(client: openai.OpenAI) -> None:
+    asked = [chat(client, [{"role": role, "content": "San"}, *USER]) for role in ("system", "developer")]
+    assert asked[0].choices == asked[1].choices and asked[0].usage == asked[1].usage
+
+
 def test_without_a_limit_a_chat_takes_what_is_left(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**GREEDY, messages=USER, extra_body={"ignore_eos": True})
     assert answer.usage.total_tokens == 256 and answer.choices[0].finish_reason == "length"
@@ -232,6 +237,9 @@ def test_errors_are_those_of_the_package(client: openai.OpenAI, other: RealServe
 REFUSED = {
     "no messages": ({"messages": []}, "messages", "expected 1 to 4096 messages, found 0 of them"),
     "a text": ({"messages": "hello"}, "messages", "found no list"),
+    "no messages at all": ({"messages": ...}, "messages", "messages: expected a value, found none"),
+    "too many tokens": ({"max_completion_tokens": 999}, "max_completion_tokens", "expected 1 to"),
+    "documents": ({"documents": [{"text": "a"}]}, "documents", "not supported"),
     "no role": ({"messages": [{"content": "a"}]}, "messages", "messages[0]: expected an object with a role"),
     "another role": ({"messages": [*USER, {"role": "pope", "content": "a"}]}, "messages", "messages[1]: expected"),
     "no content": ({"messages": [{"role": "user"}]}, "messages", "messages[0].content: expected a text, or a list"),
@@ -283,7 +291,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(("given", "param", "line"), REFUSED.values(), ids=REFUSED)
 def test_what_is_wrong_is_named(server: RealServer, given: dict, param: str, line: str) -> None:
-    status, _, data = server.request("POST", "/v1/chat/completions", {**GREEDY, "messages": USER, **given})
+    body = {name: value for name, value in {**GREEDY, "messages": USER, **given}.items() if value is not ...}
+    status, _, data = server.request("POST", "/v1/chat/completions", body)
     error = json.loads(data)["error"]
     assert (status, error["param"]) == (400, param) and line in error["message"] and "\n" not in error["message"]
     assert error["message"].startswith(param)
@@ -304,6 +313,14 @@ def test_a_prompt_has_the_tokens_of_the_template_and_none_besides(other: RealSer
         given = {"chat_template_kwargs": {"word": "San", "bos_token": ""}}
         answer = chat(client, words, extra_body=given)
         assert (answer.usage.prompt_tokens, answer.choices[0].message.content) == (8, TEXT)
+
+
+def test_the_tokens_that_the_tokenizer_adds_can_be_asked_for_or_not(other: RealServer) -> None:
+    with client_of(other, "a-key") as client:
+        for added, completed, chatted in ((None, 9, 9), (True, 9, 10), (False, 8, 9)):
+            extra = {"extra_body": {"add_special_tokens": added}}
+            answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=1, **extra)
+            assert (answer.usage.prompt_tokens, chat(client, **extra).usage.prompt_tokens) == (completed, chatted)
 
 
 def test_a_template_without_an_end_holds_up_no_completion(other: RealServer) -> None:

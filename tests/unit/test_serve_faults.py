@@ -22,10 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from demo_model import LIMITS
 from recorded import recorded
 
 from lockstep.bundle.pack import pack
+from lockstep.cli.serve import serve
+from lockstep.cli.serve_options import _keys
+from lockstep.errors import Ended, InputError
 from lockstep.targets import Results, Target
 from real_server import RealServer, make_tree
 
@@ -192,9 +196,13 @@ def test_an_engine_that_dies_twice_at_a_request_ends_it_with_an_error(tree: Path
             next(iter(events))
             os.kill(server.engine_pid, signal.SIGKILL)
             server.wait_until(lambda status: status["restarts"] == 1)
-            os.kill(server.engine_pid, signal.SIGKILL)
-            *_, last = events
-            assert "died twice" in last["error"]["message"] and not events.done
+            with server.opened(**LONG) as later:
+                server.wait_until(lambda status: status["streams"] == 2)
+                os.kill(server.engine_pid, signal.SIGKILL)
+                *_, last = events
+                assert "died twice while it was at this request" in last["error"]["message"] and not events.done
+                said = list(later)[-1]["error"]["message"] if later.status == 200 else json.loads(later.answer.read())
+                assert "the engine died twice within a minute" in str(said)
         server.wait_until(lambda status: status["restarts"] == 2)
         assert server.complete("a", 2)["choices"]
 
@@ -275,19 +283,36 @@ def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
 
 def test_keys_open_what_is_not_for_everyone(tree: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
-    keys.write_text("first-key\nsecond-key\n")
+    keys.write_text("# of the team\n\n  first-key  \r\nsecond-key\n")
     body = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
     with RealServer(tree, "--api-key-file", keys) as server:
         for path in ("/v1/models", "/metrics", "/status"):
-            assert server.request("GET", path)[0] == 401
-        for given in (None, "third-key", "first-key2", ""):
-            headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+            status, headers, _ = server.request("GET", path)
+            assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        wrong = ["Bearer third-key", "Bearer first-key2", "Bearer ", "first-key", "Basic first-key", "Bearer #", None]
+        for given in wrong:
+            headers = {} if given is None else {"Authorization": given}
             status, _, data = server.request("POST", "/v1/completions", body, headers)
             assert status == 401 and json.loads(data)["error"]["type"] == "authentication_error"
-        for given in ("first-key", "second-key"):
-            assert server.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {given}"})[0] == 200
+        for given in ("Bearer first-key", "bearer second-key", "BEARER first-key"):
+            assert server.request("POST", "/v1/completions", body, {"Authorization": given})[0] == 200
         assert server.request("GET", "/health/ready")[0] == 200
         assert "key" not in server.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a-key\nmy secret\n", "line 2: expected one API key, of visible ASCII, found white space in it"),
+        ("ein-Schl\u00fcssel\n", "line 1: expected one API key, of visible ASCII, found another character"),
+        ("# none\n\n", "expected API keys, one a line, found none"),
+    ],
+)
+def test_a_file_of_keys_has_one_a_line(text: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=re.escape(line)) as caught:
+        _keys(tmp_path / "keys")
+    assert "secret" not in str(caught.value) and "Schl" not in str(caught.value)
 
 
 def test_a_body_that_does_not_come_is_waited_for_no_longer_than_said(tree: Path) -> None:
@@ -319,7 +344,8 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
         ((), "serve: expected TARGET, or --bundle with or without --weights, found neither"),
         (("demo-llama/fp32/all", "--bundle", "a.tar"), "found TARGET --bundle"),
         (("demo-llama/fp32/9",), "target: expected one of demo-llama/fp32/2"),
-        (("demo-llama/fp32/all", "--kv-bytes", "1"), "kv_bytes"),
+        (("demo-llama/fp32/all", "--kv-bytes", "1"), "--kv-bytes: expected"),
+        (("demo-llama/fp32/all", "--served-model-name", ""), "--served-model-name: expected a name, found an empty"),
         (("demo-llama/fp32/all", "--python", "/nowhere/python"), "expected a Python interpreter, found '/nowhere"),
         (("demo-llama/fp32/all", "--host", "256.0.0.1"), "expected an address that is free, found 256.0.0.1:"),
         (("demo-llama/fp32/all", "--api-key-file", "/nowhere"), "/nowhere: expected a file of API keys"),
@@ -332,6 +358,22 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tree: Path, arguments: 
     assert ended.returncode == 2 and not ended.stdout
     assert line in ended.stderr and "Traceback" not in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--stall", "--queue-timeout", "--drain", "--body-timeout"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_seconds_are_finite(option: str, value: str) -> None:
+    said = CliRunner().invoke(serve, ["demo-llama/fp32/all", option, value])
+    assert said.exit_code == 2 and f"expected a finite number of seconds, found {value}" in said.output
+
+
+def test_a_server_that_is_ended_before_it_is_ready_says_so(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*given: Any) -> None:
+        raise Ended(signal.SIGTERM)
+
+    monkeypatch.setattr("lockstep.cli.serve.run_server", ended)
+    said = CliRunner().invoke(serve, ["demo-llama/fp32/all", "--results", str(tree)])
+    assert said.exit_code == 143 and "ended by SIGTERM before the server was ready\n" in said.output
 
 
 def test_each_key_has_prefixes_of_its_own(tree: Path, tmp_path: Path) -> None:

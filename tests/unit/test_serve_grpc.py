@@ -158,6 +158,16 @@ def test_tritonclient_gets_what_generate_gives(server: RealServer, said: dict[st
     assert PROMPT + said["grpc"]["streamed_text"] == text
 
 
+def test_statistics_are_those_of_http_and_grpc_writes_no_lines(server: RealServer, caller: Caller) -> None:
+    caller.call("ModelInfer", core(5, 6, 7))
+    found = caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"](name="tensorrt_llm")).model_stats
+    (expected,) = server.get("/v2/models/tensorrt_llm/stats")["model_stats"]
+    assert len(found) == 1 and found[0].execution_count == expected["execution_count"] > 0
+    assert found[0].inference_stats.success.ns == expected["inference_stats"]["success"]["ns"] > 0
+    assert len(caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"]()).model_stats) == 5
+    assert not server.stderr
+
+
 def test_a_stream_has_the_tokens_of_the_whole(said: dict[str, dict[str, Any]]) -> None:
     found = said["grpc"]
     assert found["streamed"] == found["whole"][found["num_prompt_tokens"] :]

@@ -239,6 +239,22 @@ def test_server_and_models_describe_themselves(server: RealServer) -> None:
     assert {"text_input", "max_tokens", "seed", "lora_task_id"} <= set(names) and "random_seed" not in names
 
 
+def test_statistics_count_requests_of_each_model(server: RealServer) -> None:
+    before = server.get(f"{ENSEMBLE}/stats")["model_stats"][0]
+    generate(server)
+    refusal(server, f"{ENSEMBLE}/generate", {**CURL, "max_tokens": 0})
+    (after,) = server.get(f"{ENSEMBLE}/versions/1/stats")["model_stats"]
+    assert after["execution_count"] - before["execution_count"] == 1 and after["last_inference"] > 1 << 40
+    times, earlier = after["inference_stats"], before["inference_stats"]
+    for name in ("success", "fail", "queue", "compute_infer"):
+        assert times[name]["count"] - earlier[name]["count"] == 1
+        assert name == "fail" or times[name]["ns"] > earlier[name]["ns"]
+    assert [each["name"] for each in server.get("/v2/models/stats")["model_stats"]] == [
+        each["name"] for each in json.loads(server.request("POST", "/v2/repository/index")[2])
+    ]
+    assert refusal(server, "/v2/models/gpt/stats", None)[0] in (404, 405)
+
+
 def test_binary_tensors(server: RealServer) -> None:
     text = PROMPT.encode()
     data = struct.pack("<I", len(text)) + text + struct.pack("<i", 12)
@@ -270,6 +286,10 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text_input": ""}, "text_input"),
     ({"text_input": "\ud800"}, "text_input"),
     ({"text_input": "a b " * 200}, "text_input"),
+    ({"text_input": "a b " * 200_000}, "text_input"),
+    ({"stop_words": ["a"] * 65}, "stop_words"),
+    ({"bad_words": ["a" * 5000]}, "bad_words"),
+    ({"embedding_bias_words": ["a"] * 65, "embedding_bias_weights": [1.0] * 65}, "embedding_bias_words"),
     ({"beam_width": 4}, "beam_width"),
     ({"top_k": -1}, "top_k"),
     ({"top_p": 1.5}, "top_p"),
@@ -334,6 +354,11 @@ BAD_INPUTS: list[tuple[list[dict[str, Any]], str]] = [
     (core([5, 6, 7], 4, tensor("draft_input_ids", "INT32", [1, 2], [5, 6])), "draft_input_ids"),
     (core([5, 6, 7], 4, tensor("bad_words_list", "INT32", [1, 2, 1], [5, 9])), "bad_words_list"),
     (core([5, 6, 7], 4, tensor("bad_words_list", "INT32", [1, 2, 1], [1 << 20, 1])), "bad_words"),
+    (core([5], 4, tensor("bad_words_list", "INT32", [1, 2, 65], [5] * 65 + list(range(1, 66)))), "bad_words_list"),
+    (
+        core([5], 4, tensor("stop_words_list", "INT32", [1, 2, 5000], [5] * 5000 + [5000] + [-1] * 4999)),
+        "stop_words_list",
+    ),
     (core([5, 6, 7], 4, tensor("stop_words_list", "INT32", [1, 2, 1], [-7, 1])), "stop_words"),
     (core([5, 6, 7], 4, tensor("embedding_bias", "FP32", [1, 1 << 15], [1] * (1 << 15))), "bias"),
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import click
@@ -11,12 +13,25 @@ import click
 from lockstep.cli.opened import runnable
 from lockstep.cli.serve_options import ServeOptions, run_server
 from lockstep.cli.stages import RESULTS
+from lockstep.errors import PREFIX, Ended
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import MOST_RANKS
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SECONDS = click.FloatRange(min=0)
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+class _Seconds(click.FloatRange):
+    """A finite number of seconds in a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"expected a finite number of seconds, found {value}", param, ctx)
+        return found
+
+
+_SECONDS = _Seconds(min=0)
+_POSITIVE = _Seconds(min=0, min_open=True)
 
 
 class _Bytes(click.ParamType):
@@ -81,7 +96,9 @@ class _Bytes(click.ParamType):
     help="Ranks that the target must be split over.  [default: as it was exported]",
 )
 @click.option(
-    "--chunk-size", type=click.IntRange(min=1), help="Long prompts are cut at multiples of it.  [default: 256]"
+    "--chunk-size",
+    type=click.IntRange(min=1),
+    help="Long prompts are cut at multiples of it.  [default: 256 with onnxruntime, 64 on a GPU]",
 )
 @click.option(
     "--long-prefill-token-threshold",
@@ -168,5 +185,10 @@ def serve(target: str | None, archive: Path | None, weights: Path | None, result
 
     Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends.
     """
-    with runnable("serve", "TARGET", target, archive, weights, results) as found:
-        run_server(found, ServeOptions(**given))
+    try:
+        with runnable("serve", "TARGET", target, archive, weights, results) as found:
+            run_server(found, ServeOptions(**given))
+    except KeyboardInterrupt as error:  # once it takes requests, it handles signals itself
+        what, number = (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", SIGINT)
+        click.echo(f"{PREFIX}{what} before the server was ready", err=True)
+        raise SystemExit(128 + number) from None

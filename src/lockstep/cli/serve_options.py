@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -87,6 +88,9 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     from lockstep.serve.triton_infer import Triton
 
     if options.grpc_port is not None:
+        # gRPC writes lines of its own to stderr, at its import and when the engine is forked off.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
         import lockstep.serve.grpc_server  # noqa: F401  # before the engine starts: it may not be installed
 
     if options.triton_repository is not None:
@@ -123,7 +127,9 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
         stall=options.stall,
         slow_reader=options.slow_reader,
     )
-    name = options.served_model_name or place.target.model
+    name = place.target.model if options.served_model_name is None else options.served_model_name
+    if not name.strip():
+        raise InputError("--served-model-name: expected a name, found an empty one")
     template = ChatTemplate.open(place.assembly)
     log = None if options.request_log is None else RequestLog(options.request_log, name)
     python = options.python or found.python
@@ -136,8 +142,20 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     address = Address(options.host, 8000 if options.port is None and options.unix is None else options.port)
     access = Access(tuple(keys), options.max_body, options.body_timeout)
     triton = Triton(service, options.fold_token_ids)
-    with contextlib.closing(log) if log else contextlib.nullcontext():
+    with contextlib.closing(log) if log else contextlib.nullcontext(), _named_options():
         serve(service, address, access, options.drain, click.echo, options.grpc_port, triton, options.unix)
+
+
+@contextlib.contextmanager
+def _named_options() -> Iterator[None]:
+    """Name the option where the engine's memory for the KV cache is too small."""
+    try:
+        yield
+    except InputError as error:
+        if "kv_bytes" not in str(error):
+            raise
+        said = re.sub(r"^(kv_bytes|prompt \d+: request): ", "", str(error))  # the latter of the warm-up
+        raise InputError(f"--kv-bytes: {said.replace('kv_bytes', '--kv-bytes')}") from None
 
 
 def _adapter_folders(place: Opened, root: Path | None) -> AdapterFolders | None:
@@ -180,12 +198,23 @@ def _threads() -> int | None:
 
 
 def _keys(path: Path | None) -> list[str]:
+    """Return the keys of a file, one a line.
+
+    Empty lines and those that begin with # are none. Raises InputError.
+    """
     if path is None:
         return []
+    keys = []
     try:
-        keys = path.read_text(encoding="utf-8").split()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: expected a file of API keys, found none that can be read: {error}") from None
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if line and not line.startswith("#"):
+            if not re.fullmatch("[!-~]+", line):  # not the line itself: it is a secret
+                found = "white space in it" if len(line.split()) > 1 else "another character"
+                raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {found}")
+            keys.append(line)
     if not keys:
         raise InputError(f"{path}: expected API keys, one a line, found none")
     return keys

@@ -59,7 +59,14 @@ class Completion:
 class Collector:
     """Makes the completion of one request from its tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, num_prompt_tokens: int, n: int, stop: Sequence[str] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, num_prompt_tokens: int, n: int, stop: Sequence[str] = (), min_stop_tokens: int = 0
+    ):
+        """Begin a completion without tokens.
+
+        min_stop_tokens: of an answer, in whose text no stop string may end, as vLLM's min_tokens.
+        """
+        self._min_stop_tokens = min_stop_tokens
         self.completion = Completion(num_prompt_tokens, [Choice() for _ in range(n)])
         self._streams = [tokenizer.stream() for _ in range(n)]
         self._filters = [StopFilter(stop) for _ in range(n)]
@@ -82,7 +89,8 @@ class Collector:
             choice.logprobs.append(logprobs)
         stream, stop = self._streams[number], self._filters[number]
         text = "" if finish == "stop_id" else stream.push(token)
-        text = stop.push(text + stream.finish() if finish else text)
+        may_end = len(choice.token_ids) > self._min_stop_tokens
+        text = stop.push(text + stream.finish() if finish else text, may_end)
         if stop.found:
             choice.finish = "stop_string"
         elif finish:
@@ -108,22 +116,26 @@ class StopFilter:
         self._stop = tuple(stop)
         self._held = ""
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, may_end: bool = True) -> str:
         """Take more text and return what can be given out now.
 
-        Nothing comes after a stop string was found.
+        Nothing comes after a stop string was found. may_end: whether a stop string may end in `text`; one that begins
+        in it may end later in any case.
         """
         if not self._stop:
             return text
         if self.found:
             return ""
-        self._held += text
-        ends = [at for at in map(self._held.find, self._stop) if at >= 0]
-        if ends:
+        before, self._held = len(self._held), self._held + text
+        # From where a string would end in the new text: those that ended before may not have counted.
+        finds = (self._held.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop if may_end)
+        if ends := [at for at in finds if at >= 0]:
             self.found = True
             return self._held[: min(ends)]
-        keep = max((n for stop in self._stop for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        held = self._held
+        lengths = (n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n]))
+        keep = max(lengths, default=0)
+        text, self._held = held[: len(held) - keep], held[len(held) - keep :]
         return text
 
     def rest(self) -> str:

@@ -6,9 +6,11 @@ Streams whole characters only.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +37,50 @@ def _said(expected: str, error: BaseException) -> BaseException:
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         return error
     return InputError(f"{expected}{' '.join(str(error).split())}")
+
+
+_KEEPING = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that drop nothing
+_NFC_SHRINKS = 4  # NFC makes at most 4 characters (of Greek with three marks) one
+
+
+def _longest_token(value: Mapping[str, Any]) -> int | None:
+    """Return the most characters of a text that one token may stand for.
+
+    value: a tokenizer.json. None: any number. Known of BPE whose vocabulary has all bytes, so that no character is
+    dropped and no run of them is one unknown token, with normalizers and pre-tokenizers that drop nothing.
+    """
+    model, added = value["model"], value.get("added_tokens") or []
+    pre = _parts(value.get("pre_tokenizer"), "pretokenizers")
+    normalizers = _parts(value.get("normalizer"), "normalizers")
+    if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    keeps = lambda each: each["type"] in _KEEPING or (each["type"] == "Split" and each["behavior"] != "Removed")
+    if not all(map(keeps, pre)):
+        return None
+    vocabulary = model["vocab"]
+    if any(each["type"] == "ByteLevel" for each in pre):
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        has_all_bytes = all(byte in vocabulary for byte in ByteLevel.alphabet())
+    else:
+        has_all_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    shrinks = 1
+    for each in normalizers:
+        pattern = (each.get("pattern") or {}).get("String") if each["type"] == "Replace" else None
+        if each["type"] == "NFC":
+            shrinks *= _NFC_SHRINKS
+        elif each["type"] != "Prepend" and not (pattern and len(pattern) <= len(each["content"])):
+            return None
+    if not has_all_bytes:
+        return None
+    return shrinks * max(max(map(len, vocabulary)), max((len(token["content"]) for token in added), default=0))
+
+
+def _parts(value: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer in order."""
+    if value is None:
+        return ()
+    return [part for each in value[key] for part in _parts(each, key)] if value["type"] == "Sequence" else (value,)
 
 
 def tokenizer_path(assembly_json: str | os.PathLike) -> Path:
@@ -74,11 +120,14 @@ class Tokenizer:
                 f"checkpoint's weights and export again"
             )
         self._path = path
+        # encode_batch_fast counts as parallel: without a word from the user tokenizers would warn at the next fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         with _one_line(f"{path}: expected a tokenizer.json, found "):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             # Limits of the training set-up; here the runtime's own limits hold, and nothing is cut without a word.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            self._longest = _longest_token(json.loads(self._tokenizer.to_str()))
         self._lengths: dict[int, int] = {}  # of the texts of single tokens, as they are asked for
 
     @classmethod
@@ -103,7 +152,16 @@ class Tokenizer:
                 " correct it"
             ) from None
         with _one_line(f"prompt: expected a text that {self._path} can split, found {text[:40]!r}: "):
-            return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int64)
+            # The ids of `encode`, without its offsets, and without Python's global lock: other threads run on.
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            return np.array(found.ids, np.int64)
+
+    def min_tokens(self, num_characters: int) -> int:
+        """Return a lower bound of the tokens of any text of so many characters.
+
+        It is 0 where nothing is known.
+        """
+        return 0 if self._longest is None else -(-num_characters // self._longest)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""

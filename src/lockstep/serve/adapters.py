@@ -60,12 +60,14 @@ class Adapters:
         loaded = self._loaded.get(name)
         return self._own[name] if loaded is None else loaded.sha256
 
-    def named(self, model: str, lora: str | None = None) -> str | None:
+    def named(self, model: str | None, lora: str | None = None) -> str | None:
         """Return the adapter that a request names; None for none.
 
         It is named as part of the model, or by `lora`. Raises BadRequest, 404, with the names that are there, for
         another.
         """
+        if model is None:
+            model = self._model
         if model not in self.model_names:
             raise BadRequest(f"model: expected {_one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
         named = model.removeprefix(self._model).removeprefix(":") or None

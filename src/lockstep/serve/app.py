@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
 from lockstep.serve.kserve import kserve_routes
+from lockstep.serve.kserve import refused as triton_error
 from lockstep.serve.metrics import CONTENT_TYPE
 from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_requests
 from lockstep.serve.openai_answers import AnswerFormat
@@ -83,7 +85,7 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
     ) -> Route:
         async def handle(request: Request) -> Any:
             try:
-                _check_access(request, encoded)
+                _check_access(request, encoded, access.own_name)
                 return await handler(request)
             except (BadRequest, StreamError) as error:
                 note(request.scope, error=error)
@@ -134,16 +136,21 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         content, headers = page()
         return Response(content, headers=headers)
 
+    def worded(request: Request, error: BadRequest | StreamError) -> Response:
+        is_triton = request.url.path == "/v2" or request.url.path.startswith("/v2/")
+        return (triton_error if is_triton else error_response)(error)
+
     async def refused(request: Request, error: Any) -> Response:
         note(request.scope)
-        return error_response(
-            BadRequest(f"{request.method} {request.url.path[:80]}: {error.detail}", None, error.status_code)
-        )
+        said = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        response = worded(request, BadRequest(said, None, error.status_code))
+        response.headers.update(error.headers or {})  # Allow, of 405
+        return response
 
     async def failed(request: Request, error: Exception) -> Response:
         answer = StreamError("the server failed; its log says why")
         note(request.scope, error=answer)
-        return error_response(answer)
+        return worded(request, answer)
 
     app = Starlette(
         exception_handlers={HTTPException: refused, Exception: failed},
@@ -164,11 +171,27 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
             *generate_routes(route, triton, access),
         ],
     )
+    app.router.redirect_slashes = False  # a client would send its key and its prompt again
     return service.request_log.around(app) if service.request_log else app
 
 
-def _check_access(request: Request, keys: Sequence[bytes]) -> None:
+def _is_own(host: str, own_name: str) -> bool:
+    """Return whether the Host of a request is a name of this server.
+
+    That is an IP address, localhost or `own_name`, with or without a port.
+    """
+    name = (host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]).lower().rstrip(".")
+    try:
+        return name in ("localhost", own_name.lower()) or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None) -> None:
     """Check a request's origin and its API key.
+
+    own_name: as of `Access`. There a page may be of an address, of localhost or of this name: another name could be
+    that of any site, whose owner lets it point to this machine (DNS rebinding).
 
     Raises BadRequest for a page of another site, since no site may use a visitor's browser to send requests, and for a
     key that is none.
@@ -176,6 +199,8 @@ def _check_access(request: Request, keys: Sequence[bytes]) -> None:
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
         raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
+    if origin is not None and own_name is not None and not _is_own(host, own_name):
+        raise BadRequest(f"host: expected an IP address, localhost or {own_name}, found {host[:80]!r}", status=403)
     if request.url.path not in _OPEN:
         check_key(request.headers.get("authorization", ""), keys)
 
@@ -185,11 +210,12 @@ def check_key(authorization: str, keys: Sequence[bytes]) -> None:
 
     Raises BadRequest, 401, for an authorization without one of the keys, where there are any.
     """
-    given = authorization.removeprefix("Bearer ").encode()
+    scheme, _, rest = authorization.partition(" ")
+    given = rest.strip().encode() if scheme.lower() == "bearer" else b""  # RFC 7235: schemes are case-insensitive
     if keys:
         TENANT.set(hashlib.sha256(given).hexdigest())
     if keys and not sum(hmac.compare_digest(given, key) for key in keys):  # all of them: the time says nothing
-        found = "another" if authorization else "nothing"
+        found = ("another" if scheme.lower() == "bearer" else "another scheme") if authorization else "nothing"
         raise BadRequest(f"authorization: expected 'Bearer' and a key of this server, found {found}", status=401)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import zlib
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -17,6 +19,9 @@ from starlette.responses import Response
 from lockstep.serve.stream import StreamError
 
 _Body = TypeVar("_Body")
+_MOST_DIGITS = 309  # of a whole number within float64
+# Values of wbits of zlib. Deflate is zlib's format by RFC 9110, and of some clients the bare one.
+_COMPRESSED = {"gzip": (31,), "deflate": (15, -15)}
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,14 @@ class Access:
     """The access rules of a server: its API keys, and limits of bodies.
 
     keys: of which a request must bring one; none: all requests are let in. max_body: bytes of a body. body_timeout:
-    seconds that one may take.
+    seconds that one may take. own_name: of a server that listens at this machine alone, its name; None: it can be
+    reached from elsewhere.
     """
 
     keys: tuple[str, ...] = ()
     max_body: int = 4 << 20
     body_timeout: float = 30.0
+    own_name: str | None = None
 
 
 class BadRequest(Exception):
@@ -56,6 +63,8 @@ def error_response(error: BadRequest | StreamError) -> Response:
     headers = {}
     if isinstance(error, BadRequest):
         kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+        if error.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         body = error_body(error.message, kind, error.param)
     else:
         kind = "invalid_request_error" if error.status < 429 else "server_error"
@@ -68,10 +77,13 @@ def error_response(error: BadRequest | StreamError) -> Response:
 
 
 async def read_body(request: Request, access: Access) -> bytes:
-    """Return the whole body of a request.
+    """Return the whole body of a request, decompressed.
 
-    Raises BadRequest for one of too many bytes, or that is not there in time.
+    Raises BadRequest for one of too many bytes, one that is not there in time, and another encoding.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", *_COMPRESSED):
+        raise BadRequest(f"content-encoding: expected gzip, deflate or identity, found {encoding[:40]!r}", status=415)
     largest, seconds = access.max_body, access.body_timeout
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > largest:
@@ -90,7 +102,24 @@ async def read_body(request: Request, access: Access) -> bytes:
         raise BadRequest(f"body: expected all of it within {seconds:g} s", status=408) from None
     except ClientDisconnect:
         raise BadRequest("body: the client went away", status=400) from None
-    return bytes(data)
+    if encoding == "identity":
+        return bytes(data)
+    return await asyncio.to_thread(_decompressed, bytes(data), encoding, largest)
+
+
+def _decompressed(data: bytes, encoding: str, largest: int) -> bytes:
+    """Return what was compressed, at most `largest` bytes. Raises BadRequest."""
+    for form in _COMPRESSED[encoding]:
+        stream = zlib.decompressobj(form)
+        try:
+            found = stream.decompress(data, largest + 1)
+        except zlib.error:
+            continue
+        if len(found) > largest:
+            raise BadRequest(f"body: expected at most {largest} bytes, found more in its {encoding}", status=413)
+        if stream.eof and not stream.unused_data:
+            return found
+    raise BadRequest(f"body: expected data in {encoding}, as content-encoding says, found other data")
 
 
 def decoded(data: bytes, kind: type[_Body]) -> _Body:
@@ -100,16 +129,24 @@ def decoded(data: bytes, kind: type[_Body]) -> _Body:
     values of other types.
     """
     try:
-        value = json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+        text = data.decode("utf-8-sig")  # else json would take UTF-16 and UTF-32 too
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"body: expected JSON in UTF-8, found {error}") from None
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole
+        )
     except RecursionError:
         raise BadRequest("body: expected JSON, found it nested too deep") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise BadRequest(f"body: expected JSON in UTF-8, found {error}") from None
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         param = place.removesuffix("`").lstrip(".") or None
+        if missing := re.fullmatch("Object missing required field `(.*)`", message):
+            param, message = f"{param}.{missing[1]}" if param else missing[1], "expected a value, found none"
         raise BadRequest(f"{param or 'body'}: {message[:1].lower()}{message[1:]}", param) from None
 
 
@@ -124,6 +161,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> NoReturn:
     raise BadRequest(f"body: expected JSON, found {text}, which is no number of JSON")
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise BadRequest(f"body: expected numbers up to 1.8e308, found one of {len(text)} digits")
+    return int(text)
 
 
 def _finite(text: str) -> float:

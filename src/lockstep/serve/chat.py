@@ -30,6 +30,13 @@ class ChatError(Exception):
     """The error of messages that make no prompt: one line."""
 
 
+class _Lost(Exception):
+    """The template process gave no answer, and no limit was the cause.
+
+    One line says why.
+    """
+
+
 class Chat:
     """The chat template of a model.
 
@@ -52,7 +59,7 @@ class Chat:
         try:
             async with self._turn:
                 await self._started()
-        except ChatError as error:
+        except (ChatError, _Lost) as error:
             self.fault = f"the model's chat template cannot be used: {error}"
             print(f"lockstep: no chat: {self.fault}; correct it and export again", file=sys.stderr, flush=True)
 
@@ -77,7 +84,7 @@ class Chat:
 
         Raises:
             ChatError: where there is no template, it refuses the messages, or it takes too much.
-            StreamError: where too many chats wait.
+            StreamError: where too many chats wait, and where the process hangs or dies twice.
         """
         if self.fault is not None:
             raise ChatError(self.fault)
@@ -85,15 +92,21 @@ class Chat:
         async with self._turn:
             if time.monotonic() - began > _PATIENCE:
                 raise StreamError("too many chats wait for the chat template; try again", 503, "queue_timeout", 1)
-            return await self._ask(
-                await self._started(),
-                {
-                    "messages": messages,
-                    "add_generation_prompt": add_generation_prompt,
-                    "continues": continues,
-                    "variables": dict(variables or {}),
-                },
-            )
+            frame = {
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+                "continues": continues,
+                "variables": dict(variables or {}),
+            }
+            try:
+                try:
+                    return await self._ask(await self._started(), frame)
+                except _Lost:  # it may have been dead for long
+                    return await self._ask(await self._started(), frame)
+            except _Lost as error:
+                raise StreamError(
+                    f"the process of the chat template: {error}; try again", 500, "template_error"
+                ) from None
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None:
@@ -109,7 +122,7 @@ class Chat:
             given = {"template": self._template.template, "special_tokens": dict(self._template.special_tokens)}
             try:
                 await self._ask(self._process, given)
-            except ChatError:
+            except (ChatError, _Lost):
                 await self._end(0.0)
                 raise
         return self._process
@@ -120,11 +133,13 @@ class Chat:
             answer = await asyncio.wait_for(_exchange(process, data), _SECONDS)
         except asyncio.TimeoutError:
             await self._end(0.0)
-            raise ChatError(f"more than {_SECONDS:.0f} s") from None
-        except (asyncio.IncompleteReadError, ConnectionError):
+            reason = f"the process of the chat template: no answer within {_SECONDS:g} s; try again"
+            raise StreamError(reason, 500, "template_error") from None
+        except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # the last: uvloop, of a closed pipe
             code = await self._end(5.0)
-            limit = f"more than {CPU_SECONDS:g} s of processor time"
-            raise ChatError(limit if code == -signal.SIGPROF else f"that its process ended with code {code}") from None
+            if code == -signal.SIGPROF:
+                raise ChatError(f"more than {CPU_SECONDS:g} s of processor time") from None
+            raise _Lost(f"it ended with code {code}") from None
         except BaseException:  # whoever asked is gone: its answer must not be another's
             await self._end(0.0)
             raise

@@ -14,6 +14,7 @@ from lockstep.serve.bodies import BadRequest
 FIELDS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs")
 _LONGEST = 1 << 18  # characters: all other requests wait while an engine reads a frame
 _STRUCTURED = ("json", "json_object", "regex", "grammar", "choice")
+_HARMLESS = ("disable_fallback",)  # there is no other backend to fall back to
 
 
 def grammar_of(body: Any) -> Grammar | None:
@@ -53,7 +54,8 @@ def _response_format(value: Any) -> Grammar | None:
         if not isinstance(given, dict) or "schema" not in given:
             raise BadRequest(f"{name}: expected a schema in json_schema.schema, found none", name)
         return _made("json", given["schema"], name)
-    raise BadRequest(f"{name}: expected type text, json_object or json_schema, found {str(kind)[:60]!r}", name)
+    found = "none" if kind is None else repr(str(kind)[:60])
+    raise BadRequest(f"{name}: expected type text, json_object or json_schema, found {found}", name)
 
 
 def _structured_outputs(value: Any) -> Grammar | None:
@@ -62,7 +64,7 @@ def _structured_outputs(value: Any) -> Grammar | None:
         raise BadRequest(f"{name}: expected an object, found another value", name)
     given = {key: each for key, each in value.items() if each is not None and each is not False}
     known = [key for key in _STRUCTURED if key in given]
-    if len(known) > 1 or "structural_tag" in given:
+    if len(known) > 1 or given.keys() - {*_STRUCTURED, *_HARMLESS}:
         raise BadRequest(
             f"{name}: expected one of {', '.join(_STRUCTURED)}, found {', '.join(sorted(given))[:80]}", name
         )

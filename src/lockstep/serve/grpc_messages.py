@@ -48,6 +48,15 @@ ModelTransactionPolicy decoupled:bool:1
 ModelConfig name:string:1 platform:string:2 max_batch_size:int32:4 input:ModelInput[]:5 output:ModelOutput[]:6 \
   backend:string:17 model_transaction_policy:ModelTransactionPolicy:19
 ModelConfigResponse config:ModelConfig:1
+ModelStatisticsRequest name:string:1 version:string:2
+StatisticDuration count:uint64:1 ns:uint64:2
+InferStatistics success:StatisticDuration:1 fail:StatisticDuration:2 queue:StatisticDuration:3 \
+  compute_input:StatisticDuration:4 compute_infer:StatisticDuration:5 compute_output:StatisticDuration:6 \
+  cache_hit:StatisticDuration:7 cache_miss:StatisticDuration:8
+InferBatchStatistics batch_size:uint64:1
+ModelStatistics name:string:1 version:string:2 last_inference:uint64:3 inference_count:uint64:4 \
+  execution_count:uint64:5 inference_stats:InferStatistics:6 batch_stats:InferBatchStatistics[]:7
+ModelStatisticsResponse model_stats:ModelStatistics[]:1
 RepositoryIndexRequest repository_name:string:1 ready:bool:2
 RepositoryIndexResponse models:.ModelIndex[]:1
 RepositoryIndexResponse.ModelIndex name:string:1 version:string:2 state:string:3 reason:string:4

@@ -96,6 +96,7 @@ class GrpcServer:
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._repository_index,
             "ModelInfer": self._model_infer,
         }
@@ -154,6 +155,10 @@ class GrpcServer:
         for tensor in (*given["input"], *given["output"]):
             tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
         return MESSAGES["ModelConfigResponse"](config=given)
+
+    async def _model_statistics(self, request: Any, notes: _Notes) -> Any:
+        name = model_of(request.name, request.version).name if request.name else None
+        return MESSAGES["ModelStatisticsResponse"](**self._triton.statistics.of(name))
 
     async def _repository_index(self, request: Any, notes: _Notes) -> Any:
         return MESSAGES["RepositoryIndexResponse"](models=repository_index(self._service.is_ready))

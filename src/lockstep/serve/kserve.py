@@ -25,7 +25,7 @@ from lockstep.serve.triton_infer import Inference, InferResponse, Triton
 from lockstep.serve.triton_inputs import InferRequest
 from lockstep.serve.triton_models import MODELS, VERSION, Model, config, metadata, model_of
 
-EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "generate"]
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "generate", "statistics"]
 # What Triton says with each response of an ensemble.
 SEQUENCE = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -61,7 +61,9 @@ class _Body(msgspec.Struct):
 def refused(error: BadRequest | StreamError) -> Response:
     """Return the response to a request that is refused, as Triton words it."""
     like = error_response(error)
-    headers = {name: like.headers[name] for name in ("Retry-After", "Connection") if name in like.headers}
+    headers = {
+        name: like.headers[name] for name in ("Retry-After", "Connection", "WWW-Authenticate") if name in like.headers
+    }
     return Response(error_json(error.message), like.status_code, headers, "application/json")
 
 
@@ -141,6 +143,9 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
     async def configuration(request: Request) -> Any:
         return _json(config(asked_model(request), service.ready.max_batch_size))
 
+    async def statistics(request: Request) -> Any:
+        return _json(triton.statistics.of(asked_model(request).name if "name" in request.path_params else None))
+
     async def index(request: Request) -> Any:
         await read_body(request, access)
         return _json(repository_index(service.is_ready))
@@ -154,6 +159,8 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
         route("/v2/health/live", live, refuse=refused),
         route("/v2/health/ready", ready, refuse=refused),
         route("/v2/repository/index", index, "POST", refuse=refused),
+        route("/v2/models/stats", statistics, refuse=refused),  # before a model of this name
+        *model_routes(route, "/stats", statistics, "GET"),
         *model_routes(route, "", model, "GET"),
         *model_routes(route, "/ready", ready, "GET"),
         *model_routes(route, "/config", configuration, "GET"),
@@ -175,8 +182,6 @@ def repository_index(is_ready: bool) -> list[dict[str, str]]:
 async def _request_of(request: Request, access: Access) -> tuple[InferRequest, Callable[[str], bool]]:
     """Return the inference request, and which of its outputs are to be binary."""
     model = asked_model(request)
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise BadRequest("content-encoding: expected identity, found another")
     data = await read_body(request, access)
     given = request.headers.get(_HEADER_LENGTH)
     length = len(data) if given is None else int(given) if given.isdecimal() and len(given) < 12 else -1

@@ -37,14 +37,15 @@ class LogprobsFormat:
         return {
             "tokens": [self._text(token) for token in tokens],
             "token_logprobs": [each and finite(each.chosen) for each in logprobs],
-            "top_logprobs": [each and self._likeliest(each) for each in logprobs],
+            "top_logprobs": [each and self._likeliest(token, each) for token, each in zip(tokens, logprobs)],
             "text_offset": offsets,
         }
 
-    def _likeliest(self, logprobs: Logprobs) -> dict[str, float]:
+    def _likeliest(self, chosen: int, logprobs: Logprobs) -> dict[str, float]:
         found: dict[str, float] = {}
         for token, value in logprobs.top:  # of several tokens of one text, such as parts of characters, the likeliest
             found.setdefault(self._text(token), finite(value))
+        found.setdefault(self._text(chosen), finite(logprobs.chosen))  # whether it is one of those or not, as OpenAI
         return found
 
     def _text(self, token: int) -> str:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.runtime.completion import Choice
-from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.logprobs import LogprobsFormat
 from lockstep.serve.openai_answers import AnswerFormat, reason
-from lockstep.serve.openai_parameters import Parameters, check_supported, encoded, prompt_requests
+from lockstep.serve.openai_parameters import Parameters, check_supported, longest_prompt, prompt_requests, refuse
+from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.stream import AnswerDelta, PromptRequest, Stream
 from lockstep.step.sampling import Logprobs
@@ -29,6 +29,7 @@ class CompletionBody(Parameters, kw_only=True):
     prompt: Any  # text, token ids, or a list of either: see `_prompts`
     max_tokens: int | None = 16
     logprobs: int | None = None
+    prompt_embeds: Any = None
     echo: bool | None = False
 
     @property
@@ -43,7 +44,8 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
     """
     await service.adapters.bring(body.lora)
     check_supported(body, service)
-    prompts, texts = await _prompts(body.prompt, service.tokenizer)
+    refuse(body, {"prompt_embeds": (None,)})
+    prompts, texts = await _prompts(body, service)
     if not body.echo:
         return prompt_requests(body, prompts, "prompt", service)
     prompt_logprobs = None if body.logprobs is None and body.most_tokens != 0 else body.logprobs or 0
@@ -60,23 +62,21 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
     ]
 
 
-async def _prompts(value: Any, tokenizer: Tokenizer) -> tuple[list[list[int]], list[str | None]]:
+async def _prompts(body: CompletionBody, service: Service) -> tuple[list[list[int]], list[str | None]]:
     """Return the token ids of each prompt, and its text if it came as one."""
-    each = value if isinstance(value, list) else [value]
+    each = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if each and all(type(token) is int for token in each):
         each = [each]
     if not each or len(each) > _MOST_PROMPTS:
         raise BadRequest(f"prompt: expected 1 to {_MOST_PROMPTS} prompts, found {len(each)}", "prompt")
-    found: list[list[int]] = []
+    are_ids = lambda prompt: isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not all(isinstance(prompt, str) or are_ids(prompt) for prompt in each):
+        raise BadRequest("prompt: expected text, token ids, or a list of either", "prompt")
     texts = [prompt if isinstance(prompt, str) else None for prompt in each]
-    for prompt in each:
-        if isinstance(prompt, str):
-            found.append(await encoded(prompt, tokenizer, "prompt"))
-        elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
-            found.append(prompt)
-        else:
-            raise BadRequest("prompt: expected text, token ids, or a list of either", "prompt")
-    return found, texts
+    given = [text for text in texts if text is not None]
+    special = body.add_special_tokens is not False
+    encoded = iter(await encode_texts(given, service.tokenizer, "prompt", longest_prompt(service), special))
+    return [prompt if text is None else next(encoded) for prompt, text in zip(each, texts)], texts
 
 
 class CompletionFormat(AnswerFormat):

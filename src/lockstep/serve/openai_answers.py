@@ -32,7 +32,7 @@ class AnswerFormat:
         self._common = {
             "id": f"{self.ID}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": body.model,
+            "model": service.name if body.model is None else body.model,
             "system_fingerprint": service.ready.identity[:12],
         }
 

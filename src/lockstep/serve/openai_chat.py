@@ -14,12 +14,13 @@ from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import ChatError
 from lockstep.serve.frames import finite
 from lockstep.serve.openai_answers import AnswerFormat, reason
-from lockstep.serve.openai_parameters import Parameters, check_supported, encoded, prompt_requests, refuse
+from lockstep.serve.openai_parameters import Parameters, check_supported, longest_prompt, prompt_requests, refuse
+from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.stream import AnswerDelta, PromptRequest
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 
-_ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
 _UNSUPPORTED = {
     "echo": (None, False),
@@ -29,6 +30,7 @@ _UNSUPPORTED = {
     "function_call": (None, "none"),
     "modalities": (None, ["text"]),
     "audio": (None,),
+    "documents": (None, []),
     "chat_template": (None,),  # a program of whoever sends it
 }
 _GIVEN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
@@ -53,6 +55,7 @@ class ChatBody(Parameters, kw_only=True):
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
+    documents: Any = None
     chat_template: Any = None
 
     @property
@@ -98,8 +101,9 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
             f"messages: expected a chat that the model's template renders, found: {error}", "messages"
         ) from None
     # Without the tokens that the tokenizer puts before a text: the template has written them.
-    prompt = await encoded(text, service.tokenizer, "messages", special=False)
-    return prompt_requests(body, [prompt], "messages", service)
+    special = bool(body.add_special_tokens)
+    prompts = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
+    return prompt_requests(body, prompts, "messages", service)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -118,6 +122,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if role not in _ROLES:
             raise _wrong(where, f"an object with a role: {', '.join(_ROLES)}", role)
         kept = {name: entry for name, entry in message.items() if entry is not None}
+        if role == "developer":  # OpenAI's newer name of it, which templates do not know
+            kept["role"] = "system"
         if "tool_calls" in kept:
             kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
         if "content" in kept or not kept.get("tool_calls"):

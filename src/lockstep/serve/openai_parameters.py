@@ -5,7 +5,6 @@ In: a body of OpenAI's API. Out: prompts for the service.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,15 +14,14 @@ import msgspec
 
 from lockstep.errors import InputError
 from lockstep.runtime.request import Request
-from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.grammar import grammar_of
+from lockstep.serve.prompts import too_long
 from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
-from lockstep.serve.words import with_spaces, words
+from lockstep.serve.words import check_words, words
 from lockstep.step.sampling import Sampling
 
-_LONG = 1 << 14  # characters, from which on a text is encoded in a thread
 # Taken by others, not here: refused, so that nobody takes an answer for what it is not.
 _UNSUPPORTED = {
     "best_of": (None, 1),
@@ -35,6 +33,9 @@ _UNSUPPORTED = {
     "truncate_prompt_tokens": (None,),
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
+    "logits_processors": (None, []),
+    "return_tokens_as_token_ids": (None, False),
+    "guided_whitespace_pattern": (None,),
 }
 
 
@@ -49,7 +50,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     what is unsupported.
     """
 
-    model: str
+    model: str | None = None  # the one that is served
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = 1.0
@@ -73,6 +74,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     cache_salt: str | None = None
     lora: str | None = None
+    add_special_tokens: bool | None = None
     best_of: Any = None
     suffix: Any = None
     response_format: Any = None
@@ -88,6 +90,9 @@ class Parameters(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
     skip_special_tokens: Any = None
     include_stop_str_in_output: Any = None
+    logits_processors: Any = None
+    return_tokens_as_token_ids: Any = None
+    guided_whitespace_pattern: Any = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -124,17 +129,9 @@ def refuse(body: Parameters, unsupported: dict[str, tuple]) -> None:
             raise BadRequest(f"{name}: not supported by this server; leave it out", name)
 
 
-async def encoded(text: str, tokenizer: Tokenizer, param: str, special: bool = True) -> list[int]:
-    """Return the token ids of a text.
-
-    param: the field that it stands in. special: as of `Tokenizer.encode`. Raises BadRequest.
-    """
-    try:
-        encode = tokenizer.encode
-        ids = await asyncio.to_thread(encode, text, special) if len(text) > _LONG else encode(text, special)
-    except InputError as error:
-        raise BadRequest(f"{param}: {str(error).removeprefix('prompt: ')}", param) from None
-    return ids.tolist()
+def longest_prompt(service: Service) -> int:
+    """Return the most tokens that a prompt may have."""
+    return min(service.ready.max_input_len, service.ready.max_seq_len)
 
 
 def prompt_requests(
@@ -151,6 +148,7 @@ def prompt_requests(
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if not all(stop):
         raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
+    check_words("stop", stop)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     n, vocab_size = 1 if body.n is None else body.n, service.ready.vocab_size
     _expect("n", n, 1, service.ready.max_batch_size)
@@ -162,23 +160,22 @@ def prompt_requests(
     _expect("cache_salt", len(salt), 0, 256, "characters")
     if not all(body.bad_words or ()):
         raise BadRequest("bad_words: expected words that are not empty, found an empty one", "bad_words")
-    bad_words = words("bad_words", with_spaces(body.bad_words or ()), service.tokenizer)
+    bad_words = words("bad_words", body.bad_words or (), service.tokenizer, with_space=True)
     grammar = grammar_of(body)
     requests = []
     for number, prompt in enumerate(prompts):
         room = longest - len(prompt)
         if not 1 <= len(prompt) <= limit or room < least:
-            raise BadRequest(
-                f"{param}: expected 1 to {min(limit, longest - least)} tokens, found {len(prompt)}; shorten it", param
-            )
+            raise too_long(param, min(limit, longest - least), len(prompt))
         for token in (min(prompt), max(prompt)):  # not each of them: the loop would wait for a long prompt
             _expect(param, token, 0, vocab_size - 1)
         wanted = room if most is None else most
         if not least <= wanted <= room:
+            name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             raise BadRequest(
-                f"max_tokens: expected {least} to {room}, which the {len(prompt)} tokens of the prompt leave of "
+                f"{name}: expected {least} to {room}, which the {len(prompt)} tokens of the prompt leave of "
                 f"{longest}, found {wanted}",
-                "max_tokens",
+                name,
             )
         _expect("min_tokens", body.min_tokens or 0, 0, wanted)
         sampling = replace(_sampling(body, (seed + number) % (1 << 64), vocab_size), bad_words=bad_words)
@@ -194,7 +191,7 @@ def prompt_requests(
             cache_salt=salt,
             adapter=service.adapters.named(body.model, body.lora),
         )
-        requests.append(PromptRequest(request, stop))
+        requests.append(PromptRequest(request, stop, min_stop_tokens=body.min_tokens or 0))
     return requests
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _HEAD_BYTES = 1 << 16
 _HEAD_SECONDS = 60.0
+_LINGER_SECONDS = 2.0  # that a client may still send when it has its answer
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A protocol that limits a head's bytes, and the seconds that one may take."""
+    """A protocol that limits heads, and bodies whose answer is out before their end.
+
+    A head has limits of bytes and seconds, and names its host once, as RFC 9112 says. A client of HTTP/1.0 gets no
+    chunks.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head, self._in_head = 0, True
         self._deadline = self.loop.call_later(_HEAD_SECONDS, transport.abort)
+        self._refusal: str | None = None
+        self._is_over = False  # the last answer of the connection is out
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
@@ -38,10 +46,61 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head += len(name) + len(value)
         if self._head > _HEAD_BYTES:
-            raise ValueError(f"head: expected at most {_HEAD_BYTES} bytes, found more")
+            self._refuse(f"head: expected at most {_HEAD_BYTES} bytes, found more")
         super().on_header(name, value)
 
+    def _refuse(self, reason: str) -> NoReturn:
+        """End the parsing of a request; `reason` is its answer.
+
+        Raises ValueError, which uvicorn answers with 400.
+        """
+        self._refusal = reason
+        raise ValueError(reason)
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(self._refusal or msg)
+
     def on_headers_complete(self) -> None:
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        version = self.parser.get_http_version()
+        if hosts > 1 or (not hosts and version not in ("0.9", "1.0")):
+            self._refuse(f"host: expected one line of the head, found {hosts or 'none'}")
         self._in_head = False
         self._deadline.cancel()  # a body has its own, and uvicorn has one for a connection that is kept
         super().on_headers_complete()
+        self.cycle.send = self._sender(self.cycle, self.cycle.send, version)  # type: ignore[method-assign]
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._is_over:
+            self.transport.close()
+
+    def _sender(self, cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], version: str) -> Any:
+        """Return the `send` of a request's answer.
+
+        It ends the connection where HTTP/1.0 or an unread body asks for it. Where the client may still send its body
+        the connection stays for a moment, and what comes is thrown away: to close at once would take from it the answer
+        too, by a reset.
+        """
+        is_raw = lingers = False
+
+        async def sent(message: Any) -> None:
+            nonlocal is_raw, lingers
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if version == "1.0" and not any(name.lower() == b"content-length" for name, _ in headers):
+                    is_raw, cycle.chunked_encoding = True, False  # the end of the connection is that of the answer
+                lingers = cycle.more_body
+                if lingers:
+                    message = {**message, "headers": [*headers, (b"connection", b"close")]}
+            elif is_raw:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+            if lingers:
+                cycle.keep_alive = True  # not closed by uvicorn
+                if cycle.response_complete and not self.transport.is_closing():
+                    self._is_over = True
+                    self._deadline = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+                    self.transport.write_eof()
+
+        return sent

@@ -10,7 +10,8 @@ import contextlib
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,7 +119,9 @@ def _config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=LimitedProtocol,
-        log_level="warning",
+        log_level="error",  # below it uvicorn has a line for each request that is no HTTP
+        ws="none",
+        timeout_keep_alive=75,  # longer than proxies keep a connection, which else meet one that has just been closed
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=1,
@@ -137,6 +140,8 @@ async def _serve(
     grpc_port: int | None,
     triton: Triton,
 ) -> None:
+    inside = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in ends)
+    access = replace(access, own_name=host if inside else None)
     server = _Server(_config(application(service, access, triton)))
     signals, loop = asyncio.Queue[int](), asyncio.get_running_loop()
     grpc = None if grpc_port is None else _grpc_server(triton, access, host, grpc_port)

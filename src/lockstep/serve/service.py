@@ -190,7 +190,15 @@ class Service:
 
     def _check_room(self, stream: Stream) -> None:
         waiting = [active for each in self._streams for active in each.actives if active.admitted is None]
-        wanted = len(waiting) + len(stream.actives)
+        wanted, most = len(waiting) + len(stream.actives), self.limits.max_queue + self.ready.max_batch_size
+        if len(stream.actives) > most:  # for ever: "try again" would be no help
+            raise StreamError(
+                f"prompt: expected at most {most} prompts ({self.limits.max_queue} that wait and "
+                f"{self.ready.max_batch_size} that run), found {len(stream.actives)}; send fewer",
+                400,
+                "request_too_large",
+                param="prompt",
+            )
         tokens = sum(len(active.prompt.request.prompt_ids) for active in waiting) + stream.num_prompt_tokens
         running = sum(
             len(active.choices) for each in self._streams for active in each.actives if active.admitted is not None
@@ -257,8 +265,10 @@ class Service:
         for stream in list(self._streams):
             for active in stream.actives:
                 active.deaths += bool(active.choices)
-            if len(self._deaths) > 1 or any(active.deaths > 1 for active in stream.actives):
+            if any(active.deaths > 1 for active in stream.actives):
                 self._fail(stream, StreamError("the engine died twice while it was at this request"))
+            elif len(self._deaths) > 1:
+                self._fail(stream, StreamError("the engine died twice within a minute"))
 
     def _bring_again(self) -> None:
         """Send all unfinished requests to the new engine, each choice by itself.
@@ -360,9 +370,11 @@ class Service:
             error = StreamError(said, 400, ended, param=where)
         self._fail(active.stream, error)
 
-    def _finish(self, active: Active, choice: int, reason: str) -> None:
+    def _finish(self, active: Active, choice: int, reason: str | None) -> None:
+        """End a choice; reason: None where it is counted as no answer."""
         active.choices.discard(choice)
-        self.metrics.finished(reason)
+        if reason is not None:
+            self.metrics.finished(reason)
         self._actives.pop(active.resumed.pop(choice, -1), None)
         if not active.choices:
             self._actives.pop(active.number, None)
@@ -376,7 +388,8 @@ class Service:
     def _leave(self, stream: Stream) -> None:
         if stream in self._streams:
             self._streams.discard(stream)
-            self.metrics.left(time.monotonic() - stream.began, stream)
+            if not _is_refused(stream):
+                self.metrics.left(time.monotonic() - stream.began, stream)
 
     def _fail(self, stream: Stream, error: StreamError) -> None:
         stream.fail(error)
@@ -385,7 +398,7 @@ class Service:
                 if active.choices and self._link is not None:
                     self._link.abort(number)
             for choice in list(active.choices):
-                self._finish(active, choice, "error")
+                self._finish(active, choice, None if _is_refused(stream) else "error")
         self._leave(stream)
 
     def _fail_all(self, error: StreamError) -> None:
@@ -423,6 +436,14 @@ class Service:
 
 def _logprobs(entry: Sequence[Any]) -> Logprobs:
     return Logprobs(entry[0], tuple(map(tuple, entry[1])))
+
+
+def _is_refused(stream: Stream) -> bool:
+    """Return whether a stream ended for what its client asked for.
+
+    Such an error is in no series.
+    """
+    return stream.error is not None and stream.error.status == 400
 
 
 def _salted(request: Request, tenant: str) -> Request:

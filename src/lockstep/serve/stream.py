@@ -34,12 +34,13 @@ class PromptRequest:
     """A prompt of an HTTP request, as the service takes it.
 
     request: what the engine computes. stop: the strings that end its text. echo: the text that the answer begins with,
-    where the prompt is to be repeated.
+    where the prompt is to be repeated. min_stop_tokens: as of `Collector`.
     """
 
     request: Request
     stop: tuple[str, ...] = ()
     echo: str | None = None
+    min_stop_tokens: int = 0
 
 
 @dataclass
@@ -111,7 +112,8 @@ class Stream:
         self.actives: list[Active] = []
         for prompt in prompts:
             n, first = prompt.request.n, sum(active.prompt.request.n for active in self.actives)
-            collector = Collector(tokenizer, len(prompt.request.prompt_ids), n, prompt.stop)
+            num_tokens = len(prompt.request.prompt_ids)
+            collector = Collector(tokenizer, num_tokens, n, prompt.stop, prompt.min_stop_tokens)
             self.actives.append(Active(-1, prompt, collector, self, first, set(range(n)), self.began))
         self._pending: dict[int, AnswerDelta] = {}
         self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas

@@ -6,6 +6,7 @@ what runs, by which another request may stop it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ import numpy as np
 from lockstep.runtime.completion import Choice
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.service import Service
-from lockstep.serve.stream import AnswerDelta, Stream
+from lockstep.serve.stream import AnswerDelta, Stream, StreamError
 from lockstep.serve.tensors import Tensor, of
 from lockstep.serve.triton_inputs import Batch, InferRequest, Prompt, check_outputs, prompts_of
+from lockstep.serve.triton_statistics import Statistics
 from lockstep.serve.triton_steps import postprocess, preprocess
 
 
@@ -81,9 +83,21 @@ class Triton:
         """
         self.service, self._fold_ids = service, fold_ids
         self._running: dict[str, set[Generation]] = {}
+        self.statistics = Statistics()
 
     async def infer(self, request: InferRequest) -> Inference:
         """Take a request. Raises BadRequest, and StreamError where there is no room."""
+        began, name = time.monotonic(), request.model.name
+        try:
+            inference = await self._infer(request)
+        except (BadRequest, StreamError):
+            self.statistics.failed(name, time.monotonic() - began)
+            raise
+        if inference.stream is None:
+            self.statistics.succeeded(name, time.monotonic() - began)
+        return inference
+
+    async def _infer(self, request: InferRequest) -> Inference:
         batch = Batch(request.model, request.inputs, self.service.ready.max_batch_size)
         outputs = request.outputs
         check_outputs(request)
@@ -107,10 +121,23 @@ class Triton:
 
     def forget(self, id: str, generation: Generation) -> None:
         """Forget a generation that has ended."""
+        self._count(generation)
         found = self._running.get(id, set())
         found.discard(generation)
         if not found:
             self._running.pop(id, None)
+
+    def _count(self, generation: Generation) -> None:
+        """Count a generation that has ended, once."""
+        stream = generation.stream
+        if generation.is_counted or stream is None:
+            return
+        generation.is_counted = True
+        name, seconds = generation.model, time.monotonic() - stream.began
+        if any(choice.finish in (None, "abort") for choice in stream.choices) or stream.error:
+            return self.statistics.failed(name, seconds)
+        admitted = min((each.admitted for each in stream.actives if each.admitted is not None), default=stream.began)
+        self.statistics.succeeded(name, seconds, admitted - stream.began, len(stream.actives))
 
 
 @dataclass(eq=False)
@@ -158,6 +185,7 @@ class Generation(Inference):
         Raises StreamError where there is no room.
         """
         super().__init__(id=request.id)
+        self.model, self.is_counted = request.model.name, False
         self._triton, self._request = triton, request
         self._tokenizer = triton.service.tokenizer
         self._in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))

@@ -5,7 +5,6 @@ In: tensors. Out: each prompt of the batch, with its sampling and stop condition
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +15,14 @@ from lockstep.errors import InputError
 from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
+from lockstep.serve.prompts import encode_texts, too_long
 from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
 from lockstep.serve.tensors import Tensor
 from lockstep.serve.triton_models import NEVER_MADE, Model, Spec
-from lockstep.serve.words import with_spaces, words
+from lockstep.serve.words import check_words, word_ids, words
 from lockstep.step.sampling import Sampling
 
-_LONG = 1 << 14  # characters, from which on a text is encoded in a thread
 # Names that the model tensorrt_llm has for the same as the others.
 _COMMON = {
     "runtime_top_k": "top_k",
@@ -151,7 +150,12 @@ async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any =
 
     fold_ids: see `Triton`. lora: the request's parameter of this name, an adapter's. Raises BadRequest.
     """
-    prompts = [await _prompt(batch, number, service, fold_ids, lora) for number in range(batch.size)]
+    ready, texts = service.ready, []
+    if "input_ids" not in batch:
+        texts = [next(iter(batch.texts("text_input", number)), "") for number in range(batch.size)]
+    longest = min(ready.max_input_len, ready.max_seq_len - 1)
+    ids = iter(await encode_texts(texts, service.tokenizer, "text_input", longest))
+    prompts = [_prompt(batch, number, service, fold_ids, lora, next(ids, [])) for number in range(batch.size)]
     if len({prompt.prompt_request.request.n for prompt in prompts}) > 1:
         raise BadRequest("num_return_sequences: expected the same for all prompts of a batch, found different ones")
     return prompts
@@ -177,7 +181,8 @@ def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | No
     return service.adapters.named(service.name if named is None else f"{service.name}:{named}", lora or None)
 
 
-async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any) -> Prompt:
+def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any, ids: list[int]) -> Prompt:
+    """Return what prompt `number` asks for; ids: of its text, where it is one."""
     ready, tokenizer = service.ready, service.tokenizer
     vocab_size, limit, longest = ready.vocab_size, ready.max_input_len, ready.max_seq_len
     if batch.value("beam_width", number, 1) != 1:
@@ -194,16 +199,13 @@ async def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, l
         bias = _biases(batch.values("embedding_bias", number))
     else:
         field_name = "text_input"
-        text = batch.texts("text_input", number)
-        ids = (await encoded(field_name, text[0] if text else "", tokenizer)).tolist()
         stop, stop_ids = tuple(batch.texts("stop_words", number)), ()
-        bad_words = words("bad_words", with_spaces(batch.texts("bad_words", number)), tokenizer)
+        check_words("stop_words", stop)
+        bad_words = words("bad_words", batch.texts("bad_words", number), tokenizer, with_space=True)
         bias = word_biases(batch, "embedding_bias_words", "embedding_bias_weights", number, tokenizer)
     room = longest - len(ids)
     if not 1 <= len(ids) <= limit or room < 1:
-        raise BadRequest(
-            f"{field_name}: expected 1 to {min(limit, longest - 1)} tokens, found {len(ids)}; shorten it", field_name
-        )
+        raise too_long(field_name, min(limit, longest - 1), len(ids))
     for name, tokens in ((field_name, [ids]), ("bad_words", bad_words), ("stop_words", stop_ids), ("bias", [bias])):
         check_ids(name, (token for each in tokens for token in each), vocab_size)
     wanted = batch.value("max_tokens", number)
@@ -260,36 +262,6 @@ def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
         raise BadRequest(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad}", name)
 
 
-async def encoded(name: str, text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the token ids of a prompt, with those that the tokenizer adds.
-
-    Raises BadRequest.
-    """
-    try:
-        return await asyncio.to_thread(tokenizer.encode, text) if len(text) > _LONG else tokenizer.encode(text)
-    except InputError as error:
-        raise BadRequest(str(error), name) from None
-
-
-def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Return sequences of tokens from upstream's format, [2, length].
-
-    Row 0: tokens one behind the other; row 1: where each sequence ends, filled up with -1. Raises BadRequest.
-    """
-    if not rows.size:
-        return ()
-    tokens, found, start = rows[0].tolist(), [], 0
-    for end in rows[1].tolist():
-        if end == -1:
-            continue
-        if not start <= end <= len(tokens):
-            raise BadRequest(f"{name}: expected ends of words from {start} to {len(tokens)}, or -1, found {end}", name)
-        if end > start:
-            found.append(tuple(tokens[start:end]))
-        start = end
-    return tuple(found)
-
-
 def word_biases(
     batch: Batch, words_name: str, weights_name: str, number: int, tokenizer: Tokenizer
 ) -> dict[int, float]:
@@ -300,6 +272,7 @@ def word_biases(
     raw, weights = batch.values(words_name, number), batch.values(weights_name, number)
     if len(raw) != len(weights):
         raise BadRequest(f"{weights_name}: expected {len(raw)}, one for each word, found {len(weights)}", weights_name)
+    check_words(words_name, list(raw))
     found: dict[int, float] = {}
     for word, weight in zip(raw, weights.tolist()):
         if word:

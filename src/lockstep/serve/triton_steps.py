@@ -11,9 +11,11 @@ import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.serve.bodies import BadRequest
+from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.tensors import Tensor, of
-from lockstep.serve.triton_inputs import Batch, check_ids, encoded, with_spaces, word_biases, words
+from lockstep.serve.triton_inputs import Batch, check_ids, word_biases
+from lockstep.serve.words import words
 
 
 async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
@@ -26,10 +28,10 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     end = batch_values(batch, "END_ID", ends[0] if ends else -1)
     pad = batch_values(batch, "PAD_ID", ends[0] if ends else 0)
     texts = [next(iter(batch.texts("QUERY", number)), "") for number in count]
-    ids = [(await encoded("QUERY", text, tokenizer)).tolist() for text in texts]
+    ids = await encode_texts(texts, tokenizer, "QUERY")
     longest = max(map(len, ids))
     padded = [tokens + [fill] * (longest - len(tokens)) for tokens, fill in zip(ids, pad)]
-    bad = [words("BAD_WORDS_DICT", with_spaces(batch.texts("BAD_WORDS_DICT", each)), tokenizer) for each in count]
+    bad = [words("BAD_WORDS_DICT", batch.texts("BAD_WORDS_DICT", each), tokenizer, with_space=True) for each in count]
     stop = [words("STOP_WORDS_DICT", batch.texts("STOP_WORDS_DICT", each), tokenizer) for each in count]
     biases = [
         word_biases(batch, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", number, tokenizer) for number in count

@@ -1,19 +1,47 @@
-"""Words that must not come, as sequences of tokens."""
+"""Words that end an answer or must not come.
+
+Limits of their number and length, and words as sequences of tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+
+import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 
+_MOST_WORDS = 64
+_MOST_CHARACTERS = 4096  # or tokens, where words are tokens
 
-def words(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+
+def check_words(name: str, given: Sequence[Sized], unit: str = "characters") -> None:
+    """Raise BadRequest for more or longer words than each token is searched for.
+
+    name: of the parameter. unit: of the lengths.
+    """
+    total = sum(map(len, given))
+    if len(given) > _MOST_WORDS or total > _MOST_CHARACTERS:
+        raise BadRequest(
+            f"{name}: expected at most {_MOST_WORDS}, of {_MOST_CHARACTERS} {unit} in all, found {len(given)}, of "
+            f"{total} in all",
+            name,
+        )
+
+
+def words(
+    name: str, texts: Sequence[str], tokenizer: Tokenizer, with_space: bool = False
+) -> tuple[tuple[int, ...], ...]:
     """Return words as sequences of tokens, those without any left out.
 
-    Raises BadRequest.
+    with_space: each with a space before it too, which most tokenizers make other tokens of: a word that must not come
+    must come in neither way. Raises BadRequest.
     """
+    check_words(name, texts)
+    if with_space:
+        texts = [each for text in texts for each in (text, text if text[0].isspace() else f" {text}")]
     try:
         found = [tuple(tokenizer.encode(text, special=False).tolist()) for text in texts]
     except InputError as error:
@@ -21,9 +49,21 @@ def words(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[
     return tuple(tokens for tokens in dict.fromkeys(found) if tokens)
 
 
-def with_spaces(texts: Sequence[str]) -> list[str]:
-    """Return the words, and each with a space before it.
+def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Return sequences of tokens from upstream's format, [2, length].
 
-    Most tokenizers make other tokens of that: a word that must not come must come in neither way.
+    Row 0: tokens one behind the other; row 1: where each sequence ends, filled up with -1. Raises BadRequest.
     """
-    return [each for text in texts for each in (text, text if text[0].isspace() else f" {text}")]
+    if not rows.size:
+        return ()
+    tokens, found, start = rows[0].tolist(), [], 0
+    for end in rows[1].tolist():
+        if end == -1:
+            continue
+        if not start <= end <= len(tokens):
+            raise BadRequest(f"{name}: expected ends of words from {start} to {len(tokens)}, or -1, found {end}", name)
+        if end > start:
+            found.append(tuple(tokens[start:end]))
+        start = end
+    check_words(name, found, "tokens")
+    return tuple(found)
