@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import html
 import json
+import os
+import subprocess
 import xml.etree.ElementTree as xml
 from collections.abc import Callable
 from pathlib import Path
@@ -219,6 +221,21 @@ def test_a_report_that_goes_while_the_summary_is_made_is_not_run(
     renew.summarise(results, TARGETS)
     assert [row.golden for row in Summary.load(results.summary()).targets] == ["pass", "not run"]
     assert str(gone) not in json.loads(record_path(results.summary()).read_text())["inputs"]
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_what_a_killed_process_left_of_a_page_goes(results: Results, is_stale: bool) -> None:
+    renew.summarise(results, TARGETS)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    page = results.target_page(TARGETS[0])
+    dead, living = (page.with_name(f".{page.name}.{pid}.tmp") for pid in (ended.pid, os.getpid()))
+    for path in (dead, living):
+        path.write_text("half a page")
+    if is_stale:
+        results.golden("m", "fp16", "all", "onnxruntime").unlink()
+    renew.refresh(results)
+    assert (dead.exists(), living.exists()) == (False, True)
 
 
 def test_plots_are_the_same_bytes_each_time(results: Results) -> None:

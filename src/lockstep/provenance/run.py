@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.artifacts import formats
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.digest_cache import digest
-from lockstep.artifacts.files import check_place, write_bytes, write_json
+from lockstep.artifacts.files import check_place, remove_leftovers, write_bytes, write_json
 from lockstep.artifacts.manifest_files import failed_path
 from lockstep.errors import ENDING, InputError, LockstepError
 from lockstep.pipeline.stages import REPORTS, STAGES, entry_of
@@ -141,6 +141,8 @@ def _all_or_nothing(step: JobSpec) -> Iterator[None]:
             for path, data in earlier.items():
                 write_bytes(path, data)
         raise
+    for path in (output, *about, *step.beside):
+        remove_leftovers(path)
 
 
 def _is_whole(step: JobSpec, record: bytes | None) -> bool:

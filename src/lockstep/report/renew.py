@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from lockstep.artifacts.files import remove_leftovers
 from lockstep.errors import InputError, LockstepError
 from lockstep.provenance.run import from_rule, run
 from lockstep.report import summary
@@ -47,9 +48,15 @@ def write(
 
 
 def refresh(results: Results) -> None:
-    """Write the summary again where it is there and out of date."""
+    """Write the summary again where it is there and out of date.
+
+    In any case what a killed process left of it goes.
+    """
     if summary.is_stale(results):
         summarise(results, summary.targets_of(results))
+    with contextlib.suppress(InputError):  # none is there, or a damaged one, of which its reader is told
+        for path in summary.outputs(results, summary.targets_of(results)):
+            remove_leftovers(path)
 
 
 @contextlib.contextmanager
