@@ -229,7 +229,7 @@ def test_what_a_killed_process_left_of_a_page_goes(results: Results, is_stale: b
     ended = subprocess.Popen(["true"])
     ended.wait()
     page = results.target_page(TARGETS[0])
-    dead, living = (page.with_name(f".{page.name}.{pid}.tmp") for pid in (ended.pid, os.getpid()))
+    dead, living = (page.with_name(f".{page.name}.{pid}.tmp") for pid in (ended.pid, os.getppid()))
     for path in (dead, living):
         path.write_text("half a page")
     if is_stale:
