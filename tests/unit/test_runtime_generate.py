@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import InputError
 from lockstep.pipeline import engine_jobs
-from lockstep.runtime import Decoding, Model, Request, Sampling, Tokenizer, generate
+from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, Tokenizer, generate
 
 EXPECTED = json.loads((Path(__file__).parents[2] / "resources" / "demo-llama" / "expected.json").read_text())
 PROMPTS = [entry["text"] for entry in EXPECTED]
@@ -92,6 +92,16 @@ def test_text_after_a_stop_string_is_not_given_out(model, tokenizer):
     assert found == [whole[0][: whole[0].index("the coast")], whole[1]]
     assert finish == ["stop_string", "max_new_tokens"]
     assert len(generation.tokens[0]) < 14  # it stopped when it was said
+
+
+def test_stop_strings_wait_for_the_least_number_of_tokens(model, tokenizer):
+    """As in vLLM. `generate`, lists of prompts and files of prompts take it alike."""
+    whole, count = texts(generate(model, tokenizer, PROMPTS[:1], 14), 1)[0], 14
+    for least, expected in ((0, [whole[0][: whole[0].index("the coast")]]), (count, whole)):
+        sampling = Sampling(min_tokens=least)
+        assert texts(generate(model, tokenizer, PROMPTS[:1], count, sampling, stop=["the coast"]), 1)[0] == expected
+        (found,) = Engine(model).generate(PROMPTS[:1], tokenizer, sampling, count, ["the coast"])
+        assert [choice.text for choice in found.choices] == expected
 
 
 def test_a_full_slot_ends_the_request(demo, tokenizer):

@@ -121,7 +121,9 @@ def generate_file(
                     entry = _entry(line.strip())
                     record["id"] = entry.get("id")
                     request, stop = _request(entry, tokenizer, model, defaults)
-                    collector = Collector(tokenizer, len(request.prompt_ids), request.n, stop)
+                    collector = Collector(
+                        tokenizer, len(request.prompt_ids), request.n, stop, request.sampling.min_tokens
+                    )
                     running[engine.add(request)] = record, collector
                 except LockstepError as error:
                     _write(file, done, {**record, "error": f"{source}:{number}: {error}"})

@@ -251,7 +251,7 @@ class Engine:
             raise InputError(f"sampling: expected one, or one for each of {len(prompts)} prompts, found {len(each)}")
         ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         stop_ids = frozenset(self._model.eos_token_ids)
-        collectors = [Collector(tokenizer, len(prompt), n, stop) for prompt in ids]
+        collectors = [Collector(tokenizer, len(prompt), n, stop, s.min_tokens) for prompt, s in zip(ids, each)]
         requests = [Request(prompt, max_new_tokens, stop_ids=stop_ids, sampling=s, n=n) for prompt, s in zip(ids, each)]
         found = dict(zip(self.add_all(requests), collectors, strict=True))
         try:

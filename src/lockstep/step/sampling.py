@@ -44,7 +44,8 @@ class Sampling:
     much of the likeliest are out. repetition_penalty: divides positive logits of tokens in prompt or answer, multiplies
     negative ones. presence_penalty, frequency_penalty: taken off the logits of tokens in the answer, once, or as often
     as they came. logit_bias: added, by token. bad_words: token sequences that must not come. min_tokens: end tokens
-    wait for so many. seed: 0 to 2**64-1. logprobs: of the chosen token and of so many of the likeliest; None: none.
+    and stop strings wait for so many. seed: 0 to 2**64-1. logprobs: of the chosen token and of so many of the
+    likeliest; None: none.
     """
 
     temperature: float = 0.0
