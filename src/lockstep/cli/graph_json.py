@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
+from lockstep.onnx_tools.show import is_slot
 from lockstep.onnx_tools.signature import dtype_name, io_of, signature_of
 
 
@@ -24,7 +25,7 @@ def graph_json(path: Path) -> dict[str, Any]:
     """
     model = onnx.shape_inference.infer_shapes(onnx.load(path))
     graph = model.graph
-    signature = signature_of(graph, {value.name for value in graph.input if _is_slot(value)})
+    signature = signature_of(graph, {value.name for value in graph.input if is_slot(value)})
     known = {value.name: io_of(value).to_json() for value in (*graph.output, *graph.value_info)}
     return {
         "file": path.name,
@@ -43,12 +44,6 @@ def graph_json(path: Path) -> dict[str, Any]:
             for function in model.functions
         ],
     }
-
-
-def _is_slot(value: onnx.ValueInfoProto) -> bool:
-    """Return whether an input is a weight: a static shape of a type that is not int64."""
-    tensor = value.type.tensor_type
-    return tensor.elem_type != onnx.TensorProto.INT64 and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
 
 
 def _operator(node: onnx.NodeProto, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

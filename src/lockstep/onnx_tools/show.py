@@ -61,8 +61,8 @@ def layer_table(assembly_json: str | os.PathLike) -> str:
 def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
     graph = model.graph
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
-    slots = [value for value in graph.input if _is_slot(value)]
-    inputs = [value for value in graph.input if not _is_slot(value)]
+    slots = [value for value in graph.input if is_slot(value)]
+    inputs = [value for value in graph.input if not is_slot(value)]
     yield f"{path.name}: {graph.name}, opset {opset}, {len(graph.node)} operators, {len(slots)} slots"
     for title, values in (("inputs", inputs), ("slots", slots), ("outputs", graph.output)):
         if values:
@@ -86,7 +86,7 @@ def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
         )
 
 
-def _is_slot(value: onnx.ValueInfoProto) -> bool:
+def is_slot(value: onnx.ValueInfoProto) -> bool:
     """Return whether an input is a weight.
 
     Weights have static shapes and float types; what changes from call to call has a dynamic dimension.

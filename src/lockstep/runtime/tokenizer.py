@@ -6,6 +6,7 @@ Streams whole characters only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -127,7 +128,6 @@ class Tokenizer:
             # Limits of the training set-up; here the runtime's own limits hold, and nothing is cut without a word.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            self._longest = _longest_token(json.loads(self._tokenizer.to_str()))
         self._lengths: dict[int, int] = {}  # of the texts of single tokens, as they are asked for
 
     @classmethod
@@ -155,6 +155,15 @@ class Tokenizer:
             # The ids of `encode`, without its offsets, and without Python's global lock: other threads run on.
             (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
             return np.array(found.ids, np.int64)
+
+    @functools.cached_property
+    def _longest(self) -> int | None:
+        """Return `_longest_token` of this tokenizer.
+
+        It reads the whole vocabulary, 80 ms for 65,000 words, which only servers need.
+        """
+        with _one_line(f"{self._path}: expected a tokenizer.json, found "):
+            return _longest_token(json.loads(self._tokenizer.to_str()))
 
     def min_tokens(self, num_characters: int) -> int:
         """Return a lower bound of the tokens of any text of so many characters.

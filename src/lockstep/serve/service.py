@@ -88,6 +88,7 @@ class Service:
         Raises LockstepError where it cannot be.
         """
         await self.chat.start()
+        self.tokenizer.min_tokens(0)  # reads the vocabulary, for which no request is to wait
         await self._open()
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
 
