@@ -142,9 +142,8 @@ class Engine:
         # Tokens of prompts that were looked for in the prefix cache, and of those found there.
         self.prefix_queries = self.prefix_hits = 0
         self._began: float | None = None  # when the step before ended, if the next one was under way then
-        self._ahead: SchedulerOutput | None = (
-            None  # the next step, where it was decided before the tokens of this one were known
-        )
+        # The next step, where it was decided before the tokens of this one were known.
+        self._ahead: SchedulerOutput | None = None
 
     @property
     def has_work(self) -> bool:
