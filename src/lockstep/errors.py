@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 PREFIX = "lockstep: error: "
+_AGAIN = 0.02  # seconds after which a signal is sent again
 # What a scheduler, a service manager, `kill` and a closed terminal end a process with.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
@@ -65,27 +67,65 @@ def _ending_raises() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the undoing
         raise Ended(number)
 
-    for number in taken:
-        signal.signal(number, end)
+    def take() -> None:
+        for number in taken:
+            signal.signal(number, end)
+
+    take()
     try:
-        yield
+        with _repeats_ignored(take):
+            yield
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt where the removal of a folder hides it.
+def _repeats_ignored(take: Callable[[], None]) -> Iterator[None]:
+    """Send a signal again whose interrupt Python has ignored.
 
-    CPython's rmtree, interrupted while it closes a folder, closes it again, and fails with OSError.
+    It ignores what a destructor or a weak reference's callback raises; imports run many. take: handle the signals of
+    `ENDING` again.
+    """
+    before = sys.unraisablehook
+
+    def hook(ignored: Any) -> None:
+        error = ignored.exc_value
+        if not isinstance(error, KeyboardInterrupt):
+            return before(ignored)
+        take()
+        number = error.number if isinstance(error, Ended) else signal.SIGINT
+        again = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))  # once this hook has returned
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interrupt that an error came of, if it came of one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt where another error hides it.
+
+    CPython's rmtree, interrupted while it closes a folder, closes it again, and fails with OSError. A class statement
+    that is interrupted fails with RuntimeError.
     """
     try:
         yield
-    except OSError as error:
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None
-        raise
+    except Exception as error:
+        if (interrupt := _interrupt_behind(error)) is None:
+            raise
+        raise interrupt from None
 
 
 @contextlib.contextmanager

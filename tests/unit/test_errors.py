@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import guard
+from lockstep.errors import InputError, guard
 
 INTERRUPTED = "lockstep: error: interrupted; finished results are kept, run the same command to go on\n"
 
@@ -36,6 +36,27 @@ def test_an_interrupt_while_a_temporary_folder_is_removed_is_one(monkeypatch, ca
 
     with pytest.raises(SystemExit) as left, guard(), tempfile.TemporaryDirectory():
         monkeypatch.setattr(os, "close", close)
+    assert left.value.code == 130 and capsys.readouterr().err == INTERRUPTED
+
+
+def test_an_interrupt_in_a_class_statement_is_one(capsys):
+    """Before Python 3.12 it comes out as a RuntimeError. An import is mostly class statements."""
+
+    class Field:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as left, guard():
+        type("Owner", (), {"field": Field()})
+    assert left.value.code == 130 and capsys.readouterr().err == INTERRUPTED
+
+
+def test_an_interrupt_that_became_a_message_is_one(capsys):
+    with pytest.raises(SystemExit) as left, guard():
+        try:
+            raise KeyboardInterrupt
+        except BaseException as error:  # as native code's panics are taken
+            raise InputError("expected a tokenizer") from error
     assert left.value.code == 130 and capsys.readouterr().err == INTERRUPTED
 
 
@@ -75,7 +96,7 @@ def started(script: str, *arguments: str, ready: Path, **options) -> subprocess.
 
 WORK = """
 import contextlib, pathlib, sys, time
-from lockstep.errors import guard
+from lockstep.errors import InputError, guard
 @contextlib.contextmanager
 def undone(path):
     try:
@@ -97,6 +118,27 @@ def test_a_signal_is_one_line_and_its_code_after_the_work_is_undone(tmp_path: Pa
     name = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     assert (process.returncode, said) == (128 + number, f"lockstep: error: {name}; {KEPT}")
     assert not list(tmp_path.iterdir())
+
+
+IGNORED = """
+import pathlib, signal, sys, time
+from lockstep.errors import InputError, guard
+class Collected:
+    def __del__(self):
+        signal.raise_signal(int(sys.argv[2]))  # its handler raises here, which Python ignores
+with guard():
+    Collected()
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_hits_a_destructor_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
+    process = started(IGNORED, str(int(number)), ready=tmp_path / "collected")
+    said = process.communicate(timeout=30)[1]
+    name = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (process.returncode, said) == (128 + number, f"lockstep: error: {name}; {KEPT}")
 
 
 def test_a_second_signal_does_not_stop_the_undoing(tmp_path: Path) -> None:
@@ -122,7 +164,7 @@ def test_a_closed_terminal_ends_nothing_under_nohup(tmp_path: Path) -> None:
 PARENT = """
 import sys
 from lockstep import processes
-from lockstep.errors import guard
+from lockstep.errors import InputError, guard
 with guard():
     processes.run([sys.executable, "-c", sys.argv[2], sys.argv[1]])
 """

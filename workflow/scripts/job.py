@@ -26,11 +26,10 @@ def job(snakemake):
 
     def run(make):
         terminal = os.dup(2)
-        with open(snakemake.log[0], "w") as file:
-            for stream in (1, 2):
-                os.dup2(file.fileno(), stream)
         try:
-            with guard(), renew.refreshed(results):
+            with guard(), open(snakemake.log[0], "w") as file, renew.refreshed(results):
+                for stream in (1, 2):
+                    os.dup2(file.fileno(), stream)
                 renew.refresh(results)  # Snakemake has deleted what the job makes
                 take_back_from_the_future(snakemake.input, results)
                 stage.run(step_of(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
@@ -44,7 +43,9 @@ def job(snakemake):
 def _tell(log, terminal, code):
     """The line that the log ends in on the terminal, and the exit code where the run looks for it (EXIT_CODES in
     common.smk)."""
-    said = [line for line in Path(log).read_text(errors="replace").splitlines() if line.startswith(PREFIX)]
+    log = Path(log)  # a job that ended before it could open it has said so on the terminal
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    said = [line for line in lines if line.startswith(PREFIX)]
     if said:
         os.write(terminal, f"{said[-1]}\n".encode())
     with contextlib.suppress(KeyError), open(os.environ["LOCKSTEP_EXIT_CODES"], "a") as file:
