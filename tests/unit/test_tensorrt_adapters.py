@@ -70,7 +70,7 @@ def open_model(lora: Results, form: Form, gpu: fake_gpu.Gpu, shared: Shared) -> 
     assembly, weights = lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision)
     options = {"attention": attention, "products": products, **SIZES}
     make = lambda folder: build(assembly, "tensorrt", folder / "engines.json", options)
-    engines = shared.folder(f"lora-tensorrt/{precision}-{products}", make) / "engines.json"
+    engines = shared.folder(f"lora-tensorrt/{'-'.join(form)}", make) / "engines.json"
     adapters = lora.adapters("demo-llama")
     return lambda **given: Model.open(engines, assembly, weights, **{**SIZES, "adapters_json": adapters, **given})
 
@@ -189,7 +189,7 @@ def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_witho
     assembly = demo.assembly("demo-llama", precision)
     options = {"attention": attention, "products": products, **SIZES}
     make = lambda folder: build(assembly, "tensorrt", folder / "engines.json", options)
-    engines = shared.folder(f"tensorrt-without/{precision}-{products}", make) / "engines.json"
+    engines = shared.folder(f"tensorrt-without/{'-'.join(form)}", make) / "engines.json"
     given = [(np.arange(9), None), (np.arange(3, 70), None)]
     expected = logits_of(Model.open(engines, assembly, demo.weights("demo-llama", precision), **SIZES), given)
     for model in (open_model(), open_model(adapters_json=None)):

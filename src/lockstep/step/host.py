@@ -16,6 +16,7 @@ from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
 from lockstep.step.kv_cache import KVCache
 from lockstep.step.network import Network
+from lockstep.step.packing import pack, split
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.plan import Chunk, HostStep, Layout, Rows
 from lockstep.step.sampling import Sampling, draw
@@ -216,27 +217,19 @@ class HostExecutor:
         """
         layout = step.layout
         first_of = {part.capacity: at.start - part.low for part, at in zip(layout.decoding, step.slices)}
-        decoded: dict[int, list[int]] = {capacity: [] for capacity in first_of}
-        offset = layout.num_decode
-        if offset > sum(len(advance.tokens) == 1 for advance in advances):
-            step.token_ids[:offset] = 0  # rows between that do not decode: token 0 at position 0, past length 0
-            step.position_ids[:offset] = 0
-            step.adapter_ids[:offset] = -1
-        for i, advance in enumerate(advances):
-            count = len(advance.tokens)
-            if count == 1:
-                place = self._cache.row_of(advance.slot)
-                decoded[place.capacity].append(place.row)
-                first = first_of[place.capacity] + place.row
-                step.token_ids[first], step.position_ids[first] = advance.tokens[0], advance.start
-            else:
-                first, offset = offset, offset + count
-                step.token_ids[first:offset] = advance.tokens
-                step.position_ids[first:offset] = np.arange(advance.start, advance.start + count)
-            step.logit_rows[i] = first + count - 1
-            if self._adapters is not None:
-                step.adapter_ids[first : first + count] = self._adapters[advance.slot]
-        return {capacity: np.array(sorted(rows), np.int64) for capacity, rows in decoded.items()}
+        decoding, chunks = split(advances)
+        places = [self._cache.row_of(advance.slot) for advance in decoding]
+        rows = [first_of[place.capacity] + place.row for place in places]
+        packed = pack(decoding, rows, layout.num_decode, chunks)
+        step.token_ids[:], step.position_ids[:] = packed.token_ids, packed.position_ids
+        last = dict(zip((advance.slot for advance in (*decoding, *chunks)), packed.last.tolist()))
+        step.logit_rows[:] = [last[advance.slot] for advance in advances]
+        if self._adapters is not None:
+            step.adapter_ids[:] = packed.adapter_ids(self._adapters)
+        return {
+            capacity: np.array(sorted(place.row for place in places if place.capacity == capacity), np.int64)
+            for capacity in first_of
+        }
 
 
 def _check_declared(network: Network) -> None:

@@ -34,6 +34,7 @@ from lockstep.backends.tensorrt.resident_adapters import ResidentAdapters
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import FOUND, Advance
 from lockstep.step.network import Network
+from lockstep.step.packing import split
 from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
@@ -722,12 +723,8 @@ def _bucket(count: int, rows: int) -> int:
 
 
 def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
-    """Split a step into what decodes, of one token, and chunks, of several.
-
-    The chunks are sorted by length, so that attention takes prompts of about one length together.
-    """
-    decoding = [advance for advance in advances if len(advance.tokens) == 1]
-    chunks = [advance for advance in advances if len(advance.tokens) > 1]
+    """Split a step, its chunks by length: attention takes prompts of about one length together."""
+    decoding, chunks = split(advances)
     return decoding, sorted(chunks, key=lambda chunk: len(chunk.tokens))
 
 

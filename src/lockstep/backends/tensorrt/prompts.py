@@ -6,7 +6,7 @@ stand a token of each of some slots that decode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.attention import Chunks
 from lockstep.backends.tensorrt.staging import Staging
 from lockstep.step.advance import Advance
+from lockstep.step.packing import PackedTokens, pack
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,10 @@ class PromptInputs:
         False for a pass that leaves caches and tokens as they are. adapters: the adapter slot of each request slot,
         where blocks take them.
         """
-        ends = np.cumsum([len(chunk.tokens) for chunk in chunks])
-        places = [(chunk.slot, chunk.start, int(end) - len(chunk.tokens), int(end)) for chunk, end in zip(chunks, ends)]
+        packed = pack([], [], 0, chunks)
         slots = np.array([chunk.slot if write else -1 for chunk in chunks])
-        positions = np.concatenate([np.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
-        counts = [len(chunk.tokens) for chunk in chunks]
-        values = {
-            "token_ids": np.concatenate([chunk.tokens for chunk in chunks]),
-            "position_ids": positions,
-            "rows": np.repeat(slots, counts),
-            "logit_rows": ends - 1,
-            "slots": slots,
-            "held": positions[ends - 1],
-        }
-        if adapters is not None:
-            values[IDS] = np.repeat(adapters[[chunk.slot for chunk in chunks]], counts)
-        return self._send(stream, values), places
+        rows = packed.slots if write else np.full_like(packed.slots, -1)
+        return self._send(stream, packed, rows, packed.last, slots, adapters), _places(chunks, packed.first)
 
     def send_mixed(
         self,
@@ -102,43 +91,45 @@ class PromptInputs:
         which rows go on with whose token is `FOUND`. adapters, and what is returned: as of `send`; the chunks' packed
         tokens are counted behind those that decode.
         """
-        count = 1 + max(advance.slot for advance in decoding)
-        requests = 1 + max(advance.slot for advance in (*decoding, *chunks))
-        total = count + sum(len(chunk.tokens) for chunk in chunks)
-        token_ids, positions = (np.zeros(total, np.int64) for _ in range(2))
-        logit_rows, held = (np.zeros(requests, np.int64) for _ in range(2))
-        rows, slots = np.full(total, -1), np.full(requests, -1)
-        chosen = [advance.slot for advance in decoding]
-        token_ids[chosen] = [advance.tokens[0] for advance in decoding]
-        positions[chosen] = held[chosen] = [advance.start for advance in decoding]
-        rows[chosen] = slots[chosen] = logit_rows[chosen] = chosen
-        places, low = [], count
-        for chunk in chunks:
-            high, end = low + len(chunk.tokens), chunk.start + len(chunk.tokens)
-            token_ids[low:high], positions[low:high] = chunk.tokens, np.arange(chunk.start, end)
-            rows[low:high] = slots[chunk.slot] = chunk.slot
-            logit_rows[chunk.slot], held[chunk.slot] = high - 1, end - 1
-            places.append((chunk.slot, chunk.start, low - count, high - count))
-            low = high
-        values = {
-            "token_ids": token_ids,
-            "position_ids": positions,
-            "rows": rows,
-            "logit_rows": logit_rows,
-            "slots": slots,
-            "held": held,
-        }
-        if adapters is not None:
-            of_rows = np.where(rows[:count] >= 0, adapters[:count], -1)
-            values[IDS] = np.concatenate([of_rows, *(np.full(len(c.tokens), adapters[c.slot]) for c in chunks)])
-        inputs = self._send(stream, values, count)
+        count, chosen = 1 + max(advance.slot for advance in decoding), [advance.slot for advance in decoding]
+        packed = pack(decoding, chosen, count, chunks)
+        in_step = [*chosen, *(chunk.slot for chunk in chunks)]
+        requests = 1 + max(in_step)
+        last, slots = np.zeros(requests, np.int64), np.full(requests, -1)
+        last[in_step], slots[in_step] = packed.last, in_step
+        inputs = self._send(stream, packed, packed.slots, last, slots, adapters, count)
         if decoding[0].tokens[0] < 0:
             nbytes = found[:count].nbytes
             stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
-        return inputs, places
+        return inputs, _places(chunks, packed.first[len(decoding) :] - count)
 
-    def _send(self, stream: cuda.Stream, values: Mapping[str, np.ndarray], num_decoding: int = 0) -> Inputs:
+    def _send(
+        self,
+        stream: cuda.Stream,
+        packed: PackedTokens,
+        rows: np.ndarray,
+        last: np.ndarray,
+        slots: np.ndarray,
+        adapters: np.ndarray | None,
+        num_decoding: int = 0,
+    ) -> Inputs:
+        """Put a packed step on the device; rows by token, last and slots by request (`Inputs`)."""
+        values = {
+            "token_ids": packed.token_ids,
+            "position_ids": packed.position_ids,
+            "rows": rows,
+            "logit_rows": last,
+            "slots": slots,
+            "held": np.where(slots >= 0, packed.position_ids[last], 0),
+        }
+        if adapters is not None:
+            values[IDS] = packed.adapter_ids(adapters)
         arrays = {name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()}
         self._staging.send(stream, [(arrays[name], array) for name, array in values.items()])
-        unsent = {IDS: self.arrays.adapter_ids[: len(values["token_ids"])]}
+        unsent = {IDS: self.arrays.adapter_ids[: len(rows)]}
         return Inputs(**unsent | arrays, num_decoding=num_decoding)
+
+
+def _places(chunks: Sequence[Advance], first: np.ndarray) -> Chunks:
+    """Return each chunk as (slot, start, first packed token, token behind the last)."""
+    return [(chunk.slot, chunk.start, low, low + len(chunk.tokens)) for chunk, low in zip(chunks, first.tolist())]
