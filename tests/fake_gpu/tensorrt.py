@@ -116,6 +116,9 @@ class Context:
     def __init__(self, engine: Engine, own_memory: bool = False):
         self.engine, self.active_optimization_profile, self.ready, self.allocator = engine, 0, False, None
         self.shapes: dict[str, tuple[int, ...]] = {}
+        # Dies with the context, no sooner: the collector leaves references to what it does not track alone until
+        # finalizers have run, and an executor's waits for its streams.
+        self._life = np.empty(0)
         self.addresses: dict[str, int] = {}
         self.memory = None if own_memory else (0, 0)  # address, size
 
@@ -133,7 +136,8 @@ class Context:
         self.memory = address, self.engine.device_memory_size
 
     def set_optimization_profile_async(self, number, stream):
-        self.active_optimization_profile, self.shapes, self.ready = number, {}, False
+        self.active_optimization_profile, self.ready = number, False
+        self.shapes.clear()
         self.engine.gpu.profiles.append(number)
         return True
 
@@ -168,13 +172,13 @@ class Context:
             return False
         gpu.plain += not gpu.capturing(stream)
         self.ready = True
-        context, captured = weakref.ref(self), gpu.capturing(stream)
+        life, captured, last = weakref.ref(self._life), gpu.capturing(stream), self.shapes
         shapes, addresses, memory, allocator = dict(self.shapes), dict(self.addresses), self.memory, self.allocator
         kinds = {KINDS.FLOAT: "f4", KINDS.HALF: "f2", KINDS.INT32: "i4", KINDS.INT64: "i8", KINDS.INT8: "i1"}
         dtype = lambda name: kinds[engine.get_tensor_dtype(name)]
 
         def run() -> None:
-            if captured and (context() is None or context().shapes != shapes):
+            if captured and (life() is None or last != shapes):
                 raise Fault("the context of a captured run is gone, or has other shapes")
             if memory is not None:
                 gpu.bytes(*memory)[:] = POISON

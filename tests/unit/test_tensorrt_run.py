@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -117,6 +120,41 @@ class Both:
     def release(self, slot):
         self.reference.release(slot)
         self.found.release(slot)
+
+
+AT_EXIT = """
+import atexit, functools, os, sys
+from lockstep.runtime import Model
+import fake_gpu
+
+installed = fake_gpu.installed(sys.argv[1])
+installed.__enter__()
+model = Model.open(*sys.argv[2:5], 2, max_batch_size=4, max_num_tokens=128, max_seq_len=256)
+import numpy as np
+from lockstep.step.advance import Advance, then_decode
+advances = [Advance(0, np.arange(3, 20), 0)]
+model.step_tokens(advances, then_decode(advances))
+@atexit.register
+def end():
+    from lockstep.backends.tensorrt import cuda
+    native = (fake_gpu.tensorrt.Context, fake_gpu.tensorrt.Engine)
+    for kind in (cuda._Memory, cuda.Stream, cuda.Graph, cuda.Event, *native):
+        # No function of this script: it would keep these globals, and so the model.
+        kind.__del__ = functools.partial(os.write, 2, f"{kind.__name__} is destroyed\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("form", FORMS[1:], indirect=True, ids="-".join)
+def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engines, form, gpu):
+    """The interpreter would destroy streams and engines in any order, behind the driver's and TensorRT's own end."""
+    paths = engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, form[0], *map(str, paths)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("following", [False, True])

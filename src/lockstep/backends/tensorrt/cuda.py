@@ -6,10 +6,12 @@ library NVRTC of the CUDA toolkit. Nothing here knows TensorRT.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +24,22 @@ from lockstep.errors import CheckError
 _HOST_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
 _DEVICE_TO_HOST = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
 _DEVICE_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+_left_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def leave_at_exit(owner: object) -> None:
+    """Leave what an object holds to the operating system, if it is alive when the process ends.
+
+    The interpreter takes objects and modules apart in any order then: an engine that goes after TensorRT's runtime, or
+    a stream after the driver, would crash a process whose work is done.
+    """
+    _left_at_exit.add(owner)
+
+
+@atexit.register
+def _leave() -> None:
+    for owner in _left_at_exit:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def check(result: tuple[Any, ...]) -> Any:

@@ -97,6 +97,7 @@ class GpuExecutor:
         kv_bytes: memory for keys and values, of each device; None: for the longest requests in all slots, or nine
         tenths of what is free. Raises CheckError where that is no page.
         """
+        cuda.leave_at_exit(self)
         self.num_slots, self.max_seq_len = num_slots, max_seq_len
         self.lengths = np.zeros(num_slots, np.int64)
         # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still

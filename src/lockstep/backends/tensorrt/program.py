@@ -105,6 +105,7 @@ class TensorRTProgram:
         self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self.device = Device.get(rank)
         self.device.use()
+        cuda.leave_at_exit(self)
         self.engine = library.deserialize(engine_path.read_bytes() if plan is None else plan, str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
         self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
