@@ -79,7 +79,7 @@ def run(
     manifest = read_json(engines)
     note(device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
     model = Model.open(engines, assembly_json, weights)
-    model._executor.wait()
+    model._executor.group.wait_for_weights()
     note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
     if assembly.tensor_parallel is not None:
         note(ranks=assembly.tensor_parallel.degree, sums=sums(model))

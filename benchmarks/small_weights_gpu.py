@@ -97,7 +97,7 @@ def measure(folder: Path, work: Path, precision: str) -> None:
     note(build_seconds=round(seconds, 1), engine_bytes=sum(sizes))
     note(device=manifest["device"], tensorrt=manifest["backend_version"], layers=len(assembly.layers))
     seconds, model = timed(lambda: Model.open(engines, assembly_json, weights))
-    more, _ = timed(model._executor.wait)
+    more, _ = timed(model._executor.group.wait_for_weights)
     from lockstep.backends.tensorrt import cuda
 
     note(open_seconds=round(seconds + more, 1), weight_bytes=_weight_bytes(assembly), used_bytes=cuda.memory_used())

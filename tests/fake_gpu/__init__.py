@@ -66,6 +66,8 @@ BOUND = (
     "all_reduce",
     "rank",
     "resident_adapters",
+    "rank_group",
+    "timing",
     "executor",
     "comparison",
 )

@@ -224,7 +224,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: tuple) -
     whole = lambda key: key[0] == "logits" and key[-1] != "part"
 
     def clear() -> None:
-        for rank in model._executor._each():
+        for rank in model._executor.group.each():
             for key, array in rank._buffers.items():
                 if whole(key):
                     rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
@@ -232,7 +232,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: tuple) -
 
     def gathered() -> bool:
         found = []
-        for rank in model._executor._each():
+        for rank in model._executor.group.each():
             for key, array in rank._buffers.items():
                 if whole(key):
                     found.append(np.empty(array.shape, array.dtype))
@@ -362,7 +362,7 @@ def test_a_step_that_ended_is_no_device_that_hangs(open_model, monkeypatch, capf
         model.step([Advance(0, np.arange(6), 0)])
     time.sleep(0.5)
     assert not codes and not capfd.readouterr().err
-    watch = weakref.ref(model._executor._watch)
+    watch = weakref.ref(model._executor.group.watch)
     del model
     gc.collect()
     assert watch() is None, "the thread holds no model"

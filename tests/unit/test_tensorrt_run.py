@@ -318,7 +318,7 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
     both.step(0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(
-            type(both.found._executor.ranks[0].forms[0]),
+            type(both.found._executor.ranks[0].attentions[0]),
             "reserve",
             lambda self, ends, *rest: refuse() if max(ends.values()) > 64 else False,
         )
@@ -401,7 +401,7 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
     state = executor.ranks[0].state
     both.step(0, 1, prompts=[(2, 30), (3, 5)])
     assert gpu.launches == launches and [array.address for array in fetched] == [state.found.address]
-    assert executor._last[0].names.count("block") == len(executor.ranks[0].network.layers)
+    assert executor.group.last[0].names.count("block") == len(executor.ranks[0].network.layers)
     assert state.token_ids.address not in [array.address for array in sent]
     for slots in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)):
         sent.clear()
@@ -567,7 +567,9 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_ea
 
 def tables(model):
     """Addresses of the page tables of a model."""
-    return {attention._table.address for attention in model._executor.ranks[0].forms if hasattr(attention, "_table")}
+    return {
+        attention._table.address for attention in model._executor.ranks[0].attentions if hasattr(attention, "_table")
+    }
 
 
 def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model, form, gpu):
@@ -739,7 +741,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
     # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
     if form[2] == "traced":
-        for array in (array for pair in both.found._executor.ranks[0].forms[0]._cache.values() for array in pair):
+        for array in (array for pair in both.found._executor.ranks[0].attentions[0]._cache.values() for array in pair):
             gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
     both.step(0, prompts=[(1, 3), (2, 10)])
     for _ in range(3):
@@ -1048,10 +1050,10 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     from lockstep.backends.tensorrt import cuda
 
     executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
-    (attention,) = executor.ranks[0].forms
+    (attention,) = executor.ranks[0].attentions
     held = [list(executor.tables[slot]) for slot in range(4)]
     for ends in ({1: 65}, {0: 1, 2: 130, 1: 128}):
-        executor._reserve(ends, lengths)
+        executor.group.reserve(ends, lengths)
         held.append([[*executor.tables[slot], 0, 0, 0, 0][:4] for slot in range(4)])
         if len(held) == 5:
             executor.ranks[0].stream.download(table, attention._table)

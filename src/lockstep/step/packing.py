@@ -1,4 +1,7 @@
-"""The packing of a step's tokens, the same for every executor: rows that decode in front, then chunks."""
+"""The packing of a step's tokens: rows that decode in front, then chunks.
+
+It is the same for every executor.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ class PackedTokens:
     last: np.ndarray
 
     def adapter_ids(self, adapter_slots: np.ndarray) -> np.ndarray:
-        """Return by token the slot of its adapter, or -1; adapter_slots: those of the request slots."""
+        """Return by token the slot of its adapter, or -1.
+
+        adapter_slots: those of the request slots.
+        """
         return np.where(self.slots >= 0, adapter_slots[self.slots], -1)
 
 
@@ -37,7 +43,10 @@ def split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
 
 
 def pack(decoding: Sequence[Advance], rows: Sequence[int], num_rows: int, chunks: Sequence[Advance]) -> PackedTokens:
-    """Pack a step: `num_rows` rows, of which those of `decoding` are `rows`, then `chunks` one after another."""
+    """Pack a step: rows that decode, then chunks one after another.
+
+    rows: those of `decoding`, among `num_rows`.
+    """
     counts = [len(chunk.tokens) for chunk in chunks]
     behind = num_rows + np.cumsum(counts, dtype=np.int64)
     first, last = np.array([*rows, *(behind - counts)], np.int64), np.array([*rows, *(behind - 1)], np.int64)

@@ -28,10 +28,10 @@ _left_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def leave_at_exit(owner: object) -> None:
-    """Leave what an object holds to the operating system, if it is alive when the process ends.
+    """Leave what an object holds to the operating system when the process ends.
 
-    The interpreter takes objects and modules apart in any order then: an engine that goes after TensorRT's runtime, or
-    a stream after the driver, would crash a process whose work is done.
+    So it is with objects that are alive then. The interpreter takes objects and modules apart in any order: an engine
+    that goes after TensorRT's runtime, or a stream after the driver, would crash a process whose work is done.
     """
     _left_at_exit.add(owner)
 

@@ -14,23 +14,18 @@ of it that are not asked for after all are dropped, and prompts that come on top
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 
 from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.all_reduce import connect
-from lockstep.backends.tensorrt.attention import LARGEST_BATCH, make_tables, padded
-from lockstep.backends.tensorrt.rank import Rank, StepCalls, engine_of, most_exchanged
-from lockstep.backends.tensorrt.rank_device import Device
-from lockstep.backends.tensorrt.rank_watch import RankWatch
+from lockstep.backends.tensorrt.attention import LARGEST_BATCH, padded
+from lockstep.backends.tensorrt.rank import Rank, StepCalls
+from lockstep.backends.tensorrt.rank_group import RankGroup
 from lockstep.backends.tensorrt.resident_adapters import ResidentAdapters
+from lockstep.backends.tensorrt.timing import ROUNDS, microseconds, microseconds_by_name
 from lockstep.errors import CheckError, InputError
 from lockstep.step.advance import FOUND, Advance
 from lockstep.step.network import Network
@@ -38,10 +33,7 @@ from lockstep.step.packing import split
 from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
-CHECK_RANKS = "LOCKSTEP_CHECK_RANKS"  # of the environment: set, each step's results are compared between ranks
-_ROUNDS = 20  # of what is timed
 _WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights take to be read (7B shape, H200, fp16)
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -63,21 +55,6 @@ class _Flight:
     def tokens(self) -> np.ndarray:
         """Return the first rank's tokens, by slot."""
         return self.fetched[0][0]
-
-
-def _waits(method: Callable[..., _T]) -> Callable[..., _T]:
-    """Wrap a method of GpuExecutor that waits for devices.
-
-    Where one of several devices hangs meanwhile, the process ends.
-    """
-
-    @functools.wraps(method)
-    def watched(executor: GpuExecutor, *arguments: Any, **more: Any) -> _T:
-        watch: RankWatch | None = getattr(executor, "_watch", None)
-        with contextlib.nullcontext() if watch is None else watch.waiting():
-            return method(executor, *arguments, **more)
-
-    return watched
 
 
 class GpuExecutor:
@@ -102,48 +79,18 @@ class GpuExecutor:
         self.lengths = np.zeros(num_slots, np.int64)
         # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
         self._written: set[int] = set()
-        networks = (network, *network.others)
-        uploads = [
-            engine_of(piece).uploads
-            for each in networks
-            for block in (each.embedding, *(block for block, _ in each.layers), each.exit)
-            for piece in block.pieces
-        ]
-        self._uploads = list({id(each): each for each in uploads}.values())
+        self.group = RankGroup(network, num_slots, max_seq_len, max_num_tokens, kv_bytes)
+        self.ranks, self.tables = self.group.ranks, self.group.tables
         self._max_num_tokens = max_num_tokens
-        devices = [Device.get(rank) for rank in range(len(networks))]
-        most = most_exchanged(network, num_slots, max_num_tokens)
-        exchanges = connect(devices, *most) if network.others else [None]
-        self.tables = make_tables(network, num_slots, max_seq_len, kv_bytes, _least_free(devices))
-        self.ranks = [
-            Rank(each, device, self.tables, num_slots, max_seq_len, max_num_tokens, exchange)
-            for each, device, exchange in zip(networks, devices, exchanges, strict=True)
-        ]
-        self._watch = RankWatch([rank.exchange for rank in self.ranks if rank.exchange]) if network.others else None
-        self._checks_ranks = bool(network.others and os.environ.get(CHECK_RANKS))
-        self._last: list[StepCalls] = []  # that were put on the streams
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[list[StepCalls], list[int]] | None = None
         self._host_logits: np.ndarray | None = None
         self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
-        devices[0].use()
 
     def __del__(self) -> None:
-        self._drain()
-
-    @_waits
-    def _drain(self) -> None:
-        for rank in getattr(self, "ranks", ()):
-            rank.stream.drain()  # what is freed now may be at work still
-
-    def _each(self) -> Iterator[Rank]:
-        """Yield the ranks in order, each on its device; then use the first one's again."""
-        for rank in self.ranks:
-            rank.device.use()
-            yield rank
-        if len(self.ranks) > 1:
-            self.ranks[0].device.use()
+        if hasattr(self, "group"):
+            self.group.drain()  # what is freed now may be at work still
 
     @property
     def in_flight(self) -> bool:
@@ -153,8 +100,8 @@ class GpuExecutor:
     def reset(self, slot: int) -> None:
         """Forget what a slot holds and release its pages."""
         if slot in self._written:
-            for rank in self._each():
-                for attention in rank.forms:
+            for rank in self.group.each():
+                for attention in rank.attentions:
                     attention.reset(slot, rank.stream)
         self._written.discard(slot)
         self._leave_flight(slot)
@@ -171,30 +118,27 @@ class GpuExecutor:
     def fork(self, slot: int, other: int) -> None:
         """Copy what is behind the slot's full pages."""
         self._written.add(other)
-        for rank in self._each():
+        for rank in self.group.each():
             for attention in rank.paged:
                 attention.fork(slot, other, int(self.lengths[slot]), rank.stream)
 
     def swap_out(self, slot: int) -> list[list[np.ndarray]]:
         """Copy the slot's pages to page-locked memory, by rank, and reset it."""
         length = int(self.lengths[slot])
-        swapped = [[attention.save(slot, length, rank.stream) for attention in rank.paged] for rank in self._each()]
-        self._synchronize()
+        swapped = [
+            [attention.save(slot, length, rank.stream) for attention in rank.paged] for rank in self.group.each()
+        ]
+        self.group.synchronize()
         self.reset(slot)
         return swapped
 
     def swap_in(self, slot: int, swapped: Sequence[Sequence[np.ndarray]]) -> None:
         """Copy pages back into those that the slot has now."""
         self._written.add(slot)
-        for rank, saved in zip(self._each(), swapped, strict=True):
+        for rank, saved in zip(self.group.each(), swapped, strict=True):
             for attention, pages in zip(rank.paged, saved, strict=True):
                 attention.restore(slot, pages, rank.stream)
-        self._synchronize()
-
-    @_waits
-    def _synchronize(self) -> None:
-        for rank in self._each():
-            rank.stream.synchronize()
+        self.group.synchronize()
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
         """Choose a slot's tokens so in steps that are launched from now on.
@@ -240,46 +184,46 @@ class GpuExecutor:
         """
         return self.tokens_and_logits(advances, range(len(advances)))[1]
 
-    @_waits
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
         """Run a step and return just the tokens that `set_sampling` asks for.
 
         They are [len(advances)] int64, -1 where the largest logit is NaN or infinite. following: the step that is
         launched speculatively behind this one: `Model.step_tokens`.
         """
-        flight = self._put(advances)
-        slots = [advance.slot for advance in advances]
-        launched = self._put_ahead(following, _ends(advances)) if following else None
-        self._wait(flight)
-        found = flight.tokens.copy()
-        if launched is None:
-            self._tell(slots, found)
-        else:
-            launched.given = found
-        self._in_flight = launched
-        return found[slots].astype(np.int64)
+        with self.group.waiting():
+            flight = self._put(advances)
+            slots = [advance.slot for advance in advances]
+            launched = self._put_ahead(following, _ends(advances)) if following else None
+            self._wait(flight)
+            found = flight.tokens.copy()
+            if launched is None:
+                self._tell(slots, found)
+            else:
+                launched.given = found
+            self._in_flight = launched
+            return found[slots].astype(np.int64)
 
-    @_waits
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Run a step and return its tokens and the logits of some of the requests.
 
         See `Executor.tokens_and_logits`.
         """
-        flight = self._put(advances)
-        self._gather(flight)
-        found = [[by_slot[advances[number].slot] for number in wanted] for by_slot in flight.rows]
-        if self._host_logits is None:
-            some = next(iter(flight.rows[0].values()))
-            self._host_logits = cuda.pinned((self.num_slots, some.shape[1]), some.dtype)
-        logits = self._fetch_logits(self._host_logits, self.ranks[0], found[0])
-        self._wait(flight)
-        if self._checks_ranks:
-            logits = logits.copy()
-            for rank, each in zip(self._each(), found):
-                self._compare("logits", rank, self._fetch_logits(self._host_logits, rank, each), logits)
-        slots = [advance.slot for advance in advances]
-        self._tell(slots, flight.tokens)
-        return flight.tokens[slots].astype(np.int64), logits.astype(np.float32)
+        with self.group.waiting():
+            flight = self._put(advances)
+            self._gather(flight)
+            found = [[by_slot[advances[number].slot] for number in wanted] for by_slot in flight.rows]
+            if self._host_logits is None:
+                some = next(iter(flight.rows[0].values()))
+                self._host_logits = cuda.pinned((self.num_slots, some.shape[1]), some.dtype)
+            logits = self._fetch_logits(self._host_logits, self.ranks[0], found[0])
+            self._wait(flight)
+            if self.group.compares:
+                logits = logits.copy()
+                for rank, each in zip(self.group.each(), found):
+                    self.group.compare("logits", rank, self._fetch_logits(self._host_logits, rank, each), logits)
+            slots = [advance.slot for advance in advances]
+            self._tell(slots, flight.tokens)
+            return flight.tokens[slots].astype(np.int64), logits.astype(np.float32)
 
     def _fetch_logits(self, host: np.ndarray, rank: Rank, rows: Sequence[cuda.Array]) -> np.ndarray:
         """Copy rows of logits into `host`."""
@@ -301,29 +245,10 @@ class GpuExecutor:
             done.wait()
             if rank.exchange is not None:
                 rank.exchange.check()
-            if self._checks_ranks:
-                self._compare("tokens", rank, tokens, flight.tokens)
-        if self._checks_ranks:
-            found = [self._values(rank, plan) for rank, plan in zip(self._each(), self._last)]
-            for rank, values in zip(self.ranks, found):
-                for value, first in zip(values, found[0]):
-                    self._compare("values behind the last layer", rank, value, first)
-
-    def _values(self, rank: Rank, plan: StepCalls) -> list[np.ndarray]:
-        """Return what the exit of the last step on the stream reads."""
-        hosts = [np.empty(array.shape, array.dtype) for array in plan.whole]
-        for host, array in zip(hosts, plan.whole):
-            rank.stream.download(host, array)
-        rank.stream.synchronize()
-        return hosts
-
-    def _compare(self, what: str, rank: Rank, found: np.ndarray, first: np.ndarray) -> None:
-        if found.tobytes() != first.tobytes():
-            number = self.ranks.index(rank)
-            raise CheckError(
-                f"tensor_parallel: rank {number} (GPU {rank.device.number}): expected the {what} of rank 0 to the bit, "
-                "found others; check that GPU and its links (nvidia-smi, dmesg)"
-            )
+            if self.group.compares:
+                self.group.compare("tokens", rank, tokens, flight.tokens)
+        if self.group.compares:
+            self.group.compare_values()
 
     def _put(self, advances: Sequence[Advance]) -> _Flight:
         """Put a step on the streams, as far as it is not in flight."""
@@ -423,15 +348,15 @@ class GpuExecutor:
 
     def _gather(self, flight: _Flight) -> None:
         """Gather the logits of a step on the streams where ranks have parts of them."""
-        with self._together():
+        with self.group.together():
             for plans in flight.passes:
-                for rank, plan in zip(self._each(), plans):
+                for rank, plan in zip(self.group.each(), plans):
                     if plan.part is not None:
                         rank.gather(plan)
 
     def _fetch(self) -> list[tuple[np.ndarray, cuda.Event]]:
         """Copy the tokens of the last step on the streams to the host."""
-        for rank in self._each():
+        for rank in self.group.each():
             rank.fetched.reverse()
             tokens, done = rank.fetched[0]
             rank.stream.download(tokens, rank.state.found)
@@ -444,23 +369,15 @@ class GpuExecutor:
         lengths[list(ends)] = list(ends.values())
         return lengths
 
-    def wait(self) -> None:
-        """Wait until all weights are on the devices.
-
-        Raises what an upload raised.
-        """
-        for uploads in self._uploads:
-            uploads.wait()
-
     def warm_up(self) -> None:
         """Run the calls of all steps once, so that no request waits for it.
 
         This captures the decode graph of each number of rows, takes prompts of each power of two of tokens, alone and
         several at a time, and products of many numbers of tokens. Caches stay as they are.
         """
-        self.wait()
-        self._reserve({}, self.lengths)
-        for rank in self._each():
+        self.group.wait_for_weights()
+        self.group.reserve({}, self.lengths)
+        for rank in self.group.each():
             rank.state.decode([], None, [], rank.stream)
         ways = (False, True) if self._resident is not None and self.ranks[0].has_base else (False,)
         draws = (False, True) if self.ranks[0].splits_logits else (False,)
@@ -468,7 +385,7 @@ class GpuExecutor:
             for adapted, drawn in itertools.product(ways, draws):
                 plans = self._decode_calls(count, adapted, drawn)
                 while plans[0].graph is None:
-                    self._launch(plans)
+                    self.group.launch(plans)
         longest = min(self._max_num_tokens, self.max_seq_len)
         for tokens in sorted({min(1 << power, longest) for power in range(1, longest.bit_length() + 1)}):
             for batch in range(1, 1 + min(LARGEST_BATCH, self.num_slots)):
@@ -479,77 +396,28 @@ class GpuExecutor:
                         self._pass(chunks, write=False, adapted=adapted)
         for rank, adapted in itertools.product(self.ranks, ways):
             rank.warm_products(adapted)
-        self._synchronize()
-        self._check()
-
-    def _check(self) -> None:
-        for rank in self.ranks:
-            if rank.exchange is not None:
-                rank.exchange.check()
-
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """Put calls on the streams that wait for other ranks.
-
-        Where that fails half way, no rank waits any more, and there are no further steps.
-        """
-        self._check()
-        try:
-            yield
-        except BaseException:
-            for rank in self.ranks:
-                if rank.exchange is not None:
-                    rank.exchange.give_up()
-            raise
+        self.group.synchronize()
+        self.group.check()
 
     def _begin(self, advances: Sequence[Advance], lengths: np.ndarray) -> None:
         """Make room for a step, before which slots hold `lengths` tokens."""
-        self.wait()
+        self.group.wait_for_weights()
         ends = _ends(advances)
-        self._reserve(ends, lengths)
+        self.group.reserve(ends, lengths)
         self._written |= ends.keys()
-
-    def _reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
-        self.tables.reserve(ends)
-        for rank in self._each():
-            rank.reserve(ends, lengths)
-
-    def _launch(self, plans: Sequence[StepCalls]) -> None:
-        """Run a step's calls: the first time one by one, then as a graph.
-
-        TensorRT asks for a run before a capture: the second time the calls are captured, and from then on the graph is
-        launched.
-        """
-        self._last = list(plans)
-        if plans[0].graph is None:
-            if not plans[0].warm:
-                # Call by call, for what one rank waits for must be on its way before the host waits for that rank.
-                with self._together():
-                    for calls in zip(*(plan.calls for plan in plans), strict=True):
-                        for _, call in zip(self._each(), calls):
-                            call()
-                for plan in plans:
-                    plan.warm = True
-                return
-            for rank, plan in zip(self._each(), plans):
-                rank.capture(plan)
-        with self._together():
-            for rank, plan in zip(self._each(), plans):
-                assert plan.graph is not None
-                plan.graph.launch(rank.stream)
 
     def _decode(self, decoding: Sequence[Advance]) -> list[StepCalls]:
         """Put one token of each slot on the streams; return each rank's calls."""
         slots, positions = zip(*((advance.slot, advance.start) for advance in decoding))
         tokens = None if _go_on(decoding) else [advance.tokens[0] for advance in decoding]
         plans = self._decode_calls(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
-        for rank in self._each():
+        for rank in self.group.each():
             rank.state.decode(slots, tokens, positions, rank.stream)
-        self._launch(plans)
+        self.group.launch(plans)
         return plans
 
     def _decode_calls(self, count: int, adapted: bool, drawn: bool) -> list[StepCalls]:
-        return [rank.decode_calls(count, adapted, drawn) for rank in self._each()]
+        return [rank.decode_calls(count, adapted, drawn) for rank in self.group.each()]
 
     def _adapted(self, slots: Iterable[int]) -> bool:
         """Return whether one of these slots is computed with an adapter."""
@@ -585,11 +453,13 @@ class GpuExecutor:
         token more for each than `max_num_tokens` (`profiles`).
         """
         ends = _ends((*decoding, *chunks))
-        for rank in self._each():
+        for rank in self.group.each():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(list(ends), list(ends.values()))
         how = self._adapted(ends), self._drawn(ends)
-        return self._run_pass([rank.prompt_calls(*rank.send_mixed(decoding, chunks), *how) for rank in self._each()])
+        return self.group.run_pass(
+            [rank.prompt_calls(*rank.send_mixed(decoding, chunks), *how) for rank in self.group.each()]
+        )
 
     def _prefill(self, chunks: Sequence[Advance]) -> list[StepCalls]:
         """Put a pass of prompts on the streams.
@@ -597,7 +467,7 @@ class GpuExecutor:
         Returns each rank's calls, which have the logits of `chunks`, in their order.
         """
         slots = [chunk.slot for chunk in chunks]
-        for rank in self._each():
+        for rank in self.group.each():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(slots, [chunk.start + len(chunk.tokens) for chunk in chunks])
         plans = self._pass(chunks)
@@ -613,15 +483,9 @@ class GpuExecutor:
         if adapted is None:
             adapted = self._adapted(chunk.slot for chunk in chunks)
         how = adapted, self._drawn(chunk.slot for chunk in chunks)
-        return self._run_pass([rank.prompt_calls(*rank.send_prompts(chunks, write), *how) for rank in self._each()])
-
-    def _run_pass(self, passes: Sequence[Iterator[StepCalls]]) -> list[StepCalls]:
-        """Make the calls of a pass one by one, each on all ranks, as `_launch` does."""
-        with self._together():
-            (*_, plans) = zip(*passes, strict=True)
-        self.ranks[0].device.use()
-        self._last = list(plans)
-        return self._last
+        return self.group.run_pass(
+            [rank.prompt_calls(*rank.send_prompts(chunks, write), *how) for rank in self.group.each()]
+        )
 
     def breakdown(self, batch: int) -> dict[str, float]:
         """Return the microseconds of a decode step of rows 0 to `batch`-1, by their part.
@@ -633,22 +497,22 @@ class GpuExecutor:
         the row holds.
         """
         held, count = self.lengths[:batch], _bucket(batch, self.num_slots)
-        end = int(held.max()) + 2 + 2 * (_ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
+        end = int(held.max()) + 2 + 2 * (ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
         if end > self.max_seq_len:
             raise InputError(
                 f"breakdown: expected room for {end - held.max()} more tokens in each row, at "
                 f"most {self.max_seq_len} (max_seq_len), found a row of {held.max()}"
             )
         self._prompt = self._in_flight = None
-        self._reserve(dict.fromkeys(range(batch), end), self.lengths)
+        self.group.reserve(dict.fromkeys(range(batch), end), self.lengths)
         plans = self._decode_calls(count, self._adapted(range(batch)), self._drawn(range(batch)))
-        for rank in self._each():
+        for rank in self.group.each():
             rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
         while plans[0].graph is None:
-            self._launch(plans)
+            self.group.launch(plans)
         try:
-            found = self._parts(plans)
-            whole = self._time([plan.graph for plan in plans if plan.graph])
+            found = microseconds_by_name(self.group, plans)
+            whole = microseconds(self.group, [plan.graph for plan in plans if plan.graph])
         finally:
             for rank in self.ranks:
                 rank.state.forget()
@@ -667,55 +531,12 @@ class GpuExecutor:
             raise InputError("breakdown: expected a step with one prompt just before, found none")
         (plans, slots), self._prompt, self._in_flight = self._prompt, None, None
         try:
-            return self._parts(plans)
+            return microseconds_by_name(self.group, plans)
         finally:
             for rank in self.ranks:
                 rank.state.forget()
             for slot in slots:
                 self.reset(slot)
-
-    def _parts(self, plans: Sequence[StepCalls]) -> dict[str, float]:
-        """Return the microseconds of the calls by name, all ranks at once."""
-        return {name: round(self._time(self._alone(plans, name)), 1) for name in dict.fromkeys(plans[0].names)}
-
-    def _alone(self, plans: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
-        """Return each rank's calls of this name in a graph of their own."""
-        graphs = []
-        for rank, plan in zip(self._each(), plans):
-            with rank.stream.capture() as graph:
-                for call, of in zip(plan.calls, plan.names):
-                    if of == name:
-                        call()
-            graphs.append(graph)
-        return graphs
-
-    def _time(self, graphs: Sequence[cuda.Graph]) -> float:
-        """Return the microseconds of one launch, on the first device."""
-        self._launch_graphs(graphs)
-        first, last = cuda.Event(), cuda.Event()
-        first.record(self.ranks[0].stream)
-        for _ in range(_ROUNDS):
-            self._launch_graphs(graphs)
-        last.record(self.ranks[0].stream)
-        last.wait()
-        return last.milliseconds_since(first) * 1e3 / _ROUNDS
-
-    def _launch_graphs(self, graphs: Sequence[cuda.Graph]) -> None:
-        for rank, graph in zip(self._each(), graphs):
-            graph.launch(rank.stream)
-
-
-def _least_free(devices: Sequence[Device]) -> int:
-    """Return the free bytes of the device that has the fewest.
-
-    Ranks that share one device have a part of it each.
-    """
-    numbers = [device.number for device in devices]
-    free = []
-    for device in reversed(devices):  # the first one's is used afterwards
-        device.use()
-        free.append(cuda.memory_free() // numbers.count(device.number))
-    return min(free)
 
 
 def _bucket(count: int, rows: int) -> int:
@@ -724,7 +545,10 @@ def _bucket(count: int, rows: int) -> int:
 
 
 def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
-    """Split a step, its chunks by length: attention takes prompts of about one length together."""
+    """Split a step, its chunks sorted by length.
+
+    Attention takes prompts of about one length together.
+    """
     decoding, chunks = split(advances)
     return decoding, sorted(chunks, key=lambda chunk: len(chunk.tokens))
 

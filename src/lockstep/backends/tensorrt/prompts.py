@@ -113,7 +113,10 @@ class PromptInputs:
         adapters: np.ndarray | None,
         num_decoding: int = 0,
     ) -> Inputs:
-        """Put a packed step on the device; rows by token, last and slots by request (`Inputs`)."""
+        """Put a packed step on the device.
+
+        rows by token, last and slots by request: `Inputs`.
+        """
         values = {
             "token_ids": packed.token_ids,
             "position_ids": packed.position_ids,

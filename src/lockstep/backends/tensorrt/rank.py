@@ -106,7 +106,7 @@ class Rank:
         self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
         self._prompts = PromptInputs(self._largest_pass, num_slots, integer)
         self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
-        self.forms = list(dict.fromkeys(self._attention))
+        self.attentions = list(dict.fromkeys(self._attention))
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
         self.step_calls: dict[tuple, StepCalls] = {}
         # of a step, and of the one behind it
@@ -115,11 +115,11 @@ class Rank:
     @property
     def paged(self) -> list[PagedAttention]:
         """Return all attention, where a slot's content can be moved (`PageTables.shares`)."""
-        return cast(list[PagedAttention], self.forms)
+        return cast(list[PagedAttention], self.attentions)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
         """Make room for a step: see `Attention.reserve`."""
-        if any(attention.reserve(ends, lengths, self.stream) for attention in self.forms):
+        if any(attention.reserve(ends, lengths, self.stream) for attention in self.attentions):
             self.step_calls.clear()
 
     def tuned_for(self, num_tokens: int) -> int:
@@ -156,7 +156,7 @@ class Rank:
         Only those of them that decode (`state`) are written. adapted: some have an adapter. drawn: tokens of some are
         drawn. Nothing is put on the stream.
         """
-        key = (count, adapted, drawn, *(attention.capacity for attention in self.forms))
+        key = (count, adapted, drawn, *(attention.capacity for attention in self.attentions))
         step = self.step_calls.get(key)
         if step is None:
             state = self.state
@@ -197,7 +197,7 @@ class Rank:
         meanwhile. adapted, drawn: as of `decode_calls`.
         """
         self.device.use()
-        for attention in self.forms:
+        for attention in self.attentions:
             attention.begin(chunks, self.stream)
         calls = self._make_prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn)
         while (step := next(calls, None)) is not None:

@@ -1,0 +1,48 @@
+"""The times of a step's parts on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.backends.tensorrt import cuda
+from lockstep.backends.tensorrt.rank import StepCalls
+from lockstep.backends.tensorrt.rank_group import RankGroup
+
+ROUNDS = 20  # of what is timed
+
+
+def microseconds_by_name(group: RankGroup, plans: Sequence[StepCalls]) -> dict[str, float]:
+    """Return the microseconds of the calls by name, all ranks at once.
+
+    plans: each rank's calls.
+    """
+    return {name: round(microseconds(group, _alone(group, plans, name)), 1) for name in dict.fromkeys(plans[0].names)}
+
+
+def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
+    """Return the microseconds of one launch of each rank's graph, on the first device."""
+    _launch(group, graphs)
+    first, last = cuda.Event(), cuda.Event()
+    first.record(group.ranks[0].stream)
+    for _ in range(ROUNDS):
+        _launch(group, graphs)
+    last.record(group.ranks[0].stream)
+    last.wait()
+    return last.milliseconds_since(first) * 1e3 / ROUNDS
+
+
+def _alone(group: RankGroup, plans: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
+    """Return each rank's calls of this name in a graph of their own."""
+    graphs = []
+    for rank, plan in zip(group.each(), plans):
+        with rank.stream.capture() as graph:
+            for call, of in zip(plan.calls, plan.names):
+                if of == name:
+                    call()
+        graphs.append(graph)
+    return graphs
+
+
+def _launch(group: RankGroup, graphs: Sequence[cuda.Graph]) -> None:
+    for rank, graph in zip(group.each(), graphs):
+        graph.launch(rank.stream)
