@@ -113,8 +113,28 @@ def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:
 
 def test_prefixes_are_shared_within_an_adapter_only(lora: Results) -> None:
     model = opened(lora)
-    keys = {root_key(model, adapter=name) for name in (None, *NAMES)}
+    assert model.adapters is not None
+    keys = {root_key(model, "", model.adapters.digest(name)) for name in (None, *NAMES)}
     assert len(keys) == 3 and root_key(model) in keys
+
+
+def test_an_adapter_in_the_place_of_another_of_its_name_reuses_none_of_its_prefixes(lora: Results) -> None:
+    known = open_adapters(lora.adapters("demo-llama"))
+    model, prompt = opened(lora, chunk_size=64), np.arange(200) % 700
+
+    def tokens(engine: Engine) -> list[int]:
+        return [made.token for made in engine.run([Request(prompt, 8, adapter="captain")])]
+
+    engine = Engine(model)
+    before = tokens(engine)
+    assert tokens(engine) == before and engine.prefix_hits
+    assert model.adapters is not None
+    model.adapters.remove("captain")
+    model.adapters.add(replace(known["random"], name="captain"))
+    hits = engine.prefix_hits
+    found = tokens(engine)
+    assert engine.prefix_hits == hits
+    assert found == tokens(Engine(model, prefix_caching=False)) != before
 
 
 def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(

@@ -4,7 +4,8 @@ An engine set and a weights manifest in; logits, tokens and text out. NumPy and 
 """
 
 from lockstep.runtime.completion import Choice, Completion
-from lockstep.runtime.engine import Decoding, Engine
+from lockstep.runtime.decoding import Decoding
+from lockstep.runtime.engine import Engine
 from lockstep.runtime.generate import Generation, TextDelta, generate
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request, Speed, Token

@@ -6,18 +6,19 @@ It is the one loop over a model's steps, which generation, the golden check, the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import InputError
+from lockstep.runtime.active_choice import ActiveChoice
 from lockstep.runtime.checks import check_request
 from lockstep.runtime.completion import Collector, Completion
-from lockstep.runtime.grammar.matcher import GrammarCompiler, Matcher
+from lockstep.runtime.grammar.matcher import GrammarCompiler
 from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
 from lockstep.runtime.request import Request, Speed, Token
@@ -25,45 +26,14 @@ from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, Schedule
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import FOUND, Advance
 from lockstep.step.pages import PAGE_SIZE
-from lockstep.step.sampling import Logprobs, Sampled, Sampler, Sampling, log_probabilities
+from lockstep.step.sampling import Logprobs, Sampler, Sampling, log_probabilities
 from lockstep.targets import Limits
 
 # Of prompts in a step beside requests that decode, on a GPU: about where its products are bound by arithmetic, so that
 # more together are hardly sooner done than one after the other: docs/tensorrt.md, "The server".
 _MAX_PREFILL_TOKENS = 512
+_ROOT_KEYS = 1024
 _PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
-
-
-@dataclass(eq=False, slots=True)
-class _Choice:
-    """One choice of a request.
-
-    next_token: the token that its next step brings. again: tokens that were given out before an interruption and are
-    still to be computed again.
-    """
-
-    index: int
-    number: int
-    request: Request
-    prompt: np.ndarray
-    sampler: Sampler
-    scheduled: Scheduled
-    made: int = 0
-    next_token: int = -1
-    sampling_slot: int = -1  # the slot that the model was told of
-    again: deque[int] = field(default_factory=deque)
-    matcher: Matcher | None = None
-    prompt_logprobs: int | None = None
-
-    @property
-    def needs_logits(self) -> bool:
-        """Return whether the host chooses the next token.
-
-        Also where choices that are still to fork draw from the same logits.
-        """
-        request = self.request
-        forks = bool(self.scheduled.siblings and request.sampling.temperature)
-        return bool(request.choose or request.grammar or request.sampling.needs_logits or forks)
 
 
 class Engine:
@@ -129,11 +99,12 @@ class Engine:
             and chunk_size == model.chunk_size
             and chunk_size % PAGE_SIZE == 0
         )
-        self._root_keys: dict[tuple[str, str | None], bytes] = {}
-        self._choices: dict[Scheduled, _Choice] = {}
+        # By salt, which clients name, and digest of an adapter, of whose name another may come.
+        self._root_key = functools.lru_cache(_ROOT_KEYS)(functools.partial(root_key, model))
+        self._choices: dict[Scheduled, ActiveChoice] = {}
         self._swapped: dict[Scheduled, Any] = {}
         self._grammars = grammars
-        self._compiling: dict[int, list[_Choice]] = {}  # choices of requests that wait for their grammar
+        self._compiling: dict[int, list[ActiveChoice]] = {}  # choices of requests that wait for their grammar
         self._count = 0
         self.refused: list[tuple[int, str]] = []
         # Of the last step: request, number of a prompt token, what was computed for it and those behind it.
@@ -168,7 +139,8 @@ class Engine:
         make = lambda: Scheduled(len(prompt), most, request.priority, adapter=request.adapter)
         choices = [make() for _ in range(request.n)]
         if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.chunk_size:
-            root = self._root_key(request.cache_salt, request.adapter)
+            adapter = model.adapters.digest(request.adapter) if model.adapters is not None else None
+            root = self._root_key(request.cache_salt, adapter)
             choices[0].prefix = chunk_keys(root, prompt, self._scheduler.chunk_size)
         if model.tables.shares is not None:  # else each choice computes the prompt for itself
             choices[0].siblings = choices[1:]
@@ -178,7 +150,9 @@ class Engine:
         known = np.concatenate([prompt, np.array(again, np.int64)])
         for number, scheduled in enumerate(choices, request.choice):
             sampler = Sampler(request.sampling, known, request.stop_ids, number, len(prompt))
-            self._choices[scheduled] = _Choice(index, number, request, prompt, sampler, scheduled, again=deque(again))
+            self._choices[scheduled] = ActiveChoice(
+                index, number, request, prompt, sampler, scheduled, again=deque(again)
+            )
         self._choices[choices[0]].prompt_logprobs = request.prompt_logprobs
         if self._grammars is not None and request.grammar is not None:
             self._compiling[index] = [self._choices[scheduled] for scheduled in choices]
@@ -397,7 +371,7 @@ class Engine:
                 self._set_sampling(choice)
         return advances
 
-    def _set_sampling(self, choice: _Choice) -> None:
+    def _set_sampling(self, choice: ActiveChoice) -> None:
         slot = choice.scheduled.slot
         if choice.sampling_slot != slot and choice.request.sampling.temperature and not choice.needs_logits:
             self._model.set_sampling(slot, choice.request.sampling, choice.number)
@@ -455,59 +429,18 @@ class Engine:
             self._model.fork(scheduled.slot, sibling.slot)
         return siblings
 
-    def _choose(self, choice: _Choice, row: np.ndarray | int) -> Token | None:
-        """Choose a choice's next token; None for one that was given out before.
-
-        row: the choice's logits, or the token that the model chose.
-        """
-        request, scheduled = choice.request, choice.scheduled
-        if not request.max_new_tokens:
+    def _choose(self, choice: ActiveChoice, row: np.ndarray | int) -> Token | None:
+        token = choice.choose(row, self._model.max_seq_len, self._model.eos_token_ids)
+        if token is not None and token.finish:
             self._end(choice)
-            return Token(choice.index, -1, None, "max_new_tokens", choice.number)
-        choice.made += 1
-        if choice.again:
-            choice.next_token = choice.again.popleft()
-            return None
-        sampled, finish = self._next(choice, row)
-        token = choice.next_token = sampled.token
-        if token in request.stop_ids or (finish == "grammar_end" and token in self._model.eos_token_ids):
-            finish = "stop_id"
-        elif finish:
-            pass
-        elif choice.made == request.max_new_tokens:
-            finish = "max_new_tokens"
-        elif scheduled.num_computed == self._model.max_seq_len:
-            finish = "max_seq_len"
-        if finish:
-            self._end(choice)
-        logits = row if isinstance(row, np.ndarray) else None
-        return Token(choice.index, token, logits, finish, choice.number, sampled.logprobs)
+        return token
 
-    def _next(self, choice: _Choice, row: np.ndarray | int) -> tuple[Sampled, str | None]:
-        """Return the token that follows, and why none can follow it.
-
-        As far as logits and grammar say.
-        """
-        matcher, allowed = choice.matcher, None
-        if not isinstance(row, np.ndarray):
-            sampled = Sampled(int(row))
-        elif choice.request.choose is not None:
-            sampled = Sampled(int(choice.request.choose(row)))
-        else:
-            if matcher is not None and (allowed := matcher.allowed()) is None:
-                return Sampled(-1), "grammar_error"
-            sampled = choice.sampler(row, choice.scheduled.num_computed, allowed)
-        if sampled.token < 0:
-            return sampled, "error"
-        ended = matcher.consume(sampled.token) if matcher is not None else None
-        return (Sampled(-1), ended) if ended == "grammar_error" else (sampled, ended)
-
-    def _end_all(self, choices: Iterable[_Choice]) -> None:
+    def _end_all(self, choices: Iterable[ActiveChoice]) -> None:
         for choice in choices:
             if choice.scheduled in self._choices:  # else it went along with another
                 self._end(choice)
 
-    def _end(self, choice: _Choice) -> None:
+    def _end(self, choice: ActiveChoice) -> None:
         """Free what a choice holds.
 
         A prompt that is not computed to its end takes its further choices along.
@@ -520,43 +453,3 @@ class Engine:
             if each.slot >= 0:
                 self._model.release(each.slot)
         self._scheduler.finish(scheduled)
-
-    def _root_key(self, salt: str, adapter: str | None) -> bytes:
-        if (salt, adapter) not in self._root_keys:
-            self._root_keys[salt, adapter] = root_key(self._model, salt, adapter)
-        return self._root_keys[salt, adapter]
-
-
-class Decoding:
-    """Requests that all come at once; iterate to run them.
-
-    Tokens come in the order in which steps make them. `speed` is filled as it goes.
-
-    Raises InputError, before any step, for a prompt that is empty or longer than `max_input_len` or the slots allow;
-    CheckError for a most likely token whose logit is NaN or infinite.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        requests: Sequence[Request],
-        max_input_len: int | None = None,
-        max_num_tokens: int | None = None,
-        prefix_caching: bool = False,
-    ):
-        self._engine = Engine(model, max_input_len, max_num_tokens, prefix_caching)
-        self.speed = self._engine.speed
-        self._engine.add_all(requests)
-
-    def __iter__(self) -> Iterator[Token]:
-        for made in self._engine.run():
-            if made.finish == "error":
-                raise CheckError(
-                    f"prompt {made.request + 1}: logits: expected finite numbers, found NaN or "
-                    f"infinity as the largest; the weights or the precision do not fit the model"
-                )
-            yield made
-
-    def finish(self, index: int) -> None:
-        """End a request early."""
-        self._engine.abort(index)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.runtime.completion import Collector
-from lockstep.runtime.engine import Decoding
+from lockstep.runtime.decoding import Decoding
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer

@@ -13,11 +13,11 @@ import numpy as np
 from lockstep.runtime.model import Model
 
 
-def root_key(model: Model, salt: str = "", adapter: str | None = None) -> bytes:
+def root_key(model: Model, salt: str = "", adapter_sha256: str | None = None) -> bytes:
     """Return the key that all keys of a model's prefixes hang on.
 
     It is of everything that decides the values beside the tokens. salt: requests of another salt share nothing, nor do
-    those of another adapter.
+    those of an adapter of another digest.
     """
     made_by = {
         "weights": model.weights_sha256,
@@ -26,8 +26,8 @@ def root_key(model: Model, salt: str = "", adapter: str | None = None) -> bytes:
         "chunk_size": model.chunk_size,
         "salt": salt,
     }
-    if adapter is not None and model.adapters is not None:
-        made_by["adapter"] = model.adapters.digest(adapter)
+    if adapter_sha256 is not None:
+        made_by["adapter"] = adapter_sha256
     return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).digest()
 
 

@@ -1,0 +1,93 @@
+"""One choice of a request that has not ended.
+
+It holds what the choice goes on with, and chooses its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.runtime.grammar.matcher import Matcher
+from lockstep.runtime.request import Request, Token
+from lockstep.runtime.scheduler import Scheduled
+from lockstep.step.sampling import Sampled, Sampler
+
+
+@dataclass(eq=False, slots=True)
+class ActiveChoice:
+    """Choice `number` of a request, which the scheduler knows as `scheduled`.
+
+    next_token: the token that its next step brings. again: tokens that were given out before an interruption and are
+    still to be computed again. sampling_slot: the slot that the model was told to sample for it, or -1.
+    """
+
+    index: int
+    number: int
+    request: Request
+    prompt: np.ndarray
+    sampler: Sampler
+    scheduled: Scheduled
+    made: int = 0
+    next_token: int = -1
+    sampling_slot: int = -1
+    again: deque[int] = field(default_factory=deque)
+    matcher: Matcher | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def needs_logits(self) -> bool:
+        """Return whether the host chooses the next token.
+
+        Also where choices that are still to fork draw from the same logits.
+        """
+        request = self.request
+        forks = bool(self.scheduled.siblings and request.sampling.temperature)
+        return bool(request.choose or request.grammar or request.sampling.needs_logits or forks)
+
+    def choose(self, row: np.ndarray | int, max_seq_len: int, eos_token_ids: Container[int]) -> Token | None:
+        """Choose the next token; None for one that was given out before.
+
+        With its `finish` the choice has ended. row: the choice's logits, or the token that the model chose.
+        """
+        request = self.request
+        if not request.max_new_tokens:
+            return Token(self.index, -1, None, "max_new_tokens", self.number)
+        self.made += 1
+        if self.again:
+            self.next_token = self.again.popleft()
+            return None
+        sampled, finish = self._sample(row)
+        token = self.next_token = sampled.token
+        if token in request.stop_ids or (finish == "grammar_end" and token in eos_token_ids):
+            finish = "stop_id"
+        elif finish:
+            pass
+        elif self.made == request.max_new_tokens:
+            finish = "max_new_tokens"
+        elif self.scheduled.num_computed == max_seq_len:
+            finish = "max_seq_len"
+        logits = row if isinstance(row, np.ndarray) else None
+        return Token(self.index, token, logits, finish, self.number, sampled.logprobs)
+
+    def _sample(self, row: np.ndarray | int) -> tuple[Sampled, str | None]:
+        """Return the token that follows, and why none can follow it.
+
+        As far as logits and grammar say.
+        """
+        matcher, allowed = self.matcher, None
+        if not isinstance(row, np.ndarray):
+            sampled = Sampled(int(row))
+        elif self.request.choose is not None:
+            sampled = Sampled(int(self.request.choose(row)))
+        else:
+            if matcher is not None and (allowed := matcher.allowed()) is None:
+                return Sampled(-1), "grammar_error"
+            sampled = self.sampler(row, self.scheduled.num_computed, allowed)
+        if sampled.token < 0:
+            return sampled, "error"
+        ended = matcher.consume(sampled.token) if matcher is not None else None
+        return (Sampled(-1), ended) if ended == "grammar_error" else (sampled, ended)
