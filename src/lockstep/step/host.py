@@ -16,7 +16,7 @@ from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
 from lockstep.step.kv_cache import KVCache
 from lockstep.step.network import Network
-from lockstep.step.packing import pack, split
+from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.plan import Chunk, HostStep, Layout, Rows
 from lockstep.step.sampling import Sampling, draw
@@ -217,19 +217,20 @@ class HostExecutor:
         """
         layout = step.layout
         first_of = {part.capacity: at.start - part.low for part, at in zip(layout.decoding, step.slices)}
+        decoded: dict[int, list[int]] = {capacity: [] for capacity in first_of}
         decoding, chunks = split(advances)
-        places = [self._cache.row_of(advance.slot) for advance in decoding]
-        rows = [first_of[place.capacity] + place.row for place in places]
-        packed = pack(decoding, rows, layout.num_decode, chunks)
-        step.token_ids[:], step.position_ids[:] = packed.token_ids, packed.position_ids
-        last = dict(zip((advance.slot for advance in (*decoding, *chunks)), packed.last.tolist()))
-        step.logit_rows[:] = [last[advance.slot] for advance in advances]
+        rows = []
+        for advance in decoding:
+            place = self._cache.row_of(advance.slot)
+            decoded[place.capacity].append(place.row)
+            rows.append(first_of[place.capacity] + place.row)
+        places = step.tokens.pack(decoding, rows, layout.num_decode, chunks)
+        in_order = iter(places[: len(decoding)]), iter(places[len(decoding) :])
+        for number, advance in enumerate(advances):
+            step.logit_rows[number] = next(in_order[len(advance.tokens) > 1])[1] - 1
         if self._adapters is not None:
-            step.adapter_ids[:] = packed.adapter_ids(self._adapters)
-        return {
-            capacity: np.array(sorted(place.row for place in places if place.capacity == capacity), np.int64)
-            for capacity in first_of
-        }
+            step.adapter_ids[:] = step.tokens.adapter_ids(self._adapters)
+        return {capacity: np.array(sorted(found), np.int64) for capacity, found in decoded.items()}
 
 
 def _check_declared(network: Network) -> None:

@@ -15,18 +15,42 @@ from lockstep.step.advance import Advance
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """The tokens of a step, packed; arrays are int64.
+    """Arrays for the tokens of a step, packed: int64 [num_tokens].
 
-    By token, [num_tokens]: token_ids, position_ids and slots (-1: a row that does not decode, token 0 at position 0).
-    first, last: packed number of the first and of the last token of each request, [num_requests]: those that decode,
-    then the chunks.
+    token_ids, position_ids and slots (-1: a row that does not decode, token 0 at position 0).
     """
 
     token_ids: np.ndarray
     position_ids: np.ndarray
     slots: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
+
+    @classmethod
+    def empty(cls, num_tokens: int) -> PackedTokens:
+        return cls(np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64), np.full(num_tokens, -1))
+
+    def pack(
+        self, decoding: Sequence[Advance], rows: Sequence[int], num_rows: int, chunks: Sequence[Advance]
+    ) -> list[tuple[int, int]]:
+        """Pack a step: rows that decode, then chunks one after another.
+
+        rows: those of `decoding`, among `num_rows`. Returns the first packed token of each request, and the one behind
+        its last: of those that decode, then of the chunks.
+        """
+        token_ids, position_ids, slots = self.token_ids, self.position_ids, self.slots
+        if num_rows > len(rows):
+            token_ids[:num_rows] = position_ids[:num_rows] = 0
+            slots[:num_rows] = -1
+        for row, advance in zip(rows, decoding):
+            token_ids[row], position_ids[row], slots[row] = advance.tokens[0], advance.start, advance.slot
+        places, low = [(row, row + 1) for row in rows], num_rows
+        for chunk in chunks:
+            count = len(chunk.tokens)
+            high = low + count
+            token_ids[low:high], slots[low:high] = chunk.tokens, chunk.slot
+            position_ids[low:high] = np.arange(chunk.start, chunk.start + count)
+            places.append((low, high))
+            low = high
+        return places
 
     def adapter_ids(self, adapter_slots: np.ndarray) -> np.ndarray:
         """Return by token the slot of its adapter, or -1.
@@ -39,26 +63,6 @@ class PackedTokens:
 def split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
     """Split a step into what decodes, of one token, and chunks, of several."""
     decoding = [advance for advance in advances if len(advance.tokens) == 1]
+    if len(decoding) == len(advances):
+        return decoding, []
     return decoding, [advance for advance in advances if len(advance.tokens) > 1]
-
-
-def pack(decoding: Sequence[Advance], rows: Sequence[int], num_rows: int, chunks: Sequence[Advance]) -> PackedTokens:
-    """Pack a step: rows that decode, then chunks one after another.
-
-    rows: those of `decoding`, among `num_rows`.
-    """
-    counts = [len(chunk.tokens) for chunk in chunks]
-    behind = num_rows + np.cumsum(counts, dtype=np.int64)
-    first, last = np.array([*rows, *(behind - counts)], np.int64), np.array([*rows, *(behind - 1)], np.int64)
-    total = num_rows + sum(counts)
-    token_ids, position_ids, slots = np.zeros(total, np.int64), np.zeros(total, np.int64), np.full(total, -1)
-    if decoding:
-        at = first[: len(decoding)]
-        token_ids[at] = [advance.tokens[0] for advance in decoding]
-        position_ids[at] = [advance.start for advance in decoding]
-        slots[at] = [advance.slot for advance in decoding]
-    for low, count, chunk in zip(first[len(decoding) :].tolist(), counts, chunks):
-        packed = slice(low, low + count)
-        token_ids[packed], slots[packed] = chunk.tokens, chunk.slot
-        position_ids[packed] = np.arange(chunk.start, chunk.start + count)
-    return PackedTokens(token_ids, position_ids, slots, first, last)

@@ -25,6 +25,7 @@ from lockstep.step.executable import Run
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.network import Block, LayerAttention, Network
+from lockstep.step.packing import PackedTokens
 from lockstep.step.ranks import RankBlock
 
 
@@ -84,7 +85,7 @@ class Layout:
 class HostStep:
     """Buffers and bound calls of a layout.
 
-    Fill `token_ids`, `position_ids`, `adapter_ids`, `logit_rows`, then `run`, then ask for `logits`, or just for
+    Fill `tokens`, `adapter_ids`, `logit_rows`, then `run`, then ask for `logits`, or just for
     `most_likely`.
     """
 
@@ -93,8 +94,7 @@ class HostStep:
         self._cache = cache
         self._dims = {"num_tokens": layout.num_tokens, "num_requests": layout.num_logits}
         self._buffers: dict[tuple, list[np.ndarray]] = {}
-        self.token_ids = np.zeros(layout.num_tokens, np.int64)
-        self.position_ids = np.zeros(layout.num_tokens, np.int64)
+        self.tokens = PackedTokens.empty(layout.num_tokens)
         self.adapter_ids = np.full(layout.num_tokens, -1, np.int64)
         self.logit_rows = np.zeros(layout.num_logits, np.int64)
         # new keys and values of the rows that decode: of each of `layout.decoding`, for each group of layers
@@ -108,7 +108,8 @@ class HostStep:
             ]
             for rows in layout.decoding
         ]
-        values = {"token_ids": self.token_ids, "position_ids": self.position_ids, "logit_rows": self.logit_rows}
+        tokens, logit_rows = self.tokens, self.logit_rows
+        values = {"token_ids": tokens.token_ids, "position_ids": tokens.position_ids, "logit_rows": logit_rows}
         values[IDS] = self.adapter_ids
         self._calls: list[Callable[[], None]] = []
         self._add_block(network.embedding, values)
@@ -159,7 +160,7 @@ class HostStep:
         for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
             offsets = rows - part.low
-            starts = self.position_ids[tokens][offsets]
+            starts = self.tokens.position_ids[tokens][offsets]
             for group, (keys, values) in enumerate(new):
                 if len(rows) < part.count:
                     keys, values = keys[:, offsets], values[:, offsets]
@@ -190,7 +191,7 @@ class HostStep:
         group, index_in_group = cache.layer(index)
         for part, tokens, new in zip(self.layout.decoding, slices, self._new):
             past = cache.view(index, part.capacity, part.low, part.high)
-            lengths = self.position_ids[tokens]  # a token's position is the length of its past
+            lengths = self.tokens.position_ids[tokens]  # a token's position is the length of its past
             keys, new_values = (array[index_in_group] for array in new[group])
             self._add_call(layer_attention, "decode", tokens, values, past, lengths, attention, keys, new_values)
         for chunk, tokens in zip(self.layout.chunks, slices[len(self.layout.decoding) :]):

@@ -16,7 +16,7 @@ from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.attention import Chunks
 from lockstep.backends.tensorrt.staging import Staging
 from lockstep.step.advance import Advance
-from lockstep.step.packing import PackedTokens, pack
+from lockstep.step.packing import PackedTokens
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,12 @@ class PromptInputs:
         False for a pass that leaves caches and tokens as they are. adapters: the adapter slot of each request slot,
         where blocks take them.
         """
-        packed = pack([], [], 0, chunks)
+        packed = PackedTokens.empty(sum(len(chunk.tokens) for chunk in chunks))
+        places = packed.pack([], [], 0, chunks)
+        last = np.array([high - 1 for _, high in places])
         slots = np.array([chunk.slot if write else -1 for chunk in chunks])
         rows = packed.slots if write else np.full_like(packed.slots, -1)
-        return self._send(stream, packed, rows, packed.last, slots, adapters), _places(chunks, packed.first)
+        return self._send(stream, packed, rows, last, slots, adapters), _places(chunks, places)
 
     def send_mixed(
         self,
@@ -92,16 +94,17 @@ class PromptInputs:
         tokens are counted behind those that decode.
         """
         count, chosen = 1 + max(advance.slot for advance in decoding), [advance.slot for advance in decoding]
-        packed = pack(decoding, chosen, count, chunks)
+        packed = PackedTokens.empty(count + sum(len(chunk.tokens) for chunk in chunks))
+        places = packed.pack(decoding, chosen, count, chunks)
         in_step = [*chosen, *(chunk.slot for chunk in chunks)]
         requests = 1 + max(in_step)
         last, slots = np.zeros(requests, np.int64), np.full(requests, -1)
-        last[in_step], slots[in_step] = packed.last, in_step
+        last[in_step], slots[in_step] = [high - 1 for _, high in places], in_step
         inputs = self._send(stream, packed, packed.slots, last, slots, adapters, count)
         if decoding[0].tokens[0] < 0:
             nbytes = found[:count].nbytes
             stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
-        return inputs, _places(chunks, packed.first[len(decoding) :] - count)
+        return inputs, _places(chunks, [(low - count, high - count) for low, high in places[len(decoding) :]])
 
     def _send(
         self,
@@ -133,6 +136,6 @@ class PromptInputs:
         return Inputs(**unsent | arrays, num_decoding=num_decoding)
 
 
-def _places(chunks: Sequence[Advance], first: np.ndarray) -> Chunks:
+def _places(chunks: Sequence[Advance], places: Sequence[tuple[int, int]]) -> Chunks:
     """Return each chunk as (slot, start, first packed token, token behind the last)."""
-    return [(chunk.slot, chunk.start, low, low + len(chunk.tokens)) for chunk, low in zip(chunks, first.tolist())]
+    return [(chunk.slot, chunk.start, low, high) for chunk, (low, high) in zip(chunks, places)]
