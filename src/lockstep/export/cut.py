@@ -64,9 +64,9 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
     flow = Flow(graph, weights)
     markers = [node for node in graph if node.domain == DOMAIN]
     flat: set[ir.Value] = set()
-    plans = [_plan(graph, flow, marker, flat) for marker in markers]
-    spans = _spans(graph, flow, markers, plans)
-    batchless = tuple(_batchless_graph(graph, marker, cuts) for marker, (cuts, _) in zip(markers, plans, strict=True))
+    points = [_cut_points(graph, flow, marker, flat) for marker in markers]
+    spans = _spans(graph, flow, markers, points)
+    batchless = tuple(_batchless_graph(graph, marker, cuts) for marker, (cuts, _) in zip(markers, points, strict=True))
     blocks = []
     for layer, (inputs, outputs) in enumerate(spans):
         part = convenience.extract(graph, list(inputs), list(outputs.values()))
@@ -105,7 +105,9 @@ def _flatten_attention(graph: ir.Graph) -> None:
     merge_movement(graph)
 
 
-def _plan(graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]) -> tuple[list[ir.Value], set[ir.Node]]:
+def _cut_points(
+    graph: ir.Graph, flow: Flow, marker: ir.Node, flat: set[ir.Value]
+) -> tuple[list[ir.Value], set[ir.Node]]:
     """Make query, key and value flat where they are cut.
 
     Returns the three flat values, which are added to `flat`, and the batchless nodes behind them. Raises InputError
@@ -184,7 +186,7 @@ def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
 
 
 def _spans(
-    graph: ir.Graph, flow: Flow, markers: Sequence[ir.Node], plans: Sequence[tuple[list[ir.Value], set[ir.Node]]]
+    graph: ir.Graph, flow: Flow, markers: Sequence[ir.Node], points: Sequence[tuple[list[ir.Value], set[ir.Node]]]
 ) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
     """Return the inputs {value: name} and outputs {name: value} of each block.
 
@@ -192,7 +194,7 @@ def _spans(
     between them.
     """
     level = {marker: index for index, marker in enumerate(markers)}
-    batchless = set(markers).union(*(behind for _, behind in plans))
+    batchless = set(markers).union(*(behind for _, behind in points))
     hidden = next(value for value in graph.inputs if value is not flow.positions)
     stage = {hidden: 0}
     for node in graph:
@@ -206,7 +208,7 @@ def _spans(
             stage[node.outputs[0]] = level[node] + 1
         elif known:
             stage.update((output, max(known)) for output in node.outputs if not flow.position_only(output))
-    for index, (cuts, _) in enumerate(plans):
+    for index, (cuts, _) in enumerate(points):
         _put_behind(index, stage, cuts, batchless)
     reads: list[dict[ir.Value, None]] = [{} for _ in range(len(markers) + 1)]
     for node in graph:
@@ -240,7 +242,7 @@ def _spans(
             crossing = [v for v in reads[index + 1] if v.producer() not in level]
             roles = [n for n in range(len(crossing)) if n != hidden_role]
             names = {v: "hidden" if n == hidden_role else f"carry_{roles.index(n) + 1}" for n, v in enumerate(crossing)}
-            cuts = plans[index][0]
+            cuts = points[index][0]
             if any(stage.get(v) != index for v in cuts):
                 raise InputError(
                     f"cannot be split: query, key or value of layer {index} is made before the "

@@ -14,11 +14,11 @@ from lockstep.artifacts.signature import IO, Signature
 from lockstep.step.advance import Advance
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
+from lockstep.step.host_step import Chunk, HostStep, Layout, Rows
 from lockstep.step.kv_cache import KVCache
 from lockstep.step.network import Network
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
-from lockstep.step.plan import Chunk, HostStep, Layout, Rows
 from lockstep.step.sampling import Sampling, draw
 from lockstep.weights.adapters import LoraArrays
 

@@ -332,9 +332,9 @@ class GpuExecutor:
         ends = _ends((*decoding, *chunks))
         passes, rows = [], [dict[int, cuda.Array]() for _ in self.ranks]
         if self._goes_in_one_pass(decoding, chunks):
-            plans = self._mixed(decoding, chunks)
-            passes.append(plans)
-            rows = [{slot: plan.logits[slot : slot + 1] for slot in ends} for plan in plans]
+            steps = self._mixed(decoding, chunks)
+            passes.append(steps)
+            rows = [{slot: step.logits[slot : slot + 1] for slot in ends} for step in steps]
         else:
             if decoding:
                 passes.append(self._decode(decoding))
@@ -349,10 +349,10 @@ class GpuExecutor:
     def _gather(self, flight: _Flight) -> None:
         """Gather the logits of a step on the streams where ranks have parts of them."""
         with self.group.together():
-            for plans in flight.passes:
-                for rank, plan in zip(self.group.each(), plans):
-                    if plan.part is not None:
-                        rank.gather(plan)
+            for steps in flight.passes:
+                for rank, step in zip(self.group.each(), steps):
+                    if step.part is not None:
+                        rank.gather(step)
 
     def _fetch(self) -> list[tuple[np.ndarray, cuda.Event]]:
         """Copy the tokens of the last step on the streams to the host."""
@@ -383,9 +383,9 @@ class GpuExecutor:
         draws = (False, True) if self.ranks[0].splits_logits else (False,)
         for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
             for adapted, drawn in itertools.product(ways, draws):
-                plans = self._decode_calls(count, adapted, drawn)
-                while plans[0].graph is None:
-                    self.group.launch(plans)
+                steps = self._decode_calls(count, adapted, drawn)
+                while steps[0].graph is None:
+                    self.group.launch(steps)
         longest = min(self._max_num_tokens, self.max_seq_len)
         for tokens in sorted({min(1 << power, longest) for power in range(1, longest.bit_length() + 1)}):
             for batch in range(1, 1 + min(LARGEST_BATCH, self.num_slots)):
@@ -410,11 +410,11 @@ class GpuExecutor:
         """Put one token of each slot on the streams; return each rank's calls."""
         slots, positions = zip(*((advance.slot, advance.start) for advance in decoding))
         tokens = None if _go_on(decoding) else [advance.tokens[0] for advance in decoding]
-        plans = self._decode_calls(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
+        steps = self._decode_calls(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
         for rank in self.group.each():
             rank.state.decode(slots, tokens, positions, rank.stream)
-        self.group.launch(plans)
-        return plans
+        self.group.launch(steps)
+        return steps
 
     def _decode_calls(self, count: int, adapted: bool, drawn: bool) -> list[StepCalls]:
         return [rank.decode_calls(count, adapted, drawn) for rank in self.group.each()]
@@ -470,10 +470,10 @@ class GpuExecutor:
         for rank in self.group.each():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(slots, [chunk.start + len(chunk.tokens) for chunk in chunks])
-        plans = self._pass(chunks)
+        steps = self._pass(chunks)
         if len(chunks) == 1:
-            self._prompt = plans, slots
-        return plans
+            self._prompt = steps, slots
+        return steps
 
     def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[StepCalls]:
         """Put a pass of chunks on the streams.
@@ -505,14 +505,14 @@ class GpuExecutor:
             )
         self._prompt = self._in_flight = None
         self.group.reserve(dict.fromkeys(range(batch), end), self.lengths)
-        plans = self._decode_calls(count, self._adapted(range(batch)), self._drawn(range(batch)))
+        steps = self._decode_calls(count, self._adapted(range(batch)), self._drawn(range(batch)))
         for rank in self.group.each():
             rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
-        while plans[0].graph is None:
-            self.group.launch(plans)
+        while steps[0].graph is None:
+            self.group.launch(steps)
         try:
-            found = microseconds_by_name(self.group, plans)
-            whole = microseconds(self.group, [plan.graph for plan in plans if plan.graph])
+            found = microseconds_by_name(self.group, steps)
+            whole = microseconds(self.group, [step.graph for step in steps if step.graph])
         finally:
             for rank in self.ranks:
                 rank.state.forget()
@@ -529,9 +529,9 @@ class GpuExecutor:
         """
         if self._prompt is None:
             raise InputError("breakdown: expected a step with one prompt just before, found none")
-        (plans, slots), self._prompt, self._in_flight = self._prompt, None, None
+        (steps, slots), self._prompt, self._in_flight = self._prompt, None, None
         try:
-            return microseconds_by_name(self.group, plans)
+            return microseconds_by_name(self.group, steps)
         finally:
             for rank in self.ranks:
                 rank.state.forget()

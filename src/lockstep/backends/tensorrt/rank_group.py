@@ -120,29 +120,29 @@ class RankGroup:
         for rank in self.each():
             rank.reserve(ends, lengths)
 
-    def launch(self, plans: Sequence[StepCalls]) -> None:
+    def launch(self, steps: Sequence[StepCalls]) -> None:
         """Run a step's calls: the first time one by one, then as a graph.
 
         TensorRT asks for a run before a capture: the second time the calls are captured, and from then on the graph is
         launched.
         """
-        self.last = list(plans)
-        if plans[0].graph is None:
-            if not plans[0].warm:
+        self.last = list(steps)
+        if steps[0].graph is None:
+            if not steps[0].warm:
                 # Call by call, for what one rank waits for must be on its way before the host waits for that rank.
                 with self.together():
-                    for calls in zip(*(plan.calls for plan in plans), strict=True):
+                    for calls in zip(*(step.calls for step in steps), strict=True):
                         for _, call in zip(self.each(), calls):
                             call()
-                for plan in plans:
-                    plan.warm = True
+                for step in steps:
+                    step.warm = True
                 return
-            for rank, plan in zip(self.each(), plans):
-                rank.capture(plan)
+            for rank, step in zip(self.each(), steps):
+                rank.capture(step)
         with self.together():
-            for rank, plan in zip(self.each(), plans):
-                assert plan.graph is not None
-                plan.graph.launch(rank.stream)
+            for rank, step in zip(self.each(), steps):
+                assert step.graph is not None
+                step.graph.launch(rank.stream)
 
     def run_pass(self, passes: Sequence[Iterator[StepCalls]]) -> list[StepCalls]:
         """Make the calls of a pass one by one, each on all ranks, as `launch` does.
@@ -150,9 +150,9 @@ class RankGroup:
         Returns each rank's.
         """
         with self.together():
-            (*_, plans) = zip(*passes, strict=True)
+            (*_, steps) = zip(*passes, strict=True)
         self.ranks[0].device.use()
-        self.last = list(plans)
+        self.last = list(steps)
         return self.last
 
     def compare(self, what: str, rank: Rank, found: np.ndarray, first: np.ndarray) -> None:
@@ -166,15 +166,15 @@ class RankGroup:
 
     def compare_values(self) -> None:
         """Compare what the exit of the last step on the streams reads."""
-        found = [_values(rank, plan) for rank, plan in zip(self.each(), self.last)]
+        found = [_values(rank, step) for rank, step in zip(self.each(), self.last)]
         for rank, values in zip(self.ranks, found):
             for value, first in zip(values, found[0]):
                 self.compare("values behind the last layer", rank, value, first)
 
 
-def _values(rank: Rank, plan: StepCalls) -> list[np.ndarray]:
-    hosts = [np.empty(array.shape, array.dtype) for array in plan.whole]
-    for host, array in zip(hosts, plan.whole):
+def _values(rank: Rank, step: StepCalls) -> list[np.ndarray]:
+    hosts = [np.empty(array.shape, array.dtype) for array in step.whole]
+    for host, array in zip(hosts, step.whole):
         rank.stream.download(host, array)
     rank.stream.synchronize()
     return hosts

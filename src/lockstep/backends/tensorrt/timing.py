@@ -11,12 +11,12 @@ from lockstep.backends.tensorrt.rank_group import RankGroup
 ROUNDS = 20  # of what is timed
 
 
-def microseconds_by_name(group: RankGroup, plans: Sequence[StepCalls]) -> dict[str, float]:
+def microseconds_by_name(group: RankGroup, steps: Sequence[StepCalls]) -> dict[str, float]:
     """Return the microseconds of the calls by name, all ranks at once.
 
-    plans: each rank's calls.
+    steps: each rank's calls.
     """
-    return {name: round(microseconds(group, _alone(group, plans, name)), 1) for name in dict.fromkeys(plans[0].names)}
+    return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name in dict.fromkeys(steps[0].names)}
 
 
 def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
@@ -31,12 +31,12 @@ def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
     return last.milliseconds_since(first) * 1e3 / ROUNDS
 
 
-def _alone(group: RankGroup, plans: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
+def _alone(group: RankGroup, steps: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
     """Return each rank's calls of this name in a graph of their own."""
     graphs = []
-    for rank, plan in zip(group.each(), plans):
+    for rank, step in zip(group.each(), steps):
         with rank.stream.capture() as graph:
-            for call, of in zip(plan.calls, plan.names):
+            for call, of in zip(step.calls, step.names):
                 if of == name:
                     call()
         graphs.append(graph)
