@@ -88,7 +88,8 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
                 _check_access(request, encoded, access.own_name)
                 return await handler(request)
             except (BadRequest, StreamError) as error:
-                note(request.scope, error=error)
+                # Without its frames, which hold the whole request: they and the note would be a cycle.
+                note(request.scope, error=error.with_traceback(None))
                 return refuse(error)
 
         return Route(path, handle, methods=list(methods or ("GET",)))

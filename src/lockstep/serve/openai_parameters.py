@@ -149,6 +149,7 @@ def prompt_requests(
     if not all(stop):
         raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
     check_words("stop", stop)
+    adapter = service.adapters.named(body.model, body.lora)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     n, vocab_size = 1 if body.n is None else body.n, service.ready.vocab_size
     _expect("n", n, 1, service.ready.max_batch_size)
@@ -162,6 +163,7 @@ def prompt_requests(
         raise BadRequest("bad_words: expected words that are not empty, found an empty one", "bad_words")
     bad_words = words("bad_words", body.bad_words or (), service.tokenizer, with_space=True)
     grammar = grammar_of(body)
+    sampling = replace(_sampling(body, vocab_size), bad_words=bad_words)
     requests = []
     for number, prompt in enumerate(prompts):
         room = longest - len(prompt)
@@ -178,18 +180,17 @@ def prompt_requests(
                 name,
             )
         _expect("min_tokens", body.min_tokens or 0, 0, wanted)
-        sampling = replace(_sampling(body, (seed + number) % (1 << 64), vocab_size), bad_words=bad_words)
         request = Request(
             prompt,
             wanted,
             stop_ids=stop_ids,
-            sampling=sampling,
+            sampling=replace(sampling, seed=(seed + number) % (1 << 64)),
             n=n,
             priority=body.priority or 0,
             grammar=grammar,
             prompt_logprobs=prompt_logprobs,
             cache_salt=salt,
-            adapter=service.adapters.named(body.model, body.lora),
+            adapter=adapter,
         )
         requests.append(PromptRequest(request, stop, min_stop_tokens=body.min_tokens or 0))
     return requests
@@ -200,7 +201,7 @@ def _expect(name: str, value: int, least: int, most: int, what: str = "") -> Non
         raise BadRequest(f"{name}: expected {least} to {most}{what and f' {what}'}, found {str(value)[:40]}", name)
 
 
-def _sampling(body: Parameters, seed: int, vocab_size: int) -> Sampling:
+def _sampling(body: Parameters, vocab_size: int) -> Sampling:
     given: dict[str, Any] = {
         name: value
         for name in (
@@ -221,6 +222,6 @@ def _sampling(body: Parameters, seed: int, vocab_size: int) -> Sampling:
     if not all(token.isdecimal() and int(token) < vocab_size for token in bias):
         raise BadRequest(f"logit_bias: expected token ids 0 to {vocab_size - 1}, found another name", "logit_bias")
     try:
-        return Sampling(**given, seed=seed, logit_bias={int(token): value for token, value in bias.items()})
+        return Sampling(**given, logit_bias={int(token): value for token, value in bias.items()})
     except InputError as error:
         raise BadRequest(str(error), str(error).partition(":")[0]) from None
