@@ -119,7 +119,7 @@ def check_supported(body: Parameters, service: Service) -> None:
     refuse(body, _UNSUPPORTED)
 
 
-def refuse(body: Parameters, unsupported: dict[str, tuple]) -> None:
+def refuse(body: msgspec.Struct, unsupported: dict[str, tuple]) -> None:
     """Raise BadRequest for the first of these fields that has a value.
 
     Values that mean nothing are let pass.

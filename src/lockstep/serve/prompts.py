@@ -12,7 +12,7 @@ from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 
-_LONG = 1 << 14  # characters of a request, from which on its texts are encoded in a thread
+LONG = 1 << 14  # characters of a request, from which on its texts are encoded in a thread
 
 
 async def encode_texts(
@@ -29,7 +29,7 @@ async def encode_texts(
             raise too_long(param, most, f"at least {least}")
     encode = lambda: [tokenizer.encode(text, special).tolist() for text in texts]
     try:
-        return await asyncio.to_thread(encode) if sum(map(len, texts)) > _LONG else encode()
+        return await asyncio.to_thread(encode) if sum(map(len, texts)) > LONG else encode()
     except InputError as error:
         raise BadRequest(f"{param}: {str(error).removeprefix('prompt: ')}", param) from None
 
