@@ -69,11 +69,17 @@ def test_a_client_that_leaves_in_its_answer_frees_the_slot(server: RealServer) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_before_its_first_token_costs_nothing(server: RealServer, stream: bool) -> None:
+@pytest.mark.parametrize("half", [False, True], ids=["close", "half-close"])
+def test_a_client_that_leaves_before_its_first_token_costs_nothing(
+    server: RealServer, stream: bool, half: bool
+) -> None:
+    """So does one that closes its sending side alone: the server sees no difference."""
     before = counted(server, "lockstep:generation_tokens_total")
-    with server.stopped_engine():
-        with server.opened(**LONG, stream=stream):
+    with server.stopped_engine(), contextlib.ExitStack() as stack:
+        with server.opened(**LONG, stream=stream) as events:
             server.wait_until(lambda status: status["streams"] == 1)
+            if half:
+                stack.enter_context(events.socket.dup()).shutdown(socket.SHUT_WR)
         server.wait_until(lambda status: status["streams"] == 0)
     server.wait_idle()
     assert counted(server, "lockstep:generation_tokens_total") == before
