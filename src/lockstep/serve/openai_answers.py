@@ -5,6 +5,7 @@ Each endpoint derives the format of its choices.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -77,29 +78,37 @@ class AnswerFormat:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: chunks, the usage if requested, and the end.
 
-        A chunk has all that came since the one before. A stream that fails ends with an error event.
+        A chunk has all that came since the one before; chunks that came together are yielded as one. A stream that
+        fails ends with an error event.
         """
         silent = set(range(len(self._stream.choices)))  # answers of which nothing is out
         try:
-            for choice in self.opening():
-                yield self._event([choice])
+            if opening := [self._event(choice) for choice in self.opening()]:
+                yield b"".join(opening)
             async for deltas in self._stream:
+                events: list[bytes] = []
                 for delta in deltas:
                     if delta.index in silent:
                         silent.discard(delta.index)
                         if (echo := await self.echo(delta.index)) is not None:
-                            yield self._event([echo])
-                    for choice in self.chunks(delta):
-                        yield self._event([choice])
+                            events.append(self._event(echo))
+                    events += map(self._event, self.chunks(delta))
+                if events:
+                    yield b"".join(events)
             if self._usage:
-                yield self._event([], usage=self._counts())
+                yield self._head + b'],"usage":' + msgspec.json.encode(self._counts()) + b"}\n\n"
             yield b"data: [DONE]\n\n"
         except StreamError as error:
             yield b"data: " + error_body(error.message, "server_error", None, error.code) + b"\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        value = {**self._common, "object": self.CHUNK, "choices": choices, **more}
-        return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    @functools.cached_property
+    def _head(self) -> bytes:
+        """Return what all chunks begin with, up to their choices: it is encoded once."""
+        value = {**self._common, "object": self.CHUNK, "choices": []}
+        return b"data: " + msgspec.json.encode(value).removesuffix(b"]}")
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return self._head + msgspec.json.encode(choice) + b"]}\n\n"
 
     def _counts(self) -> dict[str, int]:
         prompt, answer = self._stream.num_prompt_tokens, self._stream.num_answer_tokens
