@@ -12,6 +12,7 @@ from lockstep.serve.service import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # fields by type of part
 _GIVEN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
@@ -78,13 +79,18 @@ def _content(value: Any, where: str) -> str:
         return value
     if not isinstance(value, list):
         raise _wrong(where, "a text, or a list of parts of type text", value)
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            found = part.get("type") if isinstance(part, dict) else part
-            raise _wrong(f"{where}[{index}]", 'a part {"type": "text", "text": ...}: this model reads text only', found)
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(value))
+
+
+def _part(part: Any, where: str) -> str:
+    """Return the text of a part; the kinds of text are those that vLLM takes."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else part
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    if not isinstance(text, str):
+        raise _wrong(where, 'a part {"type": "text", "text": ...}: this model reads text only', kind)
+    return text
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:

@@ -29,6 +29,7 @@ class AnswerFormat:
 
     def __init__(self, body: Parameters, service: Service, stream: Stream):
         self._stream, self._tokenizer, self._usage = stream, service.tokenizer, body.include_usage
+        self._continuous = body.continuous_usage
         self._logprobs, self._token_ids = body.num_logprobs is not None, bool(body.return_token_ids)
         self._common = {
             "id": f"{self.ID}-{secrets.token_hex(12)}",
@@ -96,7 +97,7 @@ class AnswerFormat:
                 if events:
                     yield b"".join(events)
             if self._usage:
-                yield self._head + b'],"usage":' + msgspec.json.encode(self._counts()) + b"}\n\n"
+                yield self._head + b"]" + _usage(self._counts()) + b"}\n\n"
             yield b"data: [DONE]\n\n"
         except StreamError as error:
             yield b"data: " + error_body(error.message, "server_error", None, error.code) + b"\n\n"
@@ -108,11 +109,25 @@ class AnswerFormat:
         return b"data: " + msgspec.json.encode(value).removesuffix(b"]}")
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        return self._head + msgspec.json.encode(choice) + b"]}\n\n"
+        usage = _usage(self._counts_of(choice["index"])) if self._continuous else b""
+        return self._head + msgspec.json.encode(choice) + b"]" + usage + b"}\n\n"
 
     def _counts(self) -> dict[str, int]:
-        prompt, answer = self._stream.num_prompt_tokens, self._stream.num_answer_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return _counts(self._stream.num_prompt_tokens, self._stream.num_answer_tokens)
+
+    def _counts_of(self, index: int) -> dict[str, int]:
+        """Return the numbers of tokens of one answer so far, and of its prompt."""
+        active = next(each for each in reversed(self._stream.actives) if each.first <= index)
+        completion = active.collector.completion
+        return _counts(completion.num_prompt_tokens, len(completion.choices[index - active.first].token_ids))
+
+
+def _counts(prompt: int, answer: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+def _usage(counts: dict[str, int]) -> bytes:
+    return b',"usage":' + msgspec.json.encode(counts)
 
 
 def reason(finish: str | None) -> str | None:

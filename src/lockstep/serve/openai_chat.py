@@ -67,7 +67,8 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     await service.adapters.bring(body.lora)
     check_supported(body, service)
     refuse(body, _UNSUPPORTED)
-    if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
+    # 0 without logprobs asks for nothing.
+    if body.top_logprobs and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
         raise BadRequest(
             f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {body.top_logprobs} with logprobs "
             f"{str(bool(body.logprobs)).lower()}",

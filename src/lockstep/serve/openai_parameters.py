@@ -36,11 +36,20 @@ _UNSUPPORTED = {
     "logits_processors": (None, []),
     "return_tokens_as_token_ids": (None, False),
     "guided_whitespace_pattern": (None,),
+    "logprob_token_ids": (None,),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None, -1),
 }
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+    """What a stream has beside its text.
+
+    continuous_usage_stats: with include_usage, as vLLM has it: each chunk has the numbers of its answer so far.
+    """
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class Parameters(msgspec.Struct, kw_only=True):
@@ -93,6 +102,9 @@ class Parameters(msgspec.Struct, kw_only=True):
     logits_processors: Any = None
     return_tokens_as_token_ids: Any = None
     guided_whitespace_pattern: Any = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -111,6 +123,11 @@ class Parameters(msgspec.Struct, kw_only=True):
     def include_usage(self) -> bool:
         """Return whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Return whether each chunk has them, of its answer so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 def check_supported(body: Parameters, service: Service) -> None:
@@ -219,7 +236,7 @@ def _sampling(body: Parameters, vocab_size: int) -> Sampling:
     if body.temperature is None:
         given["temperature"] = 1.0
     bias = body.logit_bias or {}
-    if not all(token.isdecimal() and int(token) < vocab_size for token in bias):
+    if not all(token.isascii() and token.isdecimal() and int(token) < vocab_size for token in bias):
         raise BadRequest(f"logit_bias: expected token ids 0 to {vocab_size - 1}, found another name", "logit_bias")
     try:
         return Sampling(**given, logit_bias={int(token): value for token, value in bias.items()})
