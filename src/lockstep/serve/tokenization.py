@@ -1,12 +1,14 @@
 """vLLM's endpoints of the tokenizer: text or a chat to token ids, and back.
 
-What a request asks for in thousands is made in a thread, up to the bytes of its answer.
+What a request asks for in thousands is made in a thread, up to the bytes of its answer. Texts may have any length, so
+these are threads of its own: prompts that wait for a thread do not wait for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -14,9 +16,10 @@ import msgspec
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.messages import chat_text
 from lockstep.serve.openai_parameters import refuse
-from lockstep.serve.prompts import LONG, encode_texts
+from lockstep.serve.prompts import LONG, encode_text
 from lockstep.serve.service import Service
 
+_THREADS = ThreadPoolExecutor(2, "tokenization")
 _UNSUPPORTED: dict[str, tuple] = {"tools": (None, []), "chat_template": (None,)}
 
 
@@ -58,14 +61,14 @@ async def tokenized(body: TokenizeBody, service: Service) -> bytes:
         continues, variables = bool(body.continue_final_message), body.chat_template_kwargs or {}
         text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
         param, special = "messages", bool(body.add_special_tokens)
-    (tokens,) = await encode_texts([text], service.tokenizer, param, special=special)
 
     def answer() -> bytes:
+        tokens = encode_text(text, service.tokenizer, param, special)
         names = service.tokenizer.names(tokens) if body.return_token_strs else None
         most = service.ready.max_seq_len
         return msgspec.json.encode({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names})
 
-    return await _made(answer, len(tokens))
+    return await _made(answer, len(text))
 
 
 async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
@@ -83,7 +86,7 @@ async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
 
 
 async def _made(answer: Callable[[], bytes], size: int) -> bytes:
-    return await asyncio.to_thread(answer) if size > LONG else answer()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, answer) if size > LONG else answer()
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
