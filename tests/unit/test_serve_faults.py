@@ -266,6 +266,20 @@ def test_sigterm_ends_what_does_not_finish(tree: Path, signals: int) -> None:
         assert server.process.wait(20) == 0 and not Path("/proc", str(engine)).exists()
 
 
+def test_sigterm_ends_a_request_whose_body_is_not_there(tree: Path) -> None:
+    with RealServer(tree, "--drain", 1) as server, socket.create_connection(("127.0.0.1", server.port), 20) as end:
+        end.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        # Taken in the order in which they come.
+        server.get("/health")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        answer = b"".join(iter(lambda: end.recv(1 << 16), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ") and head.lower().count(b"connection: close") == 1
+        assert json.loads(body)["error"]["code"] == "shutting_down"
+        assert "Traceback" not in server.stderr
+
+
 def test_an_engine_whose_server_is_gone_ends(tree: Path) -> None:
     with RealServer(tree) as server:
         engine = server.engine_pid

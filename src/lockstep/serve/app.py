@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -85,13 +86,17 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         path: str, handler: Callable[[Request], Awaitable[Any]], *methods: str, refuse: Any = error_response
     ) -> Route:
         async def handle(request: Request) -> Any:
+            reason: BadRequest | StreamError
             try:
                 _check_access(request, encoded, access.own_name)
                 return await handler(request)
             except (BadRequest, StreamError) as error:
-                # Without its frames, which hold the whole request: they and the note would be a cycle.
-                note(request.scope, error=error.with_traceback(None))
-                return refuse(error)
+                reason = error
+            except asyncio.CancelledError:  # the server ends, and this request is not even read, or not tokenized
+                reason = StreamError("the server is shutting down; try another one", 503, "shutting_down")
+            # Without its frames, which hold the whole request: they and the note would be a cycle.
+            note(request.scope, error=reason.with_traceback(None))
+            return refuse(reason)
 
         return Route(path, handle, methods=list(methods or ("GET",)))
 
