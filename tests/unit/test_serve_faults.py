@@ -301,6 +301,17 @@ def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
         server.wait_idle()
 
 
+def test_sigterm_ends_a_request_whose_client_does_not_read(tree: Path) -> None:
+    with RealServer(tree, "--drain", 0.1, "--max-queue", 300) as server:
+        with server.opened(**MANY) as events:
+            events.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            server.wait_until(lambda status: status["running"] == 4)
+            time.sleep(3)  # its buffers are full
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) == 0
+        assert "Traceback" not in server.stderr
+
+
 def test_keys_open_what_is_not_for_everyone(tree: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("# of the team\n\n  first-key  \r\nsecond-key\n")
