@@ -22,12 +22,17 @@ CHOICES, CONTINUATIONS, PERPLEXITY = "lockstep_choices", "lockstep_continuations
 # A token's log-probability: fp32 on both sides, with sums of some hundred products in another order, and logits up to
 # 20. As in tests/unit/test_prompt_logprobs.py.
 TOLERANCE = 2e-4
+# Whose tokenizer it is: the demo's folder, or the server, which `auto` finds by itself.
+FOLDER = f"tokenizer={DEMO},tokenizer_backend=huggingface"
+REMOTE, AUTO = "tokenizer_backend=remote", "tokenizer_backend=auto"
 # How requests are sent: prompts as token ids or as text; one after the other, or four at once with two prompts each.
 REQUESTS = {
-    "tokens": ("tokenized_requests=True", 1),
-    "text": ("tokenized_requests=False", 1),
-    "tokens-at-once": ("tokenized_requests=True,num_concurrent=4", 2),
-    "text-at-once": ("tokenized_requests=False,num_concurrent=4", 2),
+    "tokens": (f"{FOLDER},tokenized_requests=True", 1),
+    "text": (f"{FOLDER},tokenized_requests=False", 1),
+    "tokens-at-once": (f"{FOLDER},tokenized_requests=True,num_concurrent=4", 2),
+    "text-at-once": (f"{FOLDER},tokenized_requests=False,num_concurrent=4", 2),
+    "tokens-of-the-server": (f"{REMOTE},tokenized_requests=True", 1),
+    "text-of-the-server": (f"{AUTO},tokenized_requests=False", 1),
 }
 
 
@@ -64,8 +69,8 @@ def evaluate(work: Path, model: str, model_args: str, *options: str, tasks: tupl
 def completions(
     server: RealServer, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Evaluation:
-    """All tasks by `local-completions`, whose tokenizer is the demo's folder."""
-    where = f"model=demo-llama,base_url={server.url}/v1/completions,tokenizer={DEMO},max_length=128"
+    """All tasks by `local-completions`."""
+    where = f"model=demo-llama,base_url={server.url}/v1/completions,max_length=128"
     work, tasks = tmp_path_factory.mktemp("lm-eval"), (CHOICES, CONTINUATIONS, PERPLEXITY)
     sent, batch = REQUESTS[request.param]
     found = evaluate(work, "local-completions", f"{where},{sent}", "--batch_size", str(batch), tasks=tasks)

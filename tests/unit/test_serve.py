@@ -46,6 +46,23 @@ def test_a_stream_adds_up_to_the_whole_answer(server: RealServer) -> None:
     assert reasons == [None] * (len(chunks) - 1) + ["length"]
 
 
+def test_each_chunk_counts_the_tokens_of_its_answer_where_that_is_asked_for(server: RealServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with server.opened([[1, 17, 300], [5]], 8, n=2, ignore_eos=True, stream_options=options) as events:
+        *chunks, last = events
+    made: dict[int, list[int]] = {}
+    for chunk in chunks:
+        (choice,), usage = chunk["choices"], chunk["usage"]
+        made.setdefault(choice["index"], []).append(usage["completion_tokens"])
+        assert usage["prompt_tokens"] == (3 if choice["index"] < 2 else 1)
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert sorted(made) == [0, 1, 2, 3]
+    assert all(counts == sorted(counts) and counts[0] > 0 and counts[-1] == 8 for counts in made.values())
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 32
+    with server.opened("a", 3, stream_options={"include_usage": None, "continuous_usage_stats": True}) as events:
+        assert all(chunk["choices"] and "usage" not in chunk for chunk in events) and events.done
+
+
 def test_prompts_and_choices_are_numbered_in_order(server: RealServer) -> None:
     alone = [server.complete(prompt, 8)["choices"][0]["text"] for prompt in (PROMPT, "The pendulum")]
     together = server.complete([PROMPT, "The pendulum"], 8, n=2)
@@ -206,6 +223,10 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
         ({**GOOD, "bad_words": [""]}, 400, "bad_words", "not empty"),
         ({**GOOD, "cache_salt": "a" * 257}, 400, "cache_salt", "expected 0 to 256 characters"),
         ({**GOOD, "suffix": "b"}, 400, "suffix", "not supported"),
+        ({**GOOD, "logprob_token_ids": [3], "logprobs": 1}, 400, "logprob_token_ids", "not supported"),
+        ({**GOOD, "repetition_detection": {"min_count": 3}}, 400, "repetition_detection", "not supported"),
+        ({**GOOD, "thinking_token_budget": 0}, 400, "thinking_token_budget", "not supported"),
+        ({**GOOD, "logit_bias": {"\u0665": 1}}, 400, "logit_bias", "token ids 0 to"),
         ({**GOOD, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage", "got `int`"),
         (b'{"model": "demo-llama", "model": "x"}', 400, "model", "'model' twice"),
         (b'{"temperature": NaN}', 400, None, "NaN"),

@@ -248,6 +248,11 @@ REFUSED = {
         "messages",
         "messages[0].content[0]: expected a part",
     ),
+    "a part without its text": (
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "a"}]}]},
+        "messages",
+        "found 'refusal'",
+    ),
     "a sound": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
         "messages",
@@ -300,7 +305,7 @@ def test_what_is_wrong_is_named(server: RealServer, given: dict, param: str, lin
 
 def test_what_means_nothing_is_taken(server: RealServer) -> None:
     nothing = {"tools": [], "tool_choice": "none", "functions": None, "modalities": ["text"], "user": "me", "n": None}
-    answer = server.post("/v1/chat/completions", **GREEDY, messages=USER, max_tokens=16, top_logprobs=None, **nothing)
+    answer = server.post("/v1/chat/completions", **GREEDY, messages=USER, max_tokens=16, top_logprobs=0, **nothing)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": TEXT}
 
 

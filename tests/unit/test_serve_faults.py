@@ -69,11 +69,17 @@ def test_a_client_that_leaves_in_its_answer_frees_the_slot(server: RealServer) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_before_its_first_token_costs_nothing(server: RealServer, stream: bool) -> None:
+@pytest.mark.parametrize("half", [False, True], ids=["close", "half-close"])
+def test_a_client_that_leaves_before_its_first_token_costs_nothing(
+    server: RealServer, stream: bool, half: bool
+) -> None:
+    """So does one that closes its sending side alone: the server sees no difference."""
     before = counted(server, "lockstep:generation_tokens_total")
-    with server.stopped_engine():
-        with server.opened(**LONG, stream=stream):
+    with server.stopped_engine(), contextlib.ExitStack() as stack:
+        with server.opened(**LONG, stream=stream) as events:
             server.wait_until(lambda status: status["streams"] == 1)
+            if half:
+                stack.enter_context(events.socket.dup()).shutdown(socket.SHUT_WR)
         server.wait_until(lambda status: status["streams"] == 0)
     server.wait_idle()
     assert counted(server, "lockstep:generation_tokens_total") == before
@@ -260,6 +266,20 @@ def test_sigterm_ends_what_does_not_finish(tree: Path, signals: int) -> None:
         assert server.process.wait(20) == 0 and not Path("/proc", str(engine)).exists()
 
 
+def test_sigterm_ends_a_request_whose_body_is_not_there(tree: Path) -> None:
+    with RealServer(tree, "--drain", 1) as server, socket.create_connection(("127.0.0.1", server.port), 20) as end:
+        end.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        # Taken in the order in which they come.
+        server.get("/health")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        answer = b"".join(iter(lambda: end.recv(1 << 16), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ") and head.lower().count(b"connection: close") == 1
+        assert json.loads(body)["error"]["code"] == "shutting_down"
+        assert "Traceback" not in server.stderr
+
+
 def test_an_engine_whose_server_is_gone_ends(tree: Path) -> None:
     with RealServer(tree) as server:
         engine = server.engine_pid
@@ -279,6 +299,17 @@ def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
             assert server.complete("a", 2)["choices"]  # nobody else waits for it
             server.wait_until(lambda status: status["streams"] == 0, 60)
         server.wait_idle()
+
+
+def test_sigterm_ends_a_request_whose_client_does_not_read(tree: Path) -> None:
+    with RealServer(tree, "--drain", 0.1, "--max-queue", 300) as server:
+        with server.opened(**MANY) as events:
+            events.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            server.wait_until(lambda status: status["running"] == 4)
+            time.sleep(3)  # its buffers are full
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) == 0
+        assert "Traceback" not in server.stderr
 
 
 def test_keys_open_what_is_not_for_everyone(tree: Path, tmp_path: Path) -> None:

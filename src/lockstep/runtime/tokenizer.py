@@ -179,6 +179,20 @@ class Tokenizer:
         except BaseException as error:
             raise _said(f"{self._path}: expected a tokenizer.json, found ", error) from None
 
+    def decode_whole(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, with those of special tokens.
+
+        As `encode` it lets other threads run on.
+        """
+        with _one_line(f"{self._path}: expected a tokenizer.json, found "):
+            (found,) = self._tokenizer.decode_batch([tokens], skip_special_tokens=False)
+            return found
+
+    def names(self, tokens: Iterable[int]) -> list[str]:
+        """Return the vocabulary's names of tokens; "" for an id that has none."""
+        name = self._tokenizer.id_to_token
+        return [name(token) or "" for token in tokens]
+
     def length(self, tokens: Sequence[int]) -> int:
         """Return the number of characters of `decode`; those of one token are kept."""
         if len(tokens) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -28,6 +29,7 @@ from lockstep.serve.request_log import note
 from lockstep.serve.response import send_events, while_connected
 from lockstep.serve.service import Service
 from lockstep.serve.stream import TENANT, Stream, StreamError
+from lockstep.serve.tokenization import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from lockstep.serve.triton import generate_routes
 from lockstep.serve.triton_infer import Triton
 
@@ -84,24 +86,40 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         path: str, handler: Callable[[Request], Awaitable[Any]], *methods: str, refuse: Any = error_response
     ) -> Route:
         async def handle(request: Request) -> Any:
+            reason: BadRequest | StreamError
             try:
                 _check_access(request, encoded, access.own_name)
                 return await handler(request)
             except (BadRequest, StreamError) as error:
-                note(request.scope, error=error)
-                return refuse(error)
+                reason = error
+            except asyncio.CancelledError:  # the server ends, and this request is not even read, or not tokenized
+                reason = StreamError("the server is shutting down; try another one", 503, "shutting_down")
+            # Without its frames, which hold the whole request: they and the note would be a cycle.
+            note(request.scope, error=reason.with_traceback(None))
+            return refuse(reason)
 
         return Route(path, handle, methods=list(methods or ("GET",)))
 
     async def completions(request: Request) -> Any:
-        body = decoded(await read_body(request, access), CompletionBody)
+        body = await decoded(await read_body(request, access), CompletionBody)
         stream = service.submit(await completion_requests(body, service))
         return _Answer(service, stream, CompletionFormat(body, service, stream), bool(body.stream))
 
     async def chat_completions(request: Request) -> Any:
-        body = decoded(await read_body(request, access), ChatBody)
+        body = await decoded(await read_body(request, access), ChatBody)
         stream = service.submit(await chat_requests(body, service))
         return _Answer(service, stream, ChatFormat(body, service, stream), bool(body.stream))
+
+    async def tokenize(request: Request) -> Any:
+        body = await decoded(await read_body(request, access), TokenizeBody)
+        return Response(await tokenized(body, service), media_type="application/json")
+
+    async def detokenize(request: Request) -> Any:
+        body = await decoded(await read_body(request, access), DetokenizeBody)
+        return Response(await detokenized(body, service), media_type="application/json")
+
+    async def info(request: Request) -> Any:
+        return _json(tokenizer_info(service))
 
     async def models(request: Request) -> Any:
         return _json({"object": "list", "data": [_model(service, name) for name in service.adapters.model_names]})
@@ -111,12 +129,12 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         return _json(_model(service, request.path_params["name"]))
 
     async def load_adapter(request: Request) -> Any:
-        body = decoded(await read_body(request, access), LoadAdapterBody)
+        body = await decoded(await read_body(request, access), LoadAdapterBody)
         await service.adapters.load(body.lora_name, body.lora_path)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
     async def unload_adapter(request: Request) -> Any:
-        body = decoded(await read_body(request, access), UnloadAdapterBody)
+        body = await decoded(await read_body(request, access), UnloadAdapterBody)
         service.adapters.unload(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
@@ -161,6 +179,9 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
             route("/v1/models/{name:path}", model),
             route("/v1/load_lora_adapter", load_adapter, "POST"),
             route("/v1/unload_lora_adapter", unload_adapter, "POST"),
+            route("/tokenize", tokenize, "POST"),
+            route("/detokenize", detokenize, "POST"),
+            route("/tokenizer_info", info),
             route("/health", live),
             route("/health/live", live),
             route("/health/ready", ready),

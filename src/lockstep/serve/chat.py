@@ -49,6 +49,11 @@ class Chat:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
+    @property
+    def template(self) -> ChatTemplate | None:
+        """Return the template; None where no chat is possible."""
+        return self._template if self.fault is None else None
+
     async def start(self) -> None:
         """Load the template.
 

@@ -80,7 +80,8 @@ def packed_add(number: int, request: Request) -> bytes:
             "prompt_ids": [int(token) for token in request.prompt_ids],
             "max_new_tokens": request.max_new_tokens,
             "stop_ids": sorted(request.stop_ids),
-            "sampling": {name: value for name, value in asdict(sampling).items() if value != _DEFAULTS[name]},
+            # Not by asdict, which copies all values: a request may be of 256 prompts.
+            "sampling": {name: value for name in _DEFAULTS if (value := getattr(sampling, name)) != _DEFAULTS[name]},
             "n": request.n,
             "choice": request.choice,
             "priority": request.priority,

@@ -187,7 +187,7 @@ async def _request_of(request: Request, access: Access) -> tuple[InferRequest, C
     length = len(data) if given is None else int(given) if given.isdecimal() and len(given) < 12 else -1
     if not 0 <= length <= len(data):
         raise BadRequest(f"{_HEADER_LENGTH}: expected 0 to {len(data)}, the bytes of the body, found {given}")
-    body = decoded(data[:length], _Body)
+    body = await decoded(data[:length], _Body)
     inputs, rest = _inputs(body.inputs, memoryview(data)[length:])
     if rest:
         raise BadRequest(f"body: expected its end behind the data of the last input, found {len(rest)} bytes more")

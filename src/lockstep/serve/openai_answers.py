@@ -5,6 +5,7 @@ Each endpoint derives the format of its choices.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +29,7 @@ class AnswerFormat:
 
     def __init__(self, body: Parameters, service: Service, stream: Stream):
         self._stream, self._tokenizer, self._usage = stream, service.tokenizer, body.include_usage
+        self._continuous = body.continuous_usage
         self._logprobs, self._token_ids = body.num_logprobs is not None, bool(body.return_token_ids)
         self._common = {
             "id": f"{self.ID}-{secrets.token_hex(12)}",
@@ -77,33 +79,55 @@ class AnswerFormat:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: chunks, the usage if requested, and the end.
 
-        A chunk has all that came since the one before. A stream that fails ends with an error event.
+        A chunk has all that came since the one before; chunks that came together are yielded as one. A stream that
+        fails ends with an error event.
         """
         silent = set(range(len(self._stream.choices)))  # answers of which nothing is out
         try:
-            for choice in self.opening():
-                yield self._event([choice])
+            if opening := [self._event(choice) for choice in self.opening()]:
+                yield b"".join(opening)
             async for deltas in self._stream:
+                events: list[bytes] = []
                 for delta in deltas:
                     if delta.index in silent:
                         silent.discard(delta.index)
                         if (echo := await self.echo(delta.index)) is not None:
-                            yield self._event([echo])
-                    for choice in self.chunks(delta):
-                        yield self._event([choice])
+                            events.append(self._event(echo))
+                    events += map(self._event, self.chunks(delta))
+                if events:
+                    yield b"".join(events)
             if self._usage:
-                yield self._event([], usage=self._counts())
+                yield self._head + b"]" + _usage(self._counts()) + b"}\n\n"
             yield b"data: [DONE]\n\n"
         except StreamError as error:
             yield b"data: " + error_body(error.message, "server_error", None, error.code) + b"\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        value = {**self._common, "object": self.CHUNK, "choices": choices, **more}
-        return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    @functools.cached_property
+    def _head(self) -> bytes:
+        """Return what all chunks begin with, up to their choices: it is encoded once."""
+        value = {**self._common, "object": self.CHUNK, "choices": []}
+        return b"data: " + msgspec.json.encode(value).removesuffix(b"]}")
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        usage = _usage(self._counts_of(choice["index"])) if self._continuous else b""
+        return self._head + msgspec.json.encode(choice) + b"]" + usage + b"}\n\n"
 
     def _counts(self) -> dict[str, int]:
-        prompt, answer = self._stream.num_prompt_tokens, self._stream.num_answer_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return _counts(self._stream.num_prompt_tokens, self._stream.num_answer_tokens)
+
+    def _counts_of(self, index: int) -> dict[str, int]:
+        """Return the numbers of tokens of one answer so far, and of its prompt."""
+        active = next(each for each in reversed(self._stream.actives) if each.first <= index)
+        completion = active.collector.completion
+        return _counts(completion.num_prompt_tokens, len(completion.choices[index - active.first].token_ids))
+
+
+def _counts(prompt: int, answer: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+def _usage(counts: dict[str, int]) -> bytes:
+    return b',"usage":' + msgspec.json.encode(counts)
 
 
 def reason(finish: str | None) -> str | None:

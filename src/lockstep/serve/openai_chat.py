@@ -5,14 +5,13 @@ And answers in OpenAI's format.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.runtime.completion import Choice
 from lockstep.serve.bodies import BadRequest
-from lockstep.serve.chat import ChatError
 from lockstep.serve.frames import finite
+from lockstep.serve.messages import chat_text
 from lockstep.serve.openai_answers import AnswerFormat, reason
 from lockstep.serve.openai_parameters import Parameters, check_supported, longest_prompt, prompt_requests, refuse
 from lockstep.serve.prompts import encode_texts
@@ -20,8 +19,6 @@ from lockstep.serve.service import Service
 from lockstep.serve.stream import AnswerDelta, PromptRequest
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_MOST_MESSAGES = 4096
 _UNSUPPORTED = {
     "echo": (None, False),
     "tools": (None, []),
@@ -33,7 +30,6 @@ _UNSUPPORTED = {
     "documents": (None, []),
     "chat_template": (None,),  # a program of whoever sends it
 }
-_GIVEN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
 class ChatBody(Parameters, kw_only=True):
@@ -42,7 +38,7 @@ class ChatBody(Parameters, kw_only=True):
     add_generation_prompt, continue_final_message, chat_template_kwargs: as vLLM has them.
     """
 
-    messages: Any  # see `_messages`
+    messages: Any  # see `chat_text`
     logprobs: bool | None = False
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -71,104 +67,24 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     await service.adapters.bring(body.lora)
     check_supported(body, service)
     refuse(body, _UNSUPPORTED)
-    if service.chat.fault is not None:
-        raise BadRequest(f"messages: {service.chat.fault}; use /v1/completions", "messages")
-    if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
+    # 0 without logprobs asks for nothing.
+    if body.top_logprobs and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
         raise BadRequest(
             f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {body.top_logprobs} with logprobs "
             f"{str(bool(body.logprobs)).lower()}",
             "top_logprobs",
         )
-    continues = bool(body.continue_final_message)
-    if continues and body.add_generation_prompt:
-        raise BadRequest(
-            "continue_final_message: expected false with add_generation_prompt true; leave one out",
-            "continue_final_message",
-        )
-    variables = body.chat_template_kwargs or {}
-    if taken := sorted(set(variables) & set(_GIVEN)):
-        raise BadRequest(
-            f"chat_template_kwargs: expected no {taken[0]}, which is no variable of its own", "chat_template_kwargs"
-        )
-    messages = _messages(body.messages)
-    if continues and not isinstance(messages[-1].get("content"), str):
-        raise BadRequest("messages: expected a text to go on from in the last one, found none", "messages")
-    opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    try:
-        text = await service.chat.render(messages, opens, continues, variables)
-    except ChatError as error:
-        raise BadRequest(
-            f"messages: expected a chat that the model's template renders, found: {error}", "messages"
-        ) from None
+    text = await chat_text(
+        service,
+        body.messages,
+        body.add_generation_prompt,
+        bool(body.continue_final_message),
+        body.chat_template_kwargs or {},
+    )
     # Without the tokens that the tokenizer puts before a text: the template has written them.
     special = bool(body.add_special_tokens)
     prompts = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
     return prompt_requests(body, prompts, "messages", service)
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages as a template takes them.
-
-    Without nulls, with one text as content, and with tool calls whose arguments are objects. Raises BadRequest for
-    others.
-    """
-    if not isinstance(value, list) or not 1 <= len(value) <= _MOST_MESSAGES:
-        found = f"{len(value)} of them" if isinstance(value, list) else "no list"
-        raise BadRequest(f"messages: expected 1 to {_MOST_MESSAGES} messages, found {found}", "messages")
-    messages = []
-    for index, message in enumerate(value):
-        where = f"messages[{index}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in _ROLES:
-            raise _wrong(where, f"an object with a role: {', '.join(_ROLES)}", role)
-        kept = {name: entry for name, entry in message.items() if entry is not None}
-        if role == "developer":  # OpenAI's newer name of it, which templates do not know
-            kept["role"] = "system"
-        if "tool_calls" in kept:
-            kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
-        if "content" in kept or not kept.get("tool_calls"):
-            kept["content"] = _content(kept.get("content"), f"{where}.content")
-        messages.append(kept)
-    return messages
-
-
-def _content(value: Any, where: str) -> str:
-    """Return a message's content as one text; parts become lines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _wrong(where, "a text, or a list of parts of type text", value)
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            found = part.get("type") if isinstance(part, dict) else part
-            raise _wrong(f"{where}[{index}]", 'a part {"type": "text", "text": ...}: this model reads text only', found)
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _tool_calls(value: Any, where: str) -> list[Any]:
-    """Return the tool calls of an assistant's message, arguments as objects.
-
-    OpenAI has them as JSON in a text.
-    """
-    if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
-        raise _wrong(where, "a list of objects", value)
-    calls = []
-    for index, call in enumerate(value):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                raise _wrong(f"{where}[{index}].function.arguments", "JSON", function["arguments"]) from None
-            call = {**call, "function": {**function, "arguments": arguments}}
-        calls.append(call)
-    return calls
-
-
-def _wrong(where: str, expected: str, found: Any) -> BadRequest:
-    return BadRequest(f"{where}: expected {expected}; found {ascii(found)[:80]}", "messages")
 
 
 class ChatFormat(AnswerFormat):

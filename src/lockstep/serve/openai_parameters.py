@@ -36,11 +36,20 @@ _UNSUPPORTED = {
     "logits_processors": (None, []),
     "return_tokens_as_token_ids": (None, False),
     "guided_whitespace_pattern": (None,),
+    "logprob_token_ids": (None,),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None, -1),
 }
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+    """What a stream has beside its text.
+
+    continuous_usage_stats: with include_usage, as vLLM has it: each chunk has the numbers of its answer so far.
+    """
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class Parameters(msgspec.Struct, kw_only=True):
@@ -93,6 +102,9 @@ class Parameters(msgspec.Struct, kw_only=True):
     logits_processors: Any = None
     return_tokens_as_token_ids: Any = None
     guided_whitespace_pattern: Any = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -112,6 +124,11 @@ class Parameters(msgspec.Struct, kw_only=True):
         """Return whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Return whether each chunk has them, of its answer so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 def check_supported(body: Parameters, service: Service) -> None:
     """Raise BadRequest for another model, or a parameter that is not supported."""
@@ -119,7 +136,7 @@ def check_supported(body: Parameters, service: Service) -> None:
     refuse(body, _UNSUPPORTED)
 
 
-def refuse(body: Parameters, unsupported: dict[str, tuple]) -> None:
+def refuse(body: msgspec.Struct, unsupported: dict[str, tuple]) -> None:
     """Raise BadRequest for the first of these fields that has a value.
 
     Values that mean nothing are let pass.
@@ -149,6 +166,7 @@ def prompt_requests(
     if not all(stop):
         raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
     check_words("stop", stop)
+    adapter = service.adapters.named(body.model, body.lora)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     n, vocab_size = 1 if body.n is None else body.n, service.ready.vocab_size
     _expect("n", n, 1, service.ready.max_batch_size)
@@ -162,6 +180,7 @@ def prompt_requests(
         raise BadRequest("bad_words: expected words that are not empty, found an empty one", "bad_words")
     bad_words = words("bad_words", body.bad_words or (), service.tokenizer, with_space=True)
     grammar = grammar_of(body)
+    sampling = replace(_sampling(body, vocab_size), bad_words=bad_words)
     requests = []
     for number, prompt in enumerate(prompts):
         room = longest - len(prompt)
@@ -178,18 +197,17 @@ def prompt_requests(
                 name,
             )
         _expect("min_tokens", body.min_tokens or 0, 0, wanted)
-        sampling = replace(_sampling(body, (seed + number) % (1 << 64), vocab_size), bad_words=bad_words)
         request = Request(
             prompt,
             wanted,
             stop_ids=stop_ids,
-            sampling=sampling,
+            sampling=replace(sampling, seed=(seed + number) % (1 << 64)),
             n=n,
             priority=body.priority or 0,
             grammar=grammar,
             prompt_logprobs=prompt_logprobs,
             cache_salt=salt,
-            adapter=service.adapters.named(body.model, body.lora),
+            adapter=adapter,
         )
         requests.append(PromptRequest(request, stop, min_stop_tokens=body.min_tokens or 0))
     return requests
@@ -200,7 +218,7 @@ def _expect(name: str, value: int, least: int, most: int, what: str = "") -> Non
         raise BadRequest(f"{name}: expected {least} to {most}{what and f' {what}'}, found {str(value)[:40]}", name)
 
 
-def _sampling(body: Parameters, seed: int, vocab_size: int) -> Sampling:
+def _sampling(body: Parameters, vocab_size: int) -> Sampling:
     given: dict[str, Any] = {
         name: value
         for name in (
@@ -218,9 +236,9 @@ def _sampling(body: Parameters, seed: int, vocab_size: int) -> Sampling:
     if body.temperature is None:
         given["temperature"] = 1.0
     bias = body.logit_bias or {}
-    if not all(token.isdecimal() and int(token) < vocab_size for token in bias):
+    if not all(token.isascii() and token.isdecimal() and int(token) < vocab_size for token in bias):
         raise BadRequest(f"logit_bias: expected token ids 0 to {vocab_size - 1}, found another name", "logit_bias")
     try:
-        return Sampling(**given, seed=seed, logit_bias={int(token): value for token, value in bias.items()})
+        return Sampling(**given, logit_bias={int(token): value for token, value in bias.items()})
     except InputError as error:
         raise BadRequest(str(error), str(error).partition(":")[0]) from None

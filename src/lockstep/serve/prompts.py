@@ -12,7 +12,7 @@ from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 
-_LONG = 1 << 14  # characters of a request, from which on its texts are encoded in a thread
+LONG = 1 << 14  # characters of a request, from which on its texts are encoded in a thread
 
 
 async def encode_texts(
@@ -27,9 +27,14 @@ async def encode_texts(
         least = tokenizer.min_tokens(len(text)) if most is not None else 0
         if most is not None and least > most:
             raise too_long(param, most, f"at least {least}")
-    encode = lambda: [tokenizer.encode(text, special).tolist() for text in texts]
+    encode = lambda: [encode_text(text, tokenizer, param, special) for text in texts]
+    return await asyncio.to_thread(encode) if sum(map(len, texts)) > LONG else encode()
+
+
+def encode_text(text: str, tokenizer: Tokenizer, param: str, special: bool) -> list[int]:
+    """Return the token ids of one text. Raises BadRequest, as `encode_texts`."""
     try:
-        return await asyncio.to_thread(encode) if sum(map(len, texts)) > _LONG else encode()
+        return tokenizer.encode(text, special).tolist()
     except InputError as error:
         raise BadRequest(f"{param}: {str(error).removeprefix('prompt: ')}", param) from None
 

@@ -91,7 +91,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 if version == "1.0" and not any(name.lower() == b"content-length" for name, _ in headers):
                     is_raw, cycle.chunked_encoding = True, False  # the end of the connection is that of the answer
                 lingers = cycle.more_body
-                if lingers:
+                if lingers and not any(name.lower() == b"connection" for name, _ in headers):
                     message = {**message, "headers": [*headers, (b"connection", b"close")]}
             elif is_raw:
                 cycle.expected_content_length = len(message.get("body", b""))

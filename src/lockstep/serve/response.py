@@ -31,6 +31,8 @@ async def while_connected(answer: Coroutine[Any, Any, None], receive: Receive, c
         await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             await work
+    except asyncio.CancelledError:  # the server ends, and the client does not read: it gets no more
+        pass
     finally:
         for task in (gone, work):
             task.cancel()

@@ -25,6 +25,7 @@ from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
+from lockstep.serve.queue import QueueTotals
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.serve.stream import TENANT, Active, PromptRequest, Stream, StreamError
 from lockstep.step.sampling import Logprobs
@@ -77,6 +78,7 @@ class Service:
         self._numbers = itertools.count()
         self._actives: dict[int, tuple[Active, int]] = {}  # by number: a prompt, and what to add to its choice numbers
         self._streams: set[Stream] = set()
+        self._totals = QueueTotals()  # of `_streams`
         self._deaths: deque[float] = deque()
         self._tasks: list[asyncio.Task] = []
         self._rate = 0.0  # tokens a second, of prompts and answers, of late
@@ -163,12 +165,13 @@ class Service:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._link is None:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
+        self._check_room(prompts)  # before anything is made: a refusal under overload is to cost little
         if tenant := TENANT.get():
             prompts = [replace(prompt, request=_salted(prompt.request, tenant)) for prompt in prompts]
         stream = Stream(prompts, self.tokenizer)
-        self._check_room(stream)
         self._streams.add(stream)
         for active in stream.actives:
+            self._totals.add(active)
             active.number = next(self._numbers)
             self._actives[active.number] = active, 0
             self._link.add(active.number, active.prompt.request)
@@ -189,32 +192,25 @@ class Service:
                     stream.push(active.first + choice, "", None, None, reason)
         self._leave(stream)
 
-    def _check_room(self, stream: Stream) -> None:
-        waiting = [active for each in self._streams for active in each.actives if active.admitted is None]
-        wanted, most = len(waiting) + len(stream.actives), self.limits.max_queue + self.ready.max_batch_size
-        if len(stream.actives) > most:  # for ever: "try again" would be no help
+    def _check_room(self, prompts: Sequence[PromptRequest]) -> None:
+        totals, number = self._totals, len(prompts)
+        most = self.limits.max_queue + self.ready.max_batch_size
+        if number > most:  # for ever: "try again" would be no help
             raise StreamError(
                 f"prompt: expected at most {most} prompts ({self.limits.max_queue} that wait and "
-                f"{self.ready.max_batch_size} that run), found {len(stream.actives)}; send fewer",
+                f"{self.ready.max_batch_size} that run), found {number}; send fewer",
                 400,
                 "request_too_large",
                 param="prompt",
             )
-        tokens = sum(len(active.prompt.request.prompt_ids) for active in waiting) + stream.num_prompt_tokens
-        running = sum(
-            len(active.choices) for each in self._streams for active in each.actives if active.admitted is not None
-        )
+        tokens = totals.prompt_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
         # What fits into free slots does not wait.
-        room = self.limits.max_queue + max(0, self.ready.max_batch_size - running)
-        if wanted > room or (waiting and tokens > self.limits.max_queue_tokens):
-            backlog = sum(
-                len(active.prompt.request.prompt_ids) + active.prompt.request.n * active.prompt.request.max_new_tokens
-                for active in waiting
-            )
-            after = min(60, max(1, round(backlog / self._rate))) if self._rate else 1
+        room = self.limits.max_queue + max(0, self.ready.max_batch_size - totals.running)
+        if totals.waiting + number > room or (totals.waiting and tokens > self.limits.max_queue_tokens):
+            after = min(60, max(1, round(totals.backlog_tokens / self._rate))) if self._rate else 1
             self.metrics.refused.inc()
             raise StreamError(
-                f"the queue is full: {len(waiting)} requests of {tokens - stream.num_prompt_tokens} prompt tokens wait "
+                f"the queue is full: {totals.waiting} requests of {totals.prompt_tokens} prompt tokens wait "
                 f"(at most {self.limits.max_queue} and {self.limits.max_queue_tokens}); try again in {after} s",
                 429,
                 "queue_full",
@@ -310,6 +306,7 @@ class Service:
         now = time.monotonic()
         for number in frame.get("admitted", ()):
             if (found := self._actives.get(number)) and found[0].admitted is None:
+                self._totals.admit(found[0])
                 found[0].admitted = now
                 self.metrics.admitted(now - found[0].arrived, len(found[0].prompt.request.prompt_ids))
                 self._counted += len(found[0].prompt.request.prompt_ids)
@@ -373,7 +370,8 @@ class Service:
 
     def _finish(self, active: Active, choice: int, reason: str | None) -> None:
         """End a choice; reason: None where it is counted as no answer."""
-        active.choices.discard(choice)
+        active.choices.remove(choice)
+        self._totals.end_choice(active)
         if reason is not None:
             self.metrics.finished(reason)
         self._actives.pop(active.resumed.pop(choice, -1), None)
@@ -389,6 +387,8 @@ class Service:
     def _leave(self, stream: Stream) -> None:
         if stream in self._streams:
             self._streams.discard(stream)
+            for active in stream.actives:
+                self._totals.remove(active)
             if not _is_refused(stream):
                 self.metrics.left(time.monotonic() - stream.began, stream)
 

@@ -110,15 +110,16 @@ class Stream:
         self.first_token: float | None = None  # when it came
         self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
         self.actives: list[Active] = []
+        first = 0
         for prompt in prompts:
-            n, first = prompt.request.n, sum(active.prompt.request.n for active in self.actives)
-            num_tokens = len(prompt.request.prompt_ids)
+            n, num_tokens = prompt.request.n, len(prompt.request.prompt_ids)
             collector = Collector(tokenizer, num_tokens, n, prompt.stop, prompt.min_stop_tokens)
             self.actives.append(Active(-1, prompt, collector, self, first, set(range(n)), self.began))
+            first += n
         self._pending: dict[int, AnswerDelta] = {}
         self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
         self._error: StreamError | None = None
-        self._open = sum(prompt.request.n for prompt in prompts)
+        self._open = first
 
     @property
     def choices(self) -> list[Choice]:

@@ -61,7 +61,7 @@ async def _events(asked: InferRequest, inference: Inference, in_tokens: bool) ->
 
 async def _request_of(request: Request, access: Access) -> InferRequest:
     model = asked_model(request)
-    body = decoded(await read_body(request, access), dict[str, Any])
+    body = await decoded(await read_body(request, access), dict[str, Any])
     id = body.pop("id", "")
     if not isinstance(id, str):
         raise BadRequest(f"id: expected a string, found {str(id)[:40]}", "id")

@@ -1,0 +1,117 @@
+"""The messages of a chat, as OpenAI's API has them, to the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.chat import ChatError
+from lockstep.serve.service import Service
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MOST_MESSAGES = 4096
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # fields by type of part
+_GIVEN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
+
+
+async def chat_text(
+    service: Service, messages: Any, opens: bool | None, continues: bool, variables: Mapping[str, Any]
+) -> str:
+    """Return the text of a chat by the model's template.
+
+    opens: whether it ends with what opens an answer; None: unless it continues. continues: leave the last message open.
+    variables: further ones for the template. Raises BadRequest for values that cannot be, and where the model has no
+    chat template.
+    """
+    if service.chat.fault is not None:
+        raise BadRequest(f"messages: {service.chat.fault}; use /v1/completions", "messages")
+    if continues and opens:
+        raise BadRequest(
+            "continue_final_message: expected false with add_generation_prompt true; leave one out",
+            "continue_final_message",
+        )
+    if taken := sorted(set(variables) & set(_GIVEN)):
+        raise BadRequest(
+            f"chat_template_kwargs: expected no {taken[0]}, which is no variable of its own", "chat_template_kwargs"
+        )
+    found = _messages(messages)
+    if continues and not isinstance(found[-1].get("content"), str):
+        raise BadRequest("messages: expected a text to go on from in the last one, found none", "messages")
+    try:
+        return await service.chat.render(found, not continues if opens is None else opens, continues, variables)
+    except ChatError as error:
+        raise BadRequest(
+            f"messages: expected a chat that the model's template renders, found: {error}", "messages"
+        ) from None
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages as a template takes them.
+
+    Without nulls, with one text as content, and with tool calls whose arguments are objects. Raises BadRequest for
+    others.
+    """
+    if not isinstance(value, list) or not 1 <= len(value) <= _MOST_MESSAGES:
+        found = f"{len(value)} of them" if isinstance(value, list) else "no list"
+        raise BadRequest(f"messages: expected 1 to {_MOST_MESSAGES} messages, found {found}", "messages")
+    messages = []
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in _ROLES:
+            raise _wrong(where, f"an object with a role: {', '.join(_ROLES)}", role)
+        kept = {name: entry for name, entry in message.items() if entry is not None}
+        if role == "developer":  # OpenAI's newer name of it, which templates do not know
+            kept["role"] = "system"
+        if "tool_calls" in kept:
+            kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
+        if "content" in kept or not kept.get("tool_calls"):
+            kept["content"] = _content(kept.get("content"), f"{where}.content")
+        messages.append(kept)
+    return messages
+
+
+def _content(value: Any, where: str) -> str:
+    """Return a message's content as one text; parts become lines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong(where, "a text, or a list of parts of type text", value)
+    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(value))
+
+
+def _part(part: Any, where: str) -> str:
+    """Return the text of a part; the kinds of text are those that vLLM takes."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else part
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    if not isinstance(text, str):
+        raise _wrong(where, 'a part {"type": "text", "text": ...}: this model reads text only', kind)
+    return text
+
+
+def _tool_calls(value: Any, where: str) -> list[Any]:
+    """Return the tool calls of an assistant's message, arguments as objects.
+
+    OpenAI has them as JSON in a text.
+    """
+    if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
+        raise _wrong(where, "a list of objects", value)
+    calls = []
+    for index, call in enumerate(value):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                raise _wrong(f"{where}[{index}].function.arguments", "JSON", function["arguments"]) from None
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return calls
+
+
+def _wrong(where: str, expected: str, found: Any) -> BadRequest:
+    return BadRequest(f"{where}: expected {expected}; found {ascii(found)[:80]}", "messages")

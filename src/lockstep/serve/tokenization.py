@@ -1,0 +1,107 @@
+"""vLLM's endpoints of the tokenizer: text or a chat to token ids, and back.
+
+What a request asks for in thousands is made in a thread, up to the bytes of its answer. Texts may have any length, so
+these are threads of its own: prompts that wait for a thread do not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.messages import chat_text
+from lockstep.serve.openai_parameters import refuse
+from lockstep.serve.prompts import LONG, encode_text
+from lockstep.serve.service import Service
+
+_THREADS = ThreadPoolExecutor(2, "tokenization")
+_UNSUPPORTED: dict[str, tuple] = {"tools": (None, []), "chat_template": (None,)}
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of POST /tokenize, as vLLM has it: of a text or of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None  # see `chat_text`
+    add_special_tokens: bool | None = None  # true for a text, false for a chat, whose template writes them
+    return_token_strs: bool | None = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    chat_template: Any = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of POST /detokenize, as vLLM has it."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+async def tokenized(body: TokenizeBody, service: Service) -> bytes:
+    """Return the JSON of the tokens of a text or a chat, of any length.
+
+    Raises BadRequest.
+    """
+    service.adapters.named(body.model)
+    refuse(body, _UNSUPPORTED)
+    if (body.prompt is None) == (body.messages is None):
+        found = "neither" if body.prompt is None else "both"
+        raise BadRequest(f"prompt: expected either prompt or messages, found {found}", "prompt")
+    if body.prompt is not None:
+        param, text, special = "prompt", body.prompt, body.add_special_tokens is not False
+    else:
+        continues, variables = bool(body.continue_final_message), body.chat_template_kwargs or {}
+        text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
+        param, special = "messages", bool(body.add_special_tokens)
+
+    def answer() -> bytes:
+        tokens = encode_text(text, service.tokenizer, param, special)
+        names = service.tokenizer.names(tokens) if body.return_token_strs else None
+        most = service.ready.max_seq_len
+        return msgspec.json.encode({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names})
+
+    return await _made(answer, len(text))
+
+
+async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
+    """Return the JSON of the text of token ids, special tokens and all.
+
+    Raises BadRequest.
+    """
+    service.adapters.named(body.model)
+    last = service.ready.vocab_size - 1
+    for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
+        if not 0 <= token <= last:
+            raise BadRequest(f"tokens: expected 0 to {last}, found {str(token)[:40]}", "tokens")
+    answer = lambda: msgspec.json.encode({"prompt": service.tokenizer.decode_whole(body.tokens)})
+    return await _made(answer, len(body.tokens))
+
+
+async def _made(answer: Callable[[], bytes], size: int) -> bytes:
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, answer) if size > LONG else answer()
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return what clients read of a tokenizer_config.json.
+
+    Special tokens and chat template. An export keeps the special tokens with the template. For a model without one they
+    are the token that ends an answer, and the one that the tokenizer puts before a text.
+    """
+    tokenizer, template = service.tokenizer, service.chat.template
+    ends, begins = tokenizer.names(service.ready.eos_token_ids), tokenizer.names(tokenizer.encode("").tolist()[:1])
+    special = dict(template.special_tokens) if template else {"bos_token": next(iter(begins), None)}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": service.ready.max_seq_len,
+        "eos_token": next(iter(ends), None),
+        **special,
+        "chat_template": template.template if template else None,
+    }

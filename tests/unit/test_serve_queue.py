@@ -1,0 +1,185 @@
+"""The running totals of queue and slots beside a plain recount, and what a full queue answers by either.
+
+The service is the real one. Its engine is played: hypothesis draws what comes from it and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from typing import Any
+
+import pytest
+from demo_model import DEMO
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.runtime import Tokenizer
+from lockstep.runtime.request import Request
+from lockstep.serve.app import application
+from lockstep.serve.frames import Ready
+from lockstep.serve.queue import QueueTotals
+from lockstep.serve.service import Service
+from lockstep.serve.settings import EngineOptions, ServiceLimits
+from lockstep.serve.stream import PromptRequest, Stream, StreamError
+
+SLOTS = 3
+LIMITS = ServiceLimits(max_queue=4, max_queue_tokens=40)
+READY = Ready(
+    identity="0" * 64,
+    backend="played",
+    batch_invariant=True,
+    engine_digest="0" * 64,
+    vocab_size=512,
+    eos_token_ids=(0,),
+    max_batch_size=SLOTS,
+    max_seq_len=64,
+    max_input_len=64,
+    max_num_tokens=64,
+    chunk_size=64,
+    prefix_caching=False,
+    num_pages=8,
+    prompt_logprobs=False,
+    adapters={},
+    lost_adapters={},
+)
+
+
+class Played:
+    """The engine's end: what was sent to it and has not ended there, as {number: choices}."""
+
+    def __init__(self) -> None:
+        self.has: dict[int, set[int]] = {}
+
+    def add(self, number: int, request: Request) -> None:
+        self.has[number] = set(range(request.choice, request.choice + request.n))
+
+    def abort(self, number: int, choice: int | None = None) -> None:
+        left = self.has.get(number, set())
+        left.discard(choice) if choice is not None else left.clear()
+        if not left:
+            self.has.pop(number, None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO / "tokenizer.json")
+
+
+def service_of(tokenizer: Tokenizer) -> tuple[Service, Played]:
+    options = EngineOptions("", "", "", "all", {})
+    service, played = Service("played", tokenizer, None, options, LIMITS, log=lambda line: None), Played()
+    service._link, service._ready, service._rate = played, READY, 7.0  # type: ignore[assignment]
+    return service, played
+
+
+def recount(service: Service) -> QueueTotals:
+    actives = [active for stream in service._streams for active in stream.actives]
+    waiting = [active.prompt.request for active in actives if active.admitted is None]
+    prompts = sum(len(request.prompt_ids) for request in waiting)
+    return QueueTotals(
+        len(waiting),
+        prompts,
+        prompts + sum(request.n * request.max_new_tokens for request in waiting),
+        sum(len(active.choices) for active in actives if active.admitted is not None),
+    )
+
+
+def refusal(service: Service, prompts: list[PromptRequest]) -> tuple[int, int | None] | None:
+    """Return status and Retry-After by the recount; None where there is room."""
+    found, number = recount(service), len(prompts)
+    tokens = found.prompt_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
+    if number > LIMITS.max_queue + SLOTS:
+        return 400, None
+    over = found.waiting + number > LIMITS.max_queue + max(0, SLOTS - found.running)
+    if over or (found.waiting and tokens > LIMITS.max_queue_tokens):
+        return 429, min(60, max(1, round(found.backlog_tokens / service._rate)))
+    return None
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    service, played = service_of(tokenizer)
+    streams: list[Stream] = []
+    pick = lambda values: data.draw(st.sampled_from(sorted(values)))
+
+    def submit() -> None:
+        lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=LIMITS.max_queue + SLOTS + 1))
+        n, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 30))
+        stop = data.draw(st.sampled_from([(), ("a",)]))
+        prompts = [PromptRequest(Request([5] * length, most, n=n), stop) for length in lengths]
+        expected = refusal(service, prompts)
+        try:
+            streams.append(service.submit(prompts))
+            found = None
+        except StreamError as error:
+            found = error.status, error.retry_after
+        assert found == expected
+
+    def frame(**more: Any) -> None:
+        service._take({"type": "step", **more})
+
+    def token() -> None:
+        number = pick(played.has)
+        choice, finish = pick(played.has[number]), data.draw(st.sampled_from([None, None, "stop_id", "error"]))
+        if finish:
+            played.abort(number, choice)
+        admitted = [number] if data.draw(st.booleans()) else []
+        frame(admitted=admitted, tokens=[[number, choice, -1 if finish == "error" else 68, finish]])
+
+    def die() -> None:
+        played.has.clear()
+        service._bury()
+        if data.draw(st.booleans()):
+            service._deaths.clear()
+        service._bring_again()
+
+    for _ in range(data.draw(st.integers(1, 25))):
+        events = {"submit": submit}
+        if played.has:
+            events |= {
+                "admit": lambda: frame(admitted=[pick(played.has)]),
+                "token": token,
+                "refuse": lambda: service._take(
+                    {"type": "refused", "id": pick(played.has), "message": "no", "param": None}
+                ),
+                "die": die,
+            }
+        if streams:
+            events["cancel"] = lambda: service.cancel(streams[pick(range(len(streams)))])
+            events["fail"] = lambda: service._fail(streams[pick(range(len(streams)))], StreamError("it waited", 503))
+        events[pick(events)]()
+        assert service._totals == recount(service)
+    service._fail_all(StreamError("the end"))
+    assert service._totals == QueueTotals() and not service._actives
+
+
+def test_a_refused_request_is_gone_when_it_is_answered(tokenizer: Tokenizer) -> None:
+    """What only a garbage collection finds makes collections long, and all requests wait for them."""
+    service, _ = service_of(tokenizer)
+    for _ in range(LIMITS.max_queue + SLOTS):
+        service.submit([PromptRequest(Request([5], 30))])
+    sent = []
+
+    async def ask() -> None:
+        body = json.dumps({"prompt": [[5], [6]], "max_tokens": 3}).encode()
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await application(service)(scope, receive, send)
+
+    objects = lambda: sum(isinstance(found, PromptRequest) for found in gc.get_objects())
+    before = objects()
+    gc.disable()
+    try:
+        asyncio.run(ask())
+        assert sent[0]["status"] == 429 and objects() == before
+    finally:
+        gc.enable()
