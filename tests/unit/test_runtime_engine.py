@@ -191,6 +191,22 @@ def test_requests_that_are_swapped_out_come_back_with_the_same_bits(demo, monkey
     assert tight.tables.pool.num_available == 9
 
 
+def test_prompts_that_are_swapped_out_half_way_never_lack_pages(demo, monkeypatch):
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
+    model = open_model(demo, max_seq_len=512)
+    requests = [*(Request(ids(62, seed), 120, argmax) for seed in range(3)), Request(ids(450, 9), 3, argmax)]
+    alone = [with_logits(Engine(model, prefix_caching=False), request)[0] for request in requests]
+    pages = 3 * 1 + 8  # of rows of 64 and of 512 tokens: all are admitted, until the short ones outgrow theirs
+    tight = open_model(demo, max_seq_len=512, kv_bytes=pages * model.tables.pool.page_nbytes)
+    engine = Engine(tight, max_num_tokens=3 * 62 + CHUNK, prefix_caching=False, admission="optimistic")
+    found = with_logits(engine, *requests)
+    assert engine.scheduler.num_swaps
+    for number in range(len(requests)):
+        assert found[number][0] == alone[number][0]
+        np.testing.assert_array_equal(found[number][1], alone[number][1])
+    assert tight.tables.pool.num_available == pages
+
+
 def test_more_rows_than_memory_for_their_longest_share_what_there_is(demo):
     pool = open_model(demo).tables.pool
     model = open_model(demo, max_batch_size=64, kv_bytes=70 * pool.page_nbytes)  # 64 rows of 256 tokens are 256 pages
@@ -235,6 +251,28 @@ def test_an_abort_frees_everything_in_every_state(demo, state, monkeypatch):
     engine.scheduler.check()
     assert model.tables.pool.num_available == 9 and not engine.has_work
     assert [model.length(slot) for slot in range(4)] == [0] * 4
+
+
+def test_a_choice_of_a_request_that_waits_can_be_aborted(demo):
+    model = open_model(demo)
+    engine = Engine(model)
+    sampling = Sampling(1.0, seed=4)
+    expected = {}
+    for made in Engine(model).run([Request(ids(20, 9), 5, sampling=sampling, n=3)]):
+        expected.setdefault(made.choice, []).append(made.token)
+    for seed in range(4):
+        engine.add(Request(ids(20, seed), 6))
+    index, found = engine.add(Request(ids(20, 9), 5, sampling=sampling, n=3)), {}
+    engine.step()
+    assert engine.abort(index, 1) and not engine.abort(index, 1) and engine.scheduler.num_waiting == 1
+    for made in engine.run():
+        found.setdefault((made.request, made.choice), []).append(made.token)
+    assert {choice: tokens for (request, choice), tokens in found.items() if request == index} == {
+        0: expected[0],
+        2: expected[2],
+    }
+    engine.scheduler.check()
+    assert engine.scheduler.num_waiting == 0
 
 
 HOW = [Sampling(), Sampling(1e-9), Sampling(1e-9, logprobs=0)]  # the executor chooses, draws; the host draws
