@@ -175,7 +175,15 @@ def test_the_engine_completes_a_list(model, tokenizer):
     assert alone[0].choices[0].token_ids == found[1].choices[0].token_ids
     with pytest.raises(InputError, match="sampling: expected one, or one for each of 3 prompts, found 2"):
         Engine(model).generate(prompts, tokenizer, [Sampling()] * 2)
+    with pytest.raises(InputError, match=r"prompts: expected a list, found one text; give \['Light'\]"):
+        Engine(model).generate("Light", tokenizer)
+    (found,) = Engine(model).generate(["San Francisco is a"], tokenizer, max_new_tokens=30, stop="hilly")
+    assert found.choices[0].text == " " and found.choices[0].finish == "stop_string"
     engine = Engine(model)
+    index = engine.add(Request([5, 6], 2))
+    with pytest.raises(InputError, match="generate: expected an engine without requests, found some"):
+        engine.generate(["A"], tokenizer)
+    assert [made.request for made in engine.run()] == [index] * 2
     with pytest.raises(InputError, match="prompt 2: expected 1 to 256 tokens"):
         engine.generate(["A", []], tokenizer)
     assert not engine.has_work

@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.errors import InputError
 from lockstep.runtime import Advance, Engine, Model, Request, Sampling, scheduler
+from lockstep.runtime import engine as engine_module
 from lockstep.runtime.prefix import root_key
 from lockstep.step.host import HostExecutor
 
@@ -311,6 +312,49 @@ def test_a_step_that_fails_ends_all_and_leaves_the_pool_whole(demo, monkeypatch)
     engine.scheduler.check()
     assert not engine.has_work and model.tables.pool.num_available == model.tables.pool.num_pages
     assert len(list(engine.run([Request(ids(10), 5)]))) == 5
+
+
+def test_a_chooser_that_raises_ends_all_and_leaves_the_pool_whole(demo):
+    """Else the others of its step would go on without the tokens that it gave them."""
+    model = open_model(demo)
+    engine, rows = Engine(model), []
+
+    def choose(logits):
+        rows.append(logits)
+        return 1 // (3 - len(rows))
+
+    for length, chooser in ((10, choose), (100, None)):
+        engine.add(Request(ids(length), 12, chooser))
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(9):
+            engine.step()
+    assert not engine.has_work and engine.step() == []
+    engine.scheduler.check()
+    assert model.tables.pool.num_available == model.tables.pool.num_pages
+    assert len(list(engine.run([Request(ids(10), 5)]))) == 5
+
+
+@pytest.mark.parametrize("method", ["store", "share"])
+def test_a_prefix_that_cannot_be_copied_leaves_the_pool_whole(demo, method, monkeypatch):
+    model = open_model(demo)
+    engine, prompt = Engine(model), ids(3 * CHUNK + 9)
+    if method == "share":
+        list(engine.run([Request(prompt, 2)]))
+    monkeypatch.setattr(model._executor, method, lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(engine.run([Request(prompt, 2), Request(prompt, 2)]))
+    monkeypatch.undo()
+    engine.scheduler.check()
+    assert model.tables.pool.num_available == model.tables.pool.num_pages and not model.tables.pool.num_cached
+    assert len(list(engine.run([Request(prompt, 2)]))) == 2
+
+
+def test_salts_that_come_once_are_not_kept_for_ever(model, monkeypatch):
+    monkeypatch.setattr(engine_module, "_MOST_ROOT_KEYS", 3)
+    engine = Engine(model)
+    for number in range(9):
+        list(engine.run([Request(ids(70), 1, cache_salt=str(number))]))
+    assert len(engine._root_keys) <= 3
 
 
 def test_a_prompt_of_just_the_longest_length_gives_one_token(model):
