@@ -222,12 +222,9 @@ class Scheduler:
         """
         if self.admission == "guaranteed":
             return None
-        needed = sum(
-            max(0, self.tables.pages_for(each.num_computed + 1) - len(self.tables[each.slot]))
-            for each in self._running
-            if each.decodes
-        )
-        if needed <= self.tables.pool.num_available:
+        tables, ends = self.tables, self._ends_behind_pages()
+        needed = sum(max(0, tables.pages_for(end) - len(tables[slot])) for slot, end in ends.items())
+        if needed <= tables.pool.num_available:
             return None
         # The youngest; one alone always has room, and what waits for forks moves with nobody.
         return next((each for each in reversed(self._running) if not _is_forking(each)), None)
@@ -251,7 +248,7 @@ class Scheduler:
         self._steps += 1
         step = SchedulerOutput()
         if self.admission == "optimistic":  # what runs goes before what comes: `victim` has seen to the pages
-            self.tables.reserve({each.slot: each.num_computed + 1 for each in self._running if each.decodes})
+            self.tables.reserve(self._ends_behind_pages())
         all_in, held = self._swap_in(step)
         if all_in:
             self._admit(step, held)
@@ -269,6 +266,17 @@ class Scheduler:
                     if left <= 0:
                         break
         return step
+
+    def _ends_behind_pages(self) -> dict[int, int]:
+        """Return by slot what the requests hold after a step that may lack a page for their next token.
+
+        Others decode within pages that they have: these are full at multiples of `PAGE_SIZE` only.
+        """
+        return {
+            each.slot: each.num_computed + 1
+            for each in self._running
+            if not each.num_computed % PAGE_SIZE and each.decodes
+        }
 
     def _beside_decoding(self, left: int) -> int:
         """Return the tokens of prompts for a step beside requests that decode.
