@@ -192,11 +192,11 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("temperature", [0.3, 2.5])
 def test_draws_have_the_distribution_that_vllm_documents(rule, temperature):
     random = np.random.default_rng(len(str(rule)))
     logits = (random.standard_normal(40) * 3).astype(np.float32)
-    sampling, count = Sampling(temperature, seed=2**64 - 3, **rule), 3000
+    sampling, count = Sampling(temperature, seed=2**64 - 3, **rule), 1500
     prompt, answer = [0, 6, 6, 9, 30], [6, 5, 6, 6, 5, 6]
     expected = vllm_probabilities(logits, sampling, prompt, answer, stop_ids=(0, 11))
     found = np.zeros(40)

@@ -281,7 +281,10 @@ def _request(
 
 
 def _words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return words that must not come, each with a space before it too, as the server has them."""
+    """Return words that must not come, as the server has them.
+
+    Each comes with a space before it, too.
+    """
     if not all(texts):
         raise InputError("bad_words: expected words that are not empty, found an empty one")
     found = []

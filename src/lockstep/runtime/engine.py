@@ -297,7 +297,10 @@ class Engine:
             raise
 
     def _choose_all(self, step: SchedulerOutput, rows: Sequence[np.ndarray | int]) -> list[Token]:
-        """Choose the next token of each request of a step that was taken; rows: as `_take` gives them."""
+        """Choose the next token of each request of a step that was taken.
+
+        rows: as `_take` gives them.
+        """
         made = []
         for (scheduled, _), row in zip(step.shares, rows):
             if not scheduled.in_prompt:

@@ -268,7 +268,7 @@ class Scheduler:
         return step
 
     def _ends_behind_pages(self) -> dict[int, int]:
-        """Return by slot what the requests hold after a step that may lack a page for their next token.
+        """Return by slot the tokens behind a step of requests that may lack a page.
 
         Others decode within pages that they have: these are full at multiples of `PAGE_SIZE` only.
         """
