@@ -1,6 +1,10 @@
 """A file of prompts: all completed, resumed to the byte, and mistakes told by line."""
 
 import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +107,7 @@ def test_a_line_that_is_wrong_is_told_and_the_others_are_completed(model, tokeni
         '{"prompt": "A", "logprobs": 2.5}': "logprobs: expected a whole number, or none, found 2.5",
         '{"prompt": "A", "logit_bias": {"a": 1}}': "logit_bias: expected numbers by token id, found {'a': 1}",
         '{"prompt": "A", "logit_bias": {"18446744073709551616": 1}}': "logit_bias: expected tokens 0 to 767",
+        '{"prompt": "A", "logit_bias": {"' + "9" * 5000 + '": 1}}': "logit_bias: expected numbers by token id, found",
         '{"prompt": "A", "temperature": 1' + "0" * 400 + "}": "temperature: expected at most 3.4e+38, found 1000",
         '{"prompt": [18446744073709551616]}': "prompt_ids: expected tokens 0 to 767, found one of more than 64 bits",
         '{"prompt": [true]}': "prompt: expected text or a list of token ids, found [True]",
@@ -167,6 +172,94 @@ def test_a_long_file_is_read_as_it_is_needed(model, tokenizer, tmp_path, monkeyp
     assert len(waiting) == 40 and max(waiting) < 2
 
 
+@pytest.mark.parametrize("text", ['{"prompt": "a"}\n', '{"line": 1, "prompt": "a"}', "{", ""])
+def test_the_source_is_no_output(model, tokenizer, tmp_path, text):
+    """A start of a line without an end, as of a record, would be cut off as one that a run had not written whole."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(text)
+    (tmp_path / "link").symlink_to(source)
+    for out in (source, tmp_path / "link"):
+        with pytest.raises(InputError, match="expected another file than the input, found the same"):
+            generate_file(model, tokenizer, source, out)
+        assert source.read_text() == text
+
+
+def test_a_run_that_is_left_gives_the_slots_and_pages_of_the_model_back(model, tokenizer, tmp_path):
+    def leave(done, speed):
+        if speed.decode_tokens > 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tokenizer, tmp_path, progress=leave)
+    assert model.tables.pool.num_available == model.tables.pool.num_pages
+    assert [model.length(slot) for slot in range(2)] == [0, 0]
+    assert run(model, tokenizer, tmp_path)[0].lines == 5
+
+
+def test_a_full_disk_is_told_by_its_file(model, tokenizer, tmp_path):
+    (tmp_path / "in.jsonl").write_text(json.dumps(LINES[0]) + "\n")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        generate_file(model, tokenizer, tmp_path / "in.jsonl", Path("/dev/full"))
+    assert generate_file(model, tokenizer, tmp_path / "in.jsonl", Path("/dev/null")).lines == 1
+
+
+def test_a_disk_that_has_room_for_a_part_is_gone_on_with(model, tokenizer, tmp_path):
+    _, expected = run(model, tokenizer, tmp_path)
+    out = tmp_path / "out.jsonl"
+    size = out.stat().st_size
+    out.unlink()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (size // 3, size // 2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            with pytest.raises(OSError, match=f"File too large: '{out}'"):
+                generate_file(model, tokenizer, tmp_path / "in.jsonl", out, Defaults(8))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert out.stat().st_size == room
+    assert run(model, tokenizer, tmp_path)[1] == expected
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from lockstep.runtime import Model, Tokenizer
+from lockstep.runtime.batch_file import Defaults, generate_file
+model = Model.open(*sys.argv[1:4], max_batch_size=2, max_seq_len=256)
+def say(done, speed):
+    print(done.lines, flush=True)
+    time.sleep(0.02)  # so that it can be killed in any step
+generate_file(model, Tokenizer.open(sys.argv[2]), Path(sys.argv[4]), Path(sys.argv[5]), Defaults(8), progress=say)
+"""
+
+
+def test_a_process_that_is_killed_at_any_time_is_gone_on_with_by_one_other(demo, model, tokenizer, tmp_path):
+    _, expected = run(model, tokenizer, tmp_path)
+    source, out = tmp_path / "in.jsonl", tmp_path / "killed.jsonl"
+    paths = [at("demo-llama", "fp32") for at in (demo.assembly, demo.weights)]
+    command = [sys.executable, "-c", KILLED, demo.engines("demo-llama", "fp32", "onnxruntime"), *paths, source, out]
+    for steps in (3, 12):
+        with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE) as process:
+            for _ in range(steps):
+                process.stdout.readline()
+            with pytest.raises(InputError, match="expected a file that no other run writes to, found one that does"):
+                generate_file(model, tokenizer, source, out, Defaults(8))
+            process.kill()
+    generate_file(model, tokenizer, source, out, Defaults(8))
+    records = list(map(json.loads, out.read_text().splitlines()))
+    assert sorted(record["line"] for record in records) == sorted(expected)
+    assert {record["line"]: record for record in records} == expected
+
+
+def test_a_word_that_must_not_come_comes_with_no_space_before_it_either(model, tokenizer, tmp_path):
+    lines = [{"prompt": "San Francisco is a", "bad_words": words} for words in ([], ["hilly"], [" hilly"], ["\ud800"])]
+    _, records = run(model, tokenizer, tmp_path, lines)
+    first = tokenizer.encode(" hilly", special=False)
+    assert records[1]["choices"][0]["token_ids"][: len(first)] == first.tolist()
+    assert records[2]["choices"] == records[3]["choices"] != records[1]["choices"]
+    assert "bad_words: prompt: expected text in UTF-8" in records[4]["error"]
+
+
 def test_the_engine_completes_a_list(model, tokenizer):
     prompts = ["San Francisco is a", [45, 320, 78], "Light"]
     found = Engine(model).generate(prompts, tokenizer, Sampling(0.8, seed=3), max_new_tokens=5, n=2)
@@ -175,7 +268,15 @@ def test_the_engine_completes_a_list(model, tokenizer):
     assert alone[0].choices[0].token_ids == found[1].choices[0].token_ids
     with pytest.raises(InputError, match="sampling: expected one, or one for each of 3 prompts, found 2"):
         Engine(model).generate(prompts, tokenizer, [Sampling()] * 2)
+    with pytest.raises(InputError, match=r"prompts: expected a list, found one text; give \['Light'\]"):
+        Engine(model).generate("Light", tokenizer)
+    (found,) = Engine(model).generate(["San Francisco is a"], tokenizer, max_new_tokens=30, stop="hilly")
+    assert found.choices[0].text == " " and found.choices[0].finish == "stop_string"
     engine = Engine(model)
+    index = engine.add(Request([5, 6], 2))
+    with pytest.raises(InputError, match="generate: expected an engine without requests, found some"):
+        engine.generate(["A"], tokenizer)
+    assert [made.request for made in engine.run()] == [index] * 2
     with pytest.raises(InputError, match="prompt 2: expected 1 to 256 tokens"):
         engine.generate(["A", []], tokenizer)
     assert not engine.has_work

@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.errors import InputError
 from lockstep.runtime import Advance, Engine, Model, Request, Sampling, scheduler
+from lockstep.runtime import engine as engine_module
 from lockstep.runtime.prefix import root_key
 from lockstep.step.host import HostExecutor
 
@@ -191,6 +192,22 @@ def test_requests_that_are_swapped_out_come_back_with_the_same_bits(demo, monkey
     assert tight.tables.pool.num_available == 9
 
 
+def test_prompts_that_are_swapped_out_half_way_never_lack_pages(demo, monkeypatch):
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
+    model = open_model(demo, max_seq_len=512)
+    requests = [*(Request(ids(62, seed), 120, argmax) for seed in range(3)), Request(ids(450, 9), 3, argmax)]
+    alone = [with_logits(Engine(model, prefix_caching=False), request)[0] for request in requests]
+    pages = 3 * 1 + 8  # of rows of 64 and of 512 tokens: all are admitted, until the short ones outgrow theirs
+    tight = open_model(demo, max_seq_len=512, kv_bytes=pages * model.tables.pool.page_nbytes)
+    engine = Engine(tight, max_num_tokens=3 * 62 + CHUNK, prefix_caching=False, admission="optimistic")
+    found = with_logits(engine, *requests)
+    assert engine.scheduler.num_swaps
+    for number in range(len(requests)):
+        assert found[number][0] == alone[number][0]
+        np.testing.assert_array_equal(found[number][1], alone[number][1])
+    assert tight.tables.pool.num_available == pages
+
+
 def test_more_rows_than_memory_for_their_longest_share_what_there_is(demo):
     pool = open_model(demo).tables.pool
     model = open_model(demo, max_batch_size=64, kv_bytes=70 * pool.page_nbytes)  # 64 rows of 256 tokens are 256 pages
@@ -237,6 +254,28 @@ def test_an_abort_frees_everything_in_every_state(demo, state, monkeypatch):
     assert [model.length(slot) for slot in range(4)] == [0] * 4
 
 
+def test_a_choice_of_a_request_that_waits_can_be_aborted(demo):
+    model = open_model(demo)
+    engine = Engine(model)
+    sampling = Sampling(1.0, seed=4)
+    expected = {}
+    for made in Engine(model).run([Request(ids(20, 9), 5, sampling=sampling, n=3)]):
+        expected.setdefault(made.choice, []).append(made.token)
+    for seed in range(4):
+        engine.add(Request(ids(20, seed), 6))
+    index, found = engine.add(Request(ids(20, 9), 5, sampling=sampling, n=3)), {}
+    engine.step()
+    assert engine.abort(index, 1) and not engine.abort(index, 1) and engine.scheduler.num_waiting == 1
+    for made in engine.run():
+        found.setdefault((made.request, made.choice), []).append(made.token)
+    assert {choice: tokens for (request, choice), tokens in found.items() if request == index} == {
+        0: expected[0],
+        2: expected[2],
+    }
+    engine.scheduler.check()
+    assert engine.scheduler.num_waiting == 0
+
+
 HOW = [Sampling(), Sampling(1e-9), Sampling(1e-9, logprobs=0)]  # the executor chooses, draws; the host draws
 
 
@@ -275,6 +314,49 @@ def test_a_step_that_fails_ends_all_and_leaves_the_pool_whole(demo, monkeypatch)
     assert len(list(engine.run([Request(ids(10), 5)]))) == 5
 
 
+def test_a_chooser_that_raises_ends_all_and_leaves_the_pool_whole(demo):
+    """Else the others of its step would go on without the tokens that it gave them."""
+    model = open_model(demo)
+    engine, rows = Engine(model), []
+
+    def choose(logits):
+        rows.append(logits)
+        return 1 // (3 - len(rows))
+
+    for length, chooser in ((10, choose), (100, None)):
+        engine.add(Request(ids(length), 12, chooser))
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(9):
+            engine.step()
+    assert not engine.has_work and engine.step() == []
+    engine.scheduler.check()
+    assert model.tables.pool.num_available == model.tables.pool.num_pages
+    assert len(list(engine.run([Request(ids(10), 5)]))) == 5
+
+
+@pytest.mark.parametrize("method", ["store", "share"])
+def test_a_prefix_that_cannot_be_copied_leaves_the_pool_whole(demo, method, monkeypatch):
+    model = open_model(demo)
+    engine, prompt = Engine(model), ids(3 * CHUNK + 9)
+    if method == "share":
+        list(engine.run([Request(prompt, 2)]))
+    monkeypatch.setattr(model._executor, method, lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(engine.run([Request(prompt, 2), Request(prompt, 2)]))
+    monkeypatch.undo()
+    engine.scheduler.check()
+    assert model.tables.pool.num_available == model.tables.pool.num_pages and not model.tables.pool.num_cached
+    assert len(list(engine.run([Request(prompt, 2)]))) == 2
+
+
+def test_salts_that_come_once_are_not_kept_for_ever(model, monkeypatch):
+    monkeypatch.setattr(engine_module, "_MOST_ROOT_KEYS", 3)
+    engine = Engine(model)
+    for number in range(9):
+        list(engine.run([Request(ids(70), 1, cache_salt=str(number))]))
+    assert len(engine._root_keys) <= 3
+
+
 def test_a_prompt_of_just_the_longest_length_gives_one_token(model):
     (made,) = Engine(model).run([Request(ids(256), 9)])
     assert made.finish == "max_seq_len"
@@ -302,6 +384,19 @@ def test_pages_that_are_short_are_one_line_before_the_step_and_change_nothing(de
         ({"n": 5}, "n: expected at most 4 choices .max_batch_size., found 5"),
         ({"answer_ids": [1, 2, 3]}, "answer_ids: expected fewer than max_new_tokens .3., .* found 3 and n 1"),
         ({"answer_ids": [-1]}, "answer_ids: expected tokens 0 to [0-9]+, found -1"),
+        ({"prompt_ids": "text"}, "prompt_ids: expected a list of token ids, found 'text'"),
+        ({"prompt_ids": None}, "prompt_ids: expected a list of token ids, found 'None'"),
+        ({"prompt_ids": [1.5]}, "prompt_ids: expected a list of token ids, found '.1.5.'"),
+        ({"prompt_ids": np.ones(2)}, "prompt_ids: expected a list of token ids, found float64 .2."),
+        ({"prompt_ids": np.ones((2, 3), int)}, "prompt_ids: expected a list of token ids, found int64 .2, 3."),
+        ({"prompt_ids": [2**64]}, "prompt_ids: expected tokens 0 to [0-9]+, found one of more than 64 bits"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: expected a whole number, found '2.5'"),
+        ({"n": "2"}, "n: expected a whole number, found '2'"),
+        ({"priority": None}, "priority: expected a whole number, found 'None'"),
+        ({"choice": 2**64 - 1, "n": 2}, r"choice: expected 0 to 2\*\*64-2, found 18446744073709551615"),
+        ({"cache_salt": b"a"}, "cache_salt: expected text, found b'a'"),
+        ({"sampling": Sampling(bad_words=((1, 99999),))}, "bad_words: expected tokens 0 to [0-9]+, found 99999"),
+        ({"sampling": Sampling(bad_words=((-1,),))}, "bad_words: expected tokens 0 to [0-9]+, found -1"),
         ({"sampling": Sampling(logit_bias={99999: 1.0})}, "logit_bias: expected tokens 0 to [0-9]+, found 99999"),
     ],
 )

@@ -154,6 +154,94 @@ def test_log_probabilities_are_those_of_the_model():
     assert len(Sampler(Sampling(logprobs=20))(LOGITS, 0).logprobs.top) == 5
 
 
+def vllm_probabilities(logits, sampling, prompt, answer, stop_ids=()):
+    """What vLLM's documentation says, in its order, in float64: written for this test alone."""
+    logits = logits.astype(np.float64)
+    for *before, last in sampling.bad_words:
+        if answer[len(answer) - len(before) :] == before:
+            logits[last] = -np.inf
+    if len(answer) < sampling.min_tokens:
+        logits[list(stop_ids)] = -np.inf
+    for token, bias in sampling.logit_bias.items():
+        logits[token] += bias
+    for token in set(prompt) | set(answer):
+        logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
+    for token in set(answer):
+        logits[token] -= sampling.frequency_penalty * answer.count(token) + sampling.presence_penalty
+    p = np.exp((logits - logits.max()) / sampling.temperature)
+    p[p < sampling.min_p * p.max()] = 0
+    order = np.argsort(-p, kind="stable")
+    if sampling.top_k:
+        p[order[sampling.top_k :]] = 0
+    p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= sampling.top_p]] = 0
+    return p / p.sum()
+
+
+RULES = [
+    {"top_k": 7, "top_p": 0.8, "min_p": 0.05},
+    {"top_p": 0.5, "min_p": 0.01, "repetition_penalty": 1.7},
+    {"top_k": 3, "repetition_penalty": 0.6, "presence_penalty": -1.5, "frequency_penalty": 0.4},
+    {"presence_penalty": 2.0, "frequency_penalty": 2.0, "top_p": 0.95},
+    {"logit_bias": {1: 100.0, 2: 99.5, 3: -100.0}, "repetition_penalty": 1.2, "top_p": 0.999},
+    {"bad_words": ((4,), (6, 6), (5, 6, 8), (1, 2)), "min_tokens": 9, "top_k": 20},
+    {"top_k": 40},
+    {"top_k": 41, "top_p": 1e-9},
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.3, 2.5])
+def test_draws_have_the_distribution_that_vllm_documents(rule, temperature):
+    random = np.random.default_rng(len(str(rule)))
+    logits = (random.standard_normal(40) * 3).astype(np.float32)
+    sampling, count = Sampling(temperature, seed=2**64 - 3, **rule), 1500
+    prompt, answer = [0, 6, 6, 9, 30], [6, 5, 6, 6, 5, 6]
+    expected = vllm_probabilities(logits, sampling, prompt, answer, stop_ids=(0, 11))
+    found = np.zeros(40)
+    for position in range(count):
+        sampler = Sampler(sampling, prompt + answer, frozenset([0, 11]), num_prompt_tokens=len(prompt))
+        found[sampler(logits, position).token] += 1
+    assert not found[expected == 0].any()
+    seen = expected * count >= 5
+    rest = ~seen & (expected > 0)
+    pairs = [*zip(found[seen], expected[seen] * count), (found[rest].sum(), expected[rest].sum() * count)]
+    chi_square = sum((one - other) ** 2 / other for one, other in pairs if other)
+    degrees = len(pairs) - 1
+    # mean and variance of chi-square; five standard deviations, and 10 for few degrees, whose tail is longer
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5 + 10
+
+
+def test_values_at_the_edges_are_those_of_the_likeliest():
+    random = np.random.default_rng(5)
+    for _ in range(20):
+        logits = (random.standard_normal(300) * 4).astype(np.float32)
+        likeliest = int(logits.argmax())
+        for of in ({"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}):
+            assert draw(Sampling(1.0, **of), 3, logits) == [likeliest] * 3
+        assert draw(Sampling(1e-5), 3, logits) == draw(Sampling(1e-300), 3, logits) == [likeliest] * 3
+        for top_k in (300, 301, 10**30):
+            assert draw(Sampling(1.0, top_k=top_k), 3, logits) == draw(Sampling(1.0), 3, logits)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
+def test_what_leaves_nothing_or_overflows_gives_a_token_all_the_same(temperature):
+    everything = tuple((token,) for token in range(5))
+    for of in (
+        {"bad_words": everything},
+        {"bad_words": everything[:4], "min_tokens": 2},
+        {"repetition_penalty": 1e-38},
+        {"repetition_penalty": 3e38},
+        {"logit_bias": dict.fromkeys(range(5), 3.4e38), "repetition_penalty": 0.5},
+        {"logit_bias": dict.fromkeys(range(5), -3.4e38), "repetition_penalty": 9.0},
+    ):
+        sampler = Sampler(Sampling(temperature, **of), range(5), frozenset([4, 5, -1]))
+        assert sampler(LOGITS + 3, 0).token in range(5)
+    assert draw(Sampling(temperature, bad_words=everything), 3) == draw(Sampling(temperature), 3)
+
+
 @settings(max_examples=200, deadline=None)
 @given(any_logits, st.floats(0.01, 10), st.integers(0, 50), st.floats(0.01, 1), st.floats(0, 1))
 def test_the_token_is_one_of_those_that_are_left(logits, temperature, top_k, top_p, min_p):
@@ -183,6 +271,11 @@ def test_the_token_is_one_of_those_that_are_left(logits, temperature, top_k, top
         ({"presence_penalty": 2.5}, "presence_penalty: expected -2 to 2, found 2.5"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty: expected -2 to 2, found nan"),
         ({"logit_bias": {3: float("inf")}}, "logit_bias: expected finite numbers by token id"),
+        ({"logit_bias": {3: "1"}}, "logit_bias: expected numbers by token id, found {3: '1'}"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias: expected numbers by token id, found {'3': 1.0}"),
+        ({"logit_bias": {3: True}}, "logit_bias: expected numbers by token id, found {3: True}"),
+        ({"bad_words": ("ab",)}, "bad_words: expected sequences of at least one token, found .'ab'"),
+        ({"bad_words": ((1.5,),)}, "bad_words: expected sequences of at least one token, found ..1.5"),
         ({"bad_words": ((),)}, "bad_words: expected sequences of at least one token"),
         ({"min_tokens": -1}, "min_tokens: expected 0 or more, found -1"),
         ({"seed": -1}, r"seed: expected 0 to 2\*\*64-1, found -1"),

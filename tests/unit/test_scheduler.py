@@ -62,7 +62,10 @@ def run(scheduler, limit=10_000):
 
 
 def abort_due(scheduler, aborts):
-    """Count a step; end the requests, with their choices, whose number of steps (`aborts`) is over."""
+    """Count a step; end the requests, with their choices, whose number of steps (`aborts`) is over.
+
+    Of an odd number just one of the further choices, if there are any.
+    """
     for request in [request for request in aborts if request.status is not Status.FINISHED]:
         aborts[request] -= 1
         if not aborts[request]:
@@ -396,6 +399,54 @@ def test_what_is_swapped_out_does_not_take_the_pages_back_that_others_were_short
         ends.update({request: number for request, _, _ in shares_of_step})
     assert scheduler.num_swaps >= 1
     assert sorted(ends, key=ends.get) == requests  # the youngest gives way
+    scheduler.check()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_prompt_that_is_swapped_out_half_way_comes_back_when_there_is_room_for_all_of_it(shares, monkeypatch):
+    monkeypatch.setattr(policy, "LOOKAHEAD", 16)
+    scheduler = make(5, 38, 200, shares, "optimistic", PAGE_SIZE, PAGE_SIZE)
+    for request in (requests := [*(Scheduled(48, 400) for _ in range(4)), Scheduled(2000, 2100)]):
+        scheduler.add(request)
+    swapped = 0
+    while scheduler.num_running or scheduler.num_waiting:
+        for request, _ in step(scheduler).shares:
+            assert scheduler.tables.pages_for(request.num_computed) <= len(scheduler.tables[request.slot])
+            if request.num_computed >= request.max_tokens:
+                scheduler.finish(request)
+        swapped += requests[-1].status is Status.SWAPPED and requests[-1].in_prompt
+    assert swapped
+    scheduler.check()
+
+
+def test_a_choice_that_ends_before_its_prompt_is_begun_is_not_begun():
+    scheduler = make(num_slots=4)
+    first, second = Scheduled(9, 20), Scheduled(9, 20)
+    request = Scheduled(9, 20, siblings=[first, second])
+    scheduler.add(Scheduled(9, 12, siblings=[Scheduled(9, 12) for _ in range(3)]))
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.finish(first)
+    assert scheduler.num_waiting == 1
+    run(scheduler)
+    assert first.status is Status.FINISHED and not first.num_computed and second.num_computed == 20
+    scheduler.check()
+
+
+def test_of_prefixes_that_are_copied_leaves_go_before_roots_and_do_not_push_them_out():
+    scheduler, names = make(num_slots=1, pages=10, shares=False), keys("a", "b", "c")
+    pool = scheduler.tables.pool
+    scheduler.add(Scheduled(3 * CHUNK + 1, 3 * CHUNK + 1, prefix=names))  # 7 pages, which leave room for one copy
+    run(scheduler)
+    assert [pool.holds(name) for name in names] == [True, False, False]
+    scheduler = make(num_slots=1, pages=12, shares=False, chunk_size=PAGE_SIZE, threshold=PAGE_SIZE)
+    pool = scheduler.tables.pool
+    scheduler.add(Scheduled(3 * PAGE_SIZE + 1, 3 * PAGE_SIZE + 1, prefix=names))
+    run(scheduler)
+    assert pool.num_cached == 3
+    for left in (2, 1, 0):
+        pool.release(pool.allocate(pool.num_available - left))
+        assert [pool.holds(name) for name in names] == [number < left for number in range(3)]
     scheduler.check()
 
 

@@ -26,6 +26,7 @@ from lockstep.backends import build
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Sampling, Tokenizer, generate, scheduler
+from lockstep.runtime import engine as engine_module
 from lockstep.step.sampling import Sampler
 from lockstep.targets import Target
 from lockstep.verify import golden
@@ -487,6 +488,20 @@ def test_each_step_is_begun_once_before_the_tokens_of_the_one_before_with_the_pr
         [1],
     ]
     assert ahead == [*[True] * (len(put) - 1), False]
+
+
+def test_the_wait_for_a_request_behind_a_stop_token_is_no_time_of_a_step(open_model, form, gpu, monkeypatch):
+    clock = [1.0]
+    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: clock[0])
+    model = open_model()
+    engine = Engine(model)
+    (first, *_) = tokens_of(engine, [Request(np.arange(9), 4)])[0, 0]
+    assert engine.speed.prefill_seconds == 0
+    for made in engine.run([Request(np.arange(9), 4, stop_ids=frozenset([first]))]):
+        assert made.finish == "stop_id" and model.in_flight
+    clock[0] = 3600.0
+    tokens_of(engine, [Request(np.arange(9), 4)])
+    assert engine.speed.prefill_seconds == engine.speed.decode_seconds == 0
 
 
 class Chaos:

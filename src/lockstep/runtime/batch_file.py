@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.runtime.completion import Collector, Completion
@@ -43,7 +45,7 @@ def _are_texts(value: Any) -> bool:
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        token.isdecimal() and isinstance(bias, int | float) and not isinstance(bias, bool)
+        token.isdecimal() and len(token) <= 20 and isinstance(bias, int | float) and not isinstance(bias, bool)
         for token, bias in value.items()
     )
 
@@ -98,15 +100,20 @@ def generate_file(
 ) -> Done:
     """Complete all lines of `source` into `out`; progress: called behind each step.
 
-    Raises InputError for a source that cannot be read, and an `out` that cannot be written or is of another source. A
-    line that cannot be completed has an `error` in its record.
+    Raises InputError for a source that cannot be read, and an `out` that cannot be written, is of another source, or is
+    the source or another run's; OSError, which names `out`, where it cannot be written any more: a full disk. A line
+    that cannot be completed has an `error` in its record.
     """
     lines = _numbered_lines(source)
     lines = itertools.chain([next(lines, (0, b""))], lines)  # a source that cannot be read is told before `out` is made
-    known = _records(out)
-    engine, done, running = Engine(model, max_input_len), Done(), {}
+    with _expect_file(out):
+        same = out.exists() and out.samefile(source)
+    if same:
+        raise InputError(f"{out}: expected another file than the input, found the same; give another --output")
+    done, running = Done(), dict[int, tuple[dict[str, Any], Collector]]()
     end = False
-    with _appended(out) as file:
+    with _appended(out) as file, contextlib.closing(Engine(model, max_input_len)) as engine:
+        known = _records(out)
         while not end or engine.has_work:
             while not end and engine.scheduler.num_waiting < model.max_batch_size:
                 number, line = next(lines, (0, b""))
@@ -159,18 +166,33 @@ def _expect_file(out: Path) -> Iterator[None]:
         ) from None
 
 
-def _appended(out: Path) -> TextIO:
+def _appended(out: Path) -> FileIO:
+    """Open an output at its end, without a buffer, for this run alone.
+
+    The run before may still be at work, though who started it was killed.
+    """
     with _expect_file(out):
-        # Half of a surrogate pair, which an `id` may have, becomes the escape that JSON has for it.
-        return open(out, "a", encoding="utf-8", errors="backslashreplace")
+        file = open(out, "ab", buffering=0)  # noqa: SIM115  the caller closes it
+    if not out.is_file():
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(
+            f"{out}: expected a file that no other run writes to, found one that does; wait for it, or end it"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return file
 
 
 def _records(out: Path) -> dict[int, dict[str, Any]]:
     """Return the records of an earlier run, by line.
 
-    A last one that is not whole is cut off.
+    A last one that is not whole is cut off. A pipe or a device has none.
     """
-    if not out.exists():
+    if not out.is_file():
         return {}
     with _expect_file(out):
         data = out.read_bytes()
@@ -205,9 +227,14 @@ def _count(done: Done, known: Mapping[str, Any], record: Mapping[str, Any], out:
         done.first_error = done.first_error or known["error"]
 
 
-def _write(file: Any, done: Done, record: Mapping[str, Any]) -> None:
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    file.flush()
+def _write(file: FileIO, done: Done, record: Mapping[str, Any]) -> None:
+    # Half of a surrogate pair, which an `id` may have, becomes the escape that JSON has for it.
+    data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+    try:
+        while data:  # the disk may have room for a part only
+            data = data[file.write(data) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.name)) from None
     done.lines += 1
     if "error" in record:
         done.failed += 1
@@ -239,7 +266,7 @@ def _request(
     stop = entry.get("stop", defaults.stop)
     sampling: dict[str, Any] = {name: entry[name] for name in _SAMPLING if name in entry}
     sampling["logit_bias"] = {int(token): bias for token, bias in entry.get("logit_bias", {}).items()}
-    sampling["bad_words"] = tuple(_word(word, tokenizer) for word in entry.get("bad_words", ()))
+    sampling["bad_words"] = _words(entry.get("bad_words", ()), tokenizer)
     request = Request(
         tokenizer.encode(prompt) if isinstance(prompt, str) else prompt,
         entry.get("max_tokens", defaults.max_tokens),
@@ -253,8 +280,21 @@ def _request(
     return request, (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _word(word: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    return tuple(int(token) for token in tokenizer.encode(word, special=False))
+def _words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return words that must not come, as the server has them.
+
+    Each comes with a space before it, too.
+    """
+    if not all(texts):
+        raise InputError("bad_words: expected words that are not empty, found an empty one")
+    found = []
+    for text in texts:
+        for each in (text, text if text[0].isspace() else f" {text}"):
+            try:
+                found.append(tuple(tokenizer.encode(each, special=False).tolist()))
+            except InputError as error:
+                raise InputError(f"bad_words: {error}") from None
+    return tuple(tokens for tokens in dict.fromkeys(found) if tokens)
 
 
 def _answer(completion: Completion, where: str) -> dict[str, Any]:

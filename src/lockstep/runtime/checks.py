@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +21,12 @@ def check_request(request: Request, model: Model, longest: int, has_grammars: bo
     longest: tokens of a prompt. Raises InputError for a prompt that is empty or too long, and for values that are out
     of range.
     """
+    for name in ("max_new_tokens", "n", "priority", "choice"):
+        _index(name, getattr(request, name))
     prompt = _token_ids("prompt_ids", request.prompt_ids, model.vocab_size)
     again = _token_ids("answer_ids", request.answer_ids, model.vocab_size).tolist()
     _token_ids("logit_bias", request.sampling.logit_bias, model.vocab_size)
+    _token_ids("bad_words", list(itertools.chain(*request.sampling.bad_words)), model.vocab_size)
     if not 1 <= len(prompt) <= longest:
         raise InputError(
             f"expected 1 to {longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; "
@@ -36,8 +42,10 @@ def check_request(request: Request, model: Model, longest: int, has_grammars: bo
     model.check_adapter(request.adapter)
     if request.n < 1:
         raise InputError(f"n: expected at least 1, found {request.n}")
-    if request.choice < 0:
-        raise InputError(f"choice: expected at least 0, found {request.choice}")
+    if not 0 <= request.choice <= (1 << 64) - request.n:
+        raise InputError(f"choice: expected 0 to 2**64-{request.n}, found {request.choice}")
+    if not isinstance(request.cache_salt, str):
+        raise InputError(f"cache_salt: expected text, found {request.cache_salt!r}")
     if again and (request.n > 1 or len(again) >= request.max_new_tokens):
         raise InputError(
             f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
@@ -50,16 +58,31 @@ def check_request(request: Request, model: Model, longest: int, has_grammars: bo
     return prompt, again
 
 
-def _token_ids(name: str, tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+def _index(name: str, value: Any) -> int:
+    """Return a whole number. Raises InputError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{name}: expected a whole number, found {str(value)[:60]!r}") from None
+
+
+def _token_ids(name: str, tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """Return token ids as an array int64 [num_tokens].
 
-    Raises InputError for one that is outside the vocabulary.
+    Raises InputError for what is no list of whole numbers, and for one that is outside the vocabulary.
     """
     try:
-        array = np.fromiter(tokens, np.int64)
+        if isinstance(tokens, np.ndarray):
+            array = tokens
+        else:
+            array = np.array([operator.index(token) for token in tokens], np.int64)
     except OverflowError:
         raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found one of more than 64 bits") from None
+    except TypeError:
+        raise InputError(f"{name}: expected a list of token ids, found {str(tokens)[:60]!r}") from None
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise InputError(f"{name}: expected a list of token ids, found {array.dtype.name} {list(array.shape)}")
     bad = array[(array < 0) | (array >= vocab_size)]
     if len(bad):
         raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad[0]}")
-    return array
+    return array.astype(np.int64)

@@ -109,7 +109,8 @@ class StopFilter:
     What may be the start of a stop string is held back until more has come.
     """
 
-    def __init__(self, stop: Sequence[str]):
+    def __init__(self, stop: str | Sequence[str]):
+        stop = (stop,) if isinstance(stop, str) else stop
         if any(not text for text in stop):
             raise InputError("stop: expected strings that are not empty, found an empty one")
         self.found = False

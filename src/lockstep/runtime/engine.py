@@ -32,7 +32,7 @@ from lockstep.targets import Limits
 # Of prompts in a step beside requests that decode, on a GPU: about where its products are bound by arithmetic, so that
 # more together are hardly sooner done than one after the other: docs/tensorrt.md, "The server".
 _MAX_PREFILL_TOKENS = 512
-_ROOT_KEYS = 1024
+_ROOT_KEYS = 1024  # that are kept: a salt may come once only
 _PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
 
 
@@ -133,6 +133,8 @@ class Engine:
         that could never have the memory that it may need.
         """
         index, model = self._count, self._model
+        if not self._choices:
+            self._began = None  # what was under way when the last one ended is nobody's
         prompt, again = check_request(request, model, self._longest, self._grammars is not None)
         # The last new token is given out, and needs no place of its own.
         most = min(len(prompt) + max(1, request.max_new_tokens) - 1, model.max_seq_len)
@@ -184,7 +186,8 @@ class Engine:
             choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
         ]
         self._end_all(found)
-        if self._grammars is not None and index in self._compiling and number is None:
+        compiling = self._compiling.get(index, ())
+        if self._grammars is not None and compiling and not any(each.scheduled in self._choices for each in compiling):
             self._grammars.forget(index)
             del self._compiling[index]
         return bool(found)
@@ -217,8 +220,13 @@ class Engine:
     ) -> list[Completion]:
         """Complete all prompts (text, or token ids); completions in their order.
 
-        sampling: of all, or of each. Raises InputError, before any step, for a prompt that cannot be taken.
+        sampling: of all, or of each. Raises InputError, before any step, for a prompt that cannot be taken, and beside
+        other requests, whose tokens would be lost.
         """
+        if isinstance(prompts, str):
+            raise InputError(f"prompts: expected a list, found one text; give [{prompts[:20]!r}]")
+        if self.has_work:
+            raise InputError("generate: expected an engine without requests, found some; step until they have ended")
         each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(each) != len(prompts):
             raise InputError(f"sampling: expected one, or one for each of {len(prompts)} prompts, found {len(each)}")
@@ -245,7 +253,7 @@ class Engine:
     def step(self) -> list[Token]:
         """Take one step and return the tokens that it made.
 
-        Raises CheckError, and ends all requests, when the device fails.
+        Raises CheckError, and ends all requests, when the device fails; what `Request.choose` raises does the same.
         """
         self._take_compiled()
         self.prompt_logprobs, self.admitted = [], []
@@ -255,11 +263,17 @@ class Engine:
                 if self._grammars is not None and self._compiling:
                     self._grammars.wait(_PATIENCE)
                 return []
-            rows = self._take(step)
+            return self._choose_all(step, self._take(step))
         except BaseException:
             self.close()
             self._model.tables.pool.forget()  # prefixes that were to be computed in a step that may have failed
             raise
+
+    def _choose_all(self, step: SchedulerOutput, rows: Sequence[np.ndarray | int]) -> list[Token]:
+        """Choose the next token of each request of a step that was taken.
+
+        rows: as `_take` gives them.
+        """
         made = []
         for (scheduled, _), row in zip(step.shares, rows):
             if not scheduled.in_prompt:
@@ -309,14 +323,16 @@ class Engine:
         for request in step.swapped_in:
             model.swap_in(request.slot, self._swapped.pop(request))
         self.admitted += [self._choices[request].index for request, _ in step.admitted]
-        for request, pages in step.admitted:
-            if self.prefix_caching:
-                self.prefix_queries += request.num_prompt_tokens
-                self.prefix_hits += len(pages) * PAGE_SIZE
-            if pages:
-                model.share(request.slot, pages)
-                if not model.tables.shares:
-                    scheduler.stored(pages)
+        try:
+            for request, pages in step.admitted:
+                if self.prefix_caching:
+                    self.prefix_queries += request.num_prompt_tokens
+                    self.prefix_hits += len(pages) * PAGE_SIZE
+                if pages:
+                    model.share(request.slot, pages)
+        finally:  # else the tables of the slots hold them
+            for _, pages in () if model.tables.shares else step.admitted:
+                scheduler.stored(pages)
         return step
 
     def _take(self, step: SchedulerOutput) -> Sequence[np.ndarray | int]:
@@ -386,9 +402,13 @@ class Engine:
         ]
 
     def _computed(self, step: SchedulerOutput) -> None:
-        for request, start, pages in self._scheduler.computed(step):
-            self._model.store(request.slot, start, pages)
-            self._scheduler.stored(pages)
+        copies = self._scheduler.computed(step)
+        try:
+            for request, start, pages in copies:
+                self._model.store(request.slot, start, pages)
+        finally:
+            for *_, pages in copies:
+                self._scheduler.stored(pages)
 
     def _may_decide_ahead(self, step: SchedulerOutput) -> bool:
         """Return whether the next step can be decided before this one's tokens.

@@ -37,7 +37,7 @@ Admission = Literal["guaranteed", "optimistic"]
 class Status(enum.Enum):
     """Where a request stands.
 
-    HELD: not to be admitted yet. FORKING: a further choice of a prompt that is not computed to its end.
+    HELD: not to be admitted yet. FORKING: a further choice of a prompt that is not computed to its end, or not begun.
     """
 
     HELD = enum.auto()
@@ -149,6 +149,8 @@ class Scheduler:
         self._num_waiting = 0
         self._running: list[Scheduled] = []  # in order
         self._swapped: list[Scheduled] = []  # in order
+        # By the first page of a chunk that is to be copied: the pages of the chunks before it, held until then.
+        self._parents: dict[int, list[int]] = {}
         self._steps = self._arrivals = 0
 
     @property
@@ -181,7 +183,7 @@ class Scheduler:
             )
         request.order = (request.priority * AGEING + self._steps, self._arrivals)
         for sibling in request.siblings:
-            sibling.order = request.order
+            sibling.order, sibling.status = request.order, Status.FORKING  # it waits with the request, not by itself
         self._arrivals += 1
         self._num_waiting += 1
         if held:
@@ -209,7 +211,7 @@ class Scheduler:
                 self._running.remove(request)
             self._leave(request)
         for sibling in request.siblings:
-            if sibling.status in (Status.FORKING, Status.WAITING):
+            if sibling.status is Status.FORKING:
                 sibling.status = Status.FINISHED
                 self._leave(sibling)
 
@@ -220,12 +222,9 @@ class Scheduler:
         """
         if self.admission == "guaranteed":
             return None
-        needed = sum(
-            max(0, self.tables.pages_for(each.num_computed + 1) - len(self.tables[each.slot]))
-            for each in self._running
-            if each.decodes
-        )
-        if needed <= self.tables.pool.num_available:
+        tables, ends = self.tables, self._ends_behind_pages()
+        needed = sum(max(0, tables.pages_for(end) - len(tables[slot])) for slot, end in ends.items())
+        if needed <= tables.pool.num_available:
             return None
         # The youngest; one alone always has room, and what waits for forks moves with nobody.
         return next((each for each in reversed(self._running) if not _is_forking(each)), None)
@@ -249,7 +248,7 @@ class Scheduler:
         self._steps += 1
         step = SchedulerOutput()
         if self.admission == "optimistic":  # what runs goes before what comes: `victim` has seen to the pages
-            self.tables.reserve({each.slot: each.num_computed + 1 for each in self._running if each.decodes})
+            self.tables.reserve(self._ends_behind_pages())
         all_in, held = self._swap_in(step)
         if all_in:
             self._admit(step, held)
@@ -267,6 +266,17 @@ class Scheduler:
                     if left <= 0:
                         break
         return step
+
+    def _ends_behind_pages(self) -> dict[int, int]:
+        """Return by slot the tokens behind a step of requests that may lack a page.
+
+        Others decode within pages that they have: these are full at multiples of `PAGE_SIZE` only.
+        """
+        return {
+            each.slot: each.num_computed + 1
+            for each in self._running
+            if not each.num_computed % PAGE_SIZE and each.decodes
+        }
 
     def _beside_decoding(self, left: int) -> int:
         """Return the tokens of prompts for a step beside requests that decode.
@@ -309,8 +319,12 @@ class Scheduler:
         return siblings
 
     def stored(self, pages: Sequence[int]) -> None:
-        """Release pages into which what `computed` asked for was copied."""
-        self.tables.pool.release(pages)
+        """Release pages into which what `computed` asked for was copied.
+
+        Or from which a prefix was. A prefix that was copied goes before those that it hangs on.
+        """
+        if pages:
+            self.tables.pool.release([*self._parents.pop(pages[0], ()), *pages])
 
     def check(self) -> None:
         """Check that no slot or page is lost.
@@ -365,6 +379,7 @@ class Scheduler:
         """
         passed: set[str | None] = set()
         while (request := self._first_waiting(passed)) is not None:
+            request.siblings = [each for each in request.siblings if each.status is Status.FORKING]  # others have ended
             if len(self._free_slots) <= len(request.siblings):
                 return
             if held and request.adapter is not None or not self._has_adapter_slot(request):
@@ -404,7 +419,6 @@ class Scheduler:
             each.slot = heapq.heappop(self._free_slots)
             self._claim(each)
             if number:
-                each.status = Status.FORKING
                 tables.reserve({each.slot: tokens - self._shared_tokens(request)})
             else:
                 each.status = Status.RUNNING
@@ -431,7 +445,8 @@ class Scheduler:
         """
         held, passed = False, set[str | None]()
         for request in [*self._swapped]:
-            tokens = min(request.max_tokens, request.num_computed + LOOKAHEAD)
+            # As when it was admitted: the steps of a prompt ask for no pages.
+            tokens = min(request.max_tokens, max(request.num_prompt_tokens, request.num_computed) + LOOKAHEAD)
             if not self._free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
                 return False, held
             if request.adapter in passed or held and request.adapter is not None or not self._has_adapter_slot(request):
@@ -463,9 +478,15 @@ class Scheduler:
             key = request.prefix[number]
             if tables.shares:
                 tables.pool.publish(key, tables[request.slot][number * per_chunk : (number + 1) * per_chunk])
-            elif per_chunk <= tables.pool.num_available and not tables.pool.holds(key):
+            elif not tables.pool.holds(key):
+                # Without a chunk before it nobody would find it, so it must not push one out.
+                parents = tables.pool.find(request.prefix[:number])
+                if len(parents) < number * per_chunk or tables.pool.num_available < per_chunk:
+                    tables.pool.release(parents)
+                    continue
                 pages = tables.pool.allocate(per_chunk)
                 tables.pool.publish(key, pages)
+                self._parents[pages[0]] = parents
                 copies.append((request, number * self.chunk_size, pages))
         request.published = through
         return copies

@@ -144,7 +144,7 @@ class HostExecutor:
 
     def _drop_stored(self, pages: Sequence[int]) -> None:
         for page in pages:
-            del self._stored[page]
+            self._stored.pop(page, None)  # none where copying it failed
 
     def fork(self, slot: int, other: int) -> None:
         length = int(self._cache.lengths[slot])

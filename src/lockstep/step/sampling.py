@@ -12,6 +12,7 @@ request's tokens depend on its logits and its seed alone: not on batch, order, i
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,8 +84,9 @@ class Sampling:
             expect(name, f"at most {_LARGEST:.2g}", getattr(self, name) <= _LARGEST)
         for name in ("presence_penalty", "frequency_penalty"):
             expect(name, "-2 to 2", -2 <= getattr(self, name) <= 2)
+        expect("logit_bias", "numbers by token id", all(_are_bias(*each) for each in self.logit_bias.items()))
         expect("logit_bias", "finite numbers by token id", all(abs(v) <= _LARGEST for v in self.logit_bias.values()))
-        expect("bad_words", "sequences of at least one token", all(len(word) for word in self.bad_words))
+        expect("bad_words", "sequences of at least one token", all(map(_are_tokens, self.bad_words)))
         expect("min_tokens", "0 or more", self.min_tokens >= 0)
         expect("seed", "0 to 2**64-1", 0 <= self.seed < 1 << 64)
         expect("logprobs", f"0 to {MAX_LOGPROBS}, or none", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS)
@@ -108,6 +110,19 @@ class Sampling:
             or self.presence_penalty
             or self.frequency_penalty
         )
+
+
+def _are_bias(token: object, bias: object) -> bool:
+    return _are_tokens([token]) and isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+
+
+def _are_tokens(word: object) -> bool:
+    return (
+        isinstance(word, Sequence)
+        and not isinstance(word, str | bytes)
+        and len(word) > 0
+        and all(isinstance(token, numbers.Integral) and not isinstance(token, bool) for token in word)
+    )
 
 
 @dataclass(frozen=True)
@@ -151,15 +166,15 @@ class Sampler:
         self.sampling, self._choice = sampling, choice
         tokens = [int(token) for token in prompt] if sampling.changes_logits else []  # else none is looked at
         cut = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-        self._prompt, self._answer = frozenset(tokens[:cut]), tokens[cut:]
+        self._prompt, self._answer = np.unique(np.array(tokens[:cut], np.int64)), tokens[cut:]
         self._stop_ids = sorted(stop_ids)
 
     def __call__(self, logits: np.ndarray, position: int, allowed: np.ndarray | None = None) -> Sampled:
         """Choose the next token.
 
         logits: [vocab_size] float32. position: number of the request's tokens before the one that is chosen. allowed:
-        [vocab_size] bool, what a grammar leaves, at least one; it comes before all else: where lists leave nothing of
-        it, they are ignored.
+        [vocab_size] bool, what a grammar leaves, at least one; it comes before all else. Where lists leave nothing of
+        it, or of all tokens, they are ignored.
         """
         sampling = self.sampling
         best = int(np.argmax(logits))  # NaN counts as the largest
@@ -171,8 +186,9 @@ class Sampler:
         else:
             masked = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
             changed = self._changed(masked) if sampling.changes_logits else masked
-            if allowed is not None and changed.max() == -np.inf:
-                changed = np.where(allowed, np.maximum(logits, np.float32(-_LARGEST)), np.float32(-np.inf))
+            if (allowed is not None or changed is not logits) and changed.max() == -np.inf:
+                left_in = np.maximum(logits, np.float32(-_LARGEST))
+                changed = left_in if allowed is None else np.where(allowed, left_in, np.float32(-np.inf))
             if sampling.temperature == 0:
                 token = best if changed is logits else int(np.argmax(changed))
             else:
@@ -182,6 +198,7 @@ class Sampler:
             return Sampled(token)
         return Sampled(token, log_probabilities(logits, token, sampling.logprobs))
 
+    @np.errstate(over="ignore")
     def _changed(self, logits: np.ndarray) -> np.ndarray:
         sampling, logits = self.sampling, logits.copy()
         for token, bias in sampling.logit_bias.items():
@@ -190,17 +207,16 @@ class Sampler:
             if not before or self._answer[-len(before) :] == before:
                 logits[last] = -np.inf
         if len(self._answer) < sampling.min_tokens:
-            logits[self._stop_ids] = -np.inf
+            logits[[token for token in self._stop_ids if 0 <= token < len(logits)]] = -np.inf
         if sampling.repetition_penalty != 1:
-            seen = sorted(self._prompt.union(self._answer))
-            logits[seen] = np.where(
-                logits[seen] > 0, logits[seen] / sampling.repetition_penalty, logits[seen] * sampling.repetition_penalty
-            )
+            seen = np.concatenate([self._prompt, np.array(self._answer, np.int64)])  # some of them twice
+            found = logits[seen]
+            logits[seen] = np.where(found > 0, found / sampling.repetition_penalty, found * sampling.repetition_penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
             came, often = np.unique(self._answer, return_counts=True)
             came = came.astype(np.int64)
             logits[came] -= (sampling.presence_penalty + sampling.frequency_penalty * often).astype(logits.dtype)
-        return logits
+        return np.minimum(logits, np.float32(_LARGEST), out=logits)  # a bias or a tiny penalty may give infinity
 
 
 def parameters(sampling: Sampling, choice: int) -> tuple[float, int, float, int, float, int, int]:
