@@ -350,11 +350,11 @@ def test_a_prefix_that_cannot_be_copied_leaves_the_pool_whole(demo, method, monk
 
 
 def test_salts_that_come_once_are_not_kept_for_ever(model, monkeypatch):
-    monkeypatch.setattr(engine_module, "_MOST_ROOT_KEYS", 3)
+    monkeypatch.setattr(engine_module, "_ROOT_KEYS", 3)
     engine = Engine(model)
     for number in range(9):
         list(engine.run([Request(ids(70), 1, cache_salt=str(number))]))
-    assert len(engine._root_keys) <= 3
+    assert engine._root_key.cache_info().currsize == 3
 
 
 def test_a_prompt_of_just_the_longest_length_gives_one_token(model):
