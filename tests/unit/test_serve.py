@@ -176,6 +176,26 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
 
 
 @pytest.mark.parametrize(
+    ("given", "header", "expected"),
+    [
+        ("a-1", None, "cmpl-a-1"),
+        (None, "b:2", "cmpl-b:2"),
+        ("a-1", "b:2", "cmpl-b:2"),
+        ("a-1", "b 2", "cmpl-a-1"),
+        (None, "x" * 129, None),
+    ],
+)
+def test_who_names_a_request_finds_the_name_in_the_answers_id(
+    server: RealServer, given: str | None, header: str | None, expected: str | None
+) -> None:
+    """As vLLM has it: X-Request-Id goes before `request_id`."""
+    body = {**GOOD, **({} if given is None else {"request_id": given})}
+    _, _, data = server.request("POST", "/v1/completions", body, {} if header is None else {"X-Request-Id": header})
+    found = json.loads(data)["id"]
+    assert found == expected if expected else len(found) == len("cmpl-") + 24
+
+
+@pytest.mark.parametrize(
     ("body", "status", "param", "words"),
     [
         ({**GOOD, "model": "gpt-4"}, 404, "model", "expected demo-llama, found 'gpt-4'"),
@@ -222,6 +242,7 @@ GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
         ({**GOOD, "allowed_token_ids": [3]}, 400, "allowed_token_ids", "not supported"),
         ({**GOOD, "bad_words": [""]}, 400, "bad_words", "not empty"),
         ({**GOOD, "cache_salt": "a" * 257}, 400, "cache_salt", "expected 0 to 256 characters"),
+        ({**GOOD, "request_id": "a b"}, 400, "request_id", "1 to 128 visible ASCII characters"),
         ({**GOOD, "suffix": "b"}, 400, "suffix", "not supported"),
         ({**GOOD, "logprob_token_ids": [3], "logprobs": 1}, 400, "logprob_token_ids", "not supported"),
         ({**GOOD, "repetition_detection": {"min_count": 3}}, 400, "repetition_detection", "not supported"),

@@ -24,6 +24,7 @@ from lockstep.serve.metrics import CONTENT_TYPE
 from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_requests
 from lockstep.serve.openai_answers import AnswerFormat
 from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_requests
+from lockstep.serve.openai_parameters import request_id
 from lockstep.serve.page import page
 from lockstep.serve.request_log import note
 from lockstep.serve.response import send_events, while_connected
@@ -102,13 +103,15 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
     async def completions(request: Request) -> Any:
         body = await decoded(await read_body(request, access), CompletionBody)
+        id = request_id(body, request.headers.get("x-request-id"))
         stream = service.submit(await completion_requests(body, service))
-        return _Answer(service, stream, CompletionFormat(body, service, stream), bool(body.stream))
+        return _Answer(service, stream, CompletionFormat(body, service, stream, id), bool(body.stream))
 
     async def chat_completions(request: Request) -> Any:
         body = await decoded(await read_body(request, access), ChatBody)
+        id = request_id(body, request.headers.get("x-request-id"))
         stream = service.submit(await chat_requests(body, service))
-        return _Answer(service, stream, ChatFormat(body, service, stream), bool(body.stream))
+        return _Answer(service, stream, ChatFormat(body, service, stream, id), bool(body.stream))
 
     async def tokenize(request: Request) -> Any:
         body = await decoded(await read_body(request, access), TokenizeBody)

@@ -84,8 +84,8 @@ class CompletionFormat(AnswerFormat):
 
     ID, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionBody, service: Service, stream: Stream):
-        super().__init__(body, service, stream)
+    def __init__(self, body: CompletionBody, service: Service, stream: Stream, request_id: str):
+        super().__init__(body, service, stream, request_id)
         self._actives = [active for active in stream.actives for _ in range(active.prompt.request.n)]
         self._formats = [LogprobsFormat(service.tokenizer, len(active.prompt.echo or "")) for active in self._actives]
 

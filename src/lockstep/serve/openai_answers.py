@@ -6,7 +6,6 @@ Each endpoint derives the format of its choices.
 from __future__ import annotations
 
 import functools
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar
@@ -27,12 +26,12 @@ class AnswerFormat:
     OBJECT: ClassVar[str]
     CHUNK: ClassVar[str]
 
-    def __init__(self, body: Parameters, service: Service, stream: Stream):
+    def __init__(self, body: Parameters, service: Service, stream: Stream, request_id: str):
         self._stream, self._tokenizer, self._usage = stream, service.tokenizer, body.include_usage
         self._continuous = body.continuous_usage
         self._logprobs, self._token_ids = body.num_logprobs is not None, bool(body.return_token_ids)
         self._common = {
-            "id": f"{self.ID}-{secrets.token_hex(12)}",
+            "id": f"{self.ID}-{request_id}",
             "created": int(time.time()),
             "model": service.name if body.model is None else body.model,
             "system_fingerprint": service.ready.identity[:12],

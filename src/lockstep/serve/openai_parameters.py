@@ -5,6 +5,7 @@ In: a body of OpenAI's API. Out: prompts for the service.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from lockstep.serve.stream import PromptRequest
 from lockstep.serve.words import check_words, words
 from lockstep.step.sampling import Sampling
 
+_ID = re.compile("[!-~]{1,128}")
 # Taken by others, not here: refused, so that nobody takes an answer for what it is not.
 _UNSUPPORTED = {
     "best_of": (None, 1),
@@ -84,6 +86,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     lora: str | None = None
     add_special_tokens: bool | None = None
+    request_id: str | None = None
     best_of: Any = None
     suffix: Any = None
     response_format: Any = None
@@ -128,6 +131,18 @@ class Parameters(msgspec.Struct, kw_only=True):
     def continuous_usage(self) -> bool:
         """Return whether each chunk has them, of its answer so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+def request_id(body: Parameters, header: str | None) -> str:
+    """Return what the answer's id ends in: of the header X-Request-Id, the body, or a random one.
+
+    A header that is none is ignored: a proxy may have set it. Raises BadRequest for a value of the body that is none.
+    """
+    if body.request_id is not None and not _ID.fullmatch(body.request_id):
+        raise BadRequest("request_id: expected 1 to 128 visible ASCII characters, found others", "request_id")
+    if header is not None and _ID.fullmatch(header):
+        return header
+    return body.request_id or secrets.token_hex(12)
 
 
 def check_supported(body: Parameters, service: Service) -> None:
