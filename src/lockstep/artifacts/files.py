@@ -106,11 +106,14 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     write_bytes(path, dump_json(value).encode())
 
 
-def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
+ABSENT, DAMAGED = "run snakemake first, or the stage that makes it", "delete the file and run again"
+
+
+def read_json(path: str | os.PathLike, format: str | None = None, absent: str = ABSENT, damaged: str = DAMAGED) -> Any:
     """Read JSON, of a manifest without its seal.
 
-    format: what its "format" key must say. Raises InputError when the file is absent, is not JSON, has another format,
-    or does not hold what was sealed.
+    format: what its "format" key must say. absent, damaged: what to do where it is not there, or is not what it should
+    be. Raises InputError when the file is absent, is not JSON, has another format, or does not hold what was sealed.
     """
     try:
         check_file(path)
@@ -119,23 +122,15 @@ def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
         seal = value.pop(SEAL, None) if isinstance(found, str) else None
         content = sha256_json(value) if seal is not None else None  # fails for half a character
     except FileNotFoundError:
-        raise InputError(
-            f"{path}: expected a file, found none; run snakemake first, or the stage that makes it"
-        ) from None
+        raise InputError(f"{path}: expected a file, found none; {absent}") from None
     except RecursionError:
-        raise InputError(
-            f"{path}: expected JSON, found lists or objects nested too deeply; delete the file and run again"
-        ) from None
+        raise InputError(f"{path}: expected JSON, found lists or objects nested too deeply; {damaged}") from None
     except ValueError as error:  # numbers of thousands of digits and text that is no Unicode are no JSONDecodeError
-        raise InputError(
-            f"{path}: expected JSON, found {' '.join(str(error).split())}; delete the file and run again"
-        ) from None
+        raise InputError(f"{path}: expected JSON, found {' '.join(str(error).split())}; {damaged}") from None
     if format is not None and found != format:
-        raise InputError(f"{path}: expected format {format!r}, found {found!r}; delete the file and run again")
+        raise InputError(f"{path}: expected format {format!r}, found {found!r}; {damaged}")
     if seal != content:
-        raise InputError(
-            f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; delete it and run again"
-        )
+        raise InputError(f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; {damaged}")
     return value
 
 

@@ -1,6 +1,7 @@
-"""The `lockstep` program, as it is started: `main` loads its commands and runs the one that is asked for.
+"""The `lockstep` program, as it is started.
 
-Loading takes a third of a second. Ctrl-C in it is one line, as it is later: little is imported before the guard.
+In: the command line. `main` loads the commands and runs the one that is asked for. Loading takes a third of a second;
+Ctrl-C in it is one line, as it is later, for little is imported before the guard.
 """
 
 from __future__ import annotations
