@@ -29,7 +29,7 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
     writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one
     machine.
 
-    Raises InputError where a folder lies at `path`, or a file where its folder would be.
+    Raises InputError where no file could be written, as `check_place`.
     """
     path = Path(path)
     check_place(path)
@@ -47,12 +47,14 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
 def check_place(path: Path) -> None:
     """Raise InputError where a file could not be written to `path`.
 
-    A folder lies there, or a file where its folder would be.
+    A folder, a device or a pipe lies there, or a file where its folder would be.
     """
     if path.is_dir():
         raise InputError(
             f"{path}: expected to write a file here, found a folder; remove or rename it, or choose another place"
         )
+    if path.exists() and not path.is_file():  # renaming would put a file in its place: a root's /dev/null
+        raise InputError(f"{path}: expected to write a file here, found a device or pipe; choose another place")
     above = next((folder for folder in path.parents if folder.exists()), None)
     if above is not None and not above.is_dir():
         raise InputError(
