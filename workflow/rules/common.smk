@@ -20,6 +20,7 @@ from lockstep.provenance.code_identity import stage_key
 from lockstep.provenance.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
+from lockstep.checkpoint.tokenizer_file import check_there
 from lockstep.errors import LockstepError
 from lockstep.provenance.locked import is_locked
 from lockstep.report.renew import summarise
@@ -83,6 +84,8 @@ with guard():
         model: display_paths(weight_files(folder, find_tensors(folder)))
         for model, folder in FOLDERS.items()
     }
+    for folder in FOLDERS.values():
+        check_there(folder)
     # Models whose weights are quantised already: graphs hang on which are.
     PACKED = {model for model, folder in FOLDERS.items() if read_shape(folder).packing}
     # Folders of adapters by model and name.
