@@ -80,3 +80,11 @@ def test_an_unknown_target_names_the_config_that_has_the_others(
         with pytest.raises(SystemExit):
             main(list(command), prog_name="lockstep")
         assert f"in {project}/config/config.yaml; --config names another; found 'other/fp32" in capsys.readouterr().err
+
+
+def test_help_has_each_command_once_below_a_title(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"], prog_name="lockstep", standalone_mode=False)
+    first, *sections = capsys.readouterr().out.split("\n\n")[-5:]
+    assert "--version" in first and all(re.match(r"[A-Z][^\n]+:\n", section) for section in sections)
+    listed = [line.split()[0] for section in sections for line in section.splitlines()[1:]]
+    assert listed[0] == "generate" and sorted(listed) == sorted(main.commands)
