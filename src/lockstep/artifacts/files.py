@@ -108,7 +108,8 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     write_bytes(path, dump_json(value).encode())
 
 
-ABSENT, DAMAGED = "run snakemake first, or the stage that makes it", "delete the file and run again"
+ABSENT = "run snakemake first, or the stage that makes it"
+DAMAGED = "correct the path, or delete the file and run again"
 
 
 def read_json(path: str | os.PathLike, format: str | None = None, absent: str = ABSENT, damaged: str = DAMAGED) -> Any:
@@ -152,7 +153,7 @@ def check_file(path: str | os.PathLike) -> os.stat_result:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise
-    raise InputError(f"{path}: expected a file, found {describe(path)}; remove it and run again")
+    raise InputError(f"{path}: expected a file, found {describe(path)}; correct the path, or remove it and run again")
 
 
 def describe(path: str | os.PathLike) -> str:
