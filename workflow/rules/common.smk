@@ -8,6 +8,7 @@ import gc
 
 import snakemake.sourcecache
 
+from lockstep.artifacts.files import check_writable
 from lockstep.config import load as lockstep_config
 from lockstep.config.backends import backends
 from lockstep.config.types import PRECISIONS
@@ -60,6 +61,11 @@ def display_paths(paths):
 
 # One line and exit code 2 for a mistake in the config or a damaged checkpoint.
 with guard():
+    # Snakemake keeps its own files there, dry runs too, and would end in a traceback.
+    check_writable(
+        next(filter(os.path.exists, (".snakemake/locks", ".snakemake", "."))),
+        "make it writable, or name another by --directory",
+    )
     LOCKED = is_locked(config)  # how to run, not what to make
     CONFIG = lockstep_config.load_merged(
         {

@@ -62,6 +62,18 @@ def check_place(path: Path) -> None:
         )
 
 
+def check_writable(folder: str | os.PathLike, remedy: str) -> None:
+    """Raise InputError for a folder in which this user can make no file.
+
+    remedy: what to do then.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{os.path.abspath(folder)}: expected a folder that can be written to, found one that this user cannot "
+            f"write to; {remedy}"
+        )
+
+
 def remove_leftovers(path: str | os.PathLike) -> None:
     """Remove the temporary files for `path` of processes that were killed.
 
