@@ -39,14 +39,13 @@ def test_a_folder_where_a_file_is_to_be_written(tmp_path, call):
     assert everything(tmp_path) == before
 
 
-def test_a_device_or_pipe_is_left_as_it_is(tmp_path):
+def test_a_device_is_left_as_it_is(tmp_path):
     """Renamed over, a root's /dev/null would be a file from then on."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("/dev/null")
-    for name in ("pipe", "link"):
-        said = error_of(write_json, tmp_path / name, {})
-        assert said == f"{tmp_path / name}: expected to write a file here, found a device or pipe; choose another place"
-    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_char_device()
+    place = tmp_path / "null"
+    place.symlink_to("/dev/null")
+    said = error_of(write_json, place, {})
+    assert said == f"{place}: expected to write a file here, found a device; choose another place"
+    assert place.is_char_device()
 
 
 @pytest.mark.parametrize("below", ["out.json", "a/out.json", "a/b/c/out.json"])

@@ -47,14 +47,14 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
 def check_place(path: Path) -> None:
     """Raise InputError where a file could not be written to `path`.
 
-    A folder, a device or a pipe lies there, or a file where its folder would be.
+    A folder or a device lies there, or a file where its folder would be.
     """
     if path.is_dir():
         raise InputError(
             f"{path}: expected to write a file here, found a folder; remove or rename it, or choose another place"
         )
-    if path.exists() and not path.is_file():  # renaming would put a file in its place: a root's /dev/null
-        raise InputError(f"{path}: expected to write a file here, found a device or pipe; choose another place")
+    if path.is_char_device() or path.is_block_device():  # renaming would put a file in its place: a root's /dev/null
+        raise InputError(f"{path}: expected to write a file here, found a device; choose another place")
     above = next((folder for folder in path.parents if folder.exists()), None)
     if above is not None and not above.is_dir():
         raise InputError(
