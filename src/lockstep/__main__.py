@@ -1,6 +1,6 @@
 """`python -m lockstep` is the `lockstep` command."""
 
-from lockstep.cli.main import main
+from lockstep.cli.entry import main
 
 if __name__ == "__main__":
     main()

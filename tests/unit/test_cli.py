@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -62,3 +63,28 @@ def test_without_results_a_command_says_run_snakemake_first(
 def test_targets_need_no_results(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["targets"], prog_name="lockstep", standalone_mode=False)
     assert f"{TARGET}/onnxruntime" in capsys.readouterr().out.splitlines()
+
+
+def test_an_unknown_target_names_the_config_that_has_the_others(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"source": "resources/demo-llama", "golden": {"prompts": [{"text": "A"}]}}
+    (project / "results").mkdir()
+    (project / "results" / "config.json").write_text(json.dumps({"models": {"other": other}}))
+    expected = "expected one of other/fp32/all, in results/config.json, the config of the last run; found 'demo-llama"
+    for command in (("generate", "--prompt", "A", "--target", TARGET), ("bundle", TARGET), ("bisect", TARGET)):
+        with pytest.raises(SystemExit):
+            main(list(command), prog_name="lockstep")
+        assert expected in capsys.readouterr().err
+    for command in (("build", "other/fp32"), ("explain", "other/fp32/all")):
+        with pytest.raises(SystemExit):
+            main(list(command), prog_name="lockstep")
+        assert f"in {project}/config/config.yaml; --config names another; found 'other/fp32" in capsys.readouterr().err
+
+
+def test_help_has_each_command_once_below_a_title(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"], prog_name="lockstep", standalone_mode=False)
+    first, *sections = capsys.readouterr().out.split("\n\n")[-5:]
+    assert "--version" in first and all(re.match(r"[A-Z][^\n]+:\n", section) for section in sections)
+    listed = [line.split()[0] for section in sections for line in section.splitlines()[1:]]
+    assert listed[0] == "generate" and sorted(listed) == sorted(main.commands)

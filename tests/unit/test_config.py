@@ -438,6 +438,7 @@ def test_a_target_is_found_by_name(tmp_path, text):
         ("", ""),
         ("zzz", ""),
         ("demo-lama/fp16/all", "; did you mean demo-llama/fp16/all?"),
+        ("demo-llama/fp32/2/openvino", "; did you mean demo-llama/fp32/2/onnxruntime?"),
     ],
 )
 def test_an_unknown_target_lists_the_targets(tmp_path, text, guess):

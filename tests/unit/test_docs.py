@@ -8,9 +8,11 @@ from pathlib import Path
 import click
 import pytest
 from benchmarks import batches, models, peers_table
+from benchmarks.__main__ import bench
 from benchmarks.faults import page as faults
 
 from lockstep.artifacts.files import read_json
+from lockstep.cli.main import main as lockstep
 from lockstep.cli.serve import serve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -81,6 +83,31 @@ def test_cells_of_tables_are_values(page: Path) -> None:
     rows = [line for line in written.splitlines() if line.startswith("|")]
     long = [cell for row in rows for cell in re.split(r" \| ", row.strip("| ")) if ";" in cell or len(cell) > 85]
     assert not long
+
+
+COMMAND = re.compile(r"(?:^|[\s;&/])(lockstep|python -m benchmarks) ([a-z][\w-]*[^|&;#]*)")
+PROGRAMS = {"lockstep": lockstep, "python -m benchmarks": bench}
+
+
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Return the commands of a page, in blocks and in the middle of lines: the program and its words."""
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(r"^[ $]*\S*(?:lockstep|python -m benchmarks) .*$", text.replace("\\\n", " "), re.MULTILINE)
+    quoted = [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose(text))]
+    return [(found[1], found[2].split()) for each in (*lines, *quoted) for found in COMMAND.finditer(each)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_have_the_options_that_pages_give_them(page: Path) -> None:
+    for program, words in commands(page):
+        node: click.Command = PROGRAMS[program]
+        for word in words:
+            if isinstance(node, click.Group) and word in node.commands:
+                node = node.commands[word]
+        known = {option for each in node.params for option in (*each.opts, *each.secondary_opts)}
+        given = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z0-9-]*(=.*)?", word)}
+        there = node is not PROGRAMS[program] or page.name == "CHANGELOG.md"  # which has what is no longer there
+        assert there and given <= known | {"--help"}, f"{program} {' '.join(words)}"
 
 
 def test_every_page_stands_in_the_index() -> None:

@@ -141,6 +141,28 @@ def test_a_signal_that_hits_a_destructor_is_not_lost(tmp_path: Path, number: sig
     assert (process.returncode, said) == (128 + number, f"lockstep: error: {name}; {KEPT}")
 
 
+LOADED = """
+import signal, sys
+number = int(sys.argv[1])
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "lockstep.cli.stages":  # one of the modules that the program loads
+            signal.raise_signal(number)
+sys.meta_path.insert(0, Finder)
+from lockstep.cli.entry import main
+sys.argv[1:] = ["summary"]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_program_is_loaded_is_one_line(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", LOADED, str(int(number))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    name = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (ended.returncode, ended.stderr) == (128 + number, f"lockstep: error: {name}; {KEPT}")
+
+
 def test_a_second_signal_does_not_stop_the_undoing(tmp_path: Path) -> None:
     process = started(WORK, ready=tmp_path / "half")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):

@@ -322,8 +322,11 @@ def test_what_is_no_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.lock.json").write_text("{}")
     with pytest.raises(InputError, match="expected format 'lockstep.lock/3'"):
         diff.diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
-    with pytest.raises(InputError, match="expected a file, found none"):
+    with pytest.raises(InputError, match="expected a file, found none; write one with"):
         diff.diff(tmp_path / "b", tmp_path / "b")
+    (tmp_path / "my.yaml").write_text("models: {}")  # not to be deleted
+    with pytest.raises(InputError, match="my.yaml: expected JSON, found .*; take the lock as it was committed"):
+        diff.diff(tmp_path / "my.yaml", tmp_path / "a.lock.json")
 
 
 def test_a_lock_is_written_as_it_was_read(tmp_path: Path) -> None:

@@ -171,7 +171,9 @@ def test_show_names_operators_shapes_and_slots(graphs, tmp_path):
 
 def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
     (tmp_path / "x.onnx").write_bytes(b"not an ONNX model at all")
-    for name in ("x.onnx", "absent.onnx"):
+    (tmp_path / "assembly.json").write_text("{}")  # read as what it says it is, it would be a traceback of JSON's
+    (tmp_path / "graphs").mkdir()
+    for name in ("x.onnx", "absent.onnx", "assembly.json", "graphs"):
         with pytest.raises(InputError) as error:
             show(tmp_path / name)
         assert "\n" not in str(error.value) and name in str(error.value)

@@ -39,6 +39,15 @@ def test_a_folder_where_a_file_is_to_be_written(tmp_path, call):
     assert everything(tmp_path) == before
 
 
+def test_a_device_is_left_as_it_is(tmp_path):
+    """Renamed over, a root's /dev/null would be a file from then on."""
+    place = tmp_path / "null"
+    place.symlink_to("/dev/null")
+    said = error_of(write_json, place, {})
+    assert said == f"{place}: expected to write a file here, found a device; choose another place"
+    assert place.is_char_device()
+
+
 @pytest.mark.parametrize("below", ["out.json", "a/out.json", "a/b/c/out.json"])
 def test_a_file_where_a_folder_is_to_be_made(tmp_path, below):
     (tmp_path / "file").write_text("kept")

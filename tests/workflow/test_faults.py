@@ -61,6 +61,17 @@ def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkou
         assert demo.call("lockstep", "verify").returncode == 0
 
 
+def test_a_working_folder_that_cannot_be_written_is_one_line(fresh: Checkout, tmp_path: Path) -> None:
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    with mounted(folder, "--bind", str(folder)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        process = fresh.call("snakemake", "-n", "--directory", str(folder), check=False)
+    said = [line for line in process.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
+    assert process.returncode == 2 and len(said) == 1, process.stderr
+    assert said[0].startswith(f"lockstep: error: {folder}: expected a folder that can be written to")
+
+
 def test_a_results_folder_that_cannot_be_written_is_one_line(demo: Checkout) -> None:
     before = demo.digests()
     with mounted(demo.results, "--bind", str(demo.results)):

@@ -162,6 +162,11 @@ def test_a_damaged_checkpoint_is_one_line_before_any_job(fresh: Checkout) -> Non
     assert "Traceback" not in process.stderr
 
 
+def test_a_checkpoint_without_a_tokenizer_is_one_line_before_any_job(fresh: Checkout) -> None:
+    (fresh.folder / "resources" / "demo-llama" / "tokenizer.json").unlink()
+    refuses(fresh, f"{fresh.folder / 'resources' / 'demo-llama'}: expected tokenizer.json, found none; download it")
+
+
 def nonsense(config: dict) -> None:
     config["models"]["demo-llama"]["golden"]["prompts"][0] = {
         "text": "San Francisco is a",

@@ -8,6 +8,7 @@ import gc
 
 import snakemake.sourcecache
 
+from lockstep.artifacts.files import check_writable
 from lockstep.config import load as lockstep_config
 from lockstep.config.backends import backends
 from lockstep.config.types import PRECISIONS
@@ -20,6 +21,7 @@ from lockstep.provenance.code_identity import stage_key
 from lockstep.provenance.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
+from lockstep.checkpoint.tokenizer_file import check_there
 from lockstep.errors import LockstepError
 from lockstep.provenance.locked import is_locked
 from lockstep.report.renew import summarise
@@ -59,6 +61,11 @@ def display_paths(paths):
 
 # One line and exit code 2 for a mistake in the config or a damaged checkpoint.
 with guard():
+    # Snakemake keeps its own files there, dry runs too, and would end in a traceback.
+    check_writable(
+        next(filter(os.path.exists, (".snakemake/locks", ".snakemake", "."))),
+        "make it writable, or name another by --directory",
+    )
     LOCKED = is_locked(config)  # how to run, not what to make
     CONFIG = lockstep_config.load_merged(
         {
@@ -83,6 +90,8 @@ with guard():
         model: display_paths(weight_files(folder, find_tensors(folder)))
         for model, folder in FOLDERS.items()
     }
+    for folder in FOLDERS.values():
+        check_there(folder)
     # Models whose weights are quantised already: graphs hang on which are.
     PACKED = {model for model, folder in FOLDERS.items() if read_shape(folder).packing}
     # Folders of adapters by model and name.

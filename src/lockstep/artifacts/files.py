@@ -29,7 +29,7 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
     writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one
     machine.
 
-    Raises InputError where a folder lies at `path`, or a file where its folder would be.
+    Raises InputError where no file could be written, as `check_place`.
     """
     path = Path(path)
     check_place(path)
@@ -47,16 +47,30 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
 def check_place(path: Path) -> None:
     """Raise InputError where a file could not be written to `path`.
 
-    A folder lies there, or a file where its folder would be.
+    A folder or a device lies there, or a file where its folder would be.
     """
     if path.is_dir():
         raise InputError(
             f"{path}: expected to write a file here, found a folder; remove or rename it, or choose another place"
         )
+    if path.is_char_device() or path.is_block_device():  # renaming would put a file in its place: a root's /dev/null
+        raise InputError(f"{path}: expected to write a file here, found a device; choose another place")
     above = next((folder for folder in path.parents if folder.exists()), None)
     if above is not None and not above.is_dir():
         raise InputError(
             f"{above}: expected a folder to write into, found a file; remove or rename it, or choose another place"
+        )
+
+
+def check_writable(folder: str | os.PathLike, remedy: str) -> None:
+    """Raise InputError for a folder in which this user can make no file.
+
+    remedy: what to do then.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{os.path.abspath(folder)}: expected a folder that can be written to, found one that this user cannot "
+            f"write to; {remedy}"
         )
 
 
@@ -106,11 +120,15 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     write_bytes(path, dump_json(value).encode())
 
 
-def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
+ABSENT = "run snakemake first, or the stage that makes it"
+DAMAGED = "correct the path, or delete the file and run again"
+
+
+def read_json(path: str | os.PathLike, format: str | None = None, absent: str = ABSENT, damaged: str = DAMAGED) -> Any:
     """Read JSON, of a manifest without its seal.
 
-    format: what its "format" key must say. Raises InputError when the file is absent, is not JSON, has another format,
-    or does not hold what was sealed.
+    format: what its "format" key must say. absent, damaged: what to do where it is not there, or is not what it should
+    be. Raises InputError when the file is absent, is not JSON, has another format, or does not hold what was sealed.
     """
     try:
         check_file(path)
@@ -119,23 +137,15 @@ def read_json(path: str | os.PathLike, format: str | None = None) -> Any:
         seal = value.pop(SEAL, None) if isinstance(found, str) else None
         content = sha256_json(value) if seal is not None else None  # fails for half a character
     except FileNotFoundError:
-        raise InputError(
-            f"{path}: expected a file, found none; run snakemake first, or the stage that makes it"
-        ) from None
+        raise InputError(f"{path}: expected a file, found none; {absent}") from None
     except RecursionError:
-        raise InputError(
-            f"{path}: expected JSON, found lists or objects nested too deeply; delete the file and run again"
-        ) from None
+        raise InputError(f"{path}: expected JSON, found lists or objects nested too deeply; {damaged}") from None
     except ValueError as error:  # numbers of thousands of digits and text that is no Unicode are no JSONDecodeError
-        raise InputError(
-            f"{path}: expected JSON, found {' '.join(str(error).split())}; delete the file and run again"
-        ) from None
+        raise InputError(f"{path}: expected JSON, found {' '.join(str(error).split())}; {damaged}") from None
     if format is not None and found != format:
-        raise InputError(f"{path}: expected format {format!r}, found {found!r}; delete the file and run again")
+        raise InputError(f"{path}: expected format {format!r}, found {found!r}; {damaged}")
     if seal != content:
-        raise InputError(
-            f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; delete it and run again"
-        )
+        raise InputError(f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; {damaged}")
     return value
 
 
@@ -155,7 +165,7 @@ def check_file(path: str | os.PathLike) -> os.stat_result:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise
-    raise InputError(f"{path}: expected a file, found {describe(path)}; remove it and run again")
+    raise InputError(f"{path}: expected a file, found {describe(path)}; correct the path, or remove it and run again")
 
 
 def describe(path: str | os.PathLike) -> str:

@@ -22,15 +22,20 @@ NAME = "tokenizer.json"
 TIME_LIMIT = 60
 
 
-def check_present(folder: Path) -> None:
-    """Raise InputError for a folder without a tokenizer.json with a model in it."""
-    path = folder / NAME
-    if not present(path):
+def check_there(folder: Path) -> None:
+    """Raise InputError for a folder without a tokenizer.json. Opens no file."""
+    if not present(folder / NAME):
         raise InputError(
             f"{folder}: expected tokenizer.json, found none; download it, or make it from the slow tokenizer's files:"
             ' python -c "import sys, transformers; d = sys.argv[1];'
             f' transformers.AutoTokenizer.from_pretrained(d).save_pretrained(d)" {shlex.quote(str(folder))}'
         )
+
+
+def check_present(folder: Path) -> None:
+    """Raise InputError for a folder without a tokenizer.json with a model in it."""
+    check_there(folder)
+    path = folder / NAME
     model = read_source_json(path).get("model")
     if not isinstance(model, dict):
         raise InputError(f"{path}: expected a tokenizer with a model, found {shorten(model)}; download this file again")

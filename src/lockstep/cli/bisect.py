@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.opened import used_config
+from lockstep.cli.opened import of_last_run, used_config
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON, echo_json, working
 from lockstep.targets import Results
@@ -22,7 +22,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
     """Find where a target goes wrong: engine against graph against PyTorch."""
     tree = Results(results)
     config = used_config(tree)
-    chosen = config.parse_target(target)
+    chosen = config.parse_target(target, of_last_run(tree))
     from lockstep.pipeline import worker
     from lockstep.verify.bisect.report import text
     from lockstep.verify.bisect.run import bisect as find

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -18,6 +19,10 @@ class GuardedGroup(click.Group):
     Ctrl-C too, before click makes something else of it. A package of an extra that is not installed is a mistake, too.
     """
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.sections: dict[str, tuple[click.Command, ...]] = {}
+
     def invoke(self, ctx: click.Context) -> Any:
         with guard():
             try:
@@ -27,5 +32,21 @@ class GuardedGroup(click.Group):
                     raise
                 raise missing from None
 
+    def add_section(self, title: str, commands: Iterable[click.Command]) -> None:
+        """Add commands that stand in the help below a title of their own, in this order."""
+        added = tuple(commands)
+        self.sections[title] = added
+        for command in added:
+            self.add_command(command)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if not self.sections:
+            return super().format_commands(ctx, formatter)
+        for title, commands in self.sections.items():
+            named = [(command.name or "", command) for command in commands]
+            width = formatter.width - 6 - max(len(name) for name, _ in named)
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in named])
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # as they are written below, which is the order of the stages
+        return list(self.commands)  # as they were added: stages in their own order

@@ -12,11 +12,15 @@ from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
 
 _RESULTS = click.option(
-    "--results", type=click.Path(path_type=Path), default=Path("results"), show_default=True, help="The results tree."
+    "--results",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="The results tree.",
 )
 _LOCKS = click.option(
     "--locks",
-    type=click.Path(path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     default=Path("locks"),
     show_default=True,
     help="The folder of the lock files.",

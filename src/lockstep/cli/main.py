@@ -33,10 +33,10 @@ def main() -> None:
     """
 
 
-_COMMANDS = (
-    *stage_commands(),
-    *(summary, report, targets, show, bisect, generate, explain, bundle, reproduce),
-    *(serve, load, triton, cache, lock, verify, diff),
-)
-for _command in _COMMANDS:
-    main.add_command(_command)
+for _title, _commands in {
+    "Run engines": (generate, serve, load, bundle, triton),
+    "Look at results": (summary, report, targets, show, bisect),
+    "Lock, compare, build again": (lock, verify, diff, explain, reproduce, cache),
+    "Stages, as the workflow runs them": stage_commands(),
+}.items():
+    main.add_section(_title, _commands)

@@ -44,12 +44,17 @@ def used_config(results: Results) -> Config:
     return load(value, where=str(results.config()))
 
 
+def of_last_run(tree: Results) -> str:
+    """Return what the config of a results tree is, in words for a message."""
+    return f"{tree.config()}, the config of the last run"
+
+
 def made_target(config: Config, tree: Results, name: str) -> Target:
     """Return the target of this name, as `Config.parse_target`.
 
     Raises InputError where its engines are not there since the config skips them on this machine.
     """
-    target = config.parse_target(name)
+    target = config.parse_target(name, of_last_run(tree))
     engines = tree.engines(target.model, target.precision, target.backend)
     if not engines.is_file() and (reason := config.why_not_built(target)):
         raise InputError(

@@ -28,7 +28,7 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
             f"{results}: expected results of an earlier run, found none: all would be made; run snakemake first"
         )
     project = Project.open(config_file, results)
-    chosen = project.config.parse_target(target)
+    chosen = project.config.parse_target(target, project.where)
     steps = reasons(project.config, project.results, chosen, project.checkpoint_folder(chosen.model))
     found = [step for step in steps if step.rebuilt]
     if as_json:
@@ -92,7 +92,7 @@ def _hold_against(text: str, lock: Path, config_file: Path | None, as_json: bool
     from lockstep.provenance.against import against
 
     project = Project.open(config_file, results)
-    target = project.config.parse_target(text)
+    target = project.config.parse_target(text, project.where)
     folder = project.checkpoint_folder(target.model)
     if folder is None:
         raise InputError(f"{target.model}: expected its checkpoint to be here, found none; run `lockstep fetch` first")

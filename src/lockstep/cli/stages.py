@@ -36,7 +36,7 @@ CONFIG = click.option(
 class Project:
     """A config, its checkpoint folders and the results tree of a command.
 
-    newest: take the commit that a branch is at now.
+    newest: take the commit that a branch is at now. where: what the config is, in words for a message.
     """
 
     config: Config
@@ -44,11 +44,12 @@ class Project:
     results: Results
     locked: bool = False
     newest: bool = False
+    where: str = "config"
 
     @classmethod
     def open(cls, config_file: Path | None, results: Path, locked: bool = False, newest: bool = False) -> Project:
         config, tree = load_config(config_file), Results(results)
-        return cls(config, config.check_sources(results=tree), tree, locked, newest)
+        return cls(config, config.check_sources(results=tree), tree, locked, newest, _of_given(config_file))
 
     def lock_file(self, model: str) -> Path | None:
         if not self.locked:
@@ -69,6 +70,13 @@ class Project:
             return self.sources[model]
         folder = folder_of(self.results.source(model))
         return folder if folder.is_dir() else None
+
+
+def _of_given(config_file: Path | None) -> str:
+    """Return what the config of `--config` is, in words for a message."""
+    from lockstep.config.load import given
+
+    return str(config_file) if config_file else f"{given(None)}; --config names another"
 
 
 def load_config(config_file: Path | None) -> Config:
@@ -112,7 +120,7 @@ def _command(name: str) -> click.Command:
         if merge is not None or out is not None:
             model, made = _merge(project, targets, merge, out)
             return tell({"model": model, "adapter": merge}, made)
-        chosen = _chosen(project.config, targets, entry)
+        chosen = _chosen(project, targets, entry)
         for number, values in enumerate(chosen, start=1):
             names = dict(zip(entry.wildcards, values, strict=True))
             words = f"step {number} of {len(chosen)}: {name} {'/'.join(map(str, values))}"
@@ -141,7 +149,7 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
     from lockstep.pipeline.stages import STAGES
     from lockstep.weights.merge import merge
 
-    models = [model for (model,) in _chosen(project.config, targets, STAGES["adapters"])]
+    models = [model for (model,) in _chosen(project, targets, STAGES["adapters"])]
     if name is None or out is None or len(models) != 1:
         found = " ".join(f"{key} {value}" for key, value in (("--merge", name), ("--out", out)) if value) or "neither"
         raise InputError(
@@ -152,15 +160,16 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
     return models[0], merge(results.checkpoint(models[0]), results.adapters(models[0]), name, out)
 
 
-def _chosen(config: Config, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:
+def _chosen(project: Project, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:
     """Return the values of the stage's wildcards for the targets that are named.
 
     Engines that cannot run here are left out of a stage that runs them. Raises InputError where nothing is left then.
     """
+    config = project.config
     chosen = [target for target in config.targets() if not targets or any(_matches(target, text) for text in targets)]
     for text in targets:
         if not any(_matches(target, text) for target in chosen):
-            config.parse_target(text)  # says which there are
+            config.parse_target(text, project.where)  # says which there are
     if entry.only_adapters:
         chosen = [target for target in chosen if config.models[target.model].adapters]
         if not chosen:

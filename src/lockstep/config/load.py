@@ -39,13 +39,24 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
         raise InputError(f"{where}: {one_line(Config, error)}") from None
 
 
+def given(path: Path | None) -> Path:
+    """Return `path`, by default the demo's config.
+
+    That is of the working directory, else of the repository. Raises InputError where neither has one.
+    """
+    for folder in source_folders():
+        path = path or (folder / _DEMO if (folder / _DEMO).is_file() else None)
+    if path is None:
+        raise InputError(f"{_DEMO}: expected a config, found none here; name one by --config, or start in the checkout")
+    return path
+
+
 def load_given(path: Path | None) -> Config:
     """Load the config at `path`, by default the demo's.
 
-    That is of the working directory, else of the repository. Raises InputError as `load` does.
+    `given` finds that. Raises InputError as `load` does.
     """
-    found = (folder / _DEMO for folder in source_folders() if (folder / _DEMO).is_file())
-    return load(path or next(found, _DEMO))
+    return load(given(path))
 
 
 def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike], where: str | None = None) -> Config:

@@ -304,11 +304,11 @@ class Config(Section):
             raise InputError(f"{where}: {join(Config, problems)}")
         return found
 
-    def parse_target(self, text: str) -> Target:
+    def parse_target(self, text: str, where: str = "") -> Target:
         """Return the target of a name, on the model's first backend where it names none.
 
-        The name is `<model>/<precision>/<layers>`, or with `/<backend>` after it. Raises InputError listing the targets
-        there are, or for one that is skipped with the reason.
+        The name is `<model>/<precision>/<layers>`, or with `/<backend>` after it. where: what the config is, for the
+        message. Raises InputError listing the targets there are, or for one that is skipped with the reason.
         """
         by_name: dict[str, Target] = {}
         for target in self.targets():
@@ -326,9 +326,10 @@ class Config(Section):
         names = [str(target).rpartition("/")[0] for target in self.targets()]
         allowed = list(dict.fromkeys(names))
         more = f" (and {len(allowed) - 20} more)" if len(allowed) > 20 else ""
-        guess = nearest(text, by_name).removeprefix(",")
+        elsewhere = [name for name in by_name if name.startswith(text.rpartition("/")[0] + "/")]  # on another backend
+        guess = ((text.count("/") == 3 and nearest(text, elsewhere)) or nearest(text, by_name)).removeprefix(",")
         raise InputError(
-            f"target: expected one of {', '.join(allowed[:20])}{more}; found "
+            f"target: expected one of {', '.join(allowed[:20])}{more}{', in ' + where if where else ''}; found "
             f"{describe(text)}{';' + guess if guess else ''}"
         )
 

@@ -27,11 +27,15 @@ def show(path: str | os.PathLike) -> str:
     """
     path = Path(path)
     try:
-        model = onnx.load(path)
+        model = onnx.load(path, format="protobuf")  # whatever its name ends in
         onnx.checker.check_model(model)
     except FileNotFoundError:
         raise InputError(
             f"{path}: expected an ONNX file, found none; run snakemake first, or correct the path"
+        ) from None
+    except IsADirectoryError:
+        raise InputError(
+            f"{path}: expected an ONNX file, found a folder; name a file in it, such as graphs/middle.onnx"
         ) from None
     except (DecodeError, onnx.checker.ValidationError) as error:
         raise InputError(f"{path}: expected an ONNX model, found {' '.join(str(error).split())[:200]}") from None

@@ -245,8 +245,8 @@ def generate_file(
     defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
     tokenizer = Tokenizer.open(Path(assembly))
     done = run(model, tokenizer, Path(source), Path(out), defaults, sizes.max_input_len, say)
-    print(
-        f"{chr(13) if sys.stderr.isatty() else ''}{out}: {done.lines} requests, {done.failed} failed", file=sys.stderr
-    )
+    requests = f"{done.lines} request{'s' * (done.lines != 1)}"
+    print(f"{chr(13) if sys.stderr.isatty() else ''}{out}: {requests}, {done.failed} failed", file=sys.stderr)
     if done.failed:
-        raise CheckError(f"{done.first_error} (the first of {done.failed} requests that failed; see {out})")
+        which = f"the first of {done.failed} requests that failed; " * (done.failed > 1)
+        raise CheckError(f"{done.first_error} ({which}see {out})")

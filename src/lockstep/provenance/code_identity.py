@@ -110,7 +110,7 @@ def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise InputError(
-            f"{path}: expected the pinned packages, found no file; run in a checkout of the repository"
+            f"{path}: expected the pinned packages, found no file; use the lockstep of a checkout (`make setup`)"
         ) from None
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].partition(";")[0].strip()  # without the platforms that it is for

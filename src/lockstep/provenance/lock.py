@@ -166,13 +166,16 @@ def _present(**entries: Any) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None}
 
 
+_COMMITTED = "take the lock as it was committed, or write it again with `lockstep lock`"
+
+
 def lock_path(folder: Path, model: str) -> Path:
     return folder / f"{model}.lock.json"
 
 
 def read_document(path: Path) -> dict[str, Any]:
     """Read the JSON of a lock. Raises InputError for a file that is absent or no lock."""
-    document = read_json(path, formats.LOCK)
+    document = read_json(path, formats.LOCK, absent="write one with `lockstep lock`", damaged=_COMMITTED)
     wrong = misfit(document, LOCK) or next(
         (
             f"{MADE}: expected stages, found {name!r}"
@@ -182,5 +185,5 @@ def read_document(path: Path) -> dict[str, Any]:
         None,
     )
     if wrong:
-        raise InputError(f"{path}: {wrong}; take the lock as it was committed, or write it again with `lockstep lock`")
+        raise InputError(f"{path}: {wrong}; {_COMMITTED}")
     return document
