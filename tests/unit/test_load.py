@@ -134,7 +134,7 @@ def test_a_slow_answer_delays_no_later_request(server: ScriptedServer) -> None:
     server.script = lambda body, number: iter((1.0, "late ") if number == 0 else ("soon ",))
     records = records_of(server, LoadSpec(prompts(5, 1), {}, rates=(20.0,), arrivals="constant", warmup=0))
     assert (records[0].latency or 0) >= 1
-    assert all((record.end or 9) < 1 for record in records[1:])  # they were done before the first had begun
+    assert all(record.end and record.end < records[0].chunks[0] for record in records[1:])
 
 
 def test_the_first_token_is_the_first_text_and_not_the_role(server: ScriptedServer) -> None:
@@ -185,7 +185,7 @@ def test_cancelled_requests_leave_and_are_in_no_time(server: ScriptedServer) -> 
     cancelled = [record for record in records if record.status == CANCELLED]
     expected = [after is not None for after in arrivals.cancellations(40, 0.5, 0.05, 0)]
     assert [record.status == CANCELLED for record in records] == expected and 10 < len(cancelled) < 30
-    assert all(record.sent is not None and (record.end or 9) - record.sent < 0.4 for record in cancelled)
+    assert all(record.sent is not None and record.end and len(record.chunks) < 200 for record in cancelled)
     found = figures(records)
     assert found["completed"] == 40 - len(cancelled) and found["cancelled"] == len(cancelled)
     assert (found["latency_mean_ms"] or 0) >= 400  # 200 pieces, 2 ms apart: only those that ran to their end
@@ -369,10 +369,10 @@ def test_check_passes_on_the_same_and_fails_on_worse(
     asked = (server.url, "--token-norm-dist", "8,0,5,0", "--requests", 6, "--rate", 50)
     assert told(capsys, *asked, "--out", tmp_path)[0] == 0
     base = tmp_path / "load.json"
-    # The machine is shared with other tests: a factor of 100 is not passed by its noise, and 600 ms
-    # beside the usual 15 are seen.
+    # The machine is shared with other tests: a factor of 100 is not passed by its noise, and ten times as long is seen.
     assert told(capsys, *asked, "--check", base, "--rtol", 100)[0] == 0
-    server.script = lambda body, number: iter((0.6, *words(body, number)))
+    longer = max(0.2, 10 * (LoadReport.load(base).runs[0].figures["latency_p50_ms"] or 0) / 1000)
+    server.script = lambda body, number: iter((longer, *words(body, number)))
     code, _, said = told(capsys, *asked, "--check", base, "--rtol", 4)
     assert code == 1 and said.splitlines()[-1].startswith(f"lockstep: error: {base}: 50/s: ") and "expected" in said
     assert any("latency_p50_ms" in line for line in said.splitlines())
