@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import enum
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -139,7 +140,8 @@ class Gpu:
 
     def array(self, address: int, shape, dtype) -> np.ndarray:
         """Device memory as numbers, in place."""
-        return self.bytes(address, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+        dtype = np.dtype(dtype)
+        return self.bytes(address, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def malloc_host(self, nbytes: int):
         with self.lock:

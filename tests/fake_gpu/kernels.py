@@ -64,17 +64,30 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
         gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind),
         gpu.array(k.query_out, (tokens, heads, k.DIM), kind),
     )
+    low, high = int(positions.min()), int(positions.max())
+    own, other = (
+        gpu.array(table + low * k.DIM * 4, (high - low + 1, k.DIM), "f4")[positions - low][:, None]
+        for table in (k.own, k.other)
+    )
+    out[:], with_rope = ((x * own + x[:, :, partner] * other).astype(kind) for x in (query, key))
+
+    @functools.cache
+    def pages_at(place: int) -> tuple[np.ndarray, ...]:
+        """Keys and values of the page that the table has there, [heads, tokens, numbers]."""
+        page = int(gpu.array(k.pages + place * 4, (1,), "i4")[0])
+        found = []
+        for cache, dim in ((k.keys, k.DIM), (k.values, k.VALUE_DIM)):
+            size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
+            found.append(gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind))
+        return tuple(found)
+
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
-        own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
-        out[token], with_rope = ((x[token] * own + x[token][:, partner] * other).astype(kind) for x in (query, key))
         if row < 0:
             continue
         if position // k.PAGE >= k.pages_per_row:
             raise Fault(f"apply_rope: position {position} in a row of {k.pages_per_row} pages")
-        page = int(gpu.array(k.pages + (row * k.pages_per_row + position // k.PAGE) * 4, (1,), "i4")[0])
-        for new, cache, dim in ((with_rope, k.keys, k.DIM), (value[token], k.values, k.VALUE_DIM)):
-            size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
-            gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)[:, position % k.PAGE] = new
+        keys, values = pages_at(row * k.pages_per_row + position // k.PAGE)
+        keys[:, position % k.PAGE], values[:, position % k.PAGE] = with_rope[token], value[token]
 
 
 def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:

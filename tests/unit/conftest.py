@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from demo_model import CONFIG, DEMO
+from hypothesis import settings
 
 import fake_gpu
 from lockstep.artifacts.files import sha256_file
@@ -22,6 +23,11 @@ from lockstep.targets import Results
 from lockstep.verify import golden
 from lockstep.weights import convert
 from shared import Shared
+
+if settings.get_current_profile_name() == "default":  # and none was asked for
+    # Hypothesis's own for such runs: the same examples each time, and no limit of 200 ms for each, nor one for their
+    # making, which a busy machine does not keep.
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

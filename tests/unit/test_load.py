@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -134,7 +134,7 @@ def test_a_slow_answer_delays_no_later_request(server: ScriptedServer) -> None:
     server.script = lambda body, number: iter((1.0, "late ") if number == 0 else ("soon ",))
     records = records_of(server, LoadSpec(prompts(5, 1), {}, rates=(20.0,), arrivals="constant", warmup=0))
     assert (records[0].latency or 0) >= 1
-    assert all((record.end or 9) < 1 for record in records[1:])  # they were done before the first had begun
+    assert all(record.end and record.end < records[0].chunks[0] for record in records[1:])
 
 
 def test_the_first_token_is_the_first_text_and_not_the_role(server: ScriptedServer) -> None:
@@ -153,19 +153,26 @@ def test_connections_are_used_again_but_not_after_a_pause(server: ScriptedServer
     assert all(record.status == COMPLETED for record in records) and server.connections == 2
 
 
-def test_more_requests_at_once_than_a_process_may_have_files(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+# In a process of its own: the server would take the other half of the files of this one, and could accept no more.
+SEVERAL_RUNS = """
+import resource, sys
+from lockstep.cli.main import main
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+for lengths, *options in ("4,0,40,0", "--requests", "200", "-c", "90"), ("4,0,1,0", "--requests", "300"):
     try:
-        # the server has one of each connection too, in this process
-        assert told(capsys, server.url, "--token-norm-dist", "4,0,40,0", "--requests", 200, "-c", 90)[0] == 0
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 256
-        told(capsys, server.url, "--token-norm-dist", "4,0,1,0", "--requests", 300)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 364
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        main(["load", sys.argv[1], "--token-norm-dist", lengths, *options])
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    print("ended:", code, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_more_requests_at_once_than_a_process_may_have_files(server: ScriptedServer) -> None:
+    done = subprocess.run([sys.executable, "-c", SEVERAL_RUNS, server.url], capture_output=True, text=True)
+    ended = [line for line in done.stdout.splitlines() if line.startswith("ended: ")]
+    assert ended == ["ended: 0 256", "ended: 0 364"], done.stdout + done.stderr
 
 
 def test_without_httptools_one_line_says_what_to_install(
@@ -185,7 +192,7 @@ def test_cancelled_requests_leave_and_are_in_no_time(server: ScriptedServer) -> 
     cancelled = [record for record in records if record.status == CANCELLED]
     expected = [after is not None for after in arrivals.cancellations(40, 0.5, 0.05, 0)]
     assert [record.status == CANCELLED for record in records] == expected and 10 < len(cancelled) < 30
-    assert all(record.sent is not None and (record.end or 9) - record.sent < 0.4 for record in cancelled)
+    assert all(record.sent is not None and record.end and len(record.chunks) < 200 for record in cancelled)
     found = figures(records)
     assert found["completed"] == 40 - len(cancelled) and found["cancelled"] == len(cancelled)
     assert (found["latency_mean_ms"] or 0) >= 400  # 200 pieces, 2 ms apart: only those that ran to their end
@@ -369,10 +376,10 @@ def test_check_passes_on_the_same_and_fails_on_worse(
     asked = (server.url, "--token-norm-dist", "8,0,5,0", "--requests", 6, "--rate", 50)
     assert told(capsys, *asked, "--out", tmp_path)[0] == 0
     base = tmp_path / "load.json"
-    # The machine is shared with other tests: a factor of 100 is not passed by its noise, and 600 ms
-    # beside the usual 15 are seen.
+    # The machine is shared with other tests: a factor of 100 is not passed by its noise, and ten times as long is seen.
     assert told(capsys, *asked, "--check", base, "--rtol", 100)[0] == 0
-    server.script = lambda body, number: iter((0.6, *words(body, number)))
+    longer = max(0.2, 10 * (LoadReport.load(base).runs[0].figures["latency_p50_ms"] or 0) / 1000)
+    server.script = lambda body, number: iter((longer, *words(body, number)))
     code, _, said = told(capsys, *asked, "--check", base, "--rtol", 4)
     assert code == 1 and said.splitlines()[-1].startswith(f"lockstep: error: {base}: 50/s: ") and "expected" in said
     assert any("latency_p50_ms" in line for line in said.splitlines())

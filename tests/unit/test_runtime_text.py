@@ -177,10 +177,10 @@ def test_any_cut_of_a_text_gives_what_comes_before_the_stop_string_that_ends_fir
 
 
 def test_a_stop_string_of_millions_of_characters_costs_nothing():
-    began = time.monotonic()
+    began = time.thread_time()  # not the time of what else runs
     found = StopFilter(["ab" * 1_800_000])
     assert found.push("xab") == "x" and found.push("abc") == "ababc"
-    assert time.monotonic() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def test_a_stop_string_counts_that_ends_in_a_text_that_may_end():

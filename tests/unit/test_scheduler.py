@@ -11,6 +11,8 @@ from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.residency import Residency
 
 CHUNK = 2 * PAGE_SIZE
+# Not made by the profile of unit/conftest.py: a list of one's own takes the place of its own.
+CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 def make(
@@ -321,7 +323,7 @@ def lookahead_stays(monkeypatch):
 
 
 @pytest.mark.usefixtures("lookahead_stays")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=CHECKS)
 @given(
     requests,
     st.integers(1, 4),
@@ -494,7 +496,7 @@ def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
 
 
 @pytest.mark.usefixtures("lookahead_stays")
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
 @given(
     st.lists(
         st.tuples(

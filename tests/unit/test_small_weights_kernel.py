@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import re
 import shutil
@@ -71,24 +72,48 @@ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
+# Each form: bits, rows at most, outputs and threads of a block.
+FORMS = {
+    name: (int(bits), int(most), int(outputs), int(threads))
+    for name, bits, outputs, most, threads in re.findall(
+        r"^GEMV\((gemv_(\d+)_(\d+)_\d+_(\d+)),.* (\d+)\)$", KERNEL.read_text(), re.MULTILINE
+    )
+}
+
+
+@functools.cache
+def library(folder: Path, threads: int) -> ctypes.CDLL:
+    """The forms with blocks of so many threads, and no other: the compiler meets each form once."""
+    own = [name for name, form in FORMS.items() if form[-1] == threads]
+    lines = KERNEL.read_text().splitlines(keepends=True)
+    kept = (line for line in lines if not line.startswith("GEMV(") or line[5:].partition(",")[0] in own)
+    kernel, stem = folder / f"{threads}.cu", f"of_{threads}"
+    kernel.write_text("".join(kept))
+    source = SOURCE.replace("KERNEL", str(kernel)) + "".join(f"RUN({name})\n" for name in own)
+    (folder / f"{stem}.cpp").write_text(f"#define BLOCK_THREADS {threads}\n{source}")
+    flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"{stem}.cpp", "-o", f"{stem}.so"]
+    done = subprocess.run([COMPILER, *flags], cwd=folder, capture_output=True, text=True)
+    if "_Float16" in done.stderr:
+        pytest.skip("the compiler has no _Float16")
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / f"{stem}.so"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("kernel")
+
+
 @pytest.fixture(scope="module", params=[(bits, most) for bits in (16, 8, 4) for most in (8, 16)], ids=str)
-def kernels(request, tmp_path_factory):
+def kernels(request, folder):
     """(bits, rows at most, (outputs of a block, kernel) of each form)"""
-    folder, (bits, most) = tmp_path_factory.mktemp("kernel"), request.param
-    found = []
-    for name, outputs, warps in re.findall(
-        rf"^GEMV\((gemv_{bits}_(\d+)_(\d+)_{most}),", KERNEL.read_text(), re.MULTILINE
-    ):
-        source = SOURCE.replace("KERNEL", str(KERNEL)) + f"RUN({name})\n"
-        (folder / f"{name}.cpp").write_text(f"#define BLOCK_THREADS {32 * int(warps)}\n{source}")
-        flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"{name}.cpp", "-o", f"{name}.so"]
-        done = subprocess.run([COMPILER, *flags], cwd=folder, capture_output=True, text=True)
-        if "_Float16" in done.stderr:
-            pytest.skip("the compiler has no _Float16")
-        assert done.returncode == 0, done.stderr
-        found.append((int(outputs), getattr(ctypes.CDLL(str(folder / f"{name}.so")), f"run_{name}")))
+    found = [
+        (outputs, getattr(library(folder, threads), f"run_{name}"))
+        for name, (*form, outputs, threads) in FORMS.items()
+        if tuple(form) == request.param
+    ]
     assert len(found) in (2, 3)  # products.py has two or three forms of each
-    return bits, most, found
+    return *request.param, found
 
 
 def aligned(host: np.ndarray) -> np.ndarray:
