@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_the_examples_of_the_docs_run(demo: Results, tmp_path: Path) -> None:
     assert len(codes) >= 3
     for code in codes:
         subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")}, cwd=tmp_path)
+
+
+def test_a_backend_is_named_where_there_are_engines_of_several(demo: Results, tmp_path: Path) -> None:
+    shutil.copytree(demo.root, tmp_path / "results")
+    results = Results(tmp_path / "results")
+    built = results.engines("demo-llama", "fp32", "onnxruntime").parent
+    assert lockstep.open_model("demo-llama/fp32/2", results.root).layers == 2
+    assert lockstep.open_tokenizer("demo-llama/fp32/2", results.root)
+    shutil.copytree(built, built.with_name("tensorrt"))
+    with pytest.raises(lockstep.InputError, match="with engines of onnxruntime and tensorrt"):
+        lockstep.open_model("demo-llama/fp32/2", results.root)
+    with pytest.raises(lockstep.InputError, match="with engines of no backend"):
+        lockstep.open_model("demo-llama/fp64/2", results.root)
 
 
 def test_a_name_that_is_no_target_is_one_line() -> None:

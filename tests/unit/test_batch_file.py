@@ -88,7 +88,7 @@ def test_records_of_another_input_are_refused(model, tokenizer, tmp_path):
 
 def test_a_line_that_is_wrong_is_told_and_the_others_are_completed(model, tokenizer, tmp_path):
     wrong = {
-        "{": "expected a JSON record, found b'{",
+        "{": "expected a JSON record, found '{",
         "[1]": "expected a record with a prompt",
         '{"prompt": 5}': "prompt: expected text or a list of token ids, found 5",
         '{"prompt": "A", "tempratur": 1}': "found tempratur",

@@ -207,8 +207,10 @@ def _keys(path: Path | None) -> list[str]:
     keys = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: expected a file of API keys, found none that can be read: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: expected a file of API keys, found none: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: expected API keys, of visible ASCII, found bytes that are no UTF-8") from None
     for number, line in enumerate(map(str.strip, lines), start=1):
         if line and not line.startswith("#"):
             if not re.fullmatch("[!-~]+", line):  # not the line itself: it is a secret

@@ -245,10 +245,14 @@ def _entry(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        raise InputError(f"expected a JSON record, found {line[:60]!r}") from None
+        raise InputError(f"expected a JSON record, found {_start(line)}") from None
     if not isinstance(entry, dict) or "prompt" not in entry:
-        raise InputError(f"expected a record with a prompt, found {line[:60]!r}")
+        raise InputError(f"expected a record with a prompt, found {_start(line)}")
     return entry
+
+
+def _start(line: bytes) -> str:
+    return repr(line.decode(errors="replace")[:60])
 
 
 def _request(

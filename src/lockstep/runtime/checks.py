@@ -28,10 +28,8 @@ def check_request(request: Request, model: Model, longest: int, has_grammars: bo
     _token_ids("logit_bias", request.sampling.logit_bias, model.vocab_size)
     _token_ids("bad_words", list(itertools.chain(*request.sampling.bad_words)), model.vocab_size)
     if not 1 <= len(prompt) <= longest:
-        raise InputError(
-            f"expected 1 to {longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; "
-            "shorten it or raise the limits"
-        )
+        remedy = "shorten it or raise the limits" if len(prompt) else "give it a text"
+        raise InputError(f"expected 1 to {longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; {remedy}")
     wanted, least = request.prompt_logprobs, int(request.prompt_logprobs is None)
     if request.max_new_tokens < least:
         raise InputError(f"max_new_tokens: expected at least {least}, found {request.max_new_tokens}")

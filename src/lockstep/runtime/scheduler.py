@@ -175,7 +175,7 @@ class Scheduler:
                 f"request: expected at most {there * PAGE_SIZE} tokens of KV cache ({there} pages of {PAGE_SIZE}), "
                 f"found a need for {needed * PAGE_SIZE}: {request.num_prompt_tokens} prompt tokens and up to "
                 f"{request.max_tokens - request.num_prompt_tokens} more, {1 + len(request.siblings)} times; "
-                "ask for less, or raise kv_bytes"
+                f"ask for less, or give kv_bytes {needed * self.tables.pool.page_nbytes} or more"
             )
         if len(request.siblings) >= self._num_slots:
             raise InputError(

@@ -16,12 +16,14 @@ from lockstep.targets import Results, Target
 def open_model(target: str, results: str | os.PathLike = "results", **limits: Any) -> Model:
     """Open the model of a target of a finished run, with its adapters.
 
-    target: such as `demo-llama/fp16/all/onnxruntime`. results: the results tree. limits: of `Model.open`
-    (`max_batch_size`, `max_seq_len`, `max_num_tokens`, `threads`, `low_memory`, `kv_bytes`, `chunk_size`).
+    target: such as `demo-llama/fp16/all/onnxruntime`; the backend may be left out where there are engines of one alone.
+    results: the results tree. limits: of `Model.open` (`max_batch_size`, `max_seq_len`, `max_num_tokens`, `threads`,
+    `low_memory`, `kv_bytes`, `chunk_size`).
 
     Raises InputError for a name that is no target's, and what `Model.open` raises.
     """
-    tree, names = Results(Path(results)), _parse(target)
+    tree = Results(Path(results))
+    names = _parse(target, tree)
     model, precision = names.model, names.precision
     engines, assembly = tree.engines(model, precision, names.backend), tree.assembly(model, precision)
     if Assembly.load(assembly).adapters is not None:
@@ -31,14 +33,23 @@ def open_model(target: str, results: str | os.PathLike = "results", **limits: An
 
 def open_tokenizer(target: str, results: str | os.PathLike = "results") -> Tokenizer:
     """Open the tokenizer of a target's model."""
-    names = _parse(target)
-    return Tokenizer.open(Results(Path(results)).assembly(names.model, names.precision))
+    tree = Results(Path(results))
+    names = _parse(target, tree)
+    return Tokenizer.open(tree.assembly(names.model, names.precision))
 
 
-def _parse(text: str) -> Target:
+def _parse(text: str, results: Results) -> Target:
+    """Parse a target; without a backend, add the one that `results` has engines of."""
+    whole, found = text, ""
+    if text.count("/") == 2:
+        model, precision, _ = text.split("/")
+        engines = results.engines(model, precision, "any")
+        built = sorted(path.parent.name for path in engines.parents[1].glob(f"*/{engines.name}"))
+        whole, found = "/".join([text, *built]), f", with engines of {' and '.join(built) or 'no backend'}"
     try:
-        return Target.parse(text)
+        return Target.parse(whole)
     except ValueError:
         raise InputError(
-            f"target: expected model/precision/layers/backend, such as demo-llama/fp16/all/onnxruntime, found {text!r}"
+            "target: expected model/precision/layers/backend, such as demo-llama/fp16/all/onnxruntime, found "
+            f"{text!r}{found}"
         ) from None

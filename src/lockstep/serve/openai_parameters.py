@@ -134,9 +134,10 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 
 def request_id(body: Parameters, header: str | None) -> str:
-    """Return what the answer's id ends in: of the header X-Request-Id, the body, or a random one.
+    """Return what the answer's id ends in.
 
-    A header that is none is ignored: a proxy may have set it. Raises BadRequest for a value of the body that is none.
+    That is what the header X-Request-Id names, the body, or a random one. A header that is none is ignored: a proxy may
+    have set it. Raises BadRequest for a value of the body that is none.
     """
     if body.request_id is not None and not _ID.fullmatch(body.request_id):
         raise BadRequest("request_id: expected 1 to 128 visible ASCII characters, found others", "request_id")
