@@ -82,7 +82,7 @@ def test_records_of_another_input_are_refused(model, tokenizer, tmp_path):
         run(model, tokenizer, tmp_path, [{"prompt": "Other"}, *LINES[1:]])
     assert (tmp_path / "out.jsonl").read_bytes() == before
     (tmp_path / "out.jsonl").write_text("no record\n")
-    with pytest.raises(InputError, match=r"out.jsonl:1: expected a record of an earlier run, found b'no record'"):
+    with pytest.raises(InputError, match=r"out.jsonl:1: expected a record of an earlier run, found 'no record'"):
         run(model, tokenizer, tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_a_line_that_is_wrong_is_told_and_the_others_are_completed(model, tokeni
         '{"prompt": "A", "temperature": 1' + "0" * 400 + "}": "temperature: expected at most 3.4e+38, found 1000",
         '{"prompt": [18446744073709551616]}': "prompt_ids: expected tokens 0 to 767, found one of more than 64 bits",
         '{"prompt": [true]}': "prompt: expected text or a list of token ids, found [True]",
-        "[" * 100000: "expected a JSON record, found b'[[[[",
+        "[" * 100000: "expected a JSON record, found '[[[[",
         json.dumps({"prompt": "A " * 300}): ": expected 1 to 256 tokens",
     }
     done, records = run(model, tokenizer, tmp_path, [*wrong, "", LINES[0]])
@@ -134,7 +134,7 @@ def test_a_file_that_is_no_output_is_left_as_it_is(model, tokenizer, tmp_path):
     out = tmp_path / "out.jsonl"
     for text in ("notes without an end of line", '{"line": 1, "input": "x"}\nnotes', '{"prompt": "A"}'):
         out.write_text(text)
-        with pytest.raises(InputError, match=r"out.jsonl:[12]: expected a record of an earlier run, found b'"):
+        with pytest.raises(InputError, match=r"out.jsonl:[12]: expected a record of an earlier run, found '"):
             run(model, tokenizer, tmp_path)
         assert out.read_text() == text
     for place in (tmp_path, tmp_path / "none/out.jsonl"):

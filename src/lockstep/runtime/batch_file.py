@@ -208,7 +208,7 @@ def _records(out: Path) -> dict[int, dict[str, Any]]:
             known[int(record["line"])] = {"input": record["input"], "error": record.get("error")}
         except (ValueError, KeyError, TypeError):
             raise InputError(
-                f"{out}:{number}: expected a record of an earlier run, found {line[:60]!r}; give another --output"
+                f"{out}:{number}: expected a record of an earlier run, found {_start(line)}; give another --output"
             ) from None
     if rest:
         os.truncate(out, len(data) - len(rest))
