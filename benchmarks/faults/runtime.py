@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.faults.fault import Fault
-from lockstep.step import host, kv_cache, pages, plan
+from lockstep.step import host, host_step, kv_cache, pages
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -184,9 +184,9 @@ def _row_before_of_chunks(right):
 
 
 def _in_order_of_slots(right):
-    def pack(self, plan, advances):
-        decoded = right(self, plan, advances)
-        plan.logit_rows[:] = plan.logit_rows[np.argsort([advance.slot for advance in advances], kind="stable")]
+    def pack(self, made, advances):
+        decoded = right(self, made, advances)
+        made.logit_rows[:] = made.logit_rows[np.argsort([advance.slot for advance in advances], kind="stable")]
         return decoded
 
     return pack
@@ -309,7 +309,7 @@ FAULTS = (
     Fault(
         "cache-past",
         "the last token before a chunk is hidden from it",
-        runtime=_in(plan.HostStep, "_past", _past_one_short),
+        runtime=_in(host_step.HostStep, "_past", _past_one_short),
         **_HOST,
     ),
     Fault(
@@ -351,7 +351,7 @@ FAULTS = (
     Fault(
         "step-gaps",
         "decoding rows with a gap between them are written as if there were none",
-        runtime=_in(plan.HostStep, "write_decoded", _gaps_closed),
+        runtime=_in(host_step.HostStep, "write_decoded", _gaps_closed),
         **_HOST,
     ),
     Fault(

@@ -124,10 +124,22 @@ class Both:
 
 
 AT_EXIT = """
-import atexit, functools, os, sys
+import atexit, sys
 from lockstep.runtime import Model
 import fake_gpu
 
+# With globals of their own: functions of this script would keep those of the script, and so the model.
+spies = {}
+exec(
+    "import os\\nended = []\\n"
+    "def spy(call, name, ended=ended, write=os.write):\\n"
+    "    def destroy(*given):\\n"
+    "        return write(2, f'{name} is destroyed, '.encode()) if ended else call(*given)\\n"
+    "    return destroy\\n",
+    spies,
+)
+for kind, name in ((fake_gpu.Gpu, "free"), (fake_gpu.Gpu, "free_host"), (fake_gpu.tensorrt.Context, "__del__")):
+    setattr(kind, name, spies["spy"](getattr(kind, name, id), f"{kind.__name__}.{name}"))
 installed = fake_gpu.installed(sys.argv[1])
 installed.__enter__()
 model = Model.open(*sys.argv[2:5], 2, max_batch_size=4, max_num_tokens=128, max_seq_len=256)
@@ -135,13 +147,7 @@ import numpy as np
 from lockstep.step.advance import Advance, then_decode
 advances = [Advance(0, np.arange(3, 20), 0)]
 model.step_tokens(advances, then_decode(advances))
-@atexit.register
-def end():
-    from lockstep.backends.tensorrt import cuda
-    native = (fake_gpu.tensorrt.Context, fake_gpu.tensorrt.Engine)
-    for kind in (cuda._Memory, cuda.Stream, cuda.Graph, cuda.Event, *native):
-        # No function of this script: it would keep these globals, and so the model.
-        kind.__del__ = functools.partial(os.write, 2, f"{kind.__name__} is destroyed\\n".encode())
+atexit.register(spies["ended"].append, True)
 """
 
 

@@ -31,6 +31,7 @@ class Gemm:
                 f"{_said(status)}; free memory of the GPU, or name the folder of a cuBLAS for this driver in "
                 "LD_LIBRARY_PATH"
             )
+        cuda.destroy_with(self, self._library.cublasDestroy_v2, self._handle)
         self._check("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.handle))
         size = ctypes.c_size_t(_WORKSPACE)
         self._check("cublasSetWorkspace_v2", self._handle, ctypes.c_void_p(self._memory.address), size)
@@ -63,10 +64,6 @@ class Gemm:
         status = getattr(self._library, name)(*arguments)
         if status:
             raise CheckError(f"cuBLAS: {name}: {_said(status)}")
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self._library.cublasDestroy_v2(self._handle)
 
 
 def _said(status: int) -> str:

@@ -42,6 +42,17 @@ def _leave() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
+def destroy_with(owner: Any, destroy: Callable[..., Any], handle: Any) -> None:
+    """Destroy what a handle stands for when nothing refers to its owner any more.
+
+    That is behind the finalizers of all that goes with the owner: an executor's waits for its streams, whose work is in
+    this memory. Where objects go in a cycle, the collector runs finalizers in any order; what it does not track, as an
+    array, dies behind them.
+    """
+    owner.life = np.empty(0)
+    weakref.finalize(owner.life, destroy, handle).atexit = False
+
+
 def check(result: tuple[Any, ...]) -> Any:
     """Return the value of a cuda-python call.
 
@@ -145,11 +156,8 @@ class _Memory:
             raise CheckError(
                 _out_of_memory(nbytes, what, "page-locked" if allocate is runtime.cudaMallocHost else "GPU")
             )
-        self.address, self._free = int(check(result)), free
-
-    def __del__(self) -> None:
-        if hasattr(self, "_free"):
-            self._free(self.address)
+        self.address = int(check(result))
+        destroy_with(self, free, self.address)
 
 
 def _out_of_memory(nbytes: int, what: str, kind: str) -> str:
@@ -219,11 +227,8 @@ class Stream:
 
     def __init__(self) -> None:
         self.handle = int(check(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
-        self._destroy, self._synchronize = runtime.cudaStreamDestroy, runtime.cudaStreamSynchronize
-
-    def __del__(self) -> None:
-        if hasattr(self, "_destroy"):
-            self._destroy(self.handle)
+        self._synchronize = runtime.cudaStreamSynchronize
+        destroy_with(self, runtime.cudaStreamDestroy, self.handle)
 
     def synchronize(self) -> None:
         check(self._synchronize(self.handle))
@@ -276,6 +281,7 @@ class Stream:
             raise
         captured = check(runtime.cudaStreamEndCapture(self.handle))
         graph.executable = check(runtime.cudaGraphInstantiate(captured, 0))
+        destroy_with(graph, runtime.cudaGraphExecDestroy, graph.executable)
         check(runtime.cudaGraphDestroy(captured))
 
 
@@ -287,17 +293,13 @@ class Graph:
     def launch(self, stream: Stream) -> None:
         check(runtime.cudaGraphLaunch(self.executable, stream.handle))
 
-    def __del__(self) -> None:
-        if self.executable is not None:
-            runtime.cudaGraphExecDestroy(self.executable)
-
 
 class Event:
     """A CUDA event: a moment on a stream."""
 
     def __init__(self) -> None:
         self.handle = check(runtime.cudaEventCreate())
-        self._destroy = runtime.cudaEventDestroy
+        destroy_with(self, runtime.cudaEventDestroy, self.handle)
 
     def record(self, stream: Stream) -> None:
         check(runtime.cudaEventRecord(self.handle, stream.handle))
@@ -307,10 +309,6 @@ class Event:
 
     def milliseconds_since(self, earlier: Event) -> float:
         return float(check(runtime.cudaEventElapsedTime(earlier.handle, self.handle)))
-
-    def __del__(self) -> None:
-        if hasattr(self, "_destroy"):
-            self._destroy(self.handle)
 
 
 def _type_of(argument: Array | int | float) -> Any:
