@@ -1,7 +1,7 @@
 # The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt and envs/openvino.txt.
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
-#   make test                     runs the tests, one process a core; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
+#   make test                     runs the tests, in a process more than there are cores; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in

