@@ -82,32 +82,51 @@ def model(name: str, batch: int, threads: int) -> Iterator[Place]:
 
 
 def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: int, rounds: int, long: bool,
-        others: Mapping[str, str] | None = None) -> dict[str, Any]:  # fmt: skip
+        others: Mapping[str, str] | None = None, in_turn: bool = False) -> dict[str, Any]:  # fmt: skip
     """Measure everything.
 
-    others: address by name, of servers that are up and get the same requests.
+    others: address by name, of servers that are up and get the same requests. in_turn: take rounds of the bare engine
+    between those of the server, not behind all of them: the two would share a GPU's memory.
     """
     found: dict[str, Any] = {"streams": {}, "rates": {}}
     with Server(place) as server:
         found["ready_seconds"] = round(server.ready_seconds, 2)
         found["idle_api_cpu_seconds"] = {"in_seconds": IDLE_SECONDS, **server.idle((0, IDLE))}
         for number in streams:
-            found["streams"][str(number)] = server.streams(number, rounds)
+            found["streams"][str(number)] = (
+                _beside_bare(server, place, number, rounds) if in_turn else (server.streams(number, rounds))
+            )
         addresses = {"lockstep": server.url, **(others or {})}
         for rate in rates:
             found["rates"][rate] = {name: at_rate(url, rate, requests) for name, url in addresses.items()}
         found["refusal_ms"] = server.refusals()
         if long:
             found["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
-    # The bare engine alone: two engines would share the device.
-    for number in streams:
-        bare = lockstep.ask_python(
-            place.python or sys.executable, "benchmarks.serving:bare", place=_json(place), streams=number, rounds=rounds
-        )
-        served = found["streams"][str(number)]
-        served["bare_tokens_per_second"] = spread(bare, 1)
-        served["of_bare"] = round(served["tokens_per_second"]["median"] / statistics.median(bare), 3)
+    for number in () if in_turn else streams:
+        _add_bare(found["streams"][str(number)], _bare(place, number, rounds))
     return found
+
+
+def _beside_bare(server: Server, place: Place, number: int, rounds: int) -> dict[str, Any]:
+    """Measure the server and the bare engine in turn, which have a CPU alone where no request runs."""
+    served, speeds = [], []
+    for at in range(rounds):
+        served.append(server.streams(number, 1, seed=2 * at))
+        speeds += _bare(place, number, 1)
+    found = {key: spread([each[key]["median"] for each in served], 1) for key in served[0]}
+    return _add_bare(found, speeds)
+
+
+def _bare(place: Place, number: int, rounds: int) -> list[float]:
+    return lockstep.ask_python(
+        place.python or sys.executable, "benchmarks.serving:bare", place=_json(place), streams=number, rounds=rounds
+    )
+
+
+def _add_bare(served: dict[str, Any], speeds: Sequence[float]) -> dict[str, Any]:
+    served["bare_tokens_per_second"] = spread(speeds, 1)
+    served["of_bare"] = round(served["tokens_per_second"]["median"] / statistics.median(speeds), 3)
+    return served
 
 
 def measured(names: Sequence[str], streams: int, rounds: int, threads: int) -> dict[str, Any]:
@@ -115,7 +134,7 @@ def measured(names: Sequence[str], streams: int, rounds: int, threads: int) -> d
     found = {}
     for name in names:
         with model(name, streams, threads) as place:
-            found[Path(name).name] = run(place, [streams], [], 0, rounds, long=False)
+            found[Path(name).name] = run(place, [streams], [], 0, rounds, long=False, in_turn=True)
     return {"benchmark": "serving", "models": found, **surroundings(*PACKAGES, threads=threads)}
 
 
@@ -173,7 +192,7 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def streams(self, number: int, rounds: int) -> dict[str, Any]:
+    def streams(self, number: int, rounds: int, seed: int = 0) -> dict[str, Any]:
         """Measure new tokens a second of `number` streams at once.
 
         And microseconds of the API process's CPU for each token.
@@ -181,7 +200,7 @@ class Server:
         speeds, costs = [], []
         for at in range(rounds + 1):
             before = _cpu_seconds(self._process.pid)
-            figures = load(self.url, f"{STREAMS_PROMPT},0,{STREAMS_NEW},0", "inf", number, seed=at)
+            figures = load(self.url, f"{STREAMS_PROMPT},0,{STREAMS_NEW},0", "inf", number, seed=seed + at)
             spent = _cpu_seconds(self._process.pid) - before
             tokens = figures["output_tokens_per_s"] * figures["duration_s"]
             if at:

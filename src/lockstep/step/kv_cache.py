@@ -177,25 +177,15 @@ class KVCache:
             rows = self._rows[capacity] = _Rows()
         moved = None not in rows.slots
         if moved:
-            count = min(max(1, 2 * len(rows.slots)), self.num_slots)
-            olds: list[Sequence[np.ndarray | None]] = [[*rows.keys], [*rows.values]]
-            try:
-                grown = [
-                    [
-                        self._grown(array, (layers, count, shape.num_kv_heads, capacity, getattr(shape, dim)))
-                        for (shape, layers), array in zip(self._groups, old or (None,) * len(self._groups))
-                    ]
-                    for old, dim in zip(olds, ("head_dim", "value_head_dim"))
-                ]
-            except (MemoryError, ValueError):  # ValueError: more than any memory
+            # Of all slots where that goes: memory is taken when it is written, and arrays that grow are copied.
+            doubled = min(max(1, 2 * len(rows.slots)), self.num_slots)
+            if not (self._grow(rows, capacity, self.num_slots) or self._grow(rows, capacity, doubled)):
                 if not rows.slots:
                     del self._rows[capacity]
                 raise InputError(
-                    f"{count} requests of {capacity} tokens: expected a KV cache that fits in memory, found "
-                    f"{count * capacity * self.token_nbytes} bytes; lower the limits"
-                ) from None
-            rows.keys, rows.values = grown
-            rows.slots += [None] * (count - len(rows.slots))
+                    f"{doubled} requests of {capacity} tokens: expected a KV cache that fits in memory, found "
+                    f"{doubled * capacity * self.token_nbytes} bytes; lower the limits"
+                )
         row = rows.slots.index(None)
         rows.slots[row] = slot
         self._places[slot] = CacheRow(capacity, row)
@@ -213,6 +203,23 @@ class KVCache:
                 keys[:], values[:] = 0, 0
         else:
             del self._rows[place.capacity]
+
+    def _grow(self, rows: _Rows, capacity: int, count: int) -> bool:
+        """Make arrays for `count` rows; return False where there is no memory for them."""
+        olds: list[Sequence[np.ndarray | None]] = [[*rows.keys], [*rows.values]]
+        try:
+            grown = [
+                [
+                    self._grown(array, (layers, count, shape.num_kv_heads, capacity, getattr(shape, dim)))
+                    for (shape, layers), array in zip(self._groups, old or (None,) * len(self._groups))
+                ]
+                for old, dim in zip(olds, ("head_dim", "value_head_dim"))
+            ]
+        except (MemoryError, ValueError):  # ValueError: more than any memory
+            return False
+        rows.keys, rows.values = grown
+        rows.slots += [None] * (count - len(rows.slots))
+        return True
 
     def _grown(self, old: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
         if math.prod(shape) * self.dtype.itemsize > np.iinfo(np.int64).max:
