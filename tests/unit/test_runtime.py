@@ -140,7 +140,8 @@ def test_values_that_are_not_finite_do_not_outlive_their_request(tiny):
 def test_the_cache_grows_up_to_the_limit_and_shrinks_again(tiny):
     sequence = tokens(200)
     expected = llama(Weights.open(tiny.weights("tiny", "fp32")), CONFIG, sequence, 3)
-    model = open_model(tiny, max_seq_len=200)
+    page = open_model(tiny).tables.pool.page_nbytes
+    model = open_model(tiny, max_seq_len=200, kv_bytes=4 * page)
     capacities = []
     model.step([Advance(1, sequence[:60], 0)])
     for i in range(60, 200):
@@ -153,6 +154,19 @@ def test_the_cache_grows_up_to_the_limit_and_shrinks_again(tiny):
     assert sorted(model._executor._cache._rows) == [64]
     with pytest.raises(InputError, match=r"at most 200 tokens \(max_seq_len\), found 201"):
         model.step([Advance(1, tokens(201), 0)])
+
+
+def test_rows_are_kept_for_the_next_request_and_are_as_new(tiny):
+    model, sequence = open_model(tiny, max_seq_len=200), tokens(190)
+    expected = [model.step([Advance(slot, sequence, 0)]) for slot in (0, 1)]
+    cache = model._executor._cache
+    arrays = [cache._rows[200].keys[0], cache._rows[200].values[0]]
+    for slot in (0, 1):
+        model.release(slot)
+    assert not any(array.any() for array in arrays)
+    found = [model.step([Advance(slot, sequence, 0)]) for slot in (0, 1)]
+    assert cache._rows[200].keys[0] is arrays[0]
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class HostExecutor:
         self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
         self._network = network
         self._cache = KVCache(
-            [attention.cache for _, attention in network.layers], num_slots, max_seq_len, network.dtype
+            [attention.cache for _, attention in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
         )
         page_nbytes = PAGE_SIZE * self._cache.token_nbytes
         pages_for = lambda length: -(-self._cache.capacity_for(length) // PAGE_SIZE)

@@ -48,11 +48,13 @@ class CacheRow:
 class _Rows:
     """Rows of one capacity: for each kind of layer keys and values.
 
-    `slots[row]`: the slot that has the row, None for a free one.
+    `slots[row]`: the slot that has the row, None for a free one. touched: rows in front that a slot had once; others
+    have taken no memory yet.
     """
 
     def __init__(self) -> None:
         self.slots: list[int | None] = []
+        self.touched = 0
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
 
@@ -63,7 +65,14 @@ class KVCache:
     `lengths[slot]` tokens of a slot are valid; the rest of its row is zero or stale, but finite.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], num_slots: int, max_seq_len: int, dtype: np.dtype):
+    def __init__(
+        self, layers: Sequence[LayerShape], num_slots: int, max_seq_len: int, dtype: np.dtype, kept_nbytes: int
+    ):
+        """Make a cache that has no rows yet.
+
+        kept_nbytes: up to so much memory in all stays with rows that no slot has: memory that the system gives anew has
+        to be cleared first.
+        """
         self.num_slots, self.max_seq_len, self.dtype = num_slots, max_seq_len, np.dtype(dtype)
         self.lengths = np.zeros(num_slots, np.int64)
         shapes = sorted(set(layers), key=layers.index)
@@ -72,6 +81,7 @@ class KVCache:
         self._layers = [(shapes.index(shape), layers[:i].count(shape)) for i, shape in enumerate(layers)]
         self._places: dict[int, CacheRow] = {}
         self._rows: dict[int, _Rows] = {}  # by capacity
+        self._most_tokens = kept_nbytes // self.token_nbytes
 
     @property
     def token_nbytes(self) -> int:
@@ -170,7 +180,7 @@ class KVCache:
     def _take_row(self, slot: int, capacity: int) -> bool:
         """Give a slot the lowest free row of this capacity.
 
-        Returns True when the arrays had to grow.
+        Returns True when the arrays had to grow, or others were let go.
         """
         rows = self._rows.get(capacity)
         if rows is None:
@@ -189,20 +199,31 @@ class KVCache:
         row = rows.slots.index(None)
         rows.slots[row] = slot
         self._places[slot] = CacheRow(capacity, row)
-        return moved
+        if row < rows.touched:
+            return moved
+        rows.touched = row + 1
+        return self._let_go(capacity) or moved
+
+    def _let_go(self, wanted: int) -> bool:
+        """Let arrays go that no slot has a row of, until what is kept is within bounds.
+
+        wanted: a capacity that is needed. Returns whether any were.
+        """
+        count, kept = len(self._rows), sum(capacity * rows.touched for capacity, rows in self._rows.items())
+        for capacity, rows in [*self._rows.items()]:
+            if kept > self._most_tokens and capacity != wanted and all(slot is None for slot in rows.slots):
+                kept -= capacity * rows.touched
+                del self._rows[capacity]
+        return len(self._rows) < count
 
     def _drop_row(self, place: CacheRow) -> None:
         """Free a row and clear its memory.
 
         Masked entries weigh 0, but 0 times a stale infinity would be NaN.
         """
-        rows = self._rows[place.capacity]
-        rows.slots[place.row] = None
-        if any(slot is not None for slot in rows.slots):
-            for keys, values in self._row(place):
-                keys[:], values[:] = 0, 0
-        else:
-            del self._rows[place.capacity]
+        self._rows[place.capacity].slots[place.row] = None
+        for keys, values in self._row(place):
+            keys[:], values[:] = 0, 0
 
     def _grow(self, rows: _Rows, capacity: int, count: int) -> bool:
         """Make arrays for `count` rows; return False where there is no memory for them."""
