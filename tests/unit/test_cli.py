@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,15 @@ def test_help_has_each_command_once_below_a_title(capsys: pytest.CaptureFixture[
     assert "--version" in first and all(re.match(r"[A-Z][^\n]+:\n", section) for section in sections)
     listed = [line.split()[0] for section in sections for line in section.splitlines()[1:]]
     assert listed[0] == "generate" and sorted(listed) == sorted(main.commands)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
+def test_help_onto_a_full_disk_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "lockstep", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "lockstep: error: No space left on device: free or make writable this place and run the same command again"
+    ]

@@ -23,6 +23,10 @@ class GuardedGroup(click.Group):
         super().__init__(*arguments, **options)
         self.sections: dict[str, tuple[click.Command, ...]] = {}
 
+    def make_context(self, *arguments: Any, **more: Any) -> click.Context:
+        with guard():  # `--help` is printed here, and the disk may be full
+            return super().make_context(*arguments, **more)
+
     def invoke(self, ctx: click.Context) -> Any:
         with guard():
             try:
