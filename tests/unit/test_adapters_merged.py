@@ -70,6 +70,28 @@ def test_a_merged_checkpoint_is_exact_to_rounding(
     assert np.abs(found[layer][:4].astype(np.float32) - PEFT["shakespeare merged"]).max() < 1e-3  # fp16's rounding
 
 
+def test_a_merged_weight_does_not_depend_on_the_order_in_which_a_cpu_adds(results: Results, tmp_path: Path) -> None:
+    """Large products that cancel leave the rounding of their sum: another for each order, and for fused adds."""
+    module, rank = "model.layers.0.self_attn.q_proj", 12
+    lora = tensors({module: (240, 144)}, rank, 0, size=1e12)
+    a, b = (lora[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
+    a[6:], b[:, 6:] = a[:6], -b[:, :6]
+    folder = write(tmp_path / "a", rank, lora, lora_alpha=5)
+    manifest, checkpoint = tmp_path / "adapters.json", results.checkpoint("demo-lora")
+    resolve_adapters({"a": str(folder)}, {"a": folder}, checkpoint, 16, None, manifest)
+    found = load_file(merge(checkpoint, manifest, "a", tmp_path / "out") / "model.safetensors")[f"{module}.weight"]
+    base = load_file(DEMO / "model.safetensors")[f"{module}.weight"]
+    changed = 0
+    for row in range(3):
+        for column in range(144):
+            total = 0.0
+            for left, right in zip(b[row].tolist(), a[:, column].tolist()):
+                total += left * (5 / rank) * right
+            assert found[row, column] == np.float16(float(base[row, column]) + total)
+            changed += total != 0
+    assert changed > 100
+
+
 def test_a_merged_checkpoint_has_the_bases_files_and_says_what_the_adapter_says(
     results: Results, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
 """The demo's lock in this repository: what the demo makes now is what is locked. A change that moves a graph, a golden
-token or a tolerance renews the lock in the same commit: `make demo && .venv/bin/lockstep lock`."""
+token or a tolerance renews the lock in the same commit: `make demo && .venv/bin/lockstep lock --renew`."""
 
 from __future__ import annotations
 

@@ -141,6 +141,21 @@ def test_code_that_makes_other_bytes_is_refused_with_its_makers(locked: Checkout
     assert not (locked.results / MODEL / "fp16/engines/onnxruntime/engines.json").exists()
 
 
+def test_a_graph_with_other_constants_is_refused_by_them_and_not_by_its_makers(locked: Checkout) -> None:
+    path = locked.folder / "locks" / f"{MODEL}.lock.json"
+    lock = json.loads(path.read_text())
+    graphs, made = lock["precisions"]["fp16"]["graphs"], lock["made with"]["export"]
+    graphs["attention.decode.onnx"] = graphs["assembly.json"] = made["code"] = "0" * 64
+    path.write_text(json.dumps(lock))
+    differs = r"export: attention\.decode\.onnx differs: 000000000000 -> \w{12}"
+    line = refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16")
+    assert re.match(rf"{differs}: its constants of RoPE are others, its operators are as locked; locked by", line)
+    made["operators"]["fp16/attention.decode.onnx"] = "0" * 64
+    path.write_text(json.dumps(lock))
+    line = refused(locked, "lockstep", "build", "--locked", f"{MODEL}/fp16")
+    assert re.match(rf"{differs}, made with code 000000000000 -> \w{{12}}; locked by", line)
+
+
 @pytest.mark.parametrize(
     "edit, message", [BEFORE[name] for name in ("a tolerance", "no lock")], ids=["a tolerance", "no lock"]
 )

@@ -192,6 +192,43 @@ def test_diff_of_two_locks_is_in_words(locked: Checkout, tmp_path: Path) -> None
     assert locked.call("lockstep", "diff", str(lock), str(lock)).stdout == ""
 
 
+OTHER_DEVICE = "x86_64 other"
+
+
+def with_another_device(locked: Checkout, folder: Path) -> tuple[Path, dict]:
+    """The lock as if another machine had locked the engines of one precision before."""
+    value = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
+    engines = value["precisions"]["fp16"]["engines"]["onnxruntime"]
+    engines[OTHER_DEVICE] = engines.pop(next(iter(engines)))
+    folder.mkdir()
+    path = folder / f"{MODEL}.lock.json"
+    path.write_text(json.dumps(value))
+    return path, value
+
+
+def test_a_lock_adds_a_device_and_says_so(locked: Checkout, tmp_path: Path) -> None:
+    path, _ = with_another_device(locked, tmp_path / "locks")
+    process = locked.call("lockstep", "lock", "--locks", str(path.parent))
+    engines = json.loads(path.read_text())["precisions"]["fp16"]["engines"]["onnxruntime"]
+    assert len(engines) == 2 and OTHER_DEVICE in engines
+    assert re.search(rf"added precisions/fp16/engines/onnxruntime/(?!{OTHER_DEVICE})", process.stderr)
+    assert re.search(rf"kept the engines of .*{OTHER_DEVICE}", process.stderr)
+
+
+def test_engines_that_another_device_locked_are_dropped_only_when_told(locked: Checkout, tmp_path: Path) -> None:
+    path, value = with_another_device(locked, tmp_path / "locks")
+    value["precisions"]["fp16"]["graphs"].update({"attention.decode.onnx": "0" * 64, "assembly.json": "0" * 64})
+    path.write_text(json.dumps(value))
+    before = path.read_bytes()
+    process = locked.call("lockstep", "lock", "--locks", str(path.parent), check=False)
+    assert process.returncode == 1 and path.read_bytes() == before
+    (line,) = process.stderr.splitlines()
+    assert re.search(rf"found others \(attention\.decode\.onnx 0{{12}} -> \w{{12}}\).*{OTHER_DEVICE}.*--renew", line)
+    process = locked.call("lockstep", "lock", "--renew", "--locks", str(path.parent))
+    assert f"dropped precisions/fp16/engines/onnxruntime/{OTHER_DEVICE}" in process.stderr
+    assert OTHER_DEVICE not in path.read_text()
+
+
 def test_a_lock_of_what_is_not_finished_is_refused(fresh: Checkout) -> None:
     process = fresh.call("lockstep", "lock", "demo-llama", check=False)
     assert (

@@ -29,11 +29,15 @@ _LOCKS = click.option(
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option("--renew", is_flag=True, help="Drop engines that other devices locked for graphs that have changed.")
 @JSON
 @_LOCKS
 @_RESULTS
-def lock(models: tuple[str, ...], as_json: bool, locks: Path, results: Path) -> None:
-    """Write locks/<model>.lock.json of finished models."""
+def lock(models: tuple[str, ...], renew: bool, as_json: bool, locks: Path, results: Path) -> None:
+    """Write locks/<model>.lock.json of finished models.
+
+    A lock that is there already keeps what other devices locked.
+    """
     from lockstep.artifacts.files import read_json
     from lockstep.artifacts.manifest_files import manifest_entries
     from lockstep.provenance.lock import lock_path
@@ -44,9 +48,12 @@ def lock(models: tuple[str, ...], as_json: bool, locks: Path, results: Path) -> 
         chosen = models or sorted(read_json(config)["models"])
     written = []
     for model in chosen:
-        path = write_lock(results, model, lock_path(locks, model))
-        written.append({"model": model, **file_json(path)})
+        path = lock_path(locks, model)
+        said = write_lock(results, model, path, renew)
+        written.append({"model": model, **file_json(path), "changes": said})
         if not as_json:
+            for line in said:
+                click.echo(f"{path}: {line}", err=True)
             click.echo(path)
     if as_json:
         echo_json({"locks": written})

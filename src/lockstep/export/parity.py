@@ -26,10 +26,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from lockstep.artifacts.assembly import Assembly, AttentionVariant
 from lockstep.errors import InputError
 from lockstep.export import far_positions
+from lockstep.export.float64_constants import float64_constants
 from lockstep.export.quiet import quiet
 from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.refusals import known_reason
-from lockstep.export.rope import rope_settings
+from lockstep.export.rope import define_frequencies, rope_settings
 from lockstep.export.small_configs import shallow_config, small_configs
 from lockstep.export.tracer import build_config, meta_model
 from lockstep.export.unique_layers import signatures
@@ -322,8 +323,9 @@ def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> PreTra
     """
     made = build_config(config)
     made._experts_implementation = "eager"  # not what the trace needs, and it also runs in fp64
-    with quiet():
+    with quiet(), float64_constants():  # the constants of the graphs: at far positions a last bit shows
         model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
+    define_frequencies(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

@@ -17,6 +17,7 @@ from typing import Any
 import transformers
 
 from lockstep.errors import InputError
+from lockstep.export.float64_constants import float64_constants
 
 
 def freeze_ropes(model: transformers.PreTrainedModel) -> None:
@@ -50,15 +51,27 @@ def _freeze_kind(module: Any) -> None:
 
 
 def _keep_frequencies(module: Any) -> None:
-    """Compute a rotary module's frequencies once, by torch.
+    """Compute a rotary module's frequencies once.
 
-    Some compute them in each call (phimoe): folded by another library a power may differ in its last bit, which
-    positions beyond 100,000 make visible.
+    Folded by another library a power may differ in its last bit, which positions beyond 100,000 make visible.
     """
-    if "rope_init_fn" not in getattr(inspect.unwrap(type(module).forward), "__code__", _NO_CODE).co_names:
-        return
-    module.inv_freq, module.attention_scaling = module.rope_init_fn(module.config)
-    module.rope_init_fn = lambda *_, **__: (module.inv_freq, module.attention_scaling)
+    if _computes_in_each_call(module):
+        with float64_constants():
+            frequencies = module.rope_init_fn(module.config)
+        module.inv_freq, module.attention_scaling = frequencies
+        module.rope_init_fn = lambda *_, **__: frequencies
+
+
+def define_frequencies(model: transformers.PreTrainedModel) -> None:
+    """Let rotary modules that compute their frequencies in each call (phimoe) do so in float64."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if _computes_in_each_call(module):
+            module.rope_init_fn = float64_constants()(module.rope_init_fn)
+
+
+def _computes_in_each_call(module: Any) -> bool:
+    return "rope_init_fn" in getattr(inspect.unwrap(type(module).forward), "__code__", _NO_CODE).co_names
 
 
 _NO_CODE = (lambda: None).__code__

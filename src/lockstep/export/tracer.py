@@ -39,6 +39,7 @@ from lockstep.artifacts.model_config import without_packing
 from lockstep.errors import InputError
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
+from lockstep.export.float64_constants import float64_constants
 from lockstep.export.known import shape_of
 from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
@@ -206,7 +207,8 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
                 )
             if computed:
                 try:
-                    model._init_weights(module)
+                    with float64_constants():
+                        model._init_weights(module)
                 except AttributeError as error:  # a composite class looks for its language model's settings in itself
                     raise InputError(
                         f"model type {settings.model_type!r} cannot be split: transformers gives "

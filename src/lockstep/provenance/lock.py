@@ -27,20 +27,25 @@ class Maker:
     """The code, packages, options and library that made a stage's artefacts.
 
     code: sha256 of the code's digests. packages: versions by name. options: None for a check, whose options are terms.
-    backend: version, revision and options of the library; None where no backend takes part.
+    backend: version, revision and options of the library; None where no backend takes part. operators: of graphs, by
+    precision and file, sha256 of all but their constants; None for other stages.
     """
 
     code: str
     packages: Mapping[str, str]
     options: Items | None = None
     backend: Items | None = None
+    operators: Mapping[str, str] | None = None
 
     @classmethod
     def from_json(cls, value: Items) -> Maker:
-        return cls(value["code"], value["packages"], value.get("options"), value.get("backend"))
+        optional = (value.get(name) for name in ("options", "backend", "operators"))
+        return cls(value["code"], value["packages"], *optional)
 
     def to_json(self) -> dict[str, Any]:
-        return _present(code=self.code, packages=self.packages, options=self.options, backend=self.backend)
+        return _present(
+            code=self.code, packages=self.packages, options=self.options, backend=self.backend, operators=self.operators
+        )
 
 
 @dataclass(frozen=True)

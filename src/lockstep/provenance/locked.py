@@ -22,7 +22,7 @@ from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.diff import changes, words
 from lockstep.provenance.lock import TERMS, Lock, lock_path
-from lockstep.provenance.lockfile import Section, made_with, maker, sections_at, terms, terms_place
+from lockstep.provenance.lockfile import Section, made_with, maker, operators_of, sections_at, terms, terms_place
 from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 
@@ -225,12 +225,30 @@ def difference(lock: Lock, section: Section) -> str | None:
     expected = lock.section(section.where)
     if expected is None:
         return f"{section.stage}: {'/'.join(section.where)} is not in the lock"
-    differing = next(changes(without_places(expected), without_places(section.items)), None)
-    if differing is None:
+    differing = list(changes(without_places(expected), without_places(section.items)))
+    if not differing:
         return None
-    where, change = differing
+    graph = next((each for each in differing if each[0][-1].endswith(".onnx")), None)
+    where, change = graph or differing[0]
+    opening = f"{section.stage}: {'.'.join(where)} differs: {change}"
+    if graph and (constants := _only_constants(lock, section, where[-1])):
+        return f"{opening}: its {constants} are others, its operators are as locked"
     makers = _other_makers(lock, section) if section.where[0] != TERMS else ""  # no code and no package changes terms
-    return f"{section.stage}: {'.'.join(where)} differs: {change}{makers and f', made with {makers}'}"
+    return f"{opening}{makers and f', made with {makers}'}"
+
+
+def _only_constants(lock: Lock, section: Section, file: str) -> str | None:
+    """Return in words the constants of a graph, where nothing else in it differs from the locked one."""
+    made = operators_of(section)
+    locked = lock.makers[maker(section.key)].operators or {}
+    name = f"{section.where[1]}/{file}"
+    if name not in made or made[name] != locked.get(name):
+        return None
+    import onnx
+
+    from lockstep.onnx_tools.constants import constants_in_words
+
+    return constants_in_words(onnx.load(section.manifest.parent / file))
 
 
 def without_places(items: Mapping[str, Any]) -> dict[str, Any]:

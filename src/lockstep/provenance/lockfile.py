@@ -21,6 +21,7 @@ from lockstep.artifacts.manifest_files import manifest_entries
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline.stage import Finished
 from lockstep.pipeline.stages import STAGES
+from lockstep.provenance.diff import changes
 from lockstep.provenance.lock import MADE, TERMS, Lock, LockedPrecision, Maker, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.targets import Results
@@ -43,19 +44,60 @@ class Section:
         return self.key.stage
 
 
-def write_lock(results: Path, model: str, out: Path) -> Path:
-    """Write the lock of the finished model `model` to `out`.
+def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> list[str]:
+    """Write the lock of the finished model `model` to `out`, and return in words what became of an earlier one.
 
-    Engines of other devices that stand in `out` already stay, as long as they are of these graphs; so does all of
-    engines that are not built here because this processor does not compute in their precision. Raises InputError where
-    something was not made or not checked yet.
+    Engines of other devices that are locked already stay; so does all of engines that are not built here because this
+    processor does not compute in their precision. renew: drop them where they are of other graphs.
+
+    Raises InputError where something was not made or not checked yet, and CheckError where engines would be dropped
+    without `renew`.
     """
-    lock = collect(results, model)
+    lock, said = collect(results, model), []
     if out.is_file():
         before = Lock.load(out)
         lock = _keep_not_built(before, _keep_devices(before, lock))
+        lost = _devices_of_other_graphs(before, lock)
+        if lost and not renew:
+            precision = next(iter(lost))
+            (name, change), *_ = _changed_graphs(before, lock, precision)
+            devices = ", ".join(sorted(set().union(*lost.values())))
+            raise CheckError(
+                f"{out}: expected the locked graphs of {', '.join(lost)}, found others ({name} {change}), and engines "
+                f"for the locked ones of {devices}, which only that device can build; take back the change, or drop "
+                "these engines with --renew"
+            )
+        said = _said(before, lock)
     lock.save(out)
-    return out
+    return said
+
+
+def _devices_of_other_graphs(before: Lock, lock: Lock) -> dict[str, set[str]]:
+    """Return by precision the devices whose locked engines are of graphs that `lock` has no more."""
+    lost: dict[str, set[str]] = {}
+    for place in set(before.places()) - set(lock.places()):
+        if place[0] == "precisions" and place[2] == "engines" and place[1] in lock.precisions:
+            if before.precisions[place[1]].graphs != lock.precisions[place[1]].graphs:
+                lost.setdefault(place[1], set()).add(place[-1])
+    return dict(sorted(lost.items()))
+
+
+def _changed_graphs(before: Lock, lock: Lock, precision: str) -> list[tuple[str, str]]:
+    old, new = before.precisions[precision].graphs, lock.precisions[precision].graphs
+    changed = [(".".join(where), change) for where, change in changes(old, new)]
+    return sorted(changed, key=lambda each: not each[0].endswith(".onnx"))
+
+
+def _said(before: Lock, lock: Lock) -> list[str]:
+    """Return a line for what `lock` adds to and drops from the one before it."""
+    old, new = set(before.places()), set(lock.places())
+    kept = {place[-1] for place in old & new if place[0] == "precisions" and place[2] == "engines"}
+    lines = [
+        f"{what} {'/'.join(place)}"
+        for what, places in (("added", new - old), ("dropped", old - new))
+        for place in sorted(places)
+    ]
+    return [*lines, *([f"kept the engines of {', '.join(sorted(kept))}"] if lines and kept else [])]
 
 
 def _keep_devices(before: Lock, lock: Lock) -> Lock:
@@ -141,7 +183,10 @@ def collect(results: Path, model: str) -> Lock:
             )
     document: dict[str, Any] = {"model": model, MADE: {}}
     for section in found:
-        document[MADE][maker(section.key)] = made_with(section.key).to_json()
+        made = document[MADE]
+        name = maker(section.key)
+        operators = {**made.get(name, {}).get("operators", {}), **operators_of(section)}
+        made[name] = replace(made_with(section.key), operators=operators or None).to_json()
         place = document
         for name in section.where[:-1]:
             place = place.setdefault(name, {})
@@ -187,6 +232,19 @@ def made_with(key: BuildKey) -> Maker:
         None if STAGES[key.stage].is_check else json.loads(dump_json(key.options)),
         json.loads(dump_json(backend)) if backend else None,
     )
+
+
+def operators_of(section: Section) -> dict[str, str]:
+    """Return the digests of the operators of a section's graphs, by precision and file; none of another section."""
+    if section.where[-1] != "graphs":
+        return {}
+    import onnx  # loads NumPy, which most commands on locks do without
+
+    from lockstep.onnx_tools.constants import operators_digest
+
+    precision, folder = section.where[1], section.manifest.parent
+    files = sorted(file for file in section.items if file.endswith(".onnx"))
+    return {f"{precision}/{file}": operators_digest(onnx.load(folder / file)) for file in files}
 
 
 def terms_place(stage: str, names: Mapping[str, Any]) -> Place:

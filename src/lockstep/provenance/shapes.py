@@ -36,7 +36,7 @@ RECORD = {
 }
 LOCK = {
     "model": str,
-    "made with": {ANY: {"code": str, "packages": _TEXTS, "options?": dict, "backend?": dict}},
+    "made with": {ANY: {"code": str, "packages": _TEXTS, "options?": dict, "backend?": dict, "operators?": _TEXTS}},
     "checkpoint": {"source": str, ANY: str},
     "reference": {ANY: _TEXTS},
     "precisions": {

@@ -2,8 +2,9 @@
 
 In: the manifests of both. Out: a checkpoint folder in Hugging Face format.
 
-Each weight W that the adapter is of becomes W + scale * B A, summed in float64 and rounded once to the dtype that W is
-stored in; all other tensors and files stay as they are. Tensors are streamed, a few megabytes at a time.
+Each weight W that the adapter is of becomes W + scale * B A, summed in float64 in the order of the ranks (the same
+bytes on every machine) and rounded once to the dtype that W is stored in; all other tensors and files stay as they are.
+Tensors are streamed, a few megabytes at a time.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _merged(source: Source, name: str, adapter: LoadedAdapter, module: str, buff
         numbers = piece.view(dtype)
         first, last = at // columns, -(-(at + numbers.size) // columns)
         own = slice(at - first * columns, at - first * columns + numbers.size)
-        total = numbers.astype(np.float64) + (left[first:last] @ right).reshape(-1)[own]
+        total = numbers.astype(np.float64) + _product(left[first:last], right).reshape(-1)[own]
         with np.errstate(over="ignore"):
             rounded = total.astype(dtype)
         if not np.isfinite(rounded.astype(np.float64)).all():
@@ -103,6 +104,15 @@ def _merged(source: Source, name: str, adapter: LoadedAdapter, module: str, buff
             )
         at += numbers.size
         yield rounded.view(np.uint8).data
+
+
+def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return `left @ right`, accumulated over the ranks in their order: a BLAS has another order on each CPU."""
+    total = np.zeros((len(left), right.shape[1]))
+    term = np.empty_like(total)
+    for column, row in zip(left.T, right):
+        total += np.multiply(column[:, None], row, out=term)
+    return total
 
 
 def _factors(place: TensorPlace, a: np.ndarray, b: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,36 @@
+"""Artefacts are the same bytes whatever the CPU: its instruction sets and the number of threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EXPORTED = Path(__file__).with_name("exported_bytes.py")
+
+
+def test_graphs_are_the_same_bytes_on_every_cpu() -> None:
+    """torch reads the variable when it is imported, so each instruction set has a process of its own."""
+    wanted = {"default": "1"}  # and their numbers of threads
+    if torch.cpu._is_avx2_supported():
+        wanted["avx2"] = "2"
+    if torch.cpu._is_avx512_supported():
+        wanted["avx512"] = "1"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, EXPORTED],
+            env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads},
+            stdout=subprocess.PIPE,
+        )
+        for capability, threads in wanted.items()
+    ]
+    found: list[dict[str, Any]] = [json.loads(process.communicate()[0]) for process in processes]
+    assert [one["capability"] for one in found] == list(wanted)
+    first, *others = (one["digests"] for one in found)
+    assert len(first) == 18
+    assert all(other == first for other in others)
