@@ -1,14 +1,20 @@
 # What a killed run, or a hand that deleted a file, left behind: seen when a run starts, so that running again is all it takes.
 #
 # needs: the results that are there, with their records; with `--config locked=true` the locks of all models
-# makes: AGAIN, WANTED, and the input function `recovered`. Reading the workflow changes nothing: a result that cannot be trusted counts as one that is not
+# makes: AGAIN, DATES, WANTED, and the input function `recovered`. Reading the workflow changes nothing: a result that cannot be trusted counts as one that is not
 #        there, in a dry run as in a run, and the job that makes it takes its place. A run frees a lock that no living run holds.
 
 import fcntl
 import functools
 
+from snakemake_interface_storage_plugins.io import Mtime
+
+from lockstep.artifacts.files import read_json
 from lockstep.provenance.again import not_as_locked, untrusted
+from lockstep.provenance.dates import Dated, dates
+from lockstep.provenance.explain import has_changed, report_has_changed
 from lockstep.provenance.locked import check_project, find_lock
+from lockstep.provenance.sources import Sources, files_of
 from lockstep.report.summary import is_stale
 
 
@@ -27,10 +33,38 @@ def check_locks():
     return found
 
 
+def config_has_changed():
+    return read_json(PLACE.config()) != CONFIG.dump()
+
+
+def dated_jobs():
+    """All jobs with what tells whether they would make something else now, each after those that it reads from."""
+    steps = STEPS if PLACE == RESULTS else all_steps(CONFIG, PLACE, TARGETS)
+    config_job, *jobs, summary, plots = (
+        JOBS if PLACE == RESULTS else all_jobs(CONFIG, PLACE, steps)
+    )
+    sources = {
+        model: Sources.of(CONFIG, model, PLACE, SOURCES.get(model), ADAPTERS[model])
+        for model in CONFIG.models
+    }
+    yield Dated(config_job, [], config_has_changed)
+    for step, made in zip(steps, jobs):
+        own = sources[step.names["model"]]
+        yield Dated(
+            made,
+            list(map(str, files_of(step, own))),
+            functools.partial(has_changed, step, own),
+        )
+    for rule, made in (("summary", summary), ("plots", plots)):
+        yield Dated(made, [], functools.partial(report_has_changed, rule, made))
+
+
 # With a record beside them: not speeds, and not what another manifest names.
 RECORDED = [PREFIXED(made.outputs[0]) for made in JOBS]
 # What is there, and is made again all the same. Jobs read the rules once more, and see for themselves what they are given.
 AGAIN = {}
+# When results count as made, of those whose dates say nothing of what they were made of.
+DATES = {}
 if workflow.is_main_process:
     with guard():
         AGAIN |= untrusted(
@@ -54,6 +88,12 @@ if workflow.is_main_process:
             AGAIN[str(PLACE.summary())] = "it does not say what the checks say"
     for manifest, reason in AGAIN.items():
         logger.info(f"{reason}: {manifest} is made again")
+    with guard():
+        DATES |= dates(
+            dated_jobs(),
+            map(str, (REPOSITORY / "workflow" / "scripts").glob("*.py")),
+            lambda path: path not in AGAIN and os.path.exists(path),
+        )
 
 
 # What a run is asked for.
@@ -90,6 +130,9 @@ def recover():
         known.update({entry.path: True for entry in os.scandir(folder)})
         known.has_inventory.add(folder)
     known.update(dict.fromkeys(AGAIN, False))
+    workflow.iocache.mtime.update(
+        {path: Mtime(local=date) for path, date in DATES.items()}
+    )
     # No executor: --summary, --report, --dag and their like.
     is_run = workflow.executor_plugin is not None and not workflow.dryrun
     try:

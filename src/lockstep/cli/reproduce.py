@@ -22,6 +22,7 @@ from lockstep.targets import Results
 def explain(target: str, as_json: bool, config_file: Path | None, results: Path) -> None:
     """Explain what a run would make again for a target, and why."""
     from lockstep.provenance.explain import explain as reasons
+    from lockstep.provenance.sources import Sources
 
     if not Results(results).config().is_file():
         raise InputError(
@@ -29,7 +30,9 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
         )
     project = Project.open(config_file, results)
     chosen = project.config.parse_target(target, project.where)
-    steps = reasons(project.config, project.results, chosen, project.checkpoint_folder(chosen.model))
+    adapters = project.config.adapter_folders(chosen.model, results=project.results)
+    sources = Sources.of(project.config, chosen.model, project.results, project.sources.get(chosen.model), adapters)
+    steps = reasons(project.config, project.results, chosen, sources)
     found = [step for step in steps if step.rebuilt]
     if as_json:
         entries = [

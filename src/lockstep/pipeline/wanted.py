@@ -39,11 +39,12 @@ def all_jobs(config: Config, results: Results, steps: Sequence[JobSpec]) -> list
     ]
     summary = [results.summary(), results.summary().with_suffix(".csv"), results.report_page(), results.target_pages()]
     plots = [results.report(f"{name}.svg") for name in ("error_by_layer", "speed")]
+    plotted = [results.summary(), *(step.output for step in steps if step.stage == "validate")]
     return [
         Made([str(results.config())], []),
         *jobs,
         Made(list(map(str, summary)), shown),
-        Made(list(map(str, plots)), [str(results.summary())]),
+        Made(list(map(str, plots)), list(map(str, plotted))),
     ]
 
 

@@ -9,21 +9,19 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.manifest_files import failed_path, lost_files
-from lockstep.checkpoint.resolve import side_files, weight_files
-from lockstep.checkpoint.tensors import find_tensors
 from lockstep.errors import LockstepError
-from lockstep.pipeline.stages import STAGES, steps
+from lockstep.pipeline.stages import REPORTS, STAGES, steps
 from lockstep.pipeline.step import JobSpec
+from lockstep.pipeline.wanted import Made
 from lockstep.provenance import code_identity
 from lockstep.provenance.again import FAILED
-from lockstep.provenance.diff import cause, words
-from lockstep.provenance.record import backend_identity, content, read_record, record_path
+from lockstep.provenance.diff import cause
+from lockstep.provenance.record import backend_identity, content, input_content, read_record, record_path
+from lockstep.provenance.sources import Sources, changed_files
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
@@ -49,30 +47,54 @@ class Explained:
         return "\n".join([f"{self.step}:", *(f"  {reason}" for reason in self.reasons)])
 
 
-def explain(config: Config, results: Results, target: Target, source: Path | None = None) -> list[Explained]:
-    """Return all steps of `target` with their reasons, in order.
-
-    `source`: the folder that the model's checkpoint lies in now; None where it is not there yet.
-    """
+def explain(config: Config, results: Results, target: Target, sources: Sources = Sources()) -> list[Explained]:
+    """Return all steps of `target` with their reasons, in order. sources: the files of its model."""
     found: list[Explained] = []
     again: dict[Path, str] = {}
     for step in steps(config, results, target):
-        explained = _explain(step, again, source)
+        explained = _explain(step, again, sources)
         found.append(explained)
         if explained.rebuilt:
             again[step.output] = step.stage
     return found
 
 
-def _explain(step: JobSpec, again: Mapping[Path, str], source: Path | None) -> Explained:
+def has_changed(step: JobSpec, sources: Sources) -> bool | None:
+    """Return whether what made the output of `step` differs from what would make it now.
+
+    Inputs, the user's files, options and code are compared; of packages and the device Snakemake's `params` and the
+    stage itself tell. None where nothing says what made it.
+    """
+    try:
+        record = read_record(step.output)
+        if record is None or not all(path.is_file() for path in step.inputs.values()):
+            return None
+        return bool(changed_files(step, sources) or cause(record.key, _key_now(step, record.key, {})))
+    except (LockstepError, OSError):
+        return None
+
+
+def report_has_changed(rule: str, made: Made) -> bool | None:
+    """Return whether a report shows other results than those that are there, as `has_changed` does."""
+    try:
+        record = read_record(Path(made.outputs[0]))
+        if record is None:
+            return None
+        code = code_identity.code_files(REPORTS[rule])
+        shown = sorted(input_content(rule, Path(path)) for path in made.inputs)
+        return shown != sorted(record.key.inputs.values()) or code != record.key.code
+    except (LockstepError, OSError):
+        return None
+
+
+def _explain(step: JobSpec, again: Mapping[Path, str], sources: Sources) -> Explained:
     if not step.output.is_file():
         return Explained(step, (f"{step.output} is not there",))
     reasons = [f"{path} is gone or cut short" for path in lost_files(step.output)]
     reasons += [FAILED] if failed_path(step.output).is_file() else []
     reasons += [f"reads {path.name}, which {again[path]} makes again" for path in step.inputs.values() if path in again]
-    if step.stage in ("resolve", "architecture") and source is not None:
-        reasons += _changed_files(step, source)
     try:
+        reasons += changed_files(step, sources)
         record = read_record(step.output)
     except LockstepError as error:
         return Explained(step, (*reasons, str(error)))
@@ -83,42 +105,28 @@ def _explain(step: JobSpec, again: Mapping[Path, str], source: Path | None) -> E
             if reasons
             else Explained(step, (f"the record of how {step.output.name} was made {what}",), unknown=True)
         )
-    return Explained(step, tuple(reasons + cause(record.key, _key_now(step, record.key, again))))
+    key = replace(
+        _key_now(step, record.key, again),
+        environment=code_identity.pinned_packages(STAGES[step.stage].code, step.backend),
+        backend=_backend_now(step, record.key),
+    )
+    return Explained(step, tuple(reasons + cause(record.key, key)))
 
 
 def _key_now(step: JobSpec, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
-    """Return the build key as a run would have it now, as far as that can be told.
+    """Return the build key as a run would have it now, with the packages and the backend of the recorded one.
 
-    With the pinned packages, and inputs that are not made again first.
+    Inputs that are made again first stay as recorded.
     """
-    entry, backend = STAGES[step.stage].code, step.backend
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
     kept = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}
+    code = code_identity.code_files(STAGES[step.stage].code, step.backend)
+    return replace(recorded, inputs={**kept, **inputs}, options=dict(step.options), code=code)
+
+
+def _backend_now(step: JobSpec, recorded: BuildKey) -> Mapping[str, Any] | None:
     identity = recorded.backend
     if identity is not None:
         with contextlib.suppress(LockstepError):  # its library or its device is not here: nothing can be said
             identity = backend_identity(step)
-    return replace(
-        recorded,
-        inputs={**kept, **inputs},
-        options=dict(step.options),
-        code=code_identity.code_files(entry, backend),
-        environment=code_identity.pinned_packages(entry, backend),
-        backend=identity,
-    )
-
-
-def _changed_files(step: JobSpec, source: Path) -> list[str]:
-    """Return files of the checkpoint that are not those that its manifest lists."""
-    try:
-        recorded = {file.path: file.sha256 for file in CheckpointManifest.load(step.output).files}
-        weights = weight_files(source, find_tensors(source)) if step.stage == "resolve" else []
-        there = {path.name: path for path in [*side_files(source), *weights]}
-    except LockstepError as error:
-        return [str(error)]
-    lines = [f"{source / name} is gone" for name in sorted(recorded.keys() - there.keys())]
-    lines += [f"{path} is new" for name, path in sorted(there.items()) if name not in recorded]
-    for name, path in sorted(there.items()):
-        if name in recorded and (found := digest(path)) != recorded[name]:
-            lines.append(f"{path} changed: sha256 {words(recorded[name])} -> {words(found)}")
-    return lines
+    return identity

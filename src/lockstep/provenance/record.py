@@ -40,7 +40,7 @@ def build_key(step: JobSpec, here: bool = True) -> BuildKey:
     return BuildKey(
         stage=step.stage,
         names={name: str(value) for name, value in step.names.items() if name != "model" or is_named},
-        inputs={name: _input(step, path) for name, path in step.inputs.items()},
+        inputs={name: input_content(step.stage, path) for name, path in step.inputs.items()},
         options=dict(step.options),
         code=code_identity.code_files(entry, backend) if entry else {},
         environment=packages(entry, backend) if entry else {},
@@ -82,15 +82,15 @@ def write_record(step: JobSpec, key: BuildKey) -> BuildRecord:
     return record
 
 
-def _input(step: JobSpec, path: Path) -> str:
-    """Return what stands for an input in the key.
+def input_content(stage: str, path: Path) -> str:
+    """Return what stands for an input in the key of a stage or a report.
 
     The summary has a row for a manifest that is damaged: there its bytes do.
     """
     try:
         return content(path)
     except InputError:
-        if step.stage == "summary" and path.is_file():
+        if stage == "summary" and path.is_file():
             return digest(path)
         raise
 
