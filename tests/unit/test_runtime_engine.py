@@ -2,15 +2,21 @@
 interruption, to the bit; and memory comes back in every state."""
 
 import dataclasses
+import os
+import shutil
 
 import numpy as np
 import pytest
+from demo_model import DEMO
 
+from lockstep.artifacts.weights import WeightsManifest
+from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.runtime import Advance, Engine, Model, Request, Sampling, scheduler
 from lockstep.runtime import engine as engine_module
 from lockstep.runtime.prefix import root_key
 from lockstep.step.host import HostExecutor
+from lockstep.weights import convert
 
 CHUNK = 64
 
@@ -105,6 +111,29 @@ def test_prefixes_are_shared_within_a_salt_a_model_and_a_depth_only(demo):
     assert (
         len({root_key(model), root_key(model, "a"), root_key(shallow), root_key(open_model(demo, chunk_size=128))}) == 4
     )
+
+
+def test_identity_is_of_what_the_weights_are_not_of_where_they_lie(demo, tmp_path):
+    """In fp16 the manifest of weights points into the checkpoint, whose files a bundle brings along."""
+    engines, assembly = demo.engines("demo-llama", "fp16", "onnxruntime"), demo.assembly("demo-llama", "fp16")
+    keys = {root_key(open_model(demo, "fp16"))}
+    for folder in (tmp_path / "elsewhere", tmp_path / "deeper" / "still"):
+        shutil.copytree(DEMO, folder / "checkpoint")
+        checkpoint = resolve(str(folder / "checkpoint"), folder / "checkpoint", folder / "checkpoint.json")
+        weights = convert(checkpoint, "fp16", folder / "fp16" / "weights.json")
+        keys.add(root_key(Model.open(engines, assembly, weights, max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)))
+    WeightsManifest.load(weights).moved(os.path.basename).save(folder / "checkpoint" / "weights.json")
+    bundled = folder / "checkpoint" / "weights.json"
+    keys.add(root_key(Model.open(engines, assembly, bundled, max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)))
+    assert len(keys) == 1
+    data = bytearray((folder / "checkpoint" / "model.safetensors").read_bytes())
+    data[-2] ^= 1
+    (folder / "checkpoint" / "model.safetensors").write_bytes(data)
+    other = convert(
+        resolve(str(folder / "checkpoint"), folder / "checkpoint", folder / "checkpoint.json"), "fp16", weights
+    )
+    keys.add(root_key(Model.open(engines, assembly, other, max_batch_size=4, max_seq_len=256, chunk_size=CHUNK)))
+    assert len(keys) == 2
 
 
 def test_the_same_prompt_twice_in_one_step(model):

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.manifest_files import content
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.runtime.adapters import Adapters, unknown_adapter
@@ -104,8 +105,8 @@ class Model:
             network, rows, length, chunk_size, _host_bytes(kv_bytes)
         )
         adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
-        digest = sha256_file(weights_json)
-        return cls(executor, tokens, engines, len(network.layers), chunk_size, digest, adapters)
+        weights = content(Path(weights_json))  # not where they lie
+        return cls(executor, tokens, engines, len(network.layers), chunk_size, weights, adapters)
 
     def step(self, advances: Sequence[Advance]) -> np.ndarray:
         """Advance any mix of requests by one or several tokens each.
