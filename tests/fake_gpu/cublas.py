@@ -42,7 +42,12 @@ def cublas(gpu: Gpu) -> SimpleNamespace:
         gpu.launch(stream, gpu.device, run)
         return 0
 
+    def get_property(which, value) -> int:
+        value._obj.value = int(gpu.cublas_version.split(".")[which])
+        return 0
+
     return SimpleNamespace(
+        cublasGetProperty=get_property,
         cublasCreate_v2=create,
         cublasSetStream_v2=set_stream,
         cublasSetWorkspace_v2=lambda handle, address, size: 0,

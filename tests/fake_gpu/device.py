@@ -54,6 +54,7 @@ class Gpu:
         self.total, self.used, self.faults = 1 << 34, 0, []
         self.launches = 0  # of graphs
         self.plain = 0  # of kernels and engines outside of graphs
+        self.cublas_version = "12.8.4"
         self.product_rows = set[int]()  # of products by cuBLAS
         self.profiles = []  # that contexts were set to, in order
         self.specializations = []  # how contexts of TensorRT-RTX were told to compile kernels, in order

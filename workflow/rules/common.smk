@@ -206,7 +206,14 @@ def key_of(stage):
     """Digests of the code and of the pinned packages that a job uses; a change of them runs it again."""
     if "backend" not in STAGES[stage].wildcards:
         return KEYS[stage, None]
-    return lambda wildcards: KEYS[stage, CONFIG.backend_of(wildcards.backend)]
+    return functools.partial(_key_of, stage)
+
+
+def _key_of(stage, wildcards):
+    key = KEYS[stage, CONFIG.backend_of(wildcards.backend)]
+    # Pins are of this interpreter; of another its own packages are recorded.
+    elsewhere = interpreter(wildcards) and not STAGES[stage].runs_here_too
+    return {"code": key["code"]} if elsewhere else key
 
 
 SPEEDS = beside("golden")

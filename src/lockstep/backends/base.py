@@ -215,6 +215,18 @@ class HasActivations(Protocol):
 
 
 @runtime_checkable
+class HasLibraries(Protocol):
+    """A backend that computes with other libraries beside its own."""
+
+    def libraries(self, runs: bool) -> dict[str, str]:
+        """Return the version of each that is here, by name.
+
+        runs: of those that run engines; else of those that take part in a build.
+        """
+        ...
+
+
+@runtime_checkable
 class CutsGraphs(Protocol):
     """A backend that rewrites some graphs by itself."""
 

@@ -6,6 +6,9 @@ Python that has the backend's library. Imports stand in the functions, so that a
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +19,13 @@ from lockstep.errors import CheckError
 from lockstep.targets import Limits, Target, Tolerances
 
 
-def identity(name: str) -> dict[str, Any]:
-    """Return the library and the device that engines are built for.
+def identity(name: str, runs: bool = True) -> dict[str, Any]:
+    """Return the libraries and the device that engines are built for.
 
-    That is what a build key and a lock hold of a backend.
+    That is what a build key and a lock hold of a backend. runs: whether engines run, and are not only built.
     """
     from lockstep.backends import get_backend  # loads the library: only where something is built or run
+    from lockstep.backends.base import HasLibraries
 
     library = get_backend(name)
     device = library.describe_device()
@@ -32,7 +36,21 @@ def identity(name: str) -> dict[str, Any]:
         "device": library.device_key(device),
         "options": library.default_options(),
     }
+    if isinstance(library, HasLibraries) and (libraries := library.libraries(runs)):
+        found["libraries"] = libraries
     return {**found, "driver": device["driver"]} if "driver" in device else found
+
+
+def versions(packages: list[str]) -> dict[str, str]:
+    """Return the version of this interpreter as `python`, and of each of `packages` that it has.
+
+    Local parts such as +cpu are left out.
+    """
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name).partition("+")[0]
+    return found
 
 
 def hardware(name: str, builds: bool) -> str | None:
@@ -117,6 +135,36 @@ def golden(
         raise CheckError(
             f"{error}; {explain_failure(*paths[:3], checked.layers, bounds, str(checked), *tokens)}"
         ) from None
+
+
+def adapted(
+    assembly: str,
+    weights: str,
+    engines: str,
+    adapters: str,
+    adapted_reference: str,
+    target: Mapping[str, Any],
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: str,
+    expected: list[str | None],
+    threads: int | None = None,
+) -> None:
+    from lockstep.verify.golden.adapted import check
+
+    check(
+        Path(assembly),
+        Path(weights),
+        Path(engines),
+        Path(adapters),
+        Path(adapted_reference),
+        Target(**target),
+        Tolerances(**tolerance),
+        Limits(**limits),
+        Path(out),
+        expected,
+        threads,
+    )
 
 
 def bisect(

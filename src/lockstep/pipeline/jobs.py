@@ -208,21 +208,8 @@ def _adapted_reference(job: Job, weights: Path | None) -> None:
 
 
 def adapted(job: Job) -> None:
-    from lockstep.verify.golden.adapted import check
-
-    check(
-        job.path("assembly"),
-        job.path("weights"),
-        job.path("engines"),
-        job.path("adapters"),
-        job.path("adapted_reference"),
-        job.target,
-        Tolerances(**job.options["tolerance"]),
-        Limits(**job.options["limits"]),
-        job.output,
-        job.options["expected"],
-        job.threads,
-    )
+    arguments = {"out": str(job.output), "threads": job.threads, **job.options}
+    worker.call(job.step.python, "adapted", **_inputs(job), target=asdict(job.target), **arguments)
 
 
 def _inputs(job: Job) -> dict[str, str]:

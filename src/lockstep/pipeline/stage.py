@@ -70,6 +70,7 @@ class Stage:
     only_quantized: bool = False  # other precisions than those of quantised weights do without
     only_adapters: bool = False  # models without adapters do without
     continues: bool = False  # begins with what an earlier run made
+    runs_here_too: bool = False  # beside the interpreter that runs the backend's engines
     owns_folder: bool = False  # clears its folder of what an earlier artefact left
     help: str = field(default="", compare=False)
 

@@ -106,6 +106,7 @@ _TABLE = (
     ),
     Stage(
         "served", makes="served", reads=("assembly", "weights", "engines", "reference", "golden"), code="serve.check",
+        runs_here_too=True,
         reads_quantized={"reference": "quantized_reference"},
         job=f"{_JOBS}:served", options=options.served, is_check=True, is_judged=True, is_named=True, is_summarised=True,
         resources=Resources(2500, 4.5, minutes_per_gb=30),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib.metadata
 import os
 import re
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from lockstep.artifacts.files import sha256_json
 from lockstep.errors import InputError
+from lockstep.pipeline.engine_jobs import versions
 from lockstep.provenance import parsed_modules
 
 PACKAGE = "lockstep"
@@ -77,14 +77,8 @@ def installed_packages(entry: str, backend: str | None = None) -> dict[str, str]
     Local parts such as +cpu are left out. Of packages that are not installed it is the pinned one.
     """
     pinned = pinned_packages(entry, backend)
-    return {name: _installed(name) or version for name, version in pinned.items()}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = versions(list(pinned))
+    return {name: found.get(name, version) for name, version in pinned.items()}
 
 
 def environment_digest(packages: Iterable[str], pins: str | os.PathLike = _PINS) -> str:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.manifest_files import failed_path, lost_files
@@ -20,7 +20,7 @@ from lockstep.pipeline.wanted import Made
 from lockstep.provenance import code_identity
 from lockstep.provenance.again import FAILED
 from lockstep.provenance.diff import cause
-from lockstep.provenance.record import backend_identity, content, input_content, read_record, record_path
+from lockstep.provenance.record import backend_identity, content, environment, input_content, read_record, record_path
 from lockstep.provenance.sources import Sources, changed_files
 from lockstep.targets import Results, Target
 
@@ -105,11 +105,7 @@ def _explain(step: JobSpec, again: Mapping[Path, str], sources: Sources) -> Expl
             if reasons
             else Explained(step, (f"the record of how {step.output.name} was made {what}",), unknown=True)
         )
-    key = replace(
-        _key_now(step, record.key, again),
-        environment=code_identity.pinned_packages(STAGES[step.stage].code, step.backend),
-        backend=_backend_now(step, record.key),
-    )
+    key = _with_libraries(_key_now(step, record.key, again), step)
     return Explained(step, tuple(reasons + cause(record.key, key)))
 
 
@@ -124,9 +120,13 @@ def _key_now(step: JobSpec, recorded: BuildKey, again: Mapping[Path, str]) -> Bu
     return replace(recorded, inputs={**kept, **inputs}, options=dict(step.options), code=code)
 
 
-def _backend_now(step: JobSpec, recorded: BuildKey) -> Mapping[str, Any] | None:
-    identity = recorded.backend
-    if identity is not None:
-        with contextlib.suppress(LockstepError):  # its library or its device is not here: nothing can be said
-            identity = backend_identity(step)
-    return identity
+def _with_libraries(key: BuildKey, step: JobSpec) -> BuildKey:
+    """Return `key` with the packages and the backend that are pinned, or there, now.
+
+    They stay where the library or its device is not here, and nothing can be said.
+    """
+    with contextlib.suppress(LockstepError):
+        key = replace(key, environment=environment(step, STAGES[step.stage].code, code_identity.pinned_packages))
+        if key.backend is not None:
+            key = replace(key, backend=backend_identity(step))
+    return key

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,14 @@ from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.manifest_files import SUFFIX, content, named_files, record_path
 from lockstep.errors import CheckError, InputError
 from lockstep.pipeline import worker
-from lockstep.pipeline.stages import REPORTS, STAGES
+from lockstep.pipeline.stages import REPORTS, STAGES, entry_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity
 from lockstep.provenance.shapes import RECORD, misfit
 
 
-def build_key(step: JobSpec, here: bool = True) -> BuildKey:
-    """Return the build key of `step`: all that decides what it makes.
-
-    `here`: with the packages installed here; else with those that are pinned.
-    """
-    packages = code_identity.installed_packages if here else code_identity.pinned_packages
+def build_key(step: JobSpec) -> BuildKey:
+    """Return the build key of `step`: all that decides what it makes, with what is installed where it runs."""
     stage, backend = STAGES.get(step.stage), step.backend
     entry = stage.code if stage else REPORTS.get(step.stage)
     is_named = stage is None or stage.is_named  # else the results are the same under any name of the model
@@ -43,9 +39,22 @@ def build_key(step: JobSpec, here: bool = True) -> BuildKey:
         inputs={name: input_content(step.stage, path) for name, path in step.inputs.items()},
         options=dict(step.options),
         code=code_identity.code_files(entry, backend) if entry else {},
-        environment=packages(entry, backend) if entry else {},
+        environment=environment(step, entry, code_identity.installed_packages) if entry else {},
         backend=backend_identity(step) if backend else None,
     )
+
+
+def environment(step: JobSpec, entry: str, here: Callable[[str, str | None], dict[str, str]]) -> dict[str, str]:
+    """Return the version of each package that the code of a step uses.
+
+    here: gives those of this interpreter. Of a step whose engines another interpreter runs they are those that it has,
+    and its own as `python`; a server's are of both.
+    """
+    if step.python is None:
+        return here(entry, step.backend)
+    names = sorted(code_identity.packages_of(entry, step.backend))
+    there = worker.ask(step.python, "versions", packages=names)
+    return {**here(entry, step.backend), **there} if entry_of(step).runs_here_too else there
 
 
 def backend_identity(step: JobSpec) -> dict[str, Any]:
@@ -56,7 +65,7 @@ def backend_identity(step: JobSpec) -> dict[str, Any]:
     """
     if step.device:
         _check_device(step, step.device)
-    return worker.ask(step.python, "identity", name=step.backend)
+    return worker.ask(step.python, "identity", name=step.backend, runs=step.stage != "build")
 
 
 def _check_device(step: JobSpec, device: Mapping[str, str]) -> None:

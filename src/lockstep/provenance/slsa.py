@@ -117,7 +117,9 @@ def _dependencies(step: JobSpec, key: BuildKey) -> Iterator[dict[str, Any]]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
     yield from _checkpoint_files(step)
     for name, version in sorted(key.environment.items()):
-        yield {"name": name, "uri": f"pkg:pypi/{name}@{version}"}
+        yield {"name": name, "uri": f"pkg:{'generic' if name == 'python' else 'pypi'}/{name}@{version}"}
+    for name, version in sorted((key.backend or {}).get("libraries", {}).items()):
+        yield {"name": name, "uri": f"pkg:generic/{name}@{version}"}
 
 
 def _checkpoint_files(step: JobSpec) -> Iterator[dict[str, Any]]:

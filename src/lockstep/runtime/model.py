@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -107,6 +108,11 @@ class Model:
         adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
         weights = content(Path(weights_json))  # not where they lie
         return cls(executor, tokens, engines, len(network.layers), chunk_size, weights, adapters)
+
+    @functools.cached_property
+    def libraries(self) -> dict[str, str]:
+        """Return the version of each library that computes beside the backend's own."""
+        return self.engines.libraries()
 
     def step(self, advances: Sequence[Advance]) -> np.ndarray:
         """Advance any mix of requests by one or several tokens each.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +20,15 @@ def root_key(model: Model, salt: str = "", adapter_sha256: str | None = None) ->
     It is of everything that decides the values beside the tokens. salt: requests of another salt share nothing, nor do
     those of an adapter of another digest.
     """
-    made_by = {
+    made_by: dict[str, Any] = {
         "weights": model.weights_sha256,
         "engines": model.engines.digest(),
         "layers": model.layers,
         "chunk_size": model.chunk_size,
         "salt": salt,
     }
+    if libraries := model.libraries:
+        made_by["libraries"] = libraries
     if adapter_sha256 is not None:
         made_by["adapter"] = adapter_sha256
     return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).digest()

@@ -44,7 +44,13 @@ from lockstep.backends.tensorrt.memory import PeakMemory
 from lockstep.backends.tensorrt.rope_tables import check_rope_tables
 from lockstep.backends.tensorrt.row_kernels import RowKernel
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
-from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cublas, require_cudnn, require_nvrtc
+from lockstep.backends.tensorrt.v8_6.needs import (
+    library_versions,
+    require_capability,
+    require_cublas,
+    require_cudnn,
+    require_nvrtc,
+)
 from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
 from lockstep.backends.tensorrt.v8_6.regions import region_layers, region_notes
 from lockstep.errors import CheckError, InputError
@@ -112,6 +118,10 @@ class TensorRTBackend:
 
     def version(self) -> str:
         return TENSORRT.version_text()
+
+    def libraries(self, runs: bool) -> dict[str, str]:
+        """Return cuBLAS, cuDNN and NVRTC: TensorRT builds with the first two, pieces and kernels are of all."""
+        return library_versions()
 
     def describe_device(self) -> dict[str, Any]:
         return describe_gpu()

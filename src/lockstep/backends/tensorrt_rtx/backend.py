@@ -55,6 +55,14 @@ class TensorRTRTXBackend:
     def version(self) -> str:
         return self.library.version_text()
 
+    def libraries(self, runs: bool) -> dict[str, str]:
+        """Return NVRTC, whose kernels run beside engines. Builds are of the library alone, the same anywhere."""
+        if not runs:
+            return {}
+        from lockstep.backends.tensorrt.v8_6.needs import library_versions
+
+        return {name: version for name, version in library_versions().items() if name == "nvrtc"}
+
     def describe_device(self) -> dict[str, Any]:
         """Return what engines are for: no one device.
 

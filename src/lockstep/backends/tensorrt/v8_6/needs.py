@@ -5,6 +5,7 @@ It is asked for when a build starts and when engines are opened, not later.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 from collections.abc import Mapping
@@ -98,6 +99,34 @@ def require_cublas() -> Any:
         "install nvidia-cublas-cu12 for this Python, or name its folder in LD_LIBRARY_PATH; fp16 does without with "
         "backends.tensorrt.products: tensorrt"
     )
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries beside TensorRT that are here: cublas, cudnn, nvrtc."""
+    found = {}
+    with contextlib.suppress(InputError):
+        found["cublas"] = _cublas_version(require_cublas())
+    # cuDNN has no version before its package, and NVRTC none before its library is found
+    with contextlib.suppress(ImportError, OSError, RuntimeError, AssertionError):
+        import cudnn
+
+        number = cudnn.backend_version()
+        found["cudnn"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        from cuda.bindings import nvrtc
+
+        found["nvrtc"] = ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+    return found
+
+
+def _cublas_version(library: Any) -> str:
+    """Return major, minor and patch (library_types.h: libraryPropertyType)."""
+    value, parts = ctypes.c_int(), []
+    for which in range(3):
+        if library.cublasGetProperty(which, ctypes.byref(value)):
+            raise InputError("cuBLAS: expected its version, found none; install another")
+        parts.append(str(value.value))
+    return ".".join(parts)
 
 
 def open_library(name: str) -> Any:
