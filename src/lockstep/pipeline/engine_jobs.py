@@ -42,9 +42,9 @@ def identity(name: str, runs: bool = True) -> dict[str, Any]:
 
 
 def versions(packages: list[str]) -> dict[str, str]:
-    """Return the version of this interpreter as `python`, and of each of `packages` that it has.
+    """Return the version of this Python and of each of `packages` that it has.
 
-    Local parts such as +cpu are left out.
+    The first is named `python`. Local parts such as +cpu are left out.
     """
     found = {"python": platform.python_version()}
     for name in packages:

@@ -1,4 +1,4 @@
-"""When results count as made, for Snakemake, which judges them by the dates of files.
+"""When results count as made, for Snakemake, which judges by the dates of files.
 
 Jobs with the files that they read in; {path: date} out, of results that count as made at another time than their files
 say. Nothing is changed.
@@ -34,7 +34,7 @@ class Dated:
 
 
 def dates(jobs: Iterable[Dated], scripts: Iterable[str], is_there: Callable[[str], bool]) -> dict[str, float]:
-    """Return {path: seconds since 1970} of results that count as made at another time than their files say.
+    """Return {path: seconds since 1970} of results that count as of another date.
 
     jobs: each after those that it reads from. scripts: of all jobs. is_there: whether a result counts as there.
     """
@@ -71,7 +71,7 @@ def dates(jobs: Iterable[Dated], scripts: Iterable[str], is_there: Callable[[str
 
 
 def _times(path: str) -> tuple[float, float]:
-    """Return when a file was modified, and when anything of it was changed last, as its link where it is one."""
+    """Return when a file, or the link to it, was modified and was changed at all."""
     stamp = os.path.join(path, _TIMESTAMP)
     path = stamp if os.path.isfile(stamp) else path
     about = (os.stat(path), os.lstat(path))

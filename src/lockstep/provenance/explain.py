@@ -48,7 +48,10 @@ class Explained:
 
 
 def explain(config: Config, results: Results, target: Target, sources: Sources = Sources()) -> list[Explained]:
-    """Return all steps of `target` with their reasons, in order. sources: the files of its model."""
+    """Return all steps of `target` with their reasons, in order.
+
+    sources: the places of its model's files.
+    """
     found: list[Explained] = []
     again: dict[Path, str] = {}
     for step in steps(config, results, target):
@@ -60,7 +63,7 @@ def explain(config: Config, results: Results, target: Target, sources: Sources =
 
 
 def has_changed(step: JobSpec, sources: Sources) -> bool | None:
-    """Return whether what made the output of `step` differs from what would make it now.
+    """Return whether the output of `step` would be made of something else now.
 
     Inputs, the user's files, options and code are compared; of packages and the device Snakemake's `params` and the
     stage itself tell. None where nothing says what made it.
@@ -75,7 +78,7 @@ def has_changed(step: JobSpec, sources: Sources) -> bool | None:
 
 
 def report_has_changed(rule: str, made: Made) -> bool | None:
-    """Return whether a report shows other results than those that are there, as `has_changed` does."""
+    """Return whether a report shows other results than those that are there now."""
     try:
         record = read_record(Path(made.outputs[0]))
         if record is None:
@@ -110,9 +113,9 @@ def _explain(step: JobSpec, again: Mapping[Path, str], sources: Sources) -> Expl
 
 
 def _key_now(step: JobSpec, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
-    """Return the build key as a run would have it now, with the packages and the backend of the recorded one.
+    """Return the build key as a run would have it now.
 
-    Inputs that are made again first stay as recorded.
+    Packages and backend stay as recorded, and inputs that are made again first.
     """
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
     kept = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}

@@ -29,7 +29,10 @@ from lockstep.provenance.shapes import RECORD, misfit
 
 
 def build_key(step: JobSpec) -> BuildKey:
-    """Return the build key of `step`: all that decides what it makes, with what is installed where it runs."""
+    """Return the build key of `step`: all that decides what it makes.
+
+    Packages are those installed where it runs.
+    """
     stage, backend = STAGES.get(step.stage), step.backend
     entry = stage.code if stage else REPORTS.get(step.stage)
     is_named = stage is None or stage.is_named  # else the results are the same under any name of the model

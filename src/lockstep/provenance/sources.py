@@ -1,4 +1,4 @@
-"""The user's files that stages read, and whether results are of what these hold now.
+"""The user's files that stages read, and what has changed in them since.
 
 A step and the places of its model's files in; the files, or what has changed in them, out. Dates decide nothing.
 """
@@ -45,7 +45,10 @@ class Sources:
     def of(
         cls, config: Config, model: str, results: Results, place: Path | None, adapters: Mapping[str, Path]
     ) -> Sources:
-        """Return the places of a model of the config. place: what `Config.check_sources` gives for it."""
+        """Return the places of a model of the config.
+
+        place: what `Config.check_sources` gives for it.
+        """
         kind = parse_source(config.models[model].source)
         if isinstance(kind, FolderSource):
             return cls(place, adapters=adapters)
@@ -67,9 +70,9 @@ def files_of(step: JobSpec, sources: Sources) -> list[Path]:
 
 
 def changed_files(step: JobSpec, sources: Sources) -> list[str]:
-    """Return what has changed in the user's files since a step made its output of them, a line each.
+    """Return what has changed in the files that a step made its output of.
 
-    Raises LockstepError for files that cannot be what the step reads.
+    A line each. Raises LockstepError for files that cannot be what the step reads.
     """
     changed = {
         "resolve": _changed_checkpoint,

@@ -120,7 +120,7 @@ class TensorRTBackend:
         return TENSORRT.version_text()
 
     def libraries(self, runs: bool) -> dict[str, str]:
-        """Return cuBLAS, cuDNN and NVRTC: TensorRT builds with the first two, pieces and kernels are of all."""
+        """Return the versions of cuBLAS, cuDNN and NVRTC, which builds may call."""
         return library_versions()
 
     def describe_device(self) -> dict[str, Any]:

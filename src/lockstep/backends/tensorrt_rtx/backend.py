@@ -56,7 +56,10 @@ class TensorRTRTXBackend:
         return self.library.version_text()
 
     def libraries(self, runs: bool) -> dict[str, str]:
-        """Return NVRTC, whose kernels run beside engines. Builds are of the library alone, the same anywhere."""
+        """Return the version of NVRTC, whose kernels run beside engines.
+
+        Builds are of the library alone, so that they are the same anywhere.
+        """
         if not runs:
             return {}
         from lockstep.backends.tensorrt.v8_6.needs import library_versions

@@ -102,7 +102,7 @@ def require_cublas() -> Any:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries beside TensorRT that are here: cublas, cudnn, nvrtc."""
+    """Return the versions of cublas, cudnn and nvrtc, of those that are here."""
     found = {}
     with contextlib.suppress(InputError):
         found["cublas"] = _cublas_version(require_cublas())
