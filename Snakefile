@@ -40,6 +40,12 @@ include: "workflow/rules/adapters.smk"
 include: "workflow/rules/report.smk"
 
 
+onsuccess:
+    # A run of some targets alone makes no summary.
+    if workflow.is_main_process:
+        refresh_summary()
+
+
 onerror:
     # Snakemake keeps the last of these blocks only.
     if workflow.is_main_process:

@@ -124,6 +124,32 @@ def test_cuda_source_that_a_module_names_counts(package: Path) -> None:
     assert code_identity.code_digest("start") != before
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        b'TEXT = """one\n\ntwo"""\n',
+        b'TEXT = """one  \ntwo"""\n',
+        b'TEXT = """one\n two"""\n',
+        b'TEXT = """one\n# two"""\n',
+    ],
+)
+def test_every_byte_of_a_string_counts(package: Path, changed: bytes) -> None:
+    (package / "start.py").write_bytes(b'TEXT = """one\ntwo"""\n')
+    before = code_identity.digest_of(package / "start.py")
+    (package / "start.py").write_bytes(changed)
+    assert code_identity.digest_of(package / "start.py") != before
+
+
+def test_what_changes_nothing_does_not_count(package: Path) -> None:
+    (package / "start.py").write_bytes(b'def one():\n    return """a\n\n b"""\n')
+    before = code_identity.digest_of(package / "start.py")
+    (package / "start.py").write_bytes(
+        b'# text\r\n\r\ndef one():  \r\n    """Say.\r\n\r\n    More.\r\n    """\r\n\r\n'
+        b'    # why\r\n    return """a\r\n\r\n b"""  # so\r\n'
+    )
+    assert code_identity.digest_of(package / "start.py") == before
+
+
 def test_what_is_not_imported_does_not_count(package: Path) -> None:
     write(package, "start.py", "import json, numpy")
     before = code_identity.code_digest("start")

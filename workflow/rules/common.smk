@@ -24,7 +24,7 @@ from lockstep.checkpoint.tensors import find_tensors
 from lockstep.checkpoint.tokenizer_file import check_there
 from lockstep.errors import LockstepError
 from lockstep.provenance.locked import is_locked
-from lockstep.report.renew import summarise
+from lockstep.report.renew import refresh, summarise
 from lockstep.targets import Results, layer_count
 from lockstep.config.sources import (
     FolderSource,
@@ -248,6 +248,12 @@ def summarise_failed_run():
         logger.info(f"Summary of what has run: {summarise(PLACE, TARGETS, NOT_RUN)}")
     except (LockstepError, OSError) as error:
         logger.error(f"no summary of what has run: {error}")
+
+
+def refresh_summary():
+    """Have a summary that is there say what the checks say by now."""
+    with guard():
+        refresh(PLACE)
 
 
 def log_of(rule, *wildcards):

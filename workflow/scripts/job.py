@@ -27,10 +27,9 @@ def job(snakemake):
     def run(make):
         terminal = os.dup(2)
         try:
-            with guard(), open(snakemake.log[0], "w") as file, renew.refreshed(results):
+            with guard(), open(snakemake.log[0], "w") as file, renew.refreshed(results, by_hand=False):
                 for stream in (1, 2):
                     os.dup2(file.fileno(), stream)
-                renew.refresh(results)  # Snakemake has deleted what the job makes
                 take_back_from_the_future(snakemake.input, results)
                 stage.run(step_of(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
         except SystemExit as ended:

@@ -233,10 +233,14 @@ def _cuda_sources(path: Path, nodes: list[ast.AST]) -> list[Path]:
 def _code(data: bytes, nodes: list[ast.AST]) -> bytes:
     """Return a module without what changes nothing.
 
-    Comments, docstrings, blank lines, spaces at the ends of lines. Not by `ast.unparse`, which differs between versions
-    of Python, nor the tokenizer, which is slower than the parser.
+    Comments, docstrings; outside of strings blank lines, and spaces at the ends of lines. Not by `ast.unparse`, which
+    differs between versions of Python, nor the tokenizer, which is slower than the parser.
     """
-    lines = _STRING_OR_COMMENT.sub(lambda found: found[0] if found[1] else b"", data).splitlines()
+
+    def kept(found: re.Match[bytes]) -> bytes:  # a line that ends in a string is marked: all of it stays
+        return found[0].replace(b"\n", b"\0\n") if found[1] else b""
+
+    lines = _STRING_OR_COMMENT.sub(kept, data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n")
     for node in nodes:
         if not isinstance(node, _WITH_DOCSTRING) or not node.body or not isinstance(node.body[0], ast.Expr):
             continue
