@@ -9,6 +9,7 @@
 #   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
+#   make oldest-test              plans and runs with the oldest Snakemake that is claimed (envs/oldest.txt)
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml with TensorRT, then measures the 7B shape;
 #                                 both records go to docs/gpu; TENSORRT_PYTHON=/opt/trt/python3.10 names the Python that TensorRT runs in, WORK a folder with 14 GB of room,
@@ -41,7 +42,8 @@ TRITON_ENV ?= .triton
 CLIENTS_ENV ?= .clients
 KUBERNETES_ENV ?= .kubernetes
 SLURM_ENV ?= .slurm
-.PHONY: demo test test-unit test-all triton-test clients-test kubernetes-test slurm-test lint gpu setup clean
+OLDEST_ENV ?= .oldest
+.PHONY: demo test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -70,6 +72,9 @@ slurm-test: setup $(SLURM_ENV)/.pinned
 	@for program in munged slurmctld slurmd sbatch; do PATH="$$PATH:/usr/sbin" command -v $$program > /dev/null || { \
 	  echo "make: expected Slurm, found no $$program; run: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge" >&2; exit 2; }; done
 	LOCKSTEP_SLURM=$(abspath $(SLURM_ENV)) $(BIN)/python -m pytest -n 0 tests/slurm $(ARGS)
+
+oldest-test: setup $(OLDEST_ENV)/.pinned
+	LOCKSTEP_OLDEST=$(abspath $(OLDEST_ENV)) $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check
@@ -121,5 +126,10 @@ $(SLURM_ENV)/.pinned: envs/slurm.txt | setup
 	$(PIP) install --no-deps --target $(SLURM_ENV) -r envs/slurm.txt
 	@touch $@
 
+$(OLDEST_ENV)/.pinned: envs/oldest.txt | setup
+	rm -rf $(OLDEST_ENV)
+	$(PIP) install --no-deps --target $(OLDEST_ENV) -r envs/oldest.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(TRITON_ENV) $(CLIENTS_ENV) $(KUBERNETES_ENV) $(SLURM_ENV)
+	rm -rf $(VENV) $(TRITON_ENV) $(CLIENTS_ENV) $(KUBERNETES_ENV) $(SLURM_ENV) $(OLDEST_ENV)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from snakemake.utils import min_version
 
-min_version("9.0")
+min_version("9.17")
 
 REPOSITORY = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 # This checkout's package, installed or not: the one whose code the rules' keys are of.

@@ -17,7 +17,7 @@ from lockstep.pipeline.stage import path_of
 from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
 from lockstep.pipeline.stages import STAGES, all_steps
 from lockstep.pipeline.wanted import all_jobs, jobs_of, names_pattern, wanted
-from lockstep.provenance.code_identity import stage_key
+from lockstep.provenance.code_identity import stage_key, untested
 from lockstep.provenance.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
@@ -114,6 +114,8 @@ with guard():
 TARGETS = CONFIG.targets()
 NOT_RUN, NOT_BUILT = CONFIG.not_run(), CONFIG.not_built()
 if workflow.is_main_process:
+    if line := untested():
+        logger.warning(line)
     for backend, reason in CONFIG.skipped_backends().items():
         logger.info(f"Left out: the targets of {backend}, for {reason}")
     for name, reason in NOT_RUN.items():

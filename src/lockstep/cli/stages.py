@@ -202,7 +202,8 @@ def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> P
     """Return a stage's artefact, made and recorded as in a job of the workflow."""
     from lockstep.pipeline import jobs
     from lockstep.pipeline.options import is_fetched
-    from lockstep.pipeline.stages import step
+    from lockstep.pipeline.stages import STAGES, step
+    from lockstep.provenance.code_identity import packages_of, untested
     from lockstep.provenance.run import run
     from lockstep.report.renew import refreshed
 
@@ -211,6 +212,8 @@ def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> P
     folder = None if is_fetched(project.config, model) else project.sources[model]
     adapters = project.config.adapter_folders(model, results=project.results) if stage == "adapters" else {}
     job = jobs.Job(made, project.results, folder, given=given, adapters=adapters)
+    if "transformers" in packages_of(STAGES[stage].code) and (line := untested()):
+        click.echo(f"warning: {line}", err=True)
     with refreshed(project.results):
         return run(made, lambda: jobs.run(job), project.lock_file(model), project.config.cache)
 

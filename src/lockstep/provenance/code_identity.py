@@ -81,6 +81,17 @@ def installed_packages(entry: str, backend: str | None = None) -> dict[str, str]
     return {name: found.get(name, version) for name, version in pinned.items()}
 
 
+def untested() -> str | None:
+    """Return a line where transformers is another than the one of the tests.
+
+    Graphs and references are of what it traces and computes.
+    """
+    found, tested = versions(["transformers"]).get("transformers"), read_pins()["transformers"]
+    if found in (None, tested):
+        return None
+    return f"transformers {found} is installed, {tested} is tested: what it exports may differ, or be refused"
+
+
 def environment_digest(packages: Iterable[str], pins: str | os.PathLike = _PINS) -> str:
     """Return the hex sha256 over the pins (`name==version`) of `packages`.
 

@@ -1,0 +1,70 @@
+"""Versions that are claimed: the oldest Snakemake, and transformers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import REPOSITORY, TIMEOUT, Checkout, failure
+
+from lockstep.provenance.code_identity import read_pins
+
+
+def test_the_oldest_snakemake_is_the_same_everywhere() -> None:
+    pinned = read_pins(REPOSITORY / "envs/oldest.txt")["snakemake"]
+    for file, pattern in (
+        ("Snakefile", r'min_version\("(.+)"\)'),
+        ("pyproject.toml", r'"snakemake\[reports\]>=(.+?)"'),
+    ):
+        (claimed,) = re.findall(pattern, (REPOSITORY / file).read_text())
+        assert f"{claimed}.0" == pinned, file
+
+
+@pytest.mark.skipif("LOCKSTEP_OLDEST" not in os.environ, reason="`make oldest-test` installs it")
+def test_the_oldest_snakemake_plans_runs_and_judges_by_content(fresh: Checkout) -> None:
+    folder = os.environ["LOCKSTEP_OLDEST"]
+
+    def snakemake(*arguments: str) -> str:
+        process = subprocess.run(
+            [sys.executable, "-m", "snakemake", *arguments],
+            cwd=fresh.folder,
+            env={**fresh.environment(), "PYTHONPATH": os.pathsep.join([folder, str(fresh.folder / "src")])},
+            text=True,
+            capture_output=True,
+            timeout=TIMEOUT,
+        )
+        assert process.returncode == 0, failure(process)
+        return process.stdout + process.stderr
+
+    assert snakemake("--version").strip() == read_pins(REPOSITORY / "envs/oldest.txt")["snakemake"]
+    assert re.search(r"^golden +4$", snakemake("-n", "--quiet", "host"), re.MULTILINE)
+    made = ("results/demo-llama/checkpoint.json", "results/demo-llama/architecture.json", "results/config.json")
+    snakemake("--cores", "1", *made)
+    for path in (fresh.folder / "resources").rglob("*"):
+        os.utime(path)
+    shutil.rmtree(fresh.folder / ".snakemake")
+    assert "Nothing to be done" in snakemake("-n", *made)
+
+
+def test_another_transformers_is_one_line_at_start(fresh: Checkout, tmp_path: Path) -> None:
+    about = tmp_path / "packages" / "transformers-5.17.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
+    tested = read_pins()["transformers"]
+    line = f"transformers 5.17.0 is installed, {tested} is tested: what it exports may differ, or be refused"
+    fresh.variables = {"PYTHONPATH": os.pathsep.join([str(about.parent), str(fresh.folder / "src")])}
+    for module, arguments in (("snakemake", ("-n", "--quiet", "all")), ("lockstep", ("export", "demo-llama/fp32"))):
+        process = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=fresh.folder,
+            env=fresh.environment(),
+            text=True,
+            capture_output=True,
+            timeout=TIMEOUT,
+        )
+        assert (process.stdout + process.stderr).count(line) == 1, failure(process)
