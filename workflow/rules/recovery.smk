@@ -14,7 +14,7 @@ from lockstep.provenance.again import not_as_locked, untrusted
 from lockstep.provenance.dates import Dated, dates
 from lockstep.provenance.explain import has_changed, report_has_changed
 from lockstep.provenance.locked import check_project, find_lock
-from lockstep.provenance.sources import Sources, files_of
+from lockstep.provenance.sources import Sources
 from lockstep.report.summary import is_stale
 
 
@@ -34,7 +34,24 @@ def check_locks():
 
 
 def config_has_changed():
-    return read_json(PLACE.config()) != CONFIG.dump()
+    try:
+        return read_json(PLACE.config()) != CONFIG.dump()
+    except LockstepError:
+        return True
+
+
+def user_files(stage, model):
+    """The files of the user that its rule names."""
+    if stage in ("resolve", "architecture"):
+        headers = stage == "resolve" or model in PACKED
+        weights = WEIGHT_FILES.get(model, []) if headers else []
+        return [*SIDE_FILES.get(model, []), *weights]
+    if stage == "random_weights":
+        return [str(SOURCES[model]), str(SOURCES[model].with_name("tokenizer.json"))]
+    if stage == "adapters":
+        folders = adapter_folders_here(model)
+        return [str(path) for folder in folders for path in folder.glob("adapter_*")]
+    return []
 
 
 def dated_jobs():
@@ -52,7 +69,7 @@ def dated_jobs():
         own = sources[step.names["model"]]
         yield Dated(
             made,
-            list(map(str, files_of(step, own))),
+            user_files(step.stage, step.names["model"]),
             functools.partial(has_changed, step, own),
         )
     for rule, made in (("summary", summary), ("plots", plots)):

@@ -58,17 +58,6 @@ class Sources:
         return cls(folder if folder.is_dir() else None, fetched, random, adapters)
 
 
-def files_of(step: JobSpec, sources: Sources) -> list[Path]:
-    """Return the user's files that a step reads, as they are there now."""
-    if step.stage in ("resolve", "architecture") and sources.folder and not sources.fetched:
-        return [*side_files(sources.folder), *weight_files(sources.folder, find_tensors(sources.folder))]
-    if step.stage == "random_weights" and sources.random:
-        return [path for path in (sources.random, sources.random.with_name("tokenizer.json")) if path.is_file()]
-    if step.stage == "adapters":
-        return [path for folder in sources.adapters.values() for path in sorted(folder.glob("adapter_*"))]
-    return []
-
-
 def changed_files(step: JobSpec, sources: Sources) -> list[str]:
     """Return what has changed in the files that a step made its output of.
 

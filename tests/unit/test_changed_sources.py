@@ -1,0 +1,100 @@
+"""What has changed in the files that a model is made of: their content decides, not their dates or places."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+from demo_model import DEMO, ROOT
+from packed_checkpoints import Layout, write_packed
+from safetensors.numpy import load_file, save_file
+
+from lockstep.artifacts.fetched import folder_of, write_fetched
+from lockstep.artifacts.files import sha256_file
+from lockstep.checkpoint import resolve, resolve_architecture, resolve_fetched
+from lockstep.export import random_model
+from lockstep.pipeline.step import JobSpec
+from lockstep.provenance.sources import Sources, changed_files
+from lockstep.weights.check_adapters import resolve_adapters
+
+ADAPTERS = ROOT / "resources" / "demo-adapters"
+
+
+def step(stage: str, output: Path) -> JobSpec:
+    return JobSpec(stage, {"model": "m"}, {}, {}, output)
+
+
+def flip(path: Path, place: int = -5) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO, tmp_path / "one")
+    made = step("resolve", resolve(str(folder), folder, tmp_path / "checkpoint.json"))
+    os.utime(folder / "model.safetensors")
+    elsewhere = shutil.copytree(folder, tmp_path / "two")
+    assert changed_files(made, Sources(folder)) == changed_files(made, Sources(elsewhere)) == []
+    assert changed_files(made, Sources()) == []
+    flip(folder / "model.safetensors")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    lines = changed_files(made, Sources(folder))
+    assert any("model.safetensors changed: sha256 " in line for line in lines), lines
+
+
+def test_the_architecture_of_packed_weights_is_of_what_their_headers_say(tmp_path: Path) -> None:
+    layout = Layout("gptq", 4, 16)
+    folder = tmp_path / "packed"
+    write_packed(DEMO, folder, layout)
+    made = step("architecture", resolve_architecture(str(folder), folder, tmp_path / "architecture.json"))
+    os.utime(folder / "model.safetensors")
+    flip(folder / "model.safetensors")
+    assert changed_files(made, Sources(folder)) == []
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name.removesuffix(".qweight") for name in sorted(tensors) if name.endswith(".qweight"))
+    plain = np.zeros_like(load_file(DEMO / "model.safetensors")[f"{name}.weight"])
+    kept = {key: value for key, value in tensors.items() if not key.startswith(f"{name}.")}
+    save_file({**kept, f"{name}.weight": plain}, folder / "model.safetensors")
+    assert changed_files(made, Sources(folder)) == [f"{folder}: other tensors are quantised"]
+
+
+def test_the_config_of_random_weights(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    shutil.copyfile(DEMO / "config.json", config)
+    made = step("random_weights", random_model.fetch("random:config.json", config, tmp_path / "m" / "source.json"))
+    os.utime(config)
+    assert changed_files(made, Sources(random=config)) == []
+    shutil.copyfile(DEMO / "tokenizer.json", tmp_path / "tokenizer.json")
+    assert changed_files(made, Sources(random=config)) == [f"{tmp_path / 'tokenizer.json'} changed"]
+    (tmp_path / "tokenizer.json").unlink()
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 1}))
+    assert changed_files(made, Sources(random=config)) == [f"{config} changed"]
+
+
+def test_a_fetched_checkpoint_at_another_commit(tmp_path: Path) -> None:
+    source = tmp_path / "source.json"
+    shutil.copytree(DEMO, folder_of(source))
+    digests = {path.name: sha256_file(path) for path in folder_of(source).iterdir() if path.is_file()}
+    write_fetched(source, "hf:org/model", digests, commit="a" * 40)
+    made = step("resolve", resolve_fetched(source, tmp_path / "checkpoint.json"))
+    assert changed_files(made, Sources(folder_of(source), source)) == []
+    write_fetched(source, "hf:org/model", digests, commit="b" * 40)
+    assert changed_files(made, Sources(folder_of(source), source)) == [f"{source}: commit {'a' * 40} -> {'b' * 40}"]
+
+
+def test_adapters(tmp_path: Path) -> None:
+    checkpoint = resolve(str(DEMO), DEMO, tmp_path / "checkpoint.json")
+    folder = shutil.copytree(ADAPTERS / "captain", tmp_path / "captain")
+    out = resolve_adapters(
+        {"captain": str(folder)}, {"captain": folder}, checkpoint, 16, None, tmp_path / "adapters.json"
+    )
+    made = step("adapters", out)
+    os.utime(folder / "adapter_model.safetensors")
+    assert changed_files(made, Sources(adapters={"captain": folder})) == []
+    flip(folder / "adapter_model.safetensors")
+    (line,) = changed_files(made, Sources(adapters={"captain": folder}))
+    assert line.startswith(f"{folder / 'adapter_model.safetensors'} changed: sha256 ")
