@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from families import FAMILIES
 
+import fake_gpu
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json
 from lockstep.backends import build
@@ -61,7 +63,7 @@ def made(request, shared) -> Path:
 
     def make(root: Path) -> None:
         source = root / "source"
-        lifelike.write(FAMILIES[request.param].config, 0, source, MODELS[request.param])
+        lifelike.write({**FAMILIES[request.param].config, "head_dim": 16}, 0, source, MODELS[request.param])
         for kind, residual in (("plain", None), ("wide", "float32")):
             results = Results(root / kind)
             checkpoint = resolve(str(source), source, results.checkpoint(NAME))
@@ -85,15 +87,15 @@ def validated(made: Path, kind: str, out: Path) -> Path:
     return validate.run(assembly, weights, checkpoint, "all", TOLERANCES, LIMITS.max_seq_len, out)
 
 
-def run_golden(made: Path, kind: str, folder: Path) -> None:
+def run_golden(made: Path, kind: str, folder: Path, backend: str = "onnxruntime", built: Path | None = None) -> None:
     assembly, weights, engines = map(str, paths(made, kind))
     reference = str(Results(made / kind).reference(NAME, "all"))
     engine_jobs.golden(
         assembly,
         weights,
-        engines,
+        str(built or engines),
         reference,
-        asdict(Target(NAME, "fp16", "all", "onnxruntime")),
+        asdict(Target(NAME, "fp16", "all", backend)),
         asdict(TOLERANCES),
         asdict(LIMITS),
         str(folder / "golden.json"),
@@ -126,7 +128,7 @@ def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
     arrays = inputs.arrays
 
     def large(*given):
-        return {name: array * 40_000 if name == "hidden" else array for name, array in arrays(*given).items()}
+        return {name: array * 10_000 if name == "hidden" else array for name, array in arrays(*given).items()}
 
     monkeypatch.setattr(inputs, "arrays", large)
     with pytest.raises(CheckError, match=r"float16 overflows: .* reaches .*, expected at most 65504"):
@@ -140,6 +142,38 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
     compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
     run_golden(made, "wide", tmp_path)
     assert read_json(tmp_path / "golden.json")["max_logit_error"] > 0  # float16 is not left out
+
+
+@pytest.mark.parametrize(
+    "backend, version", [("tensorrt", "8.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116")]
+)
+def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
+    """On the fake GPU: what is their own is which buffers and kernels take the stream."""
+    assembly, weights, _ = paths(made, "wide")
+    limits = {name: value for name, value in asdict(LIMITS).items() if name != "max_input_len"}
+    with fake_gpu.installed(version, backend) as gpu:
+        engines = build(assembly, backend, tmp_path / "engines.json", limits)
+        compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
+        run_golden(made, "wide", tmp_path, backend, engines)
+        gc.collect()
+    assert not gpu.faults
+
+
+def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
+    """Partial sums are float16, what they are added to float32; adapters' products are float16."""
+    results = Results(made / "wide")
+    for settings in ({"tensor_parallel": 2}, {"adapters": {"max_adapters": 2, "max_lora_rank": 8}}):
+        assembly = tmp_path / next(iter(settings)) / "assembly.json"
+        export(results.architecture(NAME), "fp16", assembly, residual="float32", **settings)
+        validate.run(
+            assembly,
+            results.weights(NAME, "fp16"),
+            results.checkpoint(NAME),
+            "all",
+            TOLERANCES,
+            64,
+            tmp_path / "v.json",
+        )
 
 
 def test_only_the_stream_is_wide(made):

@@ -48,6 +48,16 @@ class Overflow:
         return f"{found}; {wide}take bf16 or fp32 instead of float16"
 
 
+def overflows(outputs: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> bool:
+    """Return whether some outputs are not finite, for which the model may be the reason.
+
+    It is not where what is expected of such an output, as far as that is known, is within float16.
+    """
+    infinite = [name for name, array in outputs.items() if not np.isfinite(array).all()]
+    known = [expected[name] for name in infinite if name in expected]
+    return bool(infinite) and all(np.abs(array).max(initial=0) > LARGEST for array in known)
+
+
 def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Overflow | None:
     """Return the first value that goes beyond float16, in the order of the nodes; None where none does.
 

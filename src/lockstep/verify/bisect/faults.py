@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from lockstep.backends import build
-from lockstep.onnx_tools.overflow import find_overflow
+from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.targets import Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.nodes import NodeFault, first_fault
@@ -121,7 +121,7 @@ def walk_stages(
 
 def _overflow(graphs: Graphs, step: StageRun) -> str | None:
     stage = step.stage
-    if stage.part == "attention" or all(np.isfinite(array).all() for array in step.outputs.values()):
+    if stage.part == "attention" or not overflows(step.outputs, step.expected):
         return None
     found = find_overflow(graphs.model(stage.graph), graphs.feeds(stage.graph, stage.inputs, stage.slots))
     return found.text(stage.graph, stage.layer, graphs.assembly.residual) if found else None

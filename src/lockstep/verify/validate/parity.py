@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.onnx_tools.metrics import Difference, difference
+from lockstep.onnx_tools.overflow import overflows
 from lockstep.verify.validate.graphs import Graphs
 from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
@@ -52,7 +53,7 @@ def layer_errors(graphs: Graphs, records: Sequence[Record]) -> tuple[list[LayerE
     errors, env = _layers_alone(graphs, records)
     env["logit_rows"] = np.arange(len(env["position_ids"]))
     logits = graphs.run_block(graphs.exit, env)["logits"]
-    if not _finite({"logits": logits}):
+    if overflows({"logits": logits}, {}):
         errors[-1].overflow = errors[-1].overflow or graphs.overflow(graphs.exit, env, graphs.num_layers - 1)
     return errors, difference(np.concatenate([record.logits for record in records]), logits)
 
@@ -81,13 +82,13 @@ def _layers_alone(
         layer = graphs.layers[index]
         part = layer.block
         outputs = graphs.run_block(part, env)
-        overflow = "" if _finite(outputs) else graphs.overflow(part, env, index)
-        env |= outputs
+        known: dict[str, np.ndarray] = {}
         if index and graphs.carries(part) == ["hidden"]:
             # One value crosses to the next block: the hidden state that enters this layer and left the one before.
-            expected = np.concatenate([record.layers[index].hidden for record in records])
-            errors[-1].tensors["hidden"] = difference(expected, env["hidden"])
-            env["hidden"] = _narrowed(expected, graphs.hidden_dtype)
+            known["hidden"] = np.concatenate([record.layers[index].hidden for record in records])
+            errors[-1].tensors["hidden"] = difference(known["hidden"], outputs["hidden"])
+        overflow = graphs.overflow(part, env, index) if overflows(outputs, known) else ""
+        env |= outputs | {name: _narrowed(array, graphs.hidden_dtype) for name, array in known.items()}
         entry = LayerErrors(index, part.graph, layer.variant, overflow=overflow)
         layers = [record.layers[index] for record in records]
         if records[0].num_past:
@@ -157,10 +158,6 @@ def _variant_errors_behind(
         expected,
     )
     return found.errors()
-
-
-def _finite(outputs: Mapping[str, np.ndarray]) -> bool:
-    return all(np.isfinite(array).all() for array in outputs.values())
 
 
 @np.errstate(over="ignore")
