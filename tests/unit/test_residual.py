@@ -7,18 +7,24 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
+from demo_model import ROOT
 from families import FAMILIES
+from onnx import TensorProto, helper
 
 import fake_gpu
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.config import load
 from lockstep.config.types import Fp16Tolerance
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, InputError
 from lockstep.export import export, lifelike
-from lockstep.pipeline import engine_jobs
+from lockstep.onnx_tools.overflow import find_overflow, overflows
+from lockstep.pipeline import engine_jobs, options
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare, golden, validate
 from lockstep.verify.bisect.run import bisect
@@ -186,3 +192,34 @@ def test_only_the_stream_is_wide(made):
             if io.dtype != "int64":
                 assert io.dtype == ("float32" if io.key == "hidden" else "float16"), (name, io.name)
         assert {slot.dtype for slot in graph.signature.slots} == {"float16"}
+
+
+def test_the_config_refuses_what_cannot_keep_the_stream_wide():
+    value = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    model = value["models"]["demo-llama"] | {"residual": "float32", "backends": ["tensorrt"], "precisions": ["w8a16"]}
+    model.pop("backend_precisions", None)
+    value["models"] = {"demo-llama": model}
+    with pytest.raises(InputError) as found:
+        load.load(value)
+    line = (
+        "models.demo-llama.residual: expected none for backend tensorrt in w8a16, whose engines have the hidden state"
+    )
+    assert line in str(found.value) and "\n" not in str(found.value)
+    config = load.load({**value, "models": {"demo-llama": model | {"precisions": ["fp32", "fp16"]}}})
+    assert [options.export(config, "demo-llama", each) for each in ("fp32", "fp16")] == [{}, {"residual": "float32"}]
+
+
+def test_an_overflow_is_told_from_other_infinities():
+    """Where PyTorch has a number that float16 holds, the graph is wrong, not float16 too small."""
+    infinite, small, large = np.array([np.inf, 1.0]), np.array([2.0, 1.0]), np.array([70_000.0, 1.0])
+    assert overflows({"hidden": infinite}, {}) and overflows({"hidden": infinite}, {"hidden": large})
+    assert not overflows({"hidden": infinite}, {"hidden": small}) and not overflows({"hidden": small}, {})
+    halves = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [2]) for name in "abcd"]
+    nodes = [helper.make_node("Add", ["a", "b"], ["c"]), helper.make_node("Mul", ["c", "c"], ["d"])]
+    model = helper.make_model(helper.make_graph(nodes, "g", halves[:2], halves[3:]), ir_version=10)
+    model.opset_import[0].version = 20
+    of = lambda *numbers: np.array(numbers, np.float16)
+    found = find_overflow(model, {"a": of(200, 1), "b": of(100, 1)})
+    assert (found.name, found.largest, found.is_product) == ("d", 90_000.0, False)
+    assert find_overflow(model, {"a": of(100, 1), "b": of(100, 1)}) is None
+    assert find_overflow(model, {"a": of(np.inf, 1), "b": of(100, 1)}) is None
