@@ -33,6 +33,7 @@ from lockstep.weights import convert
 
 NAME = "large"
 LIMITS = Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64)
+SIZES = {name: value for name, value in asdict(LIMITS).items() if name != "max_input_len"}
 # The largest logits are near 130, where float16 has steps of 0.06 to 0.12.
 TOLERANCES = replace(Fp16Tolerance().plain(), logits=0.25)
 TERMS = golden.GoldenTerms(4, ("The river", "comes down"), 0)
@@ -93,11 +94,19 @@ def validated(made: Path, kind: str, out: Path) -> Path:
     return validate.run(assembly, weights, checkpoint, "all", TOLERANCES, LIMITS.max_seq_len, out)
 
 
-def run_golden(made: Path, kind: str, folder: Path, backend: str = "onnxruntime", built: Path | None = None) -> None:
+def run_golden(
+    made: Path,
+    kind: str,
+    folder: Path,
+    backend: str = "onnxruntime",
+    built: Path | None = None,
+    exported: Path | None = None,
+) -> None:
+    """built, exported: engines and assembly instead of those of `made`."""
     assembly, weights, engines = map(str, paths(made, kind))
     reference = str(Results(made / kind).reference(NAME, "all"))
     engine_jobs.golden(
-        assembly,
+        str(exported or assembly),
         weights,
         str(built or engines),
         reference,
@@ -156,9 +165,8 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
 def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
     """On the fake GPU: what is their own is which buffers and kernels take the stream."""
     assembly, weights, _ = paths(made, "wide")
-    limits = {name: value for name, value in asdict(LIMITS).items() if name != "max_input_len"}
     with fake_gpu.installed(version, backend) as gpu:
-        engines = build(assembly, backend, tmp_path / "engines.json", limits)
+        engines = build(assembly, backend, tmp_path / "engines.json", SIZES)
         compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
         run_golden(made, "wide", tmp_path, backend, engines)
         gc.collect()
@@ -180,6 +188,13 @@ def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
             64,
             tmp_path / "v.json",
         )
+    ranks = tmp_path / "tensor_parallel" / "assembly.json"
+    with fake_gpu.installed("10.9.0") as gpu:
+        gpu.devices = 2
+        engines = build(ranks, "tensorrt", tmp_path / "engines.json", SIZES)
+        run_golden(made, "wide", tmp_path, "tensorrt", engines, ranks)
+        gc.collect()
+    assert not gpu.faults
 
 
 def test_only_the_stream_is_wide(made):
