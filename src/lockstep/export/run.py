@@ -222,6 +222,8 @@ def assemble(
     for name, graph in {**classes.graphs, **variants.graphs}.items():
         files[f"{name}.onnx"] = graph.data
         onnx.checker.check_model(graph.proto, full_check=True)
+    if residual is not None:
+        _check_stream(classes.graphs, residual, config["model_type"])
     ranks = None
     if tensor_parallel > 1:
         batchless = [variants.batchless[entry.variant] for entry in entries]
@@ -252,6 +254,20 @@ def assemble(
         tensor_parallel=ranks,
     )
     return files, assembly
+
+
+def _check_stream(graphs: Mapping[str, Graph], residual: str, model_type: str) -> None:
+    """Check that the hidden state has the type `residual` wherever it crosses from block to block.
+
+    Raises InputError for a model whose stream begins behind a product (a projection of the embedding).
+    """
+    for name, graph in graphs.items():
+        for io in (*graph.signature.inputs, *graph.signature.outputs):
+            if io.key == "hidden" and io.dtype != residual:
+                raise InputError(
+                    f"model type {model_type!r}: residual: expected a stream that goes from the embedding to the last "
+                    f"norm, found a product in it (block {name}); leave residual out, and take bf16 or fp32"
+                )
 
 
 def shard(
