@@ -28,9 +28,7 @@ def test_the_stream_is_wide_and_the_computation_the_same(family: str) -> None:
     """In float32 throughout, the graphs are held to transformers as those of an fp32 export are."""
     config = FAMILIES[family].config
     if family == "opt":  # projects its embedding first
-        with pytest.raises(
-            InputError, match=r"^model type 'opt': residual: .*, found a product in it \(block middle\)"
-        ):
+        with pytest.raises(InputError, match=r"^model type 'opt': residual: .*, found a product in it \(block \w+\)"):
             assemble(meta_model(config, "fp16"), config, "fp16", residual="float32")
         return
     files, assembly = assemble(meta_model(config, "fp16"), config, "fp16", residual="float32")
