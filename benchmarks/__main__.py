@@ -352,7 +352,7 @@ def peers(
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Types tried at a time.")
 @_DOCS
 def models(types: tuple[str, ...], jobs: int, docs: Path | None) -> None:
-    """Try which causal-LM types of transformers work, each as a tiny random model.
+    """Try which causal-LM types of transformers work, each as a tiny model.
 
     Each goes through all stages.  [default: all types]
     """

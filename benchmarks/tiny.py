@@ -1,10 +1,13 @@
-"""One model type as a tiny random model through all stages, against transformers.
+"""One model type as a tiny model through all stages, against transformers.
+
+Its weights are random, its activations like those of trained models (`lockstep.export.lifelike`).
 
 Used by `python -m benchmarks models`, in a process of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +22,10 @@ import lockstep
 from benchmarks.measure import write_json
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
 from lockstep import Advance, Assembly, InputError, Model, Results
+from lockstep.export import lifelike
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
+from lockstep.export.random_model import byte_tokenizer
 from lockstep.export.small_configs import small_configs
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.export.tracer import meta_model
@@ -61,24 +66,33 @@ def try_type(model_type: str, folder: Path) -> dict[str, Any]:
 def _try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     try:
         source, results = _export(config, folder)
+        found = dataclasses.asdict(lifelike.write(config, 0, source))
     except InputError as error:
         return {"result": REFUSED, "reason": _one_line(error)}
     except Exception as error:  # what is no refusal is a fault of ours, and the table says so
         return {"result": BROKEN, "reason": f"export: {_one_line(error)}"}
     try:
-        error, own = _logit_errors(config, source, results)
+        error, own, error_16, own_16 = _logit_errors(config, source, results)
     except Exception as error:
         return {"result": BROKEN, "reason": _one_line(error)}
     assembly = Assembly.load(results.assembly(_NAME, "fp32"))
     record = {
         "logit_error": _rounded(error),
         "transformers_error": _rounded(own),
+        "fp16_error": _rounded(error_16),
+        "transformers_fp16_error": _rounded(own_16),
+        "activations": {name: value and _rounded(value) for name, value in found.items()},
         "classes": len(assembly.classes),
         "kinds": len(assembly.variants),
     }
-    if error <= max(TOLERANCE, OWN_ERRORS * own):  # random weights may be so unlucky that fp32 itself is no better
-        return {"result": WORKS, **record}
-    return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
+    if error > max(TOLERANCE, OWN_ERRORS * own):  # weights may be so unlucky that fp32 itself is no better
+        return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
+    if np.isfinite(own_16) and not error_16 <= OWN_ERRORS * own_16:
+        reason = (
+            f"in fp16 logits differ by {error_16:.1e} of their standard deviation, transformers' own by {own_16:.1e}"
+        )
+        return {"result": WRONG, "reason": reason, **record}
+    return {"result": WORKS, **record}
 
 
 def _rounded(value: float) -> float:
@@ -155,50 +169,58 @@ _NUMBERS_OF_EXPERTS = {
 
 
 def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
-    """Make a random checkpoint, and what resolve and export make of it."""
-    folder.mkdir()
-    write_json(folder / "shape.json", {**config, "dtype": "float32"})
-    source, results = (
-        lockstep.make_random_checkpoint(folder / "shape.json", 0, folder / "checkpoint"),
-        Results(folder / "results"),
-    )
-    lockstep.resolve_checkpoint(str(source), source, results.checkpoint(_NAME))
-    lockstep.export_graphs(
-        lockstep.resolve_architecture(str(source), source, results.architecture(_NAME)),
-        "fp32",
-        results.assembly(_NAME, "fp32"),
-    )
+    """Make a checkpoint without weights, and what export makes of it."""
+    source, results = folder / "checkpoint", Results(folder / "results")
+    source.mkdir(parents=True)
+    write_json(source / "config.json", {**config, "dtype": "float32"})
+    byte_tokenizer().save(str(source / "tokenizer.json"))
+    architecture = lockstep.resolve_architecture(str(source), source, results.architecture(_NAME))
+    for precision in ("fp32", "fp16"):
+        lockstep.export_graphs(architecture, precision, results.assembly(_NAME, precision))
     return source, results
 
 
-def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> tuple[float, float]:
-    """Return the largest difference of a logit from transformers in fp32.
+def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> tuple[float, float, float, float]:
+    """Return the largest difference of a logit from transformers in fp32, in fp32 and in fp16.
 
-    There each request runs alone and whole. Also that of transformers in fp32 from itself in fp64; both over the
-    logits' standard deviation. Requests: see `_logits_found`.
+    There each request runs alone and whole. Behind each that of transformers: in fp32 from itself in fp64, in fp16 from
+    itself in fp32. All over the logits' standard deviation. Requests: see `_logits_found`.
     """
-    lockstep.convert_weights(results.checkpoint(_NAME), "fp32", results.weights(_NAME, "fp32"))
-    lockstep.build_engines(
-        results.assembly(_NAME, "fp32"), "onnxruntime", results.engines(_NAME, "fp32", "onnxruntime")
-    )
-    positions = Assembly.load(results.assembly(_NAME, "fp32")).max_position_embeddings or _LONG + _DECODE_STEPS
-    prompts = (*_PROMPTS, min(_LONG, positions - _DECODE_STEPS))
-    model = Model.open(
-        results.engines(_NAME, "fp32", "onnxruntime"), results.assembly(_NAME, "fp32"), results.weights(_NAME, "fp32"),
-        max_batch_size=len(prompts) + 1, max_seq_len=prompts[-1] + _DECODE_STEPS,
-    )  # fmt: skip
-    random = np.random.default_rng(1)
-    sequences = [random.integers(0, model.vocab_size, length + _DECODE_STEPS) for length in prompts]
-    found = _logits_found(model, sequences, prompts)
+    lockstep.resolve_checkpoint(str(source), source, results.checkpoint(_NAME))
     made = cut_config(config, "all")
     made._experts_implementation = "eager"  # the one that also runs in fp64
     reference = load_folder(source, made)
+    positions = Assembly.load(results.assembly(_NAME, "fp32")).max_position_embeddings or _LONG + _DECODE_STEPS
+    prompts = (*_PROMPTS, min(_LONG, positions - _DECODE_STEPS))
+    random = np.random.default_rng(1)
+    vocab_size = Assembly.load(results.assembly(_NAME, "fp32")).vocab_size
+    sequences = [random.integers(0, vocab_size, length + _DECODE_STEPS) for length in prompts]
+    for ids in sequences:
+        ids[0] = lifelike.first_token(reference)
     expected, spread = _expected(reference, sequences, prompts)
     exact, _ = _expected(reference.double(), sequences, prompts)
+    half, _ = _expected(reference.float().half(), sequences, prompts)
     # The long prompt was brought twice: in one piece, and in chunks beside requests that decode.
-    twice = [0, 1, 2, 3, 3]
-    difference = float(np.abs(found - expected[:, twice]).max() / spread)
-    return difference if np.isfinite(difference) else float("inf"), float(np.abs(expected - exact).max() / spread)
+    twice = expected[:, [0, 1, 2, 3, 3]]
+    errors = [_largest(_run(results, one, sequences, prompts) - twice, spread) for one in ("fp32", "fp16")]
+    return errors[0], _largest(expected - exact, spread), errors[1], _largest(half - expected, spread)
+
+
+def _largest(difference: np.ndarray, spread: float) -> float:
+    largest = float(np.abs(difference).max() / spread)
+    return largest if np.isfinite(largest) else float("inf")
+
+
+def _run(results: Results, precision: str, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> np.ndarray:
+    """Return the logits of a precision's engines (`_logits_found`)."""
+    lockstep.convert_weights(results.checkpoint(_NAME), precision, results.weights(_NAME, precision))
+    engines = results.engines(_NAME, precision, "onnxruntime")
+    lockstep.build_engines(results.assembly(_NAME, precision), "onnxruntime", engines)
+    model = Model.open(
+        engines, results.assembly(_NAME, precision), results.weights(_NAME, precision),
+        max_batch_size=len(prompts) + 1, max_seq_len=prompts[-1] + _DECODE_STEPS,
+    )  # fmt: skip
+    return _logits_found(model, sequences, prompts)
 
 
 def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> np.ndarray:
@@ -238,7 +260,7 @@ def _expected(
     Each request runs alone, in one piece.
     """
     with torch.no_grad():
-        whole = [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
+        whole = [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].double().numpy() for ids in sequences]
     rows = [[logits[length - 1 + step] for logits, length in zip(whole, prompts)] for step in range(_DECODE_STEPS + 1)]
     return np.array(rows), float(np.concatenate(whole).std())
 

@@ -96,19 +96,20 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
         return
     own, shared = unique_layers._cut, Shared(shared_root(tmp_path_factory.getbasetemp()))
 
-    def cut(meta, indices):
+    def cut(meta, indices, wide_residual):
         kind = type(meta)
         if traces_anew or is_patched(kind.__module__):
-            return own(meta, indices)
+            return own(meta, indices, wide_residual)
         signature = unique_layers._layer_signature(meta, {})  # the module tree, its tensors and plain settings
         content = [
             f"{kind.__module__}.{kind.__qualname__}",
             meta.config.to_json_string(False),
             signature,
             list(indices),
+            wide_residual,
         ]
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        make = lambda folder: (folder / "cut.pickle").write_bytes(pickle.dumps(own(meta, indices)))
+        make = lambda folder: (folder / "cut.pickle").write_bytes(pickle.dumps(own(meta, indices, wide_residual)))
         return pickle.loads((shared.folder(f"traces/{digest}", make) / "cut.pickle").read_bytes())
 
     unique_layers._cut = cut

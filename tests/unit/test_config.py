@@ -134,14 +134,14 @@ MISTAKES = [
         "layers:",
         "layer:",
         "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, "
-        "backends, backend_precisions, group_size, tensor_parallel, adapters, max_adapters, max_lora_rank, "
+        "backends, backend_precisions, group_size, residual, tensor_parallel, adapters, max_adapters, max_lora_rank, "
         "lora_target_modules, golden, tolerances",
     ),
     (
         "golden:",
         "goldn:",
         "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, "
-        "backends, backend_precisions, group_size, tensor_parallel, adapters, max_adapters, max_lora_rank, "
+        "backends, backend_precisions, group_size, residual, tensor_parallel, adapters, max_adapters, max_lora_rank, "
         "lora_target_modules, golden, tolerances (and 1 more)",
     ),
     ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
@@ -363,7 +363,7 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
         (
             "models:\n  m:\n",
             "models.m: expected a mapping of source, layers, precisions, backends, "
-            "backend_precisions, group_size, tensor_parallel, adapters, max_adapters, max_lora_rank, "
+            "backend_precisions, group_size, residual, tensor_parallel, adapters, max_adapters, max_lora_rank, "
             "lora_target_modules, golden, tolerances; found nothing",
         ),
         ("limits: {}\n", "models: expected this key; found nothing"),

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
 
 from lockstep.errors import InputError
-from lockstep.export.parity import TOLERANCE, depths_to_try, make_small, measure, prove
+from lockstep.export.parity import TOLERANCE, Small, depths_to_try, make_small, measure, prove
 from lockstep.export.run import assemble, export_config
 from lockstep.export.small_configs import small_configs
 from lockstep.export.tracer import meta_model
@@ -186,6 +186,21 @@ def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
     for small in (wide, llama):
         found = measure(small)
         assert found.error < TOLERANCE / 4 and found.own < TOLERANCE / 4
+
+
+def test_more_far_positions_than_near_requests_are_checked(shared):
+    """Llama 3.1's: both sides of the length that its RoPE was made for, and its last position, are three requests."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = {**FAMILIES["llama"].config, "rope_parameters": rope, "max_position_embeddings": 131072}
+    found = measure(Small(config, *shared.assembled(config, "fp32")))
+    assert found.error < TOLERANCE / 4
 
 
 def window_of_300(by):

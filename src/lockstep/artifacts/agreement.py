@@ -40,6 +40,7 @@ def agrees(assembly: Assembly, num_layers: int) -> None:
         values[IDS] = ("int64", ["num_tokens"])
         _check_adapters(assembly, assembly.adapters)
     _run(assembly, "embedding", assembly.embedding, values)
+    _same("embedding: dtype", values.get("hidden", ("",))[0], assembly.hidden_dtype)
     _same("hidden_size", values.get("hidden", ("", [None]))[1], ["num_tokens", assembly.hidden_size])
     for index, layer in enumerate(assembly.layers):
         _run(assembly, f"layers[{index}].block", layer.block, values)

@@ -48,6 +48,7 @@ _SCHEMA = record(
         "tensor_parallel": TENSOR_PARALLEL,
         "adapters": LORA_SLOTS,
         "quantization": QUANTIZED,
+        "residual": one_of("float32"),
         "batchful": record(
             {"graph": FILE, "sha256": DIGEST, "inputs": IOS, "outputs": IOS, "slots": items(IO_SCHEMA, 1_000_000)},
             {"tensors": mapping(TENSORS, NAME)},
@@ -126,12 +127,13 @@ class FileEntry:
 class Assembly:
     """A model in split form.
 
-    dtype: of the hidden state, as NumPy calls it. classes: the blocks' graphs by name. variants: attention by name
-    ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
+    dtype: of weights and computation, as NumPy calls it. classes: the blocks' graphs by name. variants: attention by
+    name ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
     setting makes it, where that is another one. batchful: the whole model in one graph. tokenizer, chat_template: how
     text becomes tokens; None where the checkpoint has none. tensor_parallel: what several ranks run instead of the
     blocks and the attention; None for one. adapters: where blocks take them; None where they take none. quantization:
-    which tensors are quantised, and how; None where none is.
+    which tensors are quantised, and how; None where none is. residual: the type of the residual stream, where that is
+    another than `dtype`.
     """
 
     model_type: str
@@ -152,6 +154,12 @@ class Assembly:
     tensor_parallel: TensorParallel | None = None
     adapters: LoraSlots | None = None
     quantization: QuantizedTensors | None = None
+    residual: str | None = None
+
+    @property
+    def hidden_dtype(self) -> str:
+        """The type of the hidden state between blocks, as NumPy calls it."""
+        return self.residual or self.dtype
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Assembly:
@@ -191,6 +199,7 @@ class Assembly:
             tensor_parallel=TensorParallel.from_json(ranks) if ranks else None,
             adapters=LoraSlots.from_json(adapters) if adapters else None,
             quantization=QuantizedTensors.from_json(quantized) if quantized else None,
+            residual=value.get("residual"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -203,6 +212,7 @@ class Assembly:
             "tensor_parallel": self.tensor_parallel and self.tensor_parallel.to_json(),
             "adapters": self.adapters and self.adapters.to_json(),
             "quantization": self.quantization and self.quantization.to_json(),
+            "residual": self.residual,
         }
         return {
             "format": formats.ASSEMBLY,

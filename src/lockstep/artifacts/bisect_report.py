@@ -111,13 +111,14 @@ class EngineReport:
     """Engines against their graphs.
 
     served: how far the runtime's logits are off, None where that was not measured. finished: False where the time was
-    over before the last stage.
+    over before the last stage. overflow: a line where a graph goes beyond float16.
     """
 
     rows: tuple[MeasuredOutput, ...]
     fault: FoundFault | None
     served: StepsError | None
     finished: bool
+    overflow: str | None = None
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> EngineReport:
@@ -133,9 +134,9 @@ class EngineReport:
 class BisectReport(Document):
     """What a target's graphs and engines do along one request.
 
-    chosen: why this prompt. wrong: "graph", "engine", "weights", "runtime" or "nothing". answer: the same in one line;
-    look_at: what to do next. served, weights: how far the logits of the runtime, and those of PyTorch on the target's
-    weights, are off; None where that was not measured.
+    chosen: why this prompt. wrong: "graph", "engine", "overflow", "weights", "runtime" or "nothing". answer: the same
+    in one line; look_at: what to do next. served, weights: how far the logits of the runtime, and those of PyTorch on
+    the target's weights, are off; None where that was not measured.
     """
 
     FORMAT: ClassVar[str] = formats.BISECT

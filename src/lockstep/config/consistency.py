@@ -102,6 +102,10 @@ def model_problems(
                 able = ", ".join(settings.runs_adapters)
                 text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
                 yield Problem((*here, "adapters"), f"{text}{len(model.adapters)}")
+        narrow = [each for each in model.precisions_of(backend) if each in settings.fp16_activations]
+        if model.residual and narrow:
+            text = f"expected none for backend {backend} in {narrow[0]}, whose engines have the hidden state in float16"
+            yield Problem((*here, "residual"), f"{text}; found {model.residual!r}")
         place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
         for index, precision in enumerate(model.precisions_of(backend)):
             if precision not in settings.precisions:

@@ -210,6 +210,12 @@ class ModelConfig(Section):
         "all linear weights, and the part of them that each of several ranks takes. None: 32, or of a checkpoint that "
         "is quantised already its own.",
     )
+    residual: Literal["float32"] | None = Field(
+        default=None,
+        description="In fp16: `float32` keeps the residual stream, which runs through all layers, in float32, for "
+        "models whose hidden state is beyond 65504, where float16 ends (Gemma 3). None: float16. In w8a16 and w4a16 it "
+        "is float32 as it is, but on the backend `tensorrt`, which cannot keep it there.",
+    )
     tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
         default=1,
         description="Ranks that each layer's heads, feed-forward sizes and vocabulary are split over. The same engines "

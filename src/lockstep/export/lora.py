@@ -61,7 +61,8 @@ def add_lora(
     nodes = {node.output[0]: node for node in model.graph.node if node.op_type == "Gemm" and node.input[1] in slots}
     if not nodes:
         return graph, {}
-    columns, element = max_adapters * max_lora_rank, _element(model.graph)
+    columns = max_adapters * max_lora_rank
+    element = _element(model.graph, next(iter(nodes.values())).input[1])
     rows = _rows_of(model)
     kept, lora, made = [*model.graph.node], {}, onnx.GraphProto()
     masks: dict[str, str] = {}
@@ -179,8 +180,8 @@ def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str
 _SIZES: dict[int, int] = {onnx.TensorProto.FLOAT: 4, onnx.TensorProto.FLOAT16: 2, onnx.TensorProto.BFLOAT16: 2}
 
 
-def _element(graph: onnx.GraphProto) -> int:
-    return next(value.type.tensor_type.elem_type for value in graph.input if value.name == "hidden")
+def _element(graph: onnx.GraphProto, weight: str) -> int:
+    return next(value.type.tensor_type.elem_type for value in graph.input if value.name == weight)
 
 
 def _rows_of(model: onnx.ModelProto) -> dict[str, str]:

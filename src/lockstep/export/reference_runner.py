@@ -75,10 +75,11 @@ class ReferenceRunner(GraphRunner):
         """Return a runner of the same graphs with other requests.
 
         caches: for each layer [key, value] stores of [num_requests, num_kv_heads, capacity, dim], of which `lengths`
-        tokens are filled. New tokens stand `shift` positions further than that.
+        tokens are filled. New tokens stand `shift` positions further than that. None of them has an adapter.
         """
         other = copy.copy(self)
         other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
+        other.adapters = np.full(len(lengths), -1, np.int64)
         return other
 
     def lora_arrays(self) -> list[LoraArrays]:

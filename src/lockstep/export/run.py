@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock, FileEntry, GraphFile, Layer, Uncut
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, base_precision
+from lockstep.artifacts.dtypes import GROUP_SIZE, PRECISION_NAMES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
 from lockstep.artifacts.packing import check_precision, packing_of
 from lockstep.artifacts.quantized import QuantizedTensors
@@ -73,12 +73,14 @@ def export(
     tensor_parallel: int = 1,
     adapters: Mapping[str, Any] | None = None,
     group_size: int | None = None,
+    residual: str | None = None,
 ) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`.
 
     out: the path of assembly.json, which is returned; graphs lie beside it. tensor_parallel: for how many ranks.
     adapters: arguments of `lora.adapted`, for graphs that take adapters. group_size: numbers that share a scale in
-    w8a16 and w4a16; None: 32, or as the checkpoint has them.
+    w8a16 and w4a16; None: 32, or as the checkpoint has them. residual: "float32" keeps the residual stream of a
+    fp16 model in float32.
 
     Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
     groups.
@@ -93,7 +95,8 @@ def export(
     if quantized is not None and precision in QUANTIZATIONS:
         check_precision(quantized, precision, group_size, str(folder))
         group_size = quantized.group_size
-    files, assembly = _proven(config, precision, folder, tensor_parallel, adapters, group_size or GROUP_SIZE, quantized)
+    size = group_size or GROUP_SIZE
+    files, assembly = _proven(config, precision, folder, tensor_parallel, adapters, size, quantized, residual)
     template = read_chat_template(folder)
     files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
     if template:
@@ -122,13 +125,14 @@ def export_config(
     tensor_parallel: int = 1,
     group_size: int = GROUP_SIZE,
     adapters: Mapping[str, Any] | None = None,
+    residual: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer.
 
     Graphs and assembly are written to `folder`. adapters: arguments of `lora.adapted`, for graphs that take some.
     Returns {file: size, sha256}.
     """
-    files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size)
+    files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size, residual=residual)
     assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
     files["assembly.json"] = dump_json(assembly.to_json()).encode()
     for name, data in sorted(files.items()):
@@ -144,6 +148,7 @@ def _proven(
     adapters: Mapping[str, Any] | None,
     group_size: int,
     quantized: QuantizedTensors | None = None,
+    residual: str | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return what `assemble` gives, once it is known to be right.
 
@@ -158,7 +163,9 @@ def _proven(
         tensors = find_tensors(folder).tensors
         packed = packed_weights(packing_of(config), tensors, folder)
         check_tensors(meta, unpacked_places(tensors, packed), folder)
-    files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel)
+    if residual is not None and precision != "fp16":
+        raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16")
+    files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel, residual=residual)
     prove(config, meta, files, assembly, assemble)
     if adapters:
         files, assembly = with_adapters(files, assembly, adapters, linear_layers(meta))
@@ -186,12 +193,14 @@ def assemble(
     trace_unique_layers: bool = True,
     tensor_parallel: int = 1,
     parts: TracedModel | None = None,
+    residual: str | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return all graph files by name, and the assembly.
 
-    It is without tokenizer and end-of-sequence ids. parts: of the model, where it is traced already.
+    It is without tokenizer and end-of-sequence ids. parts: of the model, where it is traced already. residual: of what
+    type the residual stream is, where it is not that of the rest.
     """
-    parts = parts or parts_of(meta, trace_unique_layers)
+    parts = parts or parts_of(meta, trace_unique_layers, residual is not None)
     layers = parts.layers
     classes, variants = _Registry(), _Variants()
     entries = [
@@ -213,6 +222,8 @@ def assemble(
     for name, graph in {**classes.graphs, **variants.graphs}.items():
         files[f"{name}.onnx"] = graph.data
         onnx.checker.check_model(graph.proto, full_check=True)
+    if residual is not None:
+        _check_stream(classes.graphs, residual, config["model_type"])
     ranks = None
     if tensor_parallel > 1:
         batchless = [variants.batchless[entry.variant] for entry in entries]
@@ -224,7 +235,8 @@ def assemble(
     assembly = Assembly(
         model_type=config["model_type"],
         precision=precision,
-        dtype=hidden.dtype,
+        dtype=PRECISION_NAMES[precision],
+        residual=residual,
         hidden_size=int(hidden.shape[1]),
         vocab_size=int(layers[-1].exit.signature.outputs[0].shape[1]),
         max_position_embeddings=positions,
@@ -242,6 +254,20 @@ def assemble(
         tensor_parallel=ranks,
     )
     return files, assembly
+
+
+def _check_stream(graphs: Mapping[str, Graph], residual: str, model_type: str) -> None:
+    """Check that the hidden state has the type `residual` wherever it crosses from block to block.
+
+    Raises InputError for a model whose stream begins behind a product (a projection of the embedding).
+    """
+    for name, graph in graphs.items():
+        for io in (*graph.signature.inputs, *graph.signature.outputs):
+            if io.key == "hidden" and io.dtype != residual:
+                raise InputError(
+                    f"model type {model_type!r}: residual: expected a stream that goes from the embedding to the last "
+                    f"norm, found a product in it (block {name}); leave residual out, and take bf16 or fp32"
+                )
 
 
 def shard(

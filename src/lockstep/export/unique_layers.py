@@ -21,6 +21,7 @@ from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.cut import INPUT_ORDER, BatchlessGraph, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
+from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
 from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
@@ -53,13 +54,18 @@ class TracedModel:
     embedding_slots: dict[str, list[str]]
 
 
-def parts_of(meta: PreTrainedModel, trace_unique_layers: bool = True) -> TracedModel:
+def parts_of(meta: PreTrainedModel, trace_unique_layers: bool = True, wide_residual: bool = False) -> TracedModel:
     """Trace all parts of a model.
 
     With `trace_unique_layers=False` every depth is traced whole (slow; the result is the same, a test holds it).
+    wide_residual: of a float16 model the residual stream is float32.
     """
     layer_signatures, prefix = signatures(meta), layer_list(meta)[0]
-    cuts = _Cuts(meta, layer_signatures) if trace_unique_layers else _FullCuts(meta, len(layer_signatures))
+    cuts = (
+        _Cuts(meta, layer_signatures, wide_residual)
+        if trace_unique_layers
+        else _FullCuts(meta, len(layer_signatures), wide_residual)
+    )
     layout = checkpoint_layout(meta)
     layers = []
     for index in range(len(layer_signatures)):
@@ -74,8 +80,8 @@ def parts_of(meta: PreTrainedModel, trace_unique_layers: bool = True) -> TracedM
 class _Cuts:
     """Cuts of two neighbours at a time, one for each pair of layer signatures."""
 
-    def __init__(self, meta: PreTrainedModel, layer_signatures: Sequence[str]):
-        self.meta, self.layer_signatures = meta, layer_signatures
+    def __init__(self, meta: PreTrainedModel, layer_signatures: Sequence[str], wide_residual: bool):
+        self.meta, self.layer_signatures, self.wide_residual = meta, layer_signatures, wide_residual
         self.pairs: dict[tuple[str, str], _Traced] = {}
         self.single: _Traced | None = None
 
@@ -86,7 +92,7 @@ class _Cuts:
         """
         key = (self.layer_signatures[index - 1], self.layer_signatures[index])
         if key not in self.pairs:
-            self.pairs[key] = _cut(self.meta, [index - 1, index])
+            self.pairs[key] = _cut(self.meta, [index - 1, index], self.wide_residual)
         return self.pairs[key]
 
     def embedding(self) -> Graph:
@@ -109,15 +115,15 @@ class _Cuts:
 
     def _single(self) -> _Traced:
         if self.single is None:
-            self.single = _cut(self.meta, [0])
+            self.single = _cut(self.meta, [0], self.wide_residual)
         return self.single
 
 
 class _FullCuts:
     """Cuts of the whole model, and for the exits of the model at each depth."""
 
-    def __init__(self, meta: PreTrainedModel, depth: int):
-        self.cuts = [_cut(meta, range(number)) for number in range(1, depth + 1)]
+    def __init__(self, meta: PreTrainedModel, depth: int, wide_residual: bool):
+        self.cuts = [_cut(meta, range(number), wide_residual) for number in range(1, depth + 1)]
 
     def embedding(self) -> Graph:
         return self.cuts[-1].embedding
@@ -140,11 +146,13 @@ class _Traced:
     embedding: Graph
 
 
-def _cut(meta: PreTrainedModel, indices: Sequence[int]) -> _Traced:
+def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
     traced = trace(meta, indices)
     body, embedding = pack(traced.graph), pack(traced.embedding)
-    for part in (body, embedding):
+    for part, weights in ((body, traced.weights), (embedding, traced.embedding_weights)):
         check_independence(part.graph, DOMAIN, meta.config.model_type)
+        if wide_residual:
+            widen_residual(part.graph, weights)
     slots = {name: name for name in traced.embedding_weights}
     return _Traced(
         cut(body, traced.weights, traced.layer_prefix), canonical(embedding.graph, "embedding", INPUT_ORDER, slots)

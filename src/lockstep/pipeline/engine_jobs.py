@@ -127,14 +127,15 @@ def golden(
         failed = failed_path(out)
         if str(failed) not in str(error):  # it ended before anything was compared
             raise
+        from lockstep.onnx_tools.overflow import OVERFLOWS
         from lockstep.verify.bisect.explain import explain_failure
         from lockstep.verify.bisect.request import failing
 
         request = failing(paths[3], failed)
         tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
-        raise CheckError(
-            f"{error}; {explain_failure(*paths[:3], checked.layers, bounds, str(checked), *tokens)}"
-        ) from None
+        why = explain_failure(*paths[:3], checked.layers, bounds, str(checked), *tokens)
+        lines = (why, str(error)) if why.startswith(OVERFLOWS) else (str(error), why)
+        raise CheckError("; ".join(lines)) from None
 
 
 def adapted(

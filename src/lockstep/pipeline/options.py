@@ -56,7 +56,8 @@ def export(config: Config, model: str, precision: str) -> dict[str, Any]:
     # Not which adapters there are: another one changes no graph.
     room = {"max_adapters": settings.max_adapters, **_rank_and_targets(config, model)}
     group = {"group_size": settings.group_size} if is_quantized(precision) else {}
-    return {**ranks, **({"adapters": room} if settings.adapters else {}), **group}
+    residual = {"residual": settings.residual} if settings.residual and precision == "fp16" else {}
+    return {**ranks, **({"adapters": room} if settings.adapters else {}), **group, **residual}
 
 
 def _rank_and_targets(config: Config, model: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.runtime.completion import Collector, Completion
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.model import Model
-from lockstep.runtime.request import Request, Speed
+from lockstep.runtime.request import NOT_FINITE, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.sampling import Sampling
 
@@ -303,5 +303,5 @@ def _words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...],
 
 def _answer(completion: Completion, where: str) -> dict[str, Any]:
     if any(choice.finish == "error" for choice in completion.choices):
-        return {"error": f"{where}: logits: expected finite numbers, found NaN or infinity as the largest"}
+        return {"error": f"{where}: {NOT_FINITE}"}
     return completion.record()

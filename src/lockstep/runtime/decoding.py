@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lockstep.errors import CheckError
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.model import Model
-from lockstep.runtime.request import Request, Token
+from lockstep.runtime.request import NOT_FINITE, Request, Token
 
 
 class Decoding:
@@ -34,10 +34,7 @@ class Decoding:
     def __iter__(self) -> Iterator[Token]:
         for made in self._engine.run():
             if made.finish == "error":
-                raise CheckError(
-                    f"prompt {made.request + 1}: logits: expected finite numbers, found NaN or "
-                    f"infinity as the largest; the weights or the precision do not fit the model"
-                )
+                raise CheckError(f"prompt {made.request + 1}: {NOT_FINITE}")
             yield made
 
     def finish(self, index: int) -> None:

@@ -10,6 +10,12 @@ import numpy as np
 from lockstep.runtime.grammar import Grammar
 from lockstep.step.sampling import Logprobs, Sampling
 
+# What ends a request whose token cannot be chosen.
+NOT_FINITE = (
+    "logits: expected finite numbers, found NaN or infinity as the largest; lockstep bisect says in which layer, and "
+    "whether float16 overflows there"
+)
+
 
 @dataclass(frozen=True)
 class Request:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import LockstepError
-from lockstep.runtime.request import Request
+from lockstep.runtime.request import NOT_FINITE, Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.adapter_folders import AdapterFolders
 from lockstep.serve.adapters import Adapters
@@ -359,7 +359,7 @@ class Service:
     def _fail_at(self, active: Active, ended: str) -> None:
         """End a stream for an error that the engine found at one of its tokens."""
         if ended == "error":
-            error = StreamError("logits: expected finite numbers, found NaN or infinity; the request was ended")
+            error = StreamError(f"{NOT_FINITE}; the request was ended")
         else:
             grammar = active.prompt.request.grammar
             where = grammar.name if grammar else "grammar"

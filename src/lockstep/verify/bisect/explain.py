@@ -58,6 +58,8 @@ def explain_failure(
         return f"bisect cannot run the engines beside their graphs: {' '.join(str(error).split())}; {further}"
     if found.fault:
         return "; ".join([answer(found.fault), *advice(found.fault)])
+    if found.overflow:
+        return found.overflow
     if not found.finished:
         reached = f"{found.rows[-1].graph} at layer {found.rows[-1].layer}"
         return f"engines agree with their graphs as far as {seconds:g} s took ({reached}); {further}"
@@ -99,7 +101,7 @@ def engine_report(
             tolerance.logits,
             threads,
         )
-    return EngineReport(rows_of(walked), fault_of(fault) if fault else None, served, walked.finished)
+    return EngineReport(rows_of(walked), fault_of(fault) if fault else None, served, walked.finished, walked.overflow)
 
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:

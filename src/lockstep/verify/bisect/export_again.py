@@ -25,16 +25,17 @@ def export_again(
     layers: int | str,
     threads: int | None = None,
     adapters: LoraSlots | None = None,
+    residual: str | None = None,
 ) -> Graphs | str:
     """Return the clean graphs with the target's weights, or why there are none.
 
-    adapters: what the target's graphs take.
+    adapters: what the target's graphs take. residual: as in the target's assembly.
     """
     config = dict(config)
     try:
         base = base_precision(weights.precision)
         meta = meta_model(config, base)
-        files, assembly = assemble(meta, config, base)
+        files, assembly = assemble(meta, config, base, residual=residual)
         if adapters is not None:
             modules = {module_of(slot) for slots in adapters.classes.values() for slot in slots}
             room = {"max_adapters": adapters.max_adapters, "max_lora_rank": adapters.max_lora_rank}

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 
 from lockstep.backends import build
+from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.targets import Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.nodes import NodeFault, first_fault
@@ -51,12 +52,14 @@ class Walked:
     suspects: against "pytorch" and "graph", the stages of the first layer that is off, up to the one that is, as far
     as that was found. finished: False where the time was over before the last stage. logits [num_tokens, vocab_size]:
     those of PyTorch where there is a record, else those that the graphs give; None where the walk did not get there.
+    overflow: a line where a graph goes beyond float16; the walk ends before it.
     """
 
     rows: list[Measured] = field(default_factory=list)
     suspects: dict[str, list[Stage]] = field(default_factory=dict)
     finished: bool = True
     logits: np.ndarray | None = None
+    overflow: str | None = None
 
     def first(self, against: str) -> Measured | None:
         return next((row for row in self.rows if row.against == against and not row.passed), None)
@@ -98,6 +101,9 @@ def walk_stages(
     recent: list[Stage] = []
     rows = (engines.max_rows if engines else None) or 16
     for step in walk(graphs, tokens, record, rows):
+        walked.overflow = _overflow(graphs, step)
+        if walked.overflow:
+            break
         recent = [stage for stage in recent if stage.layer == step.stage.layer and step.stage.part == "attention"] + [
             step.stage
         ]
@@ -111,6 +117,14 @@ def walk_stages(
             walked.finished = step.stage.part == "exit"
             break
     return walked
+
+
+def _overflow(graphs: Graphs, step: StageRun) -> str | None:
+    stage = step.stage
+    if stage.part == "attention" or not overflows(step.outputs, step.expected):
+        return None
+    found = find_overflow(graphs.model(stage.graph), graphs.feeds(stage.graph, stage.inputs, stage.slots))
+    return found.text(stage.graph, stage.layer, graphs.assembly.residual) if found else None
 
 
 def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[Measured]:

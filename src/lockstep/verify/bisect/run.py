@@ -58,12 +58,13 @@ def make_right(
     ids: np.ndarray,
     threads: int | None = None,
     adapters: LoraSlots | None = None,
+    residual: str | None = None,
 ) -> Right:
     """Run `ids` through PyTorch on these weights, and export the model again.
 
-    adapters: what the graphs take that are followed.
+    adapters, residual: those of the assembly whose graphs are followed.
     """
-    clean = export_again(config, weights, layers, threads, adapters)
+    clean = export_again(config, weights, layers, threads, adapters, residual)
     return Right(StreamedModel(config, weights, layers).record(ids), clean)
 
 
@@ -119,7 +120,10 @@ def bisect(
     )
     if right is None:
         config = CheckpointManifest.load(paths.checkpoint).config
-        right = make_right(config, graphs.weights, target.layers, request.tokens.ids, threads, graphs.assembly.adapters)
+        followed = graphs.assembly
+        right = make_right(
+            config, graphs.weights, target.layers, request.tokens.ids, threads, followed.adapters, followed.residual
+        )
     logits = right.record.logits
     walked = walk_stages(graphs, engines, request.tokens, tolerance, right.record)
     notes = _notes(paths, graphs, right.clean)
@@ -130,15 +134,19 @@ def bisect(
     if engines:
         if fault := engine_fault(walked, graphs, engines, paths.assembly):
             faults.append(fault_of(fault))
-        served = served_error(
-            paths.engines,
-            paths.assembly,
-            paths.weights,
-            target.layers,
-            request.tokens,
-            logits,
-            tolerance.logits,
-            threads,
+        served = (
+            None
+            if walked.overflow
+            else served_error(
+                paths.engines,
+                paths.assembly,
+                paths.weights,
+                target.layers,
+                request.tokens,
+                logits,
+                tolerance.logits,
+                threads,
+            )
         )
     elif ask is not None and has_engines:
         found = _ask(ask, paths, target, tolerance, request)
@@ -147,7 +155,7 @@ def bisect(
         notes.append("the engines ran in their backend's own Python, on what the graphs give")
     faults = _in_order(faults, walked_rows)
     weights = _weights_error(results, target, request, logits, tolerance.logits)
-    line, look_at = _verdict(faults, rows, served, weights, results, target)
+    line, look_at = _verdict(faults, rows, served, weights, walked.overflow, results, target)
     return BisectReport(
         target=str(target),
         prompt=request.text,
@@ -225,12 +233,16 @@ def _verdict(
     rows: Sequence[MeasuredOutput],
     served: StepsError | None,
     weights: StepsError | None,
+    overflow: str | None,
     results: Results,
     target: Target,
 ) -> tuple[str, list[str]]:
     """Return the short answer, and what to look at."""
     if faults:
         return answer(faults[0]), [*advice(faults[0]), *(f"next, {answer(fault)}" for fault in faults[1:])]
+    if overflow:
+        found, _, remedy = overflow.partition("; ")
+        return f"overflow: {found}", [remedy]
     within = largest_within(rows)
     if weights and not weights.passed:
         file = results.weights(target.model, target.precision)

@@ -101,6 +101,7 @@ class Graphs:
             )
         self.layers = assembly.layers[: layer_count(assembly, layers)]
         self.dtype = np.dtype(widened_dtype(assembly.dtype))
+        self.hidden_dtype = np.dtype(widened_dtype(assembly.hidden_dtype))
         self.files = dict(assembly.graphs())
         for part in (assembly.embedding, *(layer.block for layer in self.layers), self.layers[-1].exit):
             check_slots(weights, part.slots, self.files[part.graph].signature.slots, part.graph)
@@ -205,7 +206,7 @@ def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 
     embedding = graphs.assembly.embedding
     step = run("embedding", embedding.graph, None, embedding.slots, {"hidden": record.embedded} if record else {})
     yield step
-    env["hidden"] = step.expected.get("hidden", step.outputs["hidden"]).astype(graphs.dtype)
+    env["hidden"] = step.expected.get("hidden", step.outputs["hidden"]).astype(graphs.hidden_dtype)
     for index, layer in enumerate(graphs.layers):
         block = layer.block
         names = [io.name for io in graphs.files[block.graph].signature.outputs]
@@ -218,7 +219,7 @@ def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 
         yield step
         env |= {name.removesuffix("_out"): value for name, value in step.outputs.items()}
         if shown:
-            env["hidden"] = record.layers[index].hidden.astype(graphs.dtype)
+            env["hidden"] = record.layers[index].hidden.astype(graphs.hidden_dtype)
         env["attention"] = yield from _attention(
             graphs, layer.variant, index, env, tokens, record.layers[index] if record else None, decode_rows
         )

@@ -36,6 +36,7 @@ from lockstep.backends.graphs import BaseGraph, RopeGraph, graph_file
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
 from lockstep.onnx_tools.metrics import difference
+from lockstep.onnx_tools.overflow import LARGEST, find_overflow
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.without_adapters import without_adapters
@@ -61,18 +62,20 @@ class Error:
 
     of.magnitude: rms of what ONNX Runtime gives. of.max_abs_error: largest |found - expected|. of.relative_error:
     largest |found - expected| / max(magnitude, |expected|). All None but the magnitude where the engine gives NaN or
-    infinity.
+    infinity. peak: the largest magnitude of what is expected.
     """
 
     of: OutputError
     tolerance: float
+    peak: float
 
     def __bool__(self) -> bool:
         return self.of.relative_error is not None and self.of.relative_error <= self.tolerance
 
     def __str__(self) -> str:
         if self.of.relative_error is None:
-            return "expected finite numbers, found NaN or infinity"
+            beyond = f"; the graph gives up to {self.peak:,.0f}, and float16 ends at {LARGEST:.0f}"
+            return "expected finite numbers, found NaN or infinity" + (beyond if self.peak > LARGEST else "")
         largest = f"largest absolute error {self.of.max_abs_error:.3g}, cosine {self.of.cosine:.6f}"
         return (
             f"expected an error of at most {self.tolerance:g} of the output's magnitude "
@@ -199,7 +202,8 @@ class _Pair:
             return {slot.name: slot_array(source, tensors[slot.name], shape(slot)) for slot in slots}
 
         session = open_session(self._model.SerializeToString(), threads)
-        self._graph = BoundRunner("graph", self._signature.inputs, session, place(slots, tensors))
+        self._weights = place(slots, tensors)
+        self._graph = BoundRunner("graph", self._signature.inputs, session, self._weights)
         built = engines.tensors(name, tensors)
         if own := _own_runner(engines.backend.name):
             placed = place(engines.slots(name), built)
@@ -242,9 +246,9 @@ class _Pair:
                     f"{self.file}: expected the outputs {shapes[0]} as of the graph, found "
                     f"{shapes[1]}; build the engines again"
                 )
-            return OrderedDict(
-                (name, _error(graph[name], engine[name], tolerance, f"{self.file}: {name}")) for name in graph.keys()
-            )
+            if not all(np.isfinite(values).all() for values in graph.values()):
+                raise CheckError(f"{self.file}: {self._not_finite(feed)}")
+            return OrderedDict((name, _error(graph[name], engine[name], tolerance)) for name in graph.keys())
 
         try:
             with quiet(), np.errstate(invalid="ignore"):  # Polygraphy's statistics of what is not finite
@@ -255,23 +259,25 @@ class _Pair:
         ((found,),) = judged.values()
         return found
 
+    def _not_finite(self, feed: Mapping[str, np.ndarray]) -> str:
+        overflow = find_overflow(self._model, {**feed, **self._weights})
+        if overflow is None:
+            found = "expected finite numbers of the graph in ONNX Runtime, found NaN or infinity"
+            return f"{found}; are these the model's weights?"
+        return overflow.text(self.name, self._layer, self._assembly.residual)
 
-def _error(expected: np.ndarray, found: np.ndarray, tolerance: float, where: str) -> Error:
+
+def _error(expected: np.ndarray, found: np.ndarray, tolerance: float) -> Error:
     """Return the error of an output, in units of the output's rms.
 
     `difference` tells errors relative to it: then nothing is let through because its numbers are small.
     """
     exact, other = expected.astype(np.float64), found.astype(np.float64)
-    if not np.isfinite(exact).all():
-        raise CheckError(
-            f"{where}: expected finite numbers of the graph in ONNX Runtime, found NaN or "
-            f"infinity; are these the model's weights?"
-        )
     magnitude = float(np.sqrt(np.mean(exact * exact)))
-    unit = magnitude or 1.0
+    unit, peak = magnitude or 1.0, float(np.abs(exact).max(initial=0))
     scaled = difference(exact / unit, other / unit)
     absolute = None if scaled.max_abs_error is None else scaled.max_abs_error * unit
-    return Error(OutputError(magnitude, absolute, scaled.relative_error, scaled.cosine), tolerance)
+    return Error(OutputError(magnitude, absolute, scaled.relative_error, scaled.cosine), tolerance, peak)
 
 
 def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:

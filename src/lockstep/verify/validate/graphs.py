@@ -22,6 +22,7 @@ from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.graph_runner import GraphRunner
+from lockstep.onnx_tools.overflow import find_overflow
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
@@ -110,6 +111,7 @@ class Graphs(GraphRunner):
             )
         self.num_layers = layer_count(assembly, layers)
         self.dtype = np.dtype(widened_dtype(assembly.dtype))
+        self.hidden_dtype = np.dtype(widened_dtype(assembly.hidden_dtype))
         self.layers = assembly.layers[: self.num_layers]
         self.exit = self.layers[-1].exit
         self.embedding = assembly.embedding
@@ -150,6 +152,17 @@ class Graphs(GraphRunner):
         self, name: str, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         return _run(self._by_name[name], inputs, weights)
+
+    def overflow(self, part: BoundBlock, env: Mapping[str, np.ndarray], index: int | None) -> str:
+        """Say which value of a block float16 does not hold; empty where it holds all.
+
+        index: as `Overflow.text` takes it.
+        """
+        graph = self.classes[part.graph]
+        given = {**env, **self.adapter_inputs(part, env)}
+        weights = {slot.name: self.slot_array(part.slots[slot.name], slot) for slot in graph.slots}
+        found = find_overflow(graph.model, {io.name: given[io.name] for io in graph.inputs} | weights)
+        return found.text(part.graph, index, self.assembly.residual) if found else ""
 
     def adapter_inputs(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return what a block reads of adapters, for tokens that have none.

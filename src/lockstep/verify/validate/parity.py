@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.onnx_tools.metrics import Difference, difference
+from lockstep.onnx_tools.overflow import overflows
 from lockstep.verify.validate.graphs import Graphs
 from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
@@ -27,12 +28,14 @@ class LayerErrors:
     """Errors of one layer by tensor.
 
     `hidden` (what leaves the layer), then for each phase `<phase>.key_out`, `.value_out`, `.attention`.
+    overflow: a line where the block's graph goes beyond float16.
     """
 
     layer: int
     block: str
     variant: str
     tensors: dict[str, Difference] = field(default_factory=dict)
+    overflow: str = ""
 
 
 def embedding_error(graphs: Graphs, records: Sequence[Record]) -> Difference:
@@ -50,6 +53,8 @@ def layer_errors(graphs: Graphs, records: Sequence[Record]) -> tuple[list[LayerE
     errors, env = _layers_alone(graphs, records)
     env["logit_rows"] = np.arange(len(env["position_ids"]))
     logits = graphs.run_block(graphs.exit, env)["logits"]
+    if overflows({"logits": logits}, {}):
+        errors[-1].overflow = errors[-1].overflow or graphs.overflow(graphs.exit, env, graphs.num_layers - 1)
     return errors, difference(np.concatenate([record.logits for record in records]), logits)
 
 
@@ -66,10 +71,10 @@ def _layers_alone(
     graphs: Graphs, records: Sequence[Record], capacity: int = 0
 ) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
     """Return the errors of each layer, and what goes on from the last to the exit."""
-    packed = lambda arrays: np.concatenate(arrays).astype(graphs.dtype)
+    packed = lambda arrays, dtype: _narrowed(np.concatenate(arrays), dtype)
     spans = _spans(records)
     env: dict[str, np.ndarray] = {
-        "hidden": packed([record.embedded for record in records]),
+        "hidden": packed([record.embedded for record in records], graphs.hidden_dtype),
         "position_ids": np.concatenate([record.position_ids for record in records]),
     }
     errors: list[LayerErrors] = []
@@ -77,13 +82,14 @@ def _layers_alone(
         layer = graphs.layers[index]
         part = layer.block
         outputs = graphs.run_block(part, env)
-        env |= outputs
+        known: dict[str, np.ndarray] = {}
         if index and graphs.carries(part) == ["hidden"]:
             # One value crosses to the next block: the hidden state that enters this layer and left the one before.
-            expected = np.concatenate([record.layers[index].hidden for record in records])
-            errors[-1].tensors["hidden"] = difference(expected, env["hidden"])
-            env["hidden"] = expected.astype(graphs.dtype)
-        entry = LayerErrors(index, part.graph, layer.variant)
+            known["hidden"] = np.concatenate([record.layers[index].hidden for record in records])
+            errors[-1].tensors["hidden"] = difference(known["hidden"], outputs["hidden"])
+        overflow = graphs.overflow(part, env, index) if overflows(outputs, known) else ""
+        env |= outputs | {name: _narrowed(array, graphs.hidden_dtype) for name, array in known.items()}
+        entry = LayerErrors(index, part.graph, layer.variant, overflow=overflow)
         layers = [record.layers[index] for record in records]
         if records[0].num_past:
             entry.tensors |= _variant_errors_behind(
@@ -92,7 +98,7 @@ def _layers_alone(
         else:
             entry.tensors |= _variant_errors(graphs, layer.variant, env, layers, spans)
         errors.append(entry)
-        env["attention"] = packed([record.layers[index].attention for record in records])
+        env["attention"] = packed([record.layers[index].attention for record in records], graphs.dtype)
     return errors, env
 
 
@@ -152,6 +158,12 @@ def _variant_errors_behind(
         expected,
     )
     return found.errors()
+
+
+@np.errstate(over="ignore")
+def _narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return what PyTorch gave as the graphs take it: infinite where their type ends before."""
+    return array.astype(dtype)
 
 
 class _Found:

@@ -141,8 +141,16 @@ def _check_layers(graphs: Graphs, records: list[Record], tolerance: Tolerances, 
         blocks=tuple(_layer_entry(entry, block) for entry in errors),
         exit=BlockErrors(graphs.exit.graph, {"logits": _entry(logits, bound)}, graphs.num_layers - 1),
     )
+    if embedding.max_abs_error is None:
+        token_ids = np.concatenate([record.token_ids for record in records])
+        if overflow := graphs.overflow(graphs.embedding, {"token_ids": token_ids}, None):
+            raise CheckError(overflow)
     if not embedding.within_scaled(block):
         raise CheckError(f"embedding ({graphs.embedding.graph}): {_found('hidden', embedding, block)}")
+    for entry in errors:
+        if entry.overflow:
+            found.note(first_failing_layer=entry.layer)
+            raise CheckError(entry.overflow)
     _check_errors(errors, block, "", found)
     if not logits.within(bound):
         found.note(first_failing_layer=graphs.num_layers - 1)
@@ -232,7 +240,7 @@ def _check_forward(
     runners.append(GraphRunner("torch", inputs, expected))
     feeds = [
         {
-            "hidden": record.embedded.astype(graphs.dtype),
+            "hidden": record.embedded.astype(graphs.hidden_dtype),
             "position_ids": record.position_ids,
             "logit_rows": record.position_ids,
         }

@@ -1,0 +1,121 @@
+"""Keep the residual stream of a 16-bit model in float32.
+
+In: a packed trace in float16, of the model or of its embedding. Out: the same graph with the stream wide, in place.
+
+The stream of some models (Gemma 3) goes beyond 65504, where float16 ends. Here it is found by data flow: what `hidden`
+is made of or becomes without a product in between. All of that is computed in float32: the stream's additions, norms
+that read it, and what a branch does behind its last product. Products and attention read and give float16 as before, so
+that weights, RoPE, attention and KV cache stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx_ir as ir
+
+from lockstep.export.flow import Flow
+from lockstep.export.tracer import DOMAIN
+from lockstep.onnx_tools.overflow import PRODUCTS
+
+_WIDE = ir.DataType.FLOAT
+_HALF = ir.DataType.FLOAT16
+
+
+def widen_residual(graph: ir.Graph, weights: Collection[str]) -> None:
+    """Compute the residual stream of a graph in float32, in place.
+
+    weights: names of its weights. The input `hidden`, or the output of that name, becomes float32.
+    """
+    _Widening(graph, Flow(graph, frozenset(weights))).run()
+
+
+class _Widening:
+    def __init__(self, graph: ir.Graph, flow: Flow):
+        self.graph, self.flow = graph, flow
+        self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+
+    def run(self) -> None:
+        (hidden,) = [value for value in (*self.graph.inputs, *self.graph.outputs) if value.name == "hidden"]
+        maker = hidden.producer()
+        if maker is not None and self._narrow(maker):  # an embedding that is a row of its table
+            self.graph.outputs[0] = self._cast(hidden, _WIDE)
+            hidden.name, self.graph.outputs[0].name = "hidden/rows", "hidden"
+            return
+        wide = self._wide(hidden)
+        for node in list(self.graph):
+            if node.op_type == "Cast" and node.outputs[0] in wide:
+                node.attributes["to"] = ir.AttrInt64("to", int(_WIDE))
+            elif node.op_type != "Cast" and not wide.isdisjoint({*node.inputs, *node.outputs}):
+                self._rewrite(node, wide)
+        for value in wide:
+            value.dtype = _WIDE
+        self._drop_idle_casts()
+
+    def _narrow(self, node: ir.Node) -> bool:
+        """Return whether a node stays in float16: a product, an attention, or rows of a table."""
+        rows = node.op_type.startswith("Gather") and node.inputs[0] not in self.flow.tokens
+        return node.op_type in PRODUCTS or node.domain == DOMAIN or rows
+
+    def _wide(self, hidden: ir.Value) -> set[ir.Value]:
+        """Return the float16 values that are to be float32."""
+        found: set[ir.Value] = set()
+        stack: list[ir.Value] = [hidden]
+        while stack:
+            value = stack.pop()
+            if value in found:
+                continue
+            found.add(value)
+            readers = [node for node in value.consumers() if not self._narrow(node)]
+            stack += [output for node in readers for output in node.outputs if output.dtype == _HALF]
+            maker = value.producer()
+            for given in maker.inputs if maker is not None else ():
+                if given is not None and given.dtype == _HALF and given in self.flow.tokens:
+                    before = given.producer()
+                    if before is not None and not self._narrow(before):
+                        stack.append(given)
+        return found
+
+    def _rewrite(self, node: ir.Node, wide: set[ir.Value]) -> None:
+        """Let a node read what it computes in: float16 where it is narrow, else float32."""
+        narrow = self._narrow(node)
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            if narrow and value in wide:
+                node.replace_input_with(index, self._cast(value, _HALF))
+            elif not narrow and value not in wide and value.dtype == _HALF:
+                node.replace_input_with(index, self._cast(value, _WIDE))
+
+    def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """Return a value in another type: a constant of it, or one Cast for all that read it."""
+        if (value, dtype) not in self._casts:
+            if value.const_value is not None:
+                made = self._constant(value)
+            else:
+                node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(dtype))], num_outputs=1)
+                made, maker = node.outputs[0], value.producer()
+                made.shape, made.dtype = value.shape, dtype
+                if maker is None:
+                    self.graph.insert_before(self.graph[0], node)
+                else:
+                    self.graph.insert_after(maker, node)
+            self._casts[value, dtype] = made
+        return self._casts[value, dtype]
+
+    def _constant(self, value: ir.Value) -> ir.Value:
+        assert value.const_value is not None  # as it was asked
+        name = f"{value.name}/wide"
+        tensor = ir.tensor(value.const_value.numpy().astype(np.float32), name=name)
+        made = ir.Value(name=name, const_value=tensor, shape=value.shape, type=ir.TensorType(_WIDE))
+        self.graph.register_initializer(made)
+        return made
+
+    def _drop_idle_casts(self) -> None:
+        """Remove casts of what has their type already."""
+        for node in [node for node in self.graph if node.op_type == "Cast"]:
+            given, made = node.inputs[0], node.outputs[0]
+            if given is not None and given.dtype == node.attributes["to"].as_int() and made not in self.graph.outputs:
+                made.replace_all_uses_with(given)
+                self.graph.remove(node, safe=True)

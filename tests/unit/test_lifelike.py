@@ -1,0 +1,30 @@
+"""Random weights with the activations of trained models: outlier channels, a first token that is attended to, logits
+that spread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from families import FAMILIES
+
+from lockstep.artifacts.files import sha256_file
+from lockstep.export import lifelike
+
+
+@pytest.mark.parametrize(
+    "family, first", [("llama", 0.3), ("gemma", 0.3), ("olmo2", 0.3), ("gpt2", 0.0), ("phi3", 0.0)]
+)
+def test_activations_are_like_those_of_trained_models(tmp_path: Path, family: str, first: float) -> None:
+    """`first`: of one fused projection the queries cannot be told from the keys."""
+    found = lifelike.write(FAMILIES[family].config, 0, tmp_path)
+    assert 50 <= found.outlier <= 500
+    assert 3 <= found.logits <= 8
+    assert found.first is not None and found.first >= first
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        lifelike.write(FAMILIES["llama"].config, seed, tmp_path / name)
+    one, same, other = (sha256_file(tmp_path / name / "model.safetensors") for name in "abc")
+    assert one == same != other

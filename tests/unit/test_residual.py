@@ -1,0 +1,240 @@
+"""A residual stream beyond float16: plain fp16 is refused in one line that says so, `residual: float32` passes."""
+
+from __future__ import annotations
+
+import gc
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from demo_model import ROOT
+from families import FAMILIES
+from onnx import TensorProto, helper
+
+import fake_gpu
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.files import read_json
+from lockstep.backends import build
+from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.config import load
+from lockstep.config.types import Fp16Tolerance
+from lockstep.errors import CheckError, InputError
+from lockstep.export import export, lifelike
+from lockstep.onnx_tools.overflow import find_overflow, overflows
+from lockstep.pipeline import engine_jobs, options
+from lockstep.targets import Limits, Results, Target
+from lockstep.verify import compare, golden, validate
+from lockstep.verify.bisect.run import bisect
+from lockstep.verify.compare import inputs
+from lockstep.weights import convert
+
+NAME = "large"
+LIMITS = Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64)
+SIZES = {name: value for name, value in asdict(LIMITS).items() if name != "max_input_len"}
+# The largest logits are near 130, where float16 has steps of 0.06 to 0.12.
+TOLERANCES = replace(Fp16Tolerance().plain(), logits=0.25)
+TERMS = golden.GoldenTerms(4, ("The river", "comes down"), 0)
+
+
+def scaled(model) -> None:
+    """Scale all that writes to the stream, so that its other channels are large too, as in real models."""
+    model.get_input_embeddings().weight *= 200
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight *= 200
+
+
+def by_bias(model) -> None:
+    """A channel begins with 25,000, and each layer adds as much: behind the second it is beyond 65504."""
+    scaled(model)
+    model.get_input_embeddings().weight[:, 5] = 25_000.0
+    for layer in model.model.layers:
+        layer.mlp.down_proj.bias[5] = 25_000.0
+
+
+def by_embedding(model) -> None:
+    """The embedding, which Gemma 3 multiplies by the root of 48, is beyond 65504 behind that."""
+    scaled(model)
+    model.get_input_embeddings().weight[:, 5] = 12_000.0
+
+
+MODELS = {"llama": by_bias, "gemma3_text": by_embedding}
+
+
+@pytest.fixture(scope="module", params=[pytest.param("gemma3_text", marks=pytest.mark.long), "llama"])
+def made(request, shared) -> Path:
+    """Results of a model whose stream is beyond float16: in "plain", and in "wide" with `residual: float32`."""
+
+    def make(root: Path) -> None:
+        source = root / "source"
+        lifelike.write({**FAMILIES[request.param].config, "head_dim": 16}, 0, source, MODELS[request.param])
+        for kind, residual in (("plain", None), ("wide", "float32")):
+            results = Results(root / kind)
+            checkpoint = resolve(str(source), source, results.checkpoint(NAME))
+            architecture = resolve_architecture(str(source), source, results.architecture(NAME))
+            convert(checkpoint, "fp16", results.weights(NAME, "fp16"))
+            golden.make_reference(checkpoint, "all", TERMS, results.reference(NAME, "all"))
+            export(architecture, "fp16", results.assembly(NAME, "fp16"), residual=residual)
+            build(results.assembly(NAME, "fp16"), "onnxruntime", results.engines(NAME, "fp16", "onnxruntime"))
+
+    return shared.folder(f"residual/{request.param}", make)
+
+
+def paths(made: Path, kind: str) -> tuple[Path, Path, Path]:
+    results = Results(made / kind)
+    return results.assembly(NAME, "fp16"), results.weights(NAME, "fp16"), results.engines(NAME, "fp16", "onnxruntime")
+
+
+def validated(made: Path, kind: str, out: Path) -> Path:
+    assembly, weights, _ = paths(made, kind)
+    checkpoint = Results(made / kind).checkpoint(NAME)
+    return validate.run(assembly, weights, checkpoint, "all", TOLERANCES, LIMITS.max_seq_len, out)
+
+
+def run_golden(
+    made: Path,
+    kind: str,
+    folder: Path,
+    backend: str = "onnxruntime",
+    built: Path | None = None,
+    exported: Path | None = None,
+) -> None:
+    """built, exported: engines and assembly instead of those of `made`."""
+    assembly, weights, engines = map(str, paths(made, kind))
+    reference = str(Results(made / kind).reference(NAME, "all"))
+    engine_jobs.golden(
+        str(exported or assembly),
+        weights,
+        str(built or engines),
+        reference,
+        asdict(Target(NAME, "fp16", "all", backend)),
+        asdict(TOLERANCES),
+        asdict(LIMITS),
+        str(folder / "golden.json"),
+        str(folder / "speed.json"),
+        [None] * len(TERMS.prompts),
+    )
+
+
+def line(where: str, name: str) -> str:
+    found = rf"float16 overflows: {where}: {name} reaches [\d,]+, expected at most 65504"
+    return found + "; set residual: float32 for the model, or take bf16 or fp32 instead of float16"
+
+
+STREAM = line(r"(layer 1 \(block middle\)|the embedding \(block embedding\))", "the hidden state")
+
+
+def test_plain_fp16_is_refused_for_what_it_is(made, tmp_path):
+    with pytest.raises(CheckError, match=f"^{STREAM}; details in"):
+        validated(made, "plain", tmp_path / "validate.json")
+    with pytest.raises(CheckError, match=f"^{STREAM}; prompt 'The river', .*; details in"):
+        run_golden(made, "plain", tmp_path)
+    found = bisect(Results(made / "plain"), Target(NAME, "fp16", "all", "onnxruntime"), TOLERANCES)
+    assert found.wrong == "overflow"
+    assert re.fullmatch(STREAM, f"{found.answer.removeprefix('overflow: ')}; {found.look_at[0]}")
+
+
+def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
+    """On inputs of its own a graph may overflow where the model does not: it is no engine's fault."""
+    assembly, weights, engines = paths(made, "plain")
+    arrays = inputs.arrays
+
+    def large(*given):
+        return {name: array * 10_000 if name == "hidden" else array for name, array in arrays(*given).items()}
+
+    monkeypatch.setattr(inputs, "arrays", large)
+    with pytest.raises(CheckError, match=r"float16 overflows: .* reaches .*, expected at most 65504"):
+        compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
+
+
+def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
+    assembly, weights, engines = paths(made, "wide")
+    report = read_json(validated(made, "wide", tmp_path / "validate.json"))
+    assert report["result"] == "pass"
+    compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
+    run_golden(made, "wide", tmp_path)
+    assert read_json(tmp_path / "golden.json")["max_logit_error"] > 0  # float16 is not left out
+
+
+@pytest.mark.parametrize(
+    "backend, version", [("tensorrt", "8.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116")]
+)
+def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
+    """On the fake GPU: what is their own is which buffers and kernels take the stream."""
+    assembly, weights, _ = paths(made, "wide")
+    with fake_gpu.installed(version, backend) as gpu:
+        engines = build(assembly, backend, tmp_path / "engines.json", SIZES)
+        compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
+        run_golden(made, "wide", tmp_path, backend, engines)
+        gc.collect()
+    assert not gpu.faults
+
+
+def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
+    """Partial sums are float16, what they are added to float32; adapters' products are float16."""
+    results = Results(made / "wide")
+    for settings in ({"tensor_parallel": 2}, {"adapters": {"max_adapters": 2, "max_lora_rank": 8}}):
+        assembly = tmp_path / next(iter(settings)) / "assembly.json"
+        export(results.architecture(NAME), "fp16", assembly, residual="float32", **settings)
+        validate.run(
+            assembly,
+            results.weights(NAME, "fp16"),
+            results.checkpoint(NAME),
+            "all",
+            TOLERANCES,
+            64,
+            tmp_path / "v.json",
+        )
+    ranks = tmp_path / "tensor_parallel" / "assembly.json"
+    with fake_gpu.installed("10.9.0") as gpu:
+        gpu.devices = 2
+        engines = build(ranks, "tensorrt", tmp_path / "engines.json", SIZES)
+        run_golden(made, "wide", tmp_path, "tensorrt", engines, ranks)
+        gc.collect()
+    assert not gpu.faults
+
+
+def test_only_the_stream_is_wide(made):
+    """Weights, attention, keys and values stay float16; attention graphs are those of plain fp16."""
+    plain, wide = (Assembly.load(paths(made, kind)[0]) for kind in ("plain", "wide"))
+    assert (wide.dtype, wide.hidden_dtype, plain.hidden_dtype) == ("float16", "float32", "float16")
+    assert wide.variants == plain.variants
+    for name, graph in wide.classes.items():
+        for io in (*graph.signature.inputs, *graph.signature.outputs):
+            if io.dtype != "int64":
+                assert io.dtype == ("float32" if io.key == "hidden" else "float16"), (name, io.name)
+        assert {slot.dtype for slot in graph.signature.slots} == {"float16"}
+
+
+def test_the_config_refuses_what_cannot_keep_the_stream_wide():
+    value = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+    model = value["models"]["demo-llama"] | {"residual": "float32", "backends": ["tensorrt"], "precisions": ["w8a16"]}
+    model.pop("backend_precisions", None)
+    value["models"] = {"demo-llama": model}
+    with pytest.raises(InputError) as found:
+        load.load(value)
+    line = (
+        "models.demo-llama.residual: expected none for backend tensorrt in w8a16, whose engines have the hidden state"
+    )
+    assert line in str(found.value) and "\n" not in str(found.value)
+    config = load.load({**value, "models": {"demo-llama": model | {"precisions": ["fp32", "fp16"]}}})
+    assert [options.export(config, "demo-llama", each) for each in ("fp32", "fp16")] == [{}, {"residual": "float32"}]
+
+
+def test_an_overflow_is_told_from_other_infinities():
+    """Where PyTorch has a number that float16 holds, the graph is wrong, not float16 too small."""
+    infinite, small, large = np.array([np.inf, 1.0]), np.array([2.0, 1.0]), np.array([70_000.0, 1.0])
+    assert overflows({"hidden": infinite}, {}) and overflows({"hidden": infinite}, {"hidden": large})
+    assert not overflows({"hidden": infinite}, {"hidden": small}) and not overflows({"hidden": small}, {})
+    halves = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [2]) for name in "abcd"]
+    nodes = [helper.make_node("Add", ["a", "b"], ["c"]), helper.make_node("Mul", ["c", "c"], ["d"])]
+    model = helper.make_model(helper.make_graph(nodes, "g", halves[:2], halves[3:]), ir_version=10)
+    model.opset_import[0].version = 20
+    of = lambda *numbers: np.array(numbers, np.float16)
+    found = find_overflow(model, {"a": of(200, 1), "b": of(100, 1)})
+    assert (found.name, found.largest, found.is_product) == ("d", 90_000.0, False)
+    assert find_overflow(model, {"a": of(100, 1), "b": of(100, 1)}) is None
+    assert find_overflow(model, {"a": of(np.inf, 1), "b": of(100, 1)}) is None
