@@ -25,6 +25,7 @@ from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock, 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
+from lockstep.artifacts.own_files import stale_files
 from lockstep.artifacts.packing import check_precision, packing_of
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
@@ -48,6 +49,7 @@ from lockstep.export.unique_layers import TracedModel, parts_of
 from lockstep.onnx_tools.signature import signature_of
 
 # Of the checkpoint's folder; config.json stands in the manifest.
+_ALWAYS = ("batchful.onnx", "embedding.onnx", "tokenizer.json")  # files of every export
 _READ = ("generation_config.json", "tokenizer.json", *CHAT_FILES)
 
 
@@ -85,6 +87,7 @@ def export(
     """
     checkpoint, out = Path(checkpoint), Path(out)
     check_place(out)
+    stale_files(out, _ALWAYS)  # before minutes are spent on graphs that another's file keeps from being written
     manifest = CheckpointManifest.load(checkpoint)
     folder, config = manifest.folder_of(checkpoint), manifest.config
     replace(manifest, files=tuple(file for file in manifest.files if file.path in _READ)).check(folder)
@@ -105,12 +108,7 @@ def export(
         tokenizer=entry("tokenizer.json"),
         chat_template=entry(chat_template.FILE) if template else None,
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out.parent.iterdir():  # graphs of an earlier export of other classes
-        if stale.is_file() and stale.name not in files:
-            stale.unlink()
-    for name, data in sorted(files.items()):
-        write_bytes(out.parent / name, data)
+    _write(files, out)
     assembly.save(out)
     return out
 
@@ -130,10 +128,23 @@ def export_config(
     """
     files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size)
     assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
+    _write(files, folder / "assembly.json")
     files["assembly.json"] = dump_json(assembly.to_json()).encode()
-    for name, data in sorted(files.items()):
-        write_bytes(folder / name, data)
+    write_bytes(folder / "assembly.json", files["assembly.json"])
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+
+
+def _write(files: Mapping[str, bytes], out: Path) -> None:
+    """Write the files of the assembly `out` beside it, in place of those of an earlier one.
+
+    Raises InputError for a file there that is not an earlier one's.
+    """
+    stale = stale_files(out, files)
+    out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
+    for path in stale:
+        path.unlink()
+    for name, data in sorted(files.items()):
+        write_bytes(out.parent / name, data)
 
 
 def _proven(

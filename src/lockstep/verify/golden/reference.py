@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.artifacts.own_files import stale_files
 from lockstep.artifacts.reference import FileBeside, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
@@ -86,6 +87,7 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: GoldenTerms
     transformers cannot load or a prompt that does not fit the model.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
+    logits_beside(out)
     manifest = CheckpointManifest.load(checkpoint_json)
     folder = manifest.folder_of(checkpoint_json)
     manifest.check(folder)
@@ -101,7 +103,7 @@ def save_reference(
 
     drift: a file that lies there already.
     """
-    logits_path, long = out.with_suffix(".safetensors"), reference.long
+    logits_path, long = logits_beside(out), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
     if long:
         tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits}
@@ -116,6 +118,13 @@ def save_reference(
         drift=FileBeside(drift.name, sha256_file(drift)) if drift else None,
     ).save(out)
     return out
+
+
+def logits_beside(out: Path) -> Path:
+    """Return the file of a reference's logits; InputError where it is another's."""
+    path = out.with_suffix(".safetensors")
+    stale_files(out, (path.name,))
+    return path
 
 
 def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
