@@ -19,8 +19,8 @@ from lockstep.targets import Results, Target  # noqa: E402
 
 def job(snakemake):
     """Decorate the script's function: it runs at once, as the job. Stdout and stderr, also those of native libraries,
-    go to the rule's log; a user's mistake becomes one line there and on the terminal, before Snakemake's own words.
-    What was made is recorded beside it."""
+    go to the rule's log; a user's mistake becomes one line there and on the terminal, before Snakemake's own words, and
+    so does what a stage has to say. What was made is recorded beside it."""
 
     results = results_of(snakemake)
 
@@ -33,22 +33,25 @@ def job(snakemake):
                 take_back_from_the_future(snakemake.input, results)
                 stage.run(step_of(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
         except SystemExit as ended:
-            _tell(snakemake.log[0], terminal, ended.code)
+            _tell(terminal, _said(snakemake.log[0])[-1:])
+            with contextlib.suppress(KeyError), open(os.environ["LOCKSTEP_EXIT_CODES"], "a") as file:
+                file.write(f"{ended.code}\n")
             raise
+        _tell(terminal, _said(snakemake.log[0]))
 
     return run
 
 
-def _tell(log, terminal, code):
-    """The line that the log ends in on the terminal, and the exit code where the run looks for it (EXIT_CODES in
-    common.smk)."""
+def _said(log):
+    """The lines of a log that are for a person: the one that a failed job ends in, and what a stage has to say."""
     log = Path(log)  # a job that ended before it could open it has said so on the terminal
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    said = [line for line in lines if line.startswith(PREFIX)]
-    if said:
-        os.write(terminal, f"{said[-1]}\n".encode())
-    with contextlib.suppress(KeyError), open(os.environ["LOCKSTEP_EXIT_CODES"], "a") as file:
-        file.write(f"{code}\n")
+    return [line for line in lines if line.startswith(PREFIX)]
+
+
+def _tell(terminal, lines):
+    for line in lines:
+        os.write(terminal, f"{line}\n".encode())
 
 
 def results_of(snakemake):

@@ -79,7 +79,7 @@ def make_quantized_reference(
     full_perplexity, count = _perplexity(model, text)
     del model
     model = dequantized(config, weights, layers)
-    made = answer(model, tokenizer, config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
+    made = answer(model, tokenizer, folder, config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
     perplexity, _ = _perplexity(model, text)
     expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
     Drift(
