@@ -9,7 +9,7 @@ from pathlib import Path
 # The rule's key is of the code in this checkout, and an environment that conda made has no other.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from lockstep.errors import PREFIX, guard  # noqa: E402
+from lockstep.errors import NOTE, PREFIX, guard  # noqa: E402
 from lockstep.pipeline.stages import REPORTS, STAGES  # noqa: E402
 from lockstep.provenance import run as stage  # noqa: E402
 from lockstep.provenance.locked import find_lock, is_locked  # noqa: E402
@@ -33,20 +33,20 @@ def job(snakemake):
                 take_back_from_the_future(snakemake.input, results)
                 stage.run(step_of(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
         except SystemExit as ended:
-            _tell(terminal, _said(snakemake.log[0])[-1:])
+            _tell(terminal, _said(snakemake.log[0], PREFIX)[-1:])
             with contextlib.suppress(KeyError), open(os.environ["LOCKSTEP_EXIT_CODES"], "a") as file:
                 file.write(f"{ended.code}\n")
             raise
-        _tell(terminal, _said(snakemake.log[0]))
+        _tell(terminal, _said(snakemake.log[0], NOTE))
 
     return run
 
 
-def _said(log):
-    """The lines of a log that are for a person: the one that a failed job ends in, and what a stage has to say."""
+def _said(log, prefix):
+    """The lines of a log that are for a person: errors, or what a stage has decided."""
     log = Path(log)  # a job that ended before it could open it has said so on the terminal
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return [line for line in lines if line.startswith(PREFIX)]
+    return [line for line in lines if line.startswith(prefix)]
 
 
 def _tell(terminal, lines):

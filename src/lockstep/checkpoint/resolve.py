@@ -8,7 +8,6 @@ The manifest pins every file that later stages may read by size and sha256, and 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,7 +28,7 @@ from lockstep.checkpoint.source_files import check_side_file, present, read_sour
 from lockstep.checkpoint.stops import described, stop_ids
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
 from lockstep.checkpoint.tokenizer_file import check_loads, check_present, load_as_transformers
-from lockstep.errors import PREFIX, InputError
+from lockstep.errors import InputError, note
 
 # What a hub model brings beside its weights, as transformers names it.
 SIDE_FILES = (
@@ -75,7 +74,7 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     tokenizer = load_as_transformers(folder)
     for line in (tokenizer.note, described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))):
         if line:
-            print(f"{PREFIX}{folder}: {line}", file=sys.stderr)
+            note(f"{folder}: {line}")
     return _save(manifest, out)
 
 
