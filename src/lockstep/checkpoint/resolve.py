@@ -23,7 +23,8 @@ from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.fit import check_fit
-from lockstep.checkpoint.packed import packed_weights, quantized_tensors
+from lockstep.checkpoint.own_head import check_own_head
+from lockstep.checkpoint.packed import packed_weights, quantized_tensors, unpacked_places
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.stops import described, stop_ids
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
@@ -123,6 +124,7 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
     packed = packed_weights(packing, found.tensors, folder)
     if weights:
         check_fit(folder, config, found, packed)
+        check_own_head(folder, config, unpacked_places(found.tensors, packed))
     else:
         found = CheckpointTensors((), {}, ())
     check_present(folder)

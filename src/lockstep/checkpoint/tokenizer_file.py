@@ -86,6 +86,18 @@ def load_as_transformers(folder: Path, time_limit: float = TIME_LIMIT) -> Tokeni
         raise InputError(f"{folder}: expected a tokenizer that transformers splits texts with, {error}") from None
 
 
+def ties_head(folder: Path) -> bool:
+    """Return whether transformers ties the head of the checkpoint's model to its embedding.
+
+    For a config that does not say it. Raises InputError for one that transformers does not load.
+    """
+    script = Path(__file__).with_name("auto_config.py")
+    try:
+        return bool(json.loads(_run(str(script), folder, folder / "config.json", TIME_LIMIT)))
+    except _Failed as error:
+        raise InputError(f"{folder / 'config.json'}: expected a config that transformers loads, {error}") from None
+
+
 class _Failed(Exception):
     """The error of a script that ended with one: what it found, one line."""
 
