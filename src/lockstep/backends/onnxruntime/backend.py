@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+from google.protobuf.message import DecodeError
 
 from lockstep.artifacts.dtypes import named_dtype, onnx_dtype
 from lockstep.artifacts.files import write_bytes
@@ -109,7 +110,12 @@ class OnnxRuntimeProgram:
         self._path = engine_path
         self._slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self._low_memory = low_memory
-        self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
+        try:
+            self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
+        except DecodeError:
+            raise InputError(
+                f"{engine_path}: expected an engine of ONNX Runtime, found a file that is none; build it again"
+            ) from None
         _inputs_to_initializers(self._model.graph, self._slots, engine_path)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
