@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from google.protobuf.message import DecodeError
 
 from lockstep.artifacts.dtypes import named_dtype, onnx_dtype
 from lockstep.artifacts.files import write_bytes
@@ -112,7 +111,7 @@ class OnnxRuntimeProgram:
         self._low_memory = low_memory
         try:
             self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
-        except DecodeError:
+        except Exception:  # protobuf's own error, of a package that comes with onnx
             raise InputError(
                 f"{engine_path}: expected an engine of ONNX Runtime, found a file that is none; build it again"
             ) from None
