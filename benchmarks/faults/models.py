@@ -5,6 +5,7 @@ Checkpoint, graphs, weights, reference. Needs torch where that is made.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,6 +109,7 @@ def source_of(name: str, work: Path) -> Path:
     if config is None:
         return _REPOSITORY / "resources" / "demo-llama"
     folder = work / "sources" / name
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     write_json(folder / "shape.json", dict(config))
     return lockstep.make_random_checkpoint(folder / "shape.json", 0, folder)
 

@@ -12,10 +12,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 PREFIX = "lockstep: error: "
+NOTE = "lockstep: note: "
 _AGAIN = 0.02  # seconds after which a signal is sent again
 # What a scheduler, a service manager, `kill` and a closed terminal end a process with.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
+
+
+def note(line: str) -> None:
+    """Tell a user on stderr what is no error: something that was decided for them."""
+    print(f"{NOTE}{line}", file=sys.stderr, flush=True)
 
 
 class LockstepError(Exception):

@@ -5,9 +5,14 @@ Interrupted, this process ends it first.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Ended
@@ -60,3 +65,19 @@ def _end(process: subprocess.Popen, error: BaseException) -> None:
     finally:
         process.kill()  # nothing, where it has ended
         process.wait()
+
+
+@functools.cache
+def import_folder(package: Path) -> str:
+    """Return a folder for PYTHONPATH by which another interpreter finds a package of this one, and nothing else.
+
+    That is the package's own folder where it lies there alone, as in a checkout; of site-packages, whose other packages
+    are built for this interpreter, a folder with a link to it, which goes when this process ends.
+    """
+    others = (path for path in package.parent.iterdir() if path.suffix == ".dist-info")
+    if next(others, None) is None:
+        return str(package.parent)
+    folder = tempfile.mkdtemp(prefix="lockstep-package-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    Path(folder, package.name).symlink_to(package)
+    return folder

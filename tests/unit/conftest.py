@@ -16,8 +16,8 @@ from hypothesis import settings
 import fake_gpu
 from lockstep.artifacts.files import sha256_file
 from lockstep.backends import build
-from lockstep.checkpoint import resolve
-from lockstep.checkpoint.tokenizer_file import check_loads
+from lockstep.checkpoint import resolve, tokenizer_file
+from lockstep.checkpoint.resolve import SIDE_FILES
 from lockstep.provenance.cache.store import Cache
 from lockstep.targets import Results
 from lockstep.verify import golden
@@ -99,19 +99,27 @@ def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load a tokenizer once for each content that has passed.
 
-    `resolve` loads it in a process of its own.
+    `resolve` loads it in processes of its own.
     """
+    module = importlib.import_module("lockstep.checkpoint.resolve")  # the package has a function of that name too
 
     def check(path: Path) -> None:
         if (content := sha256_file(path)) not in PASSED:
-            check_loads(path)
+            tokenizer_file.check_loads(path)
             PASSED.add(content)
 
-    # by its name: the package has a function of that name too
-    monkeypatch.setattr(importlib.import_module("lockstep.checkpoint.resolve"), "check_loads", check)
+    def load(folder: Path) -> tokenizer_file.TokenizerOfTransformers:
+        files = tuple(sha256_file(path) if path.is_file() else "" for path in map(folder.joinpath, SIDE_FILES))
+        if files not in LOADED:
+            LOADED[files] = tokenizer_file.load_as_transformers(folder)
+        return LOADED[files]
+
+    monkeypatch.setattr(module, "check_loads", check)
+    monkeypatch.setattr(module, "load_as_transformers", load)
 
 
 PASSED: set[str] = set()  # tokenizer files, by digest
+LOADED: dict[tuple[str, ...], tokenizer_file.TokenizerOfTransformers] = {}  # by the digests of what is read
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ packed in."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import shutil
@@ -16,10 +17,13 @@ import pytest
 from demo_model import DEMO, LIMITS
 from recorded import recorded
 
+import lockstep
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import SEAL, dump_json, read_json, sha256_json, write_json
-from lockstep.bundle.archive import MANIFEST, Entry, header, read_archive, write_archive
-from lockstep.bundle.opened import opened
+from lockstep.artifacts.places import StoredFile, TensorPlace
+from lockstep.artifacts.weights import WeightsManifest
+from lockstep.bundle.archive import MANIFEST, Archive, Entry, Member, header, read_archive, write_archive
+from lockstep.bundle.opened import _point_into, opened
 from lockstep.bundle.pack import pack
 from lockstep.errors import InputError
 from lockstep.provenance.slsa import provenance_path
@@ -226,6 +230,48 @@ def forged(path: Path, names: list[str], **about) -> Path:
     parts = [header(MANIFEST, len(data)), data + bytes(-len(data) % 512)]
     path.write_bytes(b"".join([*parts, *(header(name, 1) + b"x".ljust(512, b"\0") for name in names), bytes(1024)]))
     return path
+
+
+@pytest.mark.parametrize("name", ["engines", "graphs/assembly.json/x", "BUNDLE.json/x", "graphs/assembly.json/x/y"])
+def test_a_name_that_is_a_file_and_a_folder_is_refused(tmp_path: Path, scratch: Path, name: str) -> None:
+    names = sorted([name, "engines/engines.json", "graphs/assembly.json", "weights/weights.json"])
+    line = refused(forged(tmp_path / "forged.tar", names), scratch)
+    assert "expected each name as a file or a folder" in line and line.endswith("refused")
+
+
+@pytest.mark.parametrize("size", [1 << 40, 1 << 61, (1 << 62) - 1])
+def test_a_size_beyond_the_file_is_refused(tmp_path: Path, scratch: Path, size: int) -> None:
+    listed = [{"path": name, "size": size, "sha256": "0" * 64} for name in ("a", "b", "c", "d", "e")]
+    manifest = {"format": formats.BUNDLE, "files": listed}
+    data = dump_json({**manifest, SEAL: sha256_json(manifest)}).encode()
+    path = tmp_path / "forged.tar"
+    path.write_bytes(header(MANIFEST, len(data)) + data + bytes(-len(data) % 512) + header("a", size) + bytes(1024))
+    assert f"expected a of {size} bytes, found a bundle of" in refused(path, scratch)
+
+
+def test_an_engine_that_is_none_is_one_line(apart: Path, results: Results, tmp_path: Path) -> None:
+    """Of whoever made the bundle, and so with the right digests."""
+    shutil.copytree(results.root, tmp_path / "results")
+    engines = Results(tmp_path / "results").engines("demo-llama", "fp16", "onnxruntime")
+    (engines.parent / "exit.onnx").write_bytes(b"no protobuf")
+    value = read_json(engines)
+    value["engines"]["exit"]["sha256"] = hashlib.sha256(b"no protobuf").hexdigest()
+    write_json(engines, value)
+    with pytest.raises(InputError, match="exit.onnx: expected an engine of ONNX Runtime, found a file that is none"):
+        lockstep.open_model("demo-llama/fp16/all/onnxruntime", tmp_path / "results")
+
+
+def test_quantised_weights_keep_their_groups(tmp_path: Path) -> None:
+    """Without them no quantised bundle runs."""
+    tensors = {"w": TensorPlace("w.safetensors", 0, 4, "I8", (4,))}
+    file = StoredFile("w.safetensors", 4, hashlib.sha256(b"1234").hexdigest())
+    WeightsManifest("w8a16", (file,), tensors, 32).save(tmp_path / "weights.json")
+    member = Member("weights/w.safetensors", 512, 4, file.sha256)
+    archive = Archive(tmp_path / "b.tar", 2048, {}, {member.name: member})
+    (tmp_path / "b.tar").write_bytes(bytes(2048))
+    _point_into(archive, tmp_path / "weights.json", "0" * 64)
+    found = WeightsManifest.load(tmp_path / "weights.json")
+    assert found.group_size == 32 and found.tensors["w"].offset == 512
 
 
 def test_tarfile_writes_no_such_header_of_a_large_file() -> None:

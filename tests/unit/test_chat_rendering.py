@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.serve.chat import Chat, ChatError
+from lockstep.serve.messages import _messages
 from lockstep.serve.stream import StreamError
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -138,6 +140,74 @@ def test_a_final_message_is_continued_as_in_transformers(theirs: Any, name: str)
         assert found == expected and found.rstrip().endswith("Yes" if messages[-1]["content"] == "Yes" else "Yes.")
     with pytest.raises(ChatError, match="leaves out the final message"):
         render("content", CHAT, False, True)
+
+
+NULL = """\
+{%- for message in messages -%}
+    {%- if message.content is none -%}<calls>{{ message.tool_calls[0].function.name }}
+    {%- elif message.content is string -%}{{ message.content }}
+    {%- endif -%}
+{%- endfor -%}
+"""
+# Templates that write the arguments as a text, and that take them as an object.
+AS_TEXT = (
+    "{{ call.arguments }}",
+    "{{ 'a' + call.arguments + 'b' }}",
+    "{{ 'a' ~ call.arguments }}",
+    "{{ call.arguments | trim }}",
+)
+AS_OBJECT = (
+    "{{ call.arguments | tojson }}",
+    "{{ call | tojson }}",
+    "{% for name, value in call.arguments.items() %}{{ name }}={{ value | tojson }};{% endfor %}",
+    "{{ call.arguments if call.arguments is string else call.arguments | tojson(indent=2) }}",
+    "{{ call.arguments is mapping }}{{ call.arguments.b }}{{ call.arguments | length }}",
+)
+
+
+def called(arguments: Any, **more: Any) -> list[dict]:
+    function = {"name": "w", "arguments": arguments}
+    return [CALLED[1], {"role": "assistant", "tool_calls": [{"id": "7", "function": function}], **more}]
+
+
+@pytest.mark.parametrize(
+    "test", ["message.content is none", "message['content'] == none", "not message.content is not none"]
+)
+def test_a_content_of_null_is_none_where_the_template_asks(test: str) -> None:
+    """As DeepSeek's does: if it is undefined, such a template leaves out the call without a word."""
+    template = NULL.replace("message.content is none", test)
+    assert render(template, _messages(called("{}", content=None))) == "Weather?<calls>w"
+    assert render(template, _messages(called("{}", content="so"))) == "Weather?so"
+    assert "content" not in _messages(called("{}"))[1]
+
+
+@pytest.mark.parametrize("name", ["CHATML", "TOOLS"])
+@pytest.mark.parametrize("inner", ["", "{{ messages[1].content | trim }}{{ messages[1].content is defined }}"])
+def test_a_content_of_null_is_written_as_transformers_writes_it(theirs: Any, name: str, inner: str) -> None:
+    """It never says "None"."""
+    messages, template = called({"a": 1}, content=None), globals()[name] + inner
+    expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert render(template, _messages(messages), False) == expected and "None" not in expected
+    assert '"content": null' in render("{{ messages | tojson }}", _messages(messages))
+
+
+@pytest.mark.parametrize("inner", [*AS_TEXT, *AS_OBJECT])
+def test_arguments_are_what_the_template_wants(theirs: Any, inner: str) -> None:
+    """The client's text to the byte, or the object that it stands for."""
+    template = "{% for call in messages[1].tool_calls %}{% set call = call.function %}" + inner + "{% endfor %}"
+    text = '{"b":  "Zürich",\n "a": [1, null]}'
+    given = called(text if inner in AS_TEXT else json.loads(text))
+    expected = theirs.apply_chat_template(given, chat_template=template, tokenize=False)
+    assert render(template, _messages(called(text))) == expected
+    if inner in AS_OBJECT:  # a client may send the object itself
+        assert render(template, _messages(given)) == expected
+
+
+def test_arguments_that_are_no_object_stay_as_they_are() -> None:
+    template = "{{ messages[1].tool_calls[0].function.arguments }}"
+    for text in ('"x"', "[1]", "7", "{}"):
+        assert render(template, _messages(called(text))) == text
+    assert render(template, _messages(called(""))) == "{}"
 
 
 def test_what_a_template_says_of_the_messages_is_the_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import inspect
 import json
 import os
@@ -638,3 +639,25 @@ def test_a_run_is_for_a_device_of_the_config():
     for other, found in ((config, "h100, l4, arm"), (load(SMALLEST), "none, for the config has no devices")):
         with pytest.raises(InputError, match=rf"^device: expected one of {found}; found 'b'$"):
             other.check_device("b")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
+def test_resolve_says_which_backends_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes before a build does; a device's jobs, and an interpreter of another machine, are not looked at."""
+    source = str(REPOSITORY / "resources" / "demo-llama")
+    model = {**SMALLEST["models"]["m"], "source": source, "precisions": ["fp16"], "backends": ["tensorrt"]}
+    config = tmp_path / "c.yaml"
+    config.write_text(json.dumps({"models": {"m": model}}))
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "lockstep", "resolve", "--config", str(config)]
+    found = subprocess.run(command, text=True, capture_output=True)
+    assert found.returncode == 0 and (tmp_path / "results/m/checkpoint.json").is_file(), found.stderr
+    (line,) = [line for line in found.stderr.splitlines() if line.startswith("lockstep: note: ")]
+    assert line.startswith(
+        "lockstep: note: m: engines of tensorrt cannot be built here: the Python package tensorrt is"
+    )
+    assert "pip install tensorrt" in line
+    elsewhere = {"backends": {"tensorrt": {"python": "/nowhere/bin/python"}}}
+    assert not load({"models": {"m": model}, **elsewhere}).missing_backends()
+    device = {"devices": {"gpu": {"backend": "tensorrt", "gpu": "A"}}}
+    assert not load({"models": {"m": {**model, "backends": ["gpu"]}}, **device}).missing_backends()

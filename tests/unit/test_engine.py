@@ -91,14 +91,19 @@ def test_only_what_changed_is_built_again_and_leftovers_go(made):
     before, manifest = stamps(engines.parent), engines.read_bytes()
     (engines.parent / "middle.onnx").write_bytes(b"damaged")
     (engines.parent / "exit.onnx").unlink()
-    (engines.parent / "older.onnx").write_bytes(b"an engine of an earlier export")
+    older = engines.parent / "older.onnx"
+    shutil.copy(engines.parent / "entry.onnx", older)  # an engine of an earlier export
+    entry = json.loads(manifest)["engines"]["entry"]
+    change(engines, engines={**json.loads(manifest)["engines"], "older": {**entry, "file": older.name}})
     (engines.parent / ".entry.onnx.abc.tmp").mkdir()
     (engines.parent / ".entry.onnx.abc.tmp" / "optimized.onnx").write_bytes(b"a build that was killed")
-    (engines.parent / "notes.txt").write_text("not ours")
+    others = {"notes.txt", "other.onnx", ".other.tmp"}
+    for name in others:
+        (engines.parent / name).write_text("not ours")
     build(assembly, "onnxruntime", engines)
     after = stamps(engines.parent)
     assert engines.read_bytes() == manifest
-    assert set(after) == {*before, "notes.txt"}
+    assert set(after) == {*before, *others}
     assert {name for name in before if after[name] == before[name]} >= set(before) - {"middle.onnx", "exit.onnx"}
     EngineSet.open(engines, assembly)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from checkpoints import error_of
 from safetensors.numpy import load_file
 
 from lockstep.artifacts.fetched import read_fetched
@@ -83,15 +84,23 @@ def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
     assert not describe(folder).unindexed
 
 
-def test_nothing_is_left_of_an_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    """Whoever names the folder of a real one by mistake keeps it."""
     config = shape(tmp_path)
+    folder = random_model.make(config, 1, tmp_path / "used", shard_bytes=100_000)
+    before = digests(folder)
+    for path in (config, folder / "config.json"):
+        line = error_of(random_model.make, path, 0, folder)
+        assert "expected a folder without a checkpoint" in line and str(folder) in line
+    assert digests(folder) == before
+
+
+def test_a_folder_that_is_fetched_anew_holds_nothing_of_an_earlier_checkpoint(tmp_path: Path) -> None:
+    config, out = shape(tmp_path), tmp_path / "m" / "source.json"
     fresh = digests(random_model.make(config, 0, tmp_path / "fresh"))
-    random_model.make(config, 1, tmp_path / "used", shard_bytes=100_000)
-    (tmp_path / "used" / ".model-00001-of-00002.safetensors.7.tmp").touch()
-    (tmp_path / "used" / "notes.txt").touch()
-    random_model.make(config, 0, tmp_path / "used")
-    (tmp_path / "used" / "notes.txt").unlink()
-    assert digests(tmp_path / "used") == fresh
+    random_model.make(config, 1, tmp_path / "m" / "checkpoint", shard_bytes=100_000)
+    random_model.fetch("random:shape.json", config, out)
+    assert digests(tmp_path / "m" / "checkpoint") == fresh
 
 
 def test_a_tokenizer_beside_the_config_is_taken(tmp_path: Path) -> None:

@@ -127,11 +127,15 @@ def digests(folder):
 
 
 @pytest.fixture
-def older(tmp_path):
-    """The folder of an export of another model."""
+def older(exported, tmp_path):
+    """The folder of an export of another model, with a graph that this one does not have."""
     folder = tmp_path / "again"
-    folder.mkdir()
-    (folder / "middle_2.onnx").write_bytes(b"of an earlier model")
+    shutil.copytree(exported / "fp16" / "graphs", folder)
+    (folder / "middle_2.onnx").write_bytes((folder / "middle.onnx").read_bytes())
+    assembly = json.loads((folder / "assembly.json").read_text())
+    assembly["classes"]["middle_2"] = {**assembly["classes"]["middle"], "graph": "middle_2.onnx"}
+    del assembly["sealed_sha256"]
+    (folder / "assembly.json").write_text(json.dumps(assembly))
     return folder
 
 

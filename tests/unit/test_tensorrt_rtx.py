@@ -690,6 +690,7 @@ def test_without_the_library_its_targets_are_a_mistake_or_left_out(monkeypatch):
         load(config()).check_backends()
     assert one_line(caught).endswith(
         "or skip_missing_backends: true; tensorrt_rtx: the Python package tensorrt-rtx is not installed for this Python"
+        ": pip install tensorrt_rtx_cu13_bindings tensorrt_rtx_cu13_libs"
     )
     for skip in (True, "true"):
         found = load(config(skip_missing_backends=skip, require_run=True))
@@ -701,6 +702,7 @@ def test_without_the_library_its_targets_are_a_mistake_or_left_out(monkeypatch):
     assert one_line(caught) == (
         f"target: expected one that is made here, found {target}: the config skips the backend tensorrt_rtx "
         "(skip_missing_backends), for the Python package tensorrt-rtx is not installed for this Python"
+        ": pip install tensorrt_rtx_cu13_bindings tensorrt_rtx_cu13_libs"
     )
 
 

@@ -231,3 +231,10 @@ def test_what_is_no_file_is_named_in_one_line(damaged: Path, kind: str) -> None:
             look(damaged)
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         moved.rename(path)
+
+
+def test_a_folder_in_place_of_a_measurement_is_named(damaged: Path) -> None:
+    """No record names a speed: a folder in its place was not looked at."""
+    next(damaged.rglob("*.build.json")).with_name("2.speed.json").mkdir()
+    (named,) = [finding for finding in found(damaged) if finding.status != SAME]
+    assert "2.speed.json: no record names it; it is a folder" in str(named)

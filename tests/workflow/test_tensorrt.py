@@ -12,7 +12,9 @@ from checkout import Checkout
 
 
 def with_tensorrt(config: dict[str, Any]) -> None:
+    """As on a cluster whose nodes have it in a Python of its own."""
     config["models"]["demo-llama"] |= {"backends": ["onnxruntime", "tensorrt"], "precisions": ["fp16"]}
+    config["backends"] = {"tensorrt": {"python": "/opt/trt/bin/python"}}
 
 
 def test_the_dag_is_planned_without_a_gpu(demo: Checkout) -> None:
@@ -55,12 +57,21 @@ def test_jobs_of_several_ranks_ask_for_as_many_gpus(demo: Checkout, scope: str, 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
-def test_a_build_says_what_is_missing(demo: Checkout) -> None:
+@pytest.mark.parametrize("python", [None, sys.executable], ids=["this Python", "another"])
+def test_what_is_missing_is_said_before_any_job(demo: Checkout, python: str | None) -> None:
+    """Not after minutes of export."""
     demo.edit_config(with_tensorrt)
-    process = demo.snakemake("--cores", "2", "results/demo-llama/fp16/engines/tensorrt/engines.json", check=False)
-    assert process.returncode
-    line = (demo.results / "logs/build/demo-llama/fp16/tensorrt.log").read_text()
-    assert line == (
-        "lockstep: error: backend tensorrt: the Python package tensorrt is not installed for this Python; "
-        "install what is missing, or name another interpreter in backends.tensorrt.python\n"
+    demo.edit_config(
+        lambda config: config.update(skip_missing_backends=False, backends={"tensorrt": {"python": python}})
     )
+    process = demo.snakemake("-n", check=False)
+    assert process.returncode
+    (line,) = [line for line in process.stderr.splitlines() if line.startswith("lockstep: error: ")]
+    assert "models.demo-llama.backends[1]: expected backends that are installed" in line
+    if python:
+        assert line.endswith(f"{python} has no Python package tensorrt; install it there")
+    else:
+        assert "tensorrt: the Python package tensorrt is not installed for this Python: pip install tensorrt" in line
+    demo.edit_config(lambda config: config.update(skip_missing_backends=True))
+    said = demo.snakemake("-n")
+    assert "Left out: the targets of tensorrt, for " in said.stdout + said.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 # The rule's key is of the code in this checkout, and an environment that conda made has no other.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from lockstep.errors import PREFIX, guard  # noqa: E402
+from lockstep.errors import NOTE, PREFIX, guard  # noqa: E402
 from lockstep.pipeline.stages import REPORTS, STAGES  # noqa: E402
 from lockstep.provenance import run as stage  # noqa: E402
 from lockstep.provenance.locked import find_lock, is_locked  # noqa: E402
@@ -19,8 +19,8 @@ from lockstep.targets import Results, Target  # noqa: E402
 
 def job(snakemake):
     """Decorate the script's function: it runs at once, as the job. Stdout and stderr, also those of native libraries,
-    go to the rule's log; a user's mistake becomes one line there and on the terminal, before Snakemake's own words.
-    What was made is recorded beside it."""
+    go to the rule's log; a user's mistake becomes one line there and on the terminal, before Snakemake's own words, and
+    so does what a stage has to say. What was made is recorded beside it."""
 
     results = results_of(snakemake)
 
@@ -33,22 +33,25 @@ def job(snakemake):
                 take_back_from_the_future(snakemake.input, results)
                 stage.run(step_of(snakemake), make, lock_file(snakemake), snakemake.config.get("cache", ""))
         except SystemExit as ended:
-            _tell(snakemake.log[0], terminal, ended.code)
+            _tell(terminal, _said(snakemake.log[0], PREFIX)[-1:])
+            with contextlib.suppress(KeyError), open(os.environ["LOCKSTEP_EXIT_CODES"], "a") as file:
+                file.write(f"{ended.code}\n")
             raise
+        _tell(terminal, _said(snakemake.log[0], NOTE))
 
     return run
 
 
-def _tell(log, terminal, code):
-    """The line that the log ends in on the terminal, and the exit code where the run looks for it (EXIT_CODES in
-    common.smk)."""
+def _said(log, prefix):
+    """The lines of a log that are for a person: errors, or what a stage has decided."""
     log = Path(log)  # a job that ended before it could open it has said so on the terminal
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    said = [line for line in lines if line.startswith(PREFIX)]
-    if said:
-        os.write(terminal, f"{said[-1]}\n".encode())
-    with contextlib.suppress(KeyError), open(os.environ["LOCKSTEP_EXIT_CODES"], "a") as file:
-        file.write(f"{code}\n")
+    return [line for line in lines if line.startswith(prefix)]
+
+
+def _tell(terminal, lines):
+    for line in lines:
+        os.write(terminal, f"{line}\n".encode())
 
 
 def results_of(snakemake):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
+from lockstep.artifacts.own_files import stale_files
 from lockstep.backends.base import Backend, Built, CutsGraphs, get_backend
 from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
@@ -46,8 +48,8 @@ def build(
     Returns its path. An engine already there is kept when graph, options, device, backend version and builder revision
     are those recorded and its file is whole.
 
-    Raises InputError for a precision that the backend lacks, CheckError for a graph that is damaged or that the library
-    refuses.
+    Raises InputError for a precision that the backend lacks and for a file of someone else where an engine goes,
+    CheckError for a graph that is damaged or that the library refuses.
     """
     assembly_path, out = Path(assembly_json), Path(out_engines_json)
     assembly, library = Assembly.load(assembly_path), get_backend(backend)
@@ -71,23 +73,35 @@ def build(
         options={**library.default_options(), **(options or {})},
     )
     graphs, costs = list(library.graphs(assembly, manifest.options)), {}
+    names = {library.file(name) for name, _ in graphs}
+    stale = stale_files(out, names)
     engines: dict[str, EngineFile] = {}
     library.start(out.parent, manifest, [name for name, _ in graphs])
     recorded = _reusable(out, manifest, library)
-    for number, (name, graph) in enumerate(graphs, start=1):
-        graph_path = graph_file(assembly_path.parent, graph)
-        entry = recorded.get(name)
-        if entry is None or entry.graph_sha256 != graph.sha256:
-            with _progress(library, number, len(graphs), name) as cost:
-                entry, built = _build_one(graph_path, graph, out.parent / library.file(name), library, manifest.options)
-                cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
-            costs[name] = cost
-        engines[name] = entry
+    _remove_temporary(out.parent, names)
+    there = {name for name in names if (out.parent / name).exists()}
+    try:
+        for number, (name, graph) in enumerate(graphs, start=1):
+            graph_path = graph_file(assembly_path.parent, graph)
+            entry = recorded.get(name)
+            if entry is None or entry.graph_sha256 != graph.sha256:
+                with _progress(library, number, len(graphs), name) as cost:
+                    entry, built = _build_one(
+                        graph_path, graph, out.parent / library.file(name), library, manifest.options
+                    )
+                    cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
+                costs[name] = cost
+            engines[name] = entry
+    except BaseException:
+        for name in names - there:  # no manifest names them
+            (out.parent / name).unlink(missing_ok=True)
+        raise
     manifest = replace(manifest, engines=engines, details=library.finish(list(engines)))
     replace(manifest, digest=manifest.digest_for(library.device_key(manifest.device))).save(out)
     if costs and library.takes_long:
         write_json(out.parent / COSTS, {"format": formats.BUILD_COSTS, "engines": costs})
-    _delete_leftovers(out, {entry.file for entry in engines.values()}, library.suffixes)
+    for path in stale:  # engines of an earlier assembly
+        path.unlink()
     return out
 
 
@@ -167,10 +181,8 @@ def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[
     return {name: entry for name, entry in old.engines.items() if whole(entry) and library.keeps(name, entry)}
 
 
-def _delete_leftovers(out: Path, kept: set[str], suffixes: tuple[str, ...]) -> None:
-    """Delete engines of earlier assemblies, and temporary files of killed builds."""
-    for path in sorted(out.parent.iterdir()):
-        if path.is_dir() and path.name.startswith(".") and path.name.endswith(".tmp"):
-            shutil.rmtree(path)
-        elif path.is_file() and path.name not in kept and (path.suffix in suffixes or path.name.endswith(".tmp")):
-            path.unlink()
+def _remove_temporary(folder: Path, names: Iterable[str]) -> None:
+    """Remove the temporary folders of killed builds of these engine files."""
+    for name in names:
+        for path in folder.glob(f".{glob.escape(name)}.*.tmp"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

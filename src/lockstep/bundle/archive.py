@@ -139,6 +139,11 @@ def read_archive(path: str | os.PathLike) -> Archive:
         _check_listed(path, manifest["files"])
         members = {}
         for listed in manifest["files"]:
+            if listed["size"] > size:
+                raise InputError(
+                    f"{path}: expected {listed['path']} of {listed['size']} bytes, found a bundle of {size}: it is cut "
+                    "short; copy it again"
+                )
             file.seek(offset)
             found = file.read(_BLOCK)
             if found != header(listed["path"], listed["size"]):
@@ -208,6 +213,9 @@ def _check_listed(path: Path, listed: Sequence[Mapping[str, Any]]) -> None:
             f"{path}: expected sorted names, each once, found "
             f"{f'{twice!r} twice' if twice else 'another order'}; refused"
         )
+    above = {parent.as_posix() for name in folded for parent in PurePosixPath(name).parents}
+    if both := next((name for name in (MANIFEST, *names) if name.casefold() in above), None):
+        raise InputError(f"{path}: expected each name as a file or a folder, found {both!r} as both; refused")
 
 
 def _problem(name: str) -> str:

@@ -228,7 +228,7 @@ def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
             )
         tensors[name] = replace(place, file=whole.path, offset=place.offset + members[place.file].offset)
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
-    WeightsManifest(manifest.precision, (whole,), tensors).save(manifest_path)
+    replace(manifest, files=(whole,), tensors=tensors).save(manifest_path)
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:

@@ -22,9 +22,9 @@ from lockstep.checkpoint.tensors import CheckpointTensors
 from lockstep.errors import InputError
 
 _LAYER = re.compile(r"(.*?)\.?\b(\d+)\.")  # model.layers.12.mlp.up_proj.weight; h.0.attn of a bare GPT-2
-_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
-_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
-_OTHER_INPUTS = re.compile(r"vision|visual|image|audio|speech|encoder")
+EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
+HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
+OTHER_INPUTS = re.compile(r"vision|visual|image|audio|speech|encoder")
 _WIDTH_KEYS = re.compile(r"hidden_size|d_model|dim|.*embd|.*embed.*")
 # Layers behind the last that predict further tokens; transformers does not read them.
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -44,7 +44,7 @@ def check_fit(
             _check_weight(folder / place.file, name, place)
     _check_layers(folder, config, found)
     for name, place in unpacked_places(found.tensors, packed).items():
-        if len(place.shape) == 2 and not _OTHER_INPUTS.search(name):
+        if len(place.shape) == 2 and not OTHER_INPUTS.search(name):
             _check_embedding(folder / place.file, config, name, place.shape)
 
 
@@ -69,7 +69,7 @@ def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTens
     stacks: dict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
     for name in found.tensors:
-        if (match := _LAYER.match(name)) and not _OTHER_INPUTS.search(match[1]):
+        if (match := _LAYER.match(name)) and not OTHER_INPUTS.search(match[1]):
             stacks[match[1]].add(int(match[2][:9]))
             sizes[match[1]] += 1
     depth = model_config.setting(config, model_config.DEPTH_KEYS)
@@ -95,8 +95,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTens
 
 
 def _check_embedding(path: Path, config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> None:
-    is_head = _HEAD.fullmatch(name)
-    if not is_head and not _EMBEDDING.fullmatch(name):
+    is_head = HEAD.fullmatch(name)
+    if not is_head and not EMBEDDING.fullmatch(name):
         return
     vocabulary, where = model_config.setting(config, ("vocab_size",)), f"{path}: tensor {shorten(name)}"
     # Embeddings may have rows of their own, for padding or images; a head gives the vocabulary and nothing else.

@@ -23,11 +23,13 @@ from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.fit import check_fit
-from lockstep.checkpoint.packed import packed_weights, quantized_tensors
+from lockstep.checkpoint.own_head import check_own_head
+from lockstep.checkpoint.packed import packed_weights, quantized_tensors, unpacked_places
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
+from lockstep.checkpoint.stops import described, stop_ids
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
-from lockstep.checkpoint.tokenizer_file import check_loads, check_present
-from lockstep.errors import InputError
+from lockstep.checkpoint.tokenizer_file import check_loads, check_present, load_as_transformers
+from lockstep.errors import InputError, note
 
 # What a hub model brings beside its weights, as transformers names it.
 SIDE_FILES = (
@@ -54,7 +56,7 @@ def resolve(source: str, folder: Path, out: Path) -> Path:
     relative decides whether the manifest's "folder" is relative to the manifest. Raises InputError for all that a
     checkpoint may lack.
     """
-    return _write(source, Path(folder), Path(out), weights=True)
+    return _save(_manifest(source, Path(folder), Path(out), weights=True), Path(out))
 
 
 def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
@@ -63,9 +65,18 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     As `resolve`, but the manifest has no tensors, and names the files of config and tokenizer only. Of weights that are
     quantised already the headers are read: graphs depend on what is packed, and how.
 
-    Graphs are made from it, so that other weights of the same model, a fine-tune, leave graphs and engines alone.
+    Graphs are made from it, so that other weights of the same model, a fine-tune, leave graphs and engines alone. The
+    tokenizer, which lies beside graphs, is loaded. Lines on stderr say where texts are split otherwise than by
+    tokenizer.json alone, and which tokens end an answer where that is not said in one way.
     """
-    return _write(source, Path(folder), Path(out), weights=False)
+    folder, out = Path(folder), Path(out)
+    manifest = _manifest(source, folder, out, weights=False)
+    check_loads(folder / "tokenizer.json")
+    tokenizer = load_as_transformers(folder)
+    for line in (tokenizer.note, described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))):
+        if line:
+            note(f"{folder}: {line}")
+    return _save(manifest, out)
 
 
 def resolve_fetched(source_json: Path, out: Path) -> Path:
@@ -84,10 +95,6 @@ def resolve_fetched(source_json: Path, out: Path) -> Path:
                 f"{file.sha256}; delete it and {source_json}, then run again"
             )
     return _save(replace(manifest, commit=fetched.commit), out)
-
-
-def _write(source: str, folder: Path, out: Path, weights: bool) -> Path:
-    return _save(_manifest(source, folder, out, weights), out)
 
 
 def _manifest(source: str, folder: Path, out: Path, weights: bool) -> CheckpointManifest:
@@ -117,15 +124,14 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
     packed = packed_weights(packing, found.tensors, folder)
     if weights:
         check_fit(folder, config, found, packed)
+        check_own_head(folder, config, unpacked_places(found.tensors, packed))
     else:
         found = CheckpointTensors((), {}, ())
     check_present(folder)
-    _check_stops(folder, config)
+    stop_ids(folder, config, None)  # ids, before hours are spent on graphs
     for path in side_files(folder):
         check_side_file(path)
-    read_chat_template(folder)  # before hours are spent on graphs
-    if not weights:  # once a model, and where it is copied from
-        check_loads(folder / "tokenizer.json")
+    read_chat_template(folder)
     names = [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]
     return CheckpointManifest(
         source="",
@@ -180,26 +186,6 @@ def _layer_count(folder: Path, config: dict[str, Any]) -> int:
             f"{folder / 'config.json'}: expected num_hidden_layers, found none; write the model's layer count there"
         )
     return depth
-
-
-def _check_stops(folder: Path, config: dict[str, Any]) -> None:
-    """Check the token ids that decoding stops at.
-
-    They stand in generation_config.json or config.json. Raises InputError for what is no token id.
-    """
-    generation = folder / "generation_config.json"
-    for path, settings in (
-        (folder / "config.json", config),
-        (generation, read_source_json(generation) if present(generation) else {}),
-    ):
-        ids = settings.get("eos_token_id")
-        if not all(
-            type(number) is int and number >= 0
-            for number in (ids if isinstance(ids, list) else [] if ids is None else [ids])
-        ):
-            raise InputError(
-                f"{path}: expected eos_token_id to be a token id or a list of them, found {shorten(ids)}; correct it"
-            )
 
 
 def side_files(folder: Path) -> list[Path]:

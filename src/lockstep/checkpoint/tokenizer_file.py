@@ -5,11 +5,13 @@ In: the file. Out: nothing, or one line. The library loads it in another process
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,20 +49,78 @@ def check_loads(path: Path, time_limit: float = TIME_LIMIT) -> None:
     Raises InputError for a file that the tokenizers package does not load, whose expressions take too long or make it
     panic, and where that package is missing.
     """
+    try:
+        _run(probe.__file__, path, path, time_limit)
+    except _Failed as error:
+        raise InputError(
+            f"{path}: expected a tokenizer, found {cut(str(error))}; use the tokenizer.json that came with the model"
+        ) from None
+
+
+@dataclass(frozen=True)
+class TokenizerOfTransformers:
+    """What transformers says of a checkpoint's tokenizer.
+
+    eos_token_id: of its end token. note: in what tokenizer.json differs, one line, or "".
+    """
+
+    eos_token_id: int | None
+    note: str
+
+
+def load_as_transformers(folder: Path, time_limit: float = TIME_LIMIT) -> TokenizerOfTransformers:
+    """Load the tokenizer of a checkpoint in transformers, and hold its tokenizer.json to it.
+
+    Raises InputError for one that transformers cannot load, or in a way that no tokenizer.json can hold, and where
+    transformers is missing.
+    """
+    if find_spec("transformers") is None:
+        raise InputError(
+            f"{folder}: the tokenizer needs the Python package 'transformers', which is not installed here; install it"
+        )
+    # By its path: what imports this module needs no transformers.
+    script = Path(__file__).with_name("auto_tokenizer.py")
+    try:
+        return TokenizerOfTransformers(**json.loads(_run(str(script), folder, folder / NAME, time_limit)))
+    except _Failed as error:
+        raise InputError(f"{folder}: expected a tokenizer that transformers splits texts with, {error}") from None
+
+
+def ties_head(folder: Path) -> bool:
+    """Return whether transformers ties the head of the checkpoint's model to its embedding.
+
+    For a config that does not say it. Raises InputError for one that transformers does not load.
+    """
+    script = Path(__file__).with_name("auto_config.py")
+    try:
+        return bool(json.loads(_run(str(script), folder, folder / "config.json", TIME_LIMIT)))
+    except _Failed as error:
+        raise InputError(f"{folder / 'config.json'}: expected a config that transformers loads, {error}") from None
+
+
+class _Failed(Exception):
+    """The error of a script that ended with one: what it found, one line."""
+
+
+def _run(script: str, argument: Path, path: Path, time_limit: float) -> str:
+    """Return the stdout of a script, run on `argument` in a process of its own.
+
+    path: of the tokenizer, for the line of an InputError where the time is over. Raises _Failed where it failed.
+    """
     if find_spec("tokenizers") is None:
         raise InputError(
             "tokenizer.json: needs the Python package 'tokenizers', which is not installed here; install it"
         )
-    command = [sys.executable, probe.__file__, str(path)]
+    offline = {"PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     # A panic's own words and its stack are of no use to a user.
     try:
         ended = subprocess.run(
-            command,
+            [sys.executable, script, str(argument)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            env={**os.environ, "PYTHONUTF8": "1"},
+            env={**os.environ, **offline},
             timeout=time_limit,
         )
     except subprocess.TimeoutExpired:
@@ -68,16 +128,10 @@ def check_loads(path: Path, time_limit: float = TIME_LIMIT) -> None:
             f"{path}: expected a tokenizer that splits {probe.LENGTH} characters at once, found it still at work after"
             f" {time_limit:g} s; its expressions explode: use the tokenizer.json that came with the model"
         ) from None
+    if not ended.returncode:
+        return ended.stdout
     if ended.returncode < 0:
-        found = (
-            f"its process ended by {signal.Signals(-ended.returncode).name} (more than {probe.MEMORY_BYTES >> 30} GB of"
-            " memory?)"
-        )
-    elif ended.returncode:
-        lines = ended.stdout.split("\n")
-        found = next((line for line in reversed(lines) if line), "") or cut(ended.stderr.strip().rpartition("\n")[2])
-    else:
-        return
-    raise InputError(
-        f"{path}: expected a tokenizer, found {cut(found)}; use the tokenizer.json that came with the model"
-    )
+        name = signal.Signals(-ended.returncode).name
+        raise _Failed(f"its process ended by {name} (more than {probe.MEMORY_BYTES >> 30} GB of memory?)")
+    lines = ended.stdout.split("\n")
+    raise _Failed(next((line for line in reversed(lines) if line), "") or cut(ended.stderr.strip().rpartition("\n")[2]))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.terminal import echo_json_line, working
-from lockstep.errors import InputError
+from lockstep.errors import InputError, note
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
@@ -238,6 +238,8 @@ def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
 
 
 def _resolve(project: Project, stage: str, names: dict[str, Any]) -> Path:
+    for backend, reason in project.config.missing_backends(names["model"]).items():
+        note(f"{names['model']}: engines of {backend} cannot be built here: {reason}")
     made = _run(project, stage, names)
     _run(project, "architecture", names)
     return made

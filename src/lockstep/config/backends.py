@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +44,8 @@ class BackendSettings:
     zero_points: of checkpoints that were quantised with other ones than the middle. fp16_activations: precisions of
     float32 graphs whose engines have float16 activations; they are held to the tolerances of fp16, where these are
     larger.
-    missing: why its engines cannot be built here, None where they can, or where only its interpreter can tell.
+    missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
+    can. module: that its interpreter must have, where the config names one.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
     can. lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
     config is read. None of these loads the library.
@@ -59,6 +63,7 @@ class BackendSettings:
     zero_points: bool = True
     fp16_activations: tuple[str, ...] = ()
     missing: Callable[[], str | None] = lambda: None
+    module: str = ""
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     lacks_here: Callable[[str], str | None] = lambda precision: None
 
@@ -78,6 +83,25 @@ class BackendSettings:
         """Return what a build is given of the config, as plain JSON."""
         own = section.model_dump(mode="json", exclude={"python"}) if section is not None else {}
         return {**own, **(limits if self.takes_limits else {})}
+
+
+def not_installed(module: str, package: str, install: str) -> str | None:
+    """Return why a backend is missing: its package, and how it is installed. None where it is there."""
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ValueError:  # it is imported, and has no file
+        is_there = True
+    return None if is_there else f"the Python package {package} is not installed for this Python: {install}"
+
+
+@functools.cache
+def not_in_interpreter(python: str, module: str) -> str | None:
+    """Return why an interpreter that is here cannot run a backend; None where it can, or is on another machine only."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    if shutil.which(python) is None:
+        return None
+    ended = subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, capture_output=True)
+    return f"{python} has no Python package {module}; install it there" if ended.returncode == 1 else None
 
 
 def interpreter_keys() -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from lockstep.artifacts.adapters import fetched_manifest
 from lockstep.artifacts.fetched import folder_of, known
-from lockstep.config.backends import BackendSettings, backends
+from lockstep.config.backends import BackendSettings, backends, not_in_interpreter
 from lockstep.config.consistency import (
     device_problems,
     limit_problems,
@@ -120,12 +120,21 @@ class Config(Section):
 
     def skipped_backends(self) -> dict[str, str]:
         """Return by backend why its targets are left out here (`skip_missing_backends`)."""
-        return self._missing_backends() if self.skip_missing_backends else {}
+        return self.missing_backends() if self.skip_missing_backends else {}
 
-    def _missing_backends(self) -> dict[str, str]:
-        used = {backend for model in self.models.values() for backend in model.backends}
-        missing = {backend: self._settings(backend).missing() for backend in sorted(used)}
+    def missing_backends(self, model: str | None = None) -> dict[str, str]:
+        """Return by backend why its engines cannot be built here. model: of this one alone."""
+        models = self.models.values() if model is None else [self.models[model]]
+        used = {backend for one in models for backend in one.backends}
+        missing = {backend: self._missing(backend) for backend in sorted(used)}
         return {backend: reason for backend, reason in missing.items() if reason}
+
+    def _missing(self, backend: str) -> str | None:
+        """Return why engines of a backend cannot be built; None where they can, and for an interpreter elsewhere."""
+        settings, python = self._settings(backend), self.interpreter(backend)
+        if python:
+            return not_in_interpreter(python, settings.module)
+        return None if backend in self.devices and settings.has_interpreter else settings.missing()
 
     def backend_of(self, name: str) -> str:
         """Return the backend that a target names; of a device its backend."""
@@ -200,7 +209,7 @@ class Config(Section):
         checks that cannot run here.
         """
         problems: list[Problem] = []
-        absent = self._missing_backends()
+        absent = self.missing_backends()
         skipped, missing = (absent, {}) if self.skip_missing_backends else ({}, absent)
         for name, model in self.models.items():
             for index, backend in enumerate(model.backends):

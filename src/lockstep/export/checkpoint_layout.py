@@ -9,7 +9,8 @@ tensors whose elements are numbered.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.artifacts.places import TensorPlace
-from lockstep.errors import InputError
+from lockstep.errors import InputError, note
 from lockstep.export.quiet import quiet
 
 _SMALL = 4  # size of a shrunk dimension: even, so that a tensor of two halves can be cut
@@ -78,9 +79,11 @@ def check_tensors(meta: PreTrainedModel, tensors: Mapping[str, TensorPlace], fol
     """Hold a checkpoint's tensors to what a checkpoint of the model holds.
 
     tensors: by name, of the checkpoint in `folder`. Raises InputError for a tensor that is absent, of
-    another shape or no float. Tensors that the model does not know are no fault.
+    another shape or no float. Tensors that the model does not know are no fault: a line names them.
     """
-    for name, shape in checkpoint_shapes(meta).items():
+    shapes = checkpoint_shapes(meta)
+    _tell_unknown(meta, shapes, tensors, folder)
+    for name, shape in shapes.items():
         # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
         found = tensors.get(name) or tensors.get(name.partition(".")[2])
         if found is None:
@@ -98,6 +101,19 @@ def check_tensors(meta: PreTrainedModel, tensors: Mapping[str, TensorPlace], fol
                 f"{folder / found.file}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found"
                 f" {found.dtype}; use a checkpoint that is not quantized"
             )
+
+
+def _tell_unknown(meta: PreTrainedModel, known: Collection[str], tensors: Collection[str], folder: Path) -> None:
+    """Say which tensors are left out: those of a layer that the config asks for without, such as a bias."""
+    ignored = getattr(meta, "_keys_to_ignore_on_load_unexpected", None) or ()
+    names = {*known, *(getattr(meta, "all_tied_weights_keys", None) or {})}
+    names |= {name.partition(".")[2] for name in names}  # as checkpoints of a bare decoder have them
+    unknown = [
+        name for name in sorted(tensors) if name not in names and not any(re.search(each, name) for each in ignored)
+    ]
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        note(f"{folder}: tensors that the model of config.json does not have, left out: {unknown[0]}{more}")
 
 
 def _parameters(meta: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ from lockstep.config.sources import RandomSource, parse_source
 from lockstep.errors import InputError
 
 SHARD_BYTES = 4 << 30
+_WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 
 
@@ -54,9 +55,8 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
 
     The dtype is the config's (float32 if it names none).
 
-    A tokenizer.json beside the config is copied, else one of single bytes is made. What an earlier call left in the
-    folder is replaced. Raises InputError for a config that is no causal LM's, and when the disk has no room for the
-    weights.
+    A tokenizer.json beside the config is copied, else one of single bytes is made. Raises InputError for a config that
+    is no causal LM's, a folder that holds a checkpoint, and when the disk has no room for the weights.
     """
     config_json, folder = Path(config_json), Path(folder)
     config = _read(config_json)
@@ -64,10 +64,7 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
     label, dtype = PRECISION_DTYPES[NAME_PRECISIONS[name]], named_dtype(name)
     shapes = tensor_shapes(config)
     folder.mkdir(parents=True, exist_ok=True)
-    if config_json.resolve() != (folder / "config.json").resolve():
-        (folder / "config.json").unlink(missing_ok=True)
-    for old in _earlier(folder):
-        old.unlink()
+    _check_empty(folder, config_json)
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     free = shutil.disk_usage(folder).free
     if free < total:
@@ -96,18 +93,18 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
     return folder
 
 
-def _earlier(folder: Path) -> list[Path]:
-    """Return weights that an earlier call left in `folder`, whole or not.
+def _check_empty(folder: Path, config_json: Path) -> None:
+    """Raise InputError where files of a checkpoint in `folder` would be replaced, or read beside the new ones.
 
-    Of another shape, they would be read beside or before the new ones.
+    The config and the tokenizer that are read may lie there.
     """
-    return [
-        path
-        for path in folder.iterdir()
-        if re.fullmatch(
-            r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|\.model.*\.safetensors.*\.tmp", path.name
-        )
-    ]
+    sources = {config_json.resolve(), config_json.with_name("tokenizer.json").resolve()}
+    for path in sorted(folder.iterdir()):
+        is_of_one = path.name in _WRITTEN or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", path.name)
+        if is_of_one and path.resolve() not in sources:
+            raise InputError(
+                f"{path}: expected a folder without a checkpoint, found this file; delete it, or choose another folder"
+            )
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -2,9 +2,9 @@
 
 Out: assembly.json, block classes, attention, embedding, tokenizer, chat template, uncut batchful.onnx.
 
-Reads the checkpoint's config.json (and generation_config.json for end-of-sequence ids, tokenizer.json to copy, and
-where a chat template stands), never its weights: only the headers, where they are there, to refuse names and shapes
-that are not the model's before hours are spent on them.
+Reads the checkpoint's config.json, generation_config.json (for end-of-sequence ids) and files of tokenizer and chat
+template, never its weights: only the headers, where they are there, to refuse names and shapes that are not the model's
+before hours are spent on them.
 Two exports of one checkpoint are byte-identical. Needs torch and transformers.
 """
 
@@ -24,13 +24,16 @@ from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock, FileEntry, GraphFile, Layer, Uncut
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE, PRECISION_NAMES, QUANTIZATIONS, base_precision
-from lockstep.artifacts.files import check_place, dump_json, read_json, write_bytes
+from lockstep.artifacts.files import check_place, dump_json, write_bytes
+from lockstep.artifacts.own_files import stale_files
 from lockstep.artifacts.packing import check_precision, packing_of
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
-from lockstep.checkpoint.chat_template import FILES as CHAT_FILES
+from lockstep.checkpoint.auto_tokenizer import AutoTokenized, TokenizerError, load_auto
 from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.packed import packed_weights, unpacked_places
+from lockstep.checkpoint.resolve import SIDE_FILES
+from lockstep.checkpoint.stops import ids_of, stop_ids
 from lockstep.checkpoint.tensors import find_tensors, has_weights
 from lockstep.errors import InputError
 from lockstep.export import attention
@@ -41,14 +44,14 @@ from lockstep.export.cut import BatchlessGraph
 from lockstep.export.lora import adapted, linear_layers
 from lockstep.export.parity import prove
 from lockstep.export.quantize import quantize
+from lockstep.export.quiet import quiet
 from lockstep.export.rope import position_limit
 from lockstep.export.shards import Heads, as_shard, check_plan, shard_batchless, shard_block
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import TracedModel, parts_of
 from lockstep.onnx_tools.signature import signature_of
 
-# Of the checkpoint's folder; config.json stands in the manifest.
-_READ = ("generation_config.json", "tokenizer.json", *CHAT_FILES)
+_ALWAYS = ("batchful.onnx", "embedding.onnx", "tokenizer.json")  # files of every export
 
 
 @dataclass
@@ -87,10 +90,12 @@ def export(
     """
     checkpoint, out = Path(checkpoint), Path(out)
     check_place(out)
+    stale_files(out, _ALWAYS)  # before minutes are spent on graphs that another's file keeps from being written
     manifest = CheckpointManifest.load(checkpoint)
     folder, config = manifest.folder_of(checkpoint), manifest.config
-    replace(manifest, files=tuple(file for file in manifest.files if file.path in _READ)).check(folder)
-    stops = _eos_token_ids(folder, config)
+    replace(manifest, files=tuple(file for file in manifest.files if file.path in SIDE_FILES)).check(folder)
+    tokenizer = _tokenizer(folder)
+    stops = tuple(stop_ids(folder, config, tokenizer.eos_token_id))
     quantized = manifest.quantization
     if quantized is not None and precision in QUANTIZATIONS:
         check_precision(quantized, precision, group_size, str(folder))
@@ -98,7 +103,7 @@ def export(
     size = group_size or GROUP_SIZE
     files, assembly = _proven(config, precision, folder, tensor_parallel, adapters, size, quantized, residual)
     template = read_chat_template(folder)
-    files["tokenizer.json"] = (folder / "tokenizer.json").read_bytes()
+    files["tokenizer.json"] = tokenizer.data or (folder / "tokenizer.json").read_bytes()
     if template:
         files[chat_template.FILE] = template.to_bytes()
     entry = lambda name: FileEntry(name, hashlib.sha256(files[name]).hexdigest())
@@ -108,12 +113,7 @@ def export(
         tokenizer=entry("tokenizer.json"),
         chat_template=entry(chat_template.FILE) if template else None,
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out.parent.iterdir():  # graphs of an earlier export of other classes
-        if stale.is_file() and stale.name not in files:
-            stale.unlink()
-    for name, data in sorted(files.items()):
-        write_bytes(out.parent / name, data)
+    _write(files, out)
     assembly.save(out)
     return out
 
@@ -133,11 +133,24 @@ def export_config(
     Returns {file: size, sha256}.
     """
     files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size, residual=residual)
-    assembly = replace(assembly, eos_token_ids=_token_ids(config.get("eos_token_id"), "config.json"))
+    assembly = replace(assembly, eos_token_ids=tuple(ids_of(config.get("eos_token_id"), Path("config.json"))))
+    _write(files, folder / "assembly.json")
     files["assembly.json"] = dump_json(assembly.to_json()).encode()
-    for name, data in sorted(files.items()):
-        write_bytes(folder / name, data)
+    write_bytes(folder / "assembly.json", files["assembly.json"])
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+
+
+def _write(files: Mapping[str, bytes], out: Path) -> None:
+    """Write the files of the assembly `out` beside it, in place of those of an earlier one.
+
+    Raises InputError for a file there that is not an earlier one's.
+    """
+    stale = stale_files(out, files)
+    out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
+    for path in stale:
+        path.unlink()
+    for name, data in sorted(files.items()):
+        write_bytes(out.parent / name, data)
 
 
 def _proven(
@@ -367,24 +380,9 @@ def _file(graph: Graph, name: str) -> GraphFile:
     return GraphFile(f"{name}.onnx", graph.sha256, graph.signature)
 
 
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the end-of-sequence ids as `generate` takes them.
-
-    generation_config.json goes before config.json.
-    """
-    generation = folder / "generation_config.json"
-    source = read_json(generation) if generation.is_file() else config
-    return _token_ids(source.get("eos_token_id", config.get("eos_token_id")), str(folder))
-
-
-def _token_ids(found: Any, where: str) -> tuple[int, ...]:
-    """Return token ids as generation_config.json and config.json have them.
-
-    found: one id, several or none. Raises InputError for what is no id.
-    """
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise InputError(
-            f"{where}: eos_token_id: expected token ids, found {found!r}; correct generation_config.json or config.json"
-        )
-    return tuple(sorted(set(ids)))
+def _tokenizer(folder: Path) -> AutoTokenized:
+    try:
+        with quiet():
+            return load_auto(folder)
+    except TokenizerError as error:
+        raise InputError(f"{folder}: expected a tokenizer that transformers splits texts with, {error}") from None

@@ -79,9 +79,17 @@ def inspect(engines: str, assembly: str) -> dict[str, Any]:
     return inspected(EngineSet.open(engines, assembly)).to_json()
 
 
-def build(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
-    from lockstep import backends
+def build(assembly: str, backend: str, out: str, options: Mapping[str, Any], owns_folder: bool = False) -> None:
+    """Build an engine set.
 
+    owns_folder: engines there that no manifest names are of a build that was killed, and go.
+    """
+    from lockstep import backends
+    from lockstep.artifacts.own_files import clear_unnamed
+
+    if owns_folder:
+        suffixes = backends.get_backend(backend).suffixes
+        clear_unnamed(Path(out), lambda path: path.suffix in suffixes)
     backends.build(Path(assembly), backend, Path(out), options)
 
 

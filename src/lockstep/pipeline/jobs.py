@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.own_files import clear_unnamed
 from lockstep.pipeline import worker
 from lockstep.pipeline.stage import path_of
 from lockstep.pipeline.stages import entry_of
@@ -95,14 +96,16 @@ def architecture(job: Job) -> None:
 
 
 def convert(job: Job) -> None:
-    from lockstep import weights
+    from lockstep.weights.convert import WEIGHTS, convert
 
-    weights.convert(job.path("checkpoint"), job.names["precision"], job.output, job.step.inputs.get("assembly"))
+    clear_unnamed(job.output, lambda path: path.name == WEIGHTS)
+    convert(job.path("checkpoint"), job.names["precision"], job.output, job.step.inputs.get("assembly"))
 
 
 def export(job: Job) -> None:
     from lockstep import export
 
+    clear_unnamed(job.output, lambda path: True)
     export.export(job.path("architecture"), job.names["precision"], job.output, **job.options)
 
 
@@ -123,7 +126,7 @@ def validate(job: Job) -> None:
 
 
 def build(job: Job) -> None:
-    arguments = {"backend": job.step.backend, "out": str(job.output), **job.options}
+    arguments = {"backend": job.step.backend, "out": str(job.output), "owns_folder": True, **job.options}
     worker.call(job.step.python, "build", assembly=str(job.path("assembly")), **arguments)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from lockstep import processes
 from lockstep.errors import ENDING, PREFIX, CheckError, InputError, guard
 
-_SOURCES = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 _OLDEST = (3, 10)
 _ENGINE_JOBS = "lockstep.pipeline.engine_jobs"
 _KEY = "LOCKSTEP_INTERPRETER_KEY"  # in a worker's environment: the config's key that names its interpreter
@@ -102,7 +102,7 @@ def _folders(stage: str) -> list[str]:
     package = stage.partition(":")[0].partition(".")[0] if ":" in stage else "lockstep"
     spec = importlib.util.find_spec(package) if package != "lockstep" else None
     outside = spec.submodule_search_locations if spec else None
-    return [str(_SOURCES), *(str(Path(folder).parent) for folder in outside or ())]
+    return [processes.import_folder(_PACKAGE), *(processes.import_folder(Path(folder)) for folder in outside or ())]
 
 
 def _signal(code: int) -> str | None:

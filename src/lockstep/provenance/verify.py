@@ -197,13 +197,13 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files of a model's results.
+    """Yield the files of a model's results, and folders that lie where a document should.
 
     Without temporary ones and without a fetched checkpoint's, which its manifest names.
     """
     for path in sorted(folder.rglob("*")):
         if (
-            not path.is_dir()
+            (not path.is_dir() or path.suffix == ".json")
             and not path.name.endswith(".tmp")
             and not path.name.endswith(".failed.json")
             and path.name != ".snakemake_timestamp"

@@ -17,12 +17,13 @@ from pathlib import Path
 import msgspec
 
 from lockstep.errors import CheckError, InputError
+from lockstep.processes import import_folder
 from lockstep.runtime.request import Request
 from lockstep.serve.engine_process import error_of
 from lockstep.serve.frames import HEADER, Frame, Ready, packed, packed_add
 from lockstep.serve.settings import EngineOptions
 
-_SOURCES = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 _decode = msgspec.json.Decoder().decode
 
 
@@ -85,7 +86,7 @@ class EngineLink:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [python or sys.executable, "-m", "lockstep.serve.engine_process", str(theirs.fileno())]
-        environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
+        environment = {**os.environ, "PYTHONPATH": import_folder(_PACKAGE), "PYTHONUTF8": "1"}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=2, env=environment

@@ -50,8 +50,8 @@ async def chat_text(
 def _messages(value: Any) -> list[dict[str, Any]]:
     """Return the messages as a template takes them.
 
-    Without nulls, with one text as content, and with tool calls whose arguments are objects. Raises BadRequest for
-    others.
+    With one text as content, or null beside tool calls as the client sent it, and without other nulls. Raises
+    BadRequest for others.
     """
     if not isinstance(value, list) or not 1 <= len(value) <= _MOST_MESSAGES:
         found = f"{len(value)} of them" if isinstance(value, list) else "no list"
@@ -66,9 +66,11 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if role == "developer":  # OpenAI's newer name of it, which templates do not know
             kept["role"] = "system"
         if "tool_calls" in kept:
-            kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
+            _check_tool_calls(kept["tool_calls"], f"{where}.tool_calls")
         if "content" in kept or not kept.get("tool_calls"):
             kept["content"] = _content(kept.get("content"), f"{where}.content")
+        elif "content" in message:  # templates ask whether it is none
+            kept["content"] = None
         messages.append(kept)
     return messages
 
@@ -93,24 +95,17 @@ def _part(part: Any, where: str) -> str:
     return text
 
 
-def _tool_calls(value: Any, where: str) -> list[Any]:
-    """Return the tool calls of an assistant's message, arguments as objects.
-
-    OpenAI has them as JSON in a text.
-    """
+def _check_tool_calls(value: Any, where: str) -> None:
+    """Raise BadRequest for what are no tool calls, and for arguments that are no JSON in a text, as OpenAI has them."""
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
         raise _wrong(where, "a list of objects", value)
-    calls = []
     for index, call in enumerate(value):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
-                arguments = json.loads(function["arguments"] or "{}")
+                json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError):
                 raise _wrong(f"{where}[{index}].function.arguments", "JSON", function["arguments"]) from None
-            call = {**call, "function": {**function, "arguments": arguments}}
-        calls.append(call)
-    return calls
 
 
 def _wrong(where: str, expected: str, found: Any) -> BadRequest:

@@ -77,6 +77,7 @@ def environment() -> jinja2.Environment:
     """
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     found.filters["tojson"] = _to_json
+    found.tests["none"] = lambda value: value is None or isinstance(value, _Null)
     found.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
@@ -93,7 +94,10 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Return JSON without the escapes of HTML that Jinja's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    null = lambda other: None if isinstance(other, _Null) else json.JSONEncoder().default(other)
+    return json.dumps(
+        value, default=null, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mapping[str, Any], most: int) -> str:
@@ -104,7 +108,7 @@ def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mappin
     Raises what the template raises, TemplateError where the last message cannot be found in the prompt, and TooLong for
     more than `most` characters.
     """
-    messages = [_with_reasoning(message) for message in asked["messages"]]
+    messages = [_with_null(_with_arguments(_with_reasoning(message))) for message in asked["messages"]]
     final = messages[-1]["content"] if asked["continues"] else ""
     if asked["continues"]:
         messages[-1] = {**messages[-1], "content": final + _MARK}
@@ -127,6 +131,61 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     names = ("reasoning_content", "thinking", "reasoning")
     found = next((message[name] for name in names if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+class _Null(jinja2.Undefined):
+    """A content of null: none where a template asks for that, else as if it were left out.
+
+    transformers 5 leaves it out, so that no template writes "None"; templates of before ask whether it is none, and
+    would lose the tool calls beside it.
+    """
+
+    def __eq__(self, other: Any) -> bool:
+        return other is None or super().__eq__(other)
+
+    __hash__ = jinja2.Undefined.__hash__
+
+
+def _with_null(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with `_Null` as content where that is null."""
+    return {**message, "content": _Null(name="content")} if message.get("content", "") is None else message
+
+
+class _Arguments(dict):
+    """Arguments of a tool call: an object where a template asks for one, the client's text where it writes one.
+
+    Templates are of two kinds. Some have `arguments | tojson`, as transformers wants it, others put the text of
+    OpenAI's API between others.
+    """
+
+    def __init__(self, value: Mapping[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with `_Arguments` in its tool calls, where a client sent a text."""
+    calls = message.get("tool_calls")
+    return message if not calls else {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    text = function["arguments"] or "{}"
+    value = json.loads(text)
+    # JSON that is no object stays as it was sent.
+    return {**call, "function": {**function, "arguments": _Arguments(value, text) if isinstance(value, dict) else text}}
 
 
 def _opened(text: str, final: str) -> str:

@@ -18,6 +18,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import COMPUTE_NAMES, FLOAT_DTYPES, PRECISION_DTYPES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import remove_leftovers
+from lockstep.artifacts.own_files import stale_files
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
@@ -45,12 +46,15 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
         )
     out, dtype = Path(out_json), PRECISION_DTYPES[base_precision(precision)]
     source = open_source(Path(checkpoint_json))
+    _check_place(source, out)
     quantized = _quantized(source, precision, assembly_json) if precision in QUANTIZATIONS else None
     for path in (out, out.with_name(WEIGHTS)):
         remove_leftovers(path)
     if quantized is None and not source.packed and source.float_dtypes() <= {dtype}:
+        stale = [path for path in stale_files(out, ()) if path.name == WEIGHTS]
         _point_into(source, precision, out).save(out)
-        out.with_name(WEIGHTS).unlink(missing_ok=True)  # of an earlier checkpoint; nothing names it any more
+        for path in stale:  # of an earlier checkpoint; nothing names it any more
+            path.unlink()
     else:
         # Gone before the weights it describes are replaced: a kill in between must not leave it beside others.
         file, tensors = write_cast(
@@ -59,6 +63,14 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
         remember(out.with_name(WEIGHTS), file.sha256)
         WeightsManifest(precision, (file,), tensors, quantized.group_size if quantized else None).save(out)
     return out
+
+
+def _check_place(source: Source, out: Path) -> None:
+    """Raise InputError where weights beside `out` would replace a file of the checkpoint or of someone else."""
+    path = out.with_name(WEIGHTS)
+    if any(os.path.realpath(source.folder / name) == os.path.realpath(path) for name in source.files()):
+        raise InputError(f"{path}: expected to write weights here, found the checkpoint's own; choose another folder")
+    stale_files(out, (WEIGHTS,))
 
 
 def _quantized(source: Source, precision: str, assembly_json: Path | None) -> QuantizedTensors:

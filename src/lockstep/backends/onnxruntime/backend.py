@@ -109,7 +109,12 @@ class OnnxRuntimeProgram:
         self._path = engine_path
         self._slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self._low_memory = low_memory
-        self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
+        try:
+            self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
+        except Exception:  # protobuf's own error, of a package that comes with onnx
+            raise InputError(
+                f"{engine_path}: expected an engine of ONNX Runtime, found a file that is none; build it again"
+            ) from None
         _inputs_to_initializers(self._model.graph, self._slots, engine_path)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:

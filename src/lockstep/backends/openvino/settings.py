@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from lockstep.backends.openvino.cpu import why_not
-from lockstep.config.backends import BackendSettings
+from lockstep.config.backends import BackendSettings, not_installed
 
 
 def _missing() -> str | None:
-    found = importlib.util.find_spec("openvino")
-    return None if found else "the Python package openvino is not installed for this Python"
+    return not_installed("openvino", "openvino", "pip install --no-deps -r envs/openvino.txt")
 
 
 SETTINGS = BackendSettings(

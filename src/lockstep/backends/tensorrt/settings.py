@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from lockstep.config.backends import BackendSettings
+from lockstep.config.backends import BackendSettings, not_installed
 from lockstep.config.messages import Problem, Problems
 from lockstep.config.section import UNIQUE, AsTuple, Count, PathText, Section
 
@@ -84,7 +84,14 @@ class TensorRTConfig(Section):
         return self
 
 
+def _missing() -> str | None:
+    install = "pip install tensorrt cuda-python, or name another interpreter in backends.tensorrt.python"
+    return not_installed("tensorrt", "tensorrt", install)
+
+
 SETTINGS = BackendSettings(
+    missing=_missing,
+    module="tensorrt",
     precisions=("fp32", "fp16", "bf16", "w8a16", "w4a16"),
     section=TensorRTConfig,
     takes_limits=True,

@@ -5,20 +5,20 @@ It also says whether engines can be built and run here.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from lockstep.backends.tensorrt_rtx.gpu import PORTABLE, why_not
-from lockstep.config.backends import BackendSettings
+from lockstep.config.backends import BackendSettings, not_installed
 from lockstep.config.messages import Problem, Problems
 from lockstep.config.section import UNIQUE, AsTuple, Section
 
 # What the library has an enumerator for; 7.5 is not among the default.
 ComputeCapability = Literal["7.5", "8.0", "8.6", "8.9", "12.0", "12.1"]
 _MODULE, _PACKAGE = "tensorrt_rtx_bindings", "tensorrt-rtx"
+_WHEELS = "tensorrt_rtx_cu13_bindings tensorrt_rtx_cu13_libs"
 
 
 class TensorRTRTXConfig(Section):
@@ -42,8 +42,7 @@ class TensorRTRTXConfig(Section):
 
 
 def _missing() -> str | None:
-    found = importlib.util.find_spec(_MODULE)
-    return None if found else f"the Python package {_PACKAGE} is not installed for this Python"
+    return not_installed(_MODULE, _PACKAGE, f"pip install {_WHEELS}")
 
 
 def _cannot_run(options: Mapping[str, Any]) -> str | None:

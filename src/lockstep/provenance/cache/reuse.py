@@ -23,7 +23,7 @@ from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, 
 from lockstep.provenance.record import content
 from lockstep.provenance.slsa import provenance_path
 
-_SUFFIXES = (".onnx", ".engine")
+_SUFFIXES = (".onnx", ".engine", ".zip")
 
 
 def _is_cached(step: JobSpec) -> bool:

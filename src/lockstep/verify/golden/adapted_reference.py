@@ -61,7 +61,7 @@ def make_adapted_reference(
     for name, prompts in golden.prompts.items():
         adapter = adapters[name] if name else None
         hooks = attach(model, adapter, layers) if adapter else []
-        found = answer(model, tokenizer, manifest.config, prompts, golden.max_new_tokens, 0)
+        found = answer(model, tokenizer, folder, manifest.config, prompts, golden.max_new_tokens, 0)
         for hook in hooks:
             hook.remove()
         ends = found.eos_token_ids

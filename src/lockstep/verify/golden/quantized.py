@@ -27,7 +27,14 @@ from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
 from lockstep.export.torch_model import cut_config, layer_of, load_tensors
 from lockstep.onnx_tools.metrics import max_abs_error
-from lockstep.verify.golden.reference import answer, load_checkpoint, load_tokenizer, save_reference, tokens_of
+from lockstep.verify.golden.reference import (
+    answer,
+    load_checkpoint,
+    load_tokenizer,
+    logits_beside,
+    save_reference,
+    tokens_of,
+)
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights
 from lockstep.weights.groups import unpack
@@ -56,6 +63,7 @@ def make_quantized_reference(
     Same inputs, same bytes. Raises CheckError for a weight that is off the checkpoint's by more than its rounding,
     InputError for inputs that do not fit together.
     """
+    logits_beside(Path(out))
     manifest = CheckpointManifest.load(checkpoint_json)
     weights, folder = Weights.open(weights_json), manifest.folder_of(Path(checkpoint_json))
     reference = ReferenceManifest.load(reference_json)
@@ -71,7 +79,7 @@ def make_quantized_reference(
     full_perplexity, count = _perplexity(model, text)
     del model
     model = dequantized(config, weights, layers)
-    made = answer(model, tokenizer, config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
+    made = answer(model, tokenizer, folder, config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
     perplexity, _ = _perplexity(model, text)
     expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
     Drift(

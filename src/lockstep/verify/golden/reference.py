@@ -25,7 +25,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.artifacts.own_files import stale_files
 from lockstep.artifacts.reference import FileBeside, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
+from lockstep.checkpoint.stops import stop_ids
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
@@ -86,11 +88,14 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: GoldenTerms
     transformers cannot load or a prompt that does not fit the model.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
+    logits_beside(out)
     manifest = CheckpointManifest.load(checkpoint_json)
     folder = manifest.folder_of(checkpoint_json)
     manifest.check(folder)
     model, tokenizer = load_checkpoint(checkpoint_json, layers), load_tokenizer(folder)
-    reference = answer(model, tokenizer, manifest.config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
+    reference = answer(
+        model, tokenizer, folder, manifest.config, golden.prompts, golden.max_new_tokens, golden.long_prompt
+    )
     return save_reference(reference, layers, golden.max_new_tokens, out)
 
 
@@ -101,7 +106,7 @@ def save_reference(
 
     drift: a file that lies there already.
     """
-    logits_path, long = out.with_suffix(".safetensors"), reference.long
+    logits_path, long = logits_beside(out), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
     if long:
         tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits}
@@ -116,6 +121,13 @@ def save_reference(
         drift=FileBeside(drift.name, sha256_file(drift)) if drift else None,
     ).save(out)
     return out
+
+
+def logits_beside(out: Path) -> Path:
+    """Return the file of a reference's logits; InputError where it is another's."""
+    path = out.with_suffix(".safetensors")
+    stale_files(out, (path.name,))
+    return path
 
 
 def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
@@ -150,12 +162,13 @@ def compute(
     config: its config.json's content.
     """
     model = load_folder(folder, cut_config(config, layers))
-    return answer(model, load_tokenizer(folder), config, prompts, max_new_tokens, long_prompt)
+    return answer(model, load_tokenizer(folder), folder, config, prompts, max_new_tokens, long_prompt)
 
 
 def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
     config: Mapping[str, Any],
     prompts: Sequence[str],
     max_new_tokens: int,
@@ -163,7 +176,8 @@ def answer(
 ) -> Reference:
     """Return what a model says to the prompts.
 
-    config: its config.json's content, of all layers. Raises InputError for a prompt that does not fit the model.
+    folder: of its checkpoint. config: its config.json's content, of all layers. Raises InputError for a prompt that
+    does not fit the model.
     """
 
     def decode(ids: list[int]) -> str:
@@ -171,7 +185,7 @@ def answer(
         return cast(str, text)  # of one sequence; of several it is a list
 
     rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
-    ends = _eos_token_ids(model)
+    ends = tuple(stop_ids(folder, config, cast("int | None", tokenizer.eos_token_id)))
     text_config = model.config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     answers = []
@@ -308,12 +322,3 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) ->
             f" {max(ids)}; does tokenizer.json belong to it?"
         )
     return ids
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens at which `generate` would stop.
-
-    The generation config's ids, which transformers takes from config.json when it has no file of its own.
-    """
-    found = model.generation_config.eos_token_id
-    return tuple(sorted({found} if isinstance(found, int) else set(found or ())))

@@ -1,0 +1,56 @@
+"""Whose the files beside a manifest are.
+
+In: a manifest's path, and the names of files that are to be written beside it. Out: those of an earlier manifest there
+that are then stale, or one line about a file of someone else. A file beside a manifest is its own if it names it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from lockstep.artifacts.manifest_files import named_files
+from lockstep.errors import InputError
+
+
+def stale_files(manifest: Path, names: Collection[str]) -> list[Path]:
+    """Return the files beside `manifest` that it names and that are not among `names`.
+
+    names: of the files that are to be written there. Raises InputError for one of them that is there and that the
+    manifest does not name: it would be lost.
+    """
+    own = _own(manifest)
+    for name in sorted(names):
+        path = manifest.with_name(name)
+        if name not in own and (path.exists() or path.is_symlink()):
+            raise InputError(
+                f"{path}: expected to write a file here, found one that no earlier {manifest.name} names; choose a "
+                "folder of its own, or delete the file"
+            )
+    return [manifest.with_name(name) for name in sorted(own - set(names)) if manifest.with_name(name).is_file()]
+
+
+def clear_unnamed(manifest: Path, is_left: Callable[[Path], bool]) -> None:
+    """Delete what stages that were killed left beside `manifest`, in a folder that is theirs alone.
+
+    is_left: whether a file that the manifest does not name is one of theirs. Temporary files and folders are.
+    """
+    kept = _own(manifest) | {manifest.name}
+    if not manifest.parent.is_dir():
+        return
+    for path in sorted(manifest.parent.iterdir()):
+        is_temporary = path.name.startswith(".") and path.name.endswith(".tmp")
+        if path.is_dir() and is_temporary:
+            shutil.rmtree(path)
+        elif path.is_file() and path.name not in kept and (is_temporary or is_left(path)):
+            path.unlink()
+
+
+def _own(manifest: Path) -> set[str]:
+    """Return the names of the files beside `manifest` that it names; none where it cannot be read."""
+    try:
+        found = named_files(manifest)
+    except InputError:
+        return set()
+    return {file.path.name for file in found if file.path.parent == manifest.parent}

@@ -1,0 +1,61 @@
+"""Refuse a head of its own that the config says is the embedding.
+
+In: the config, names and places of a checkpoint's tensors. Out: nothing, or one line. transformers takes such a head
+from the file, whatever the config says; graphs are made from the config alone, and would take the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts import model_config
+from lockstep.artifacts.places import TensorPlace
+from lockstep.checkpoint.fit import EMBEDDING, HEAD, OTHER_INPUTS
+from lockstep.checkpoint.source_files import shorten
+from lockstep.checkpoint.tokenizer_file import ties_head
+from lockstep.errors import InputError
+
+_KEY = "tie_word_embeddings"
+_PIECE = 16 << 20  # bytes that are compared at a time
+
+
+def check_own_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorPlace]) -> None:
+    """Hold a head that lies in the checkpoint to the embedding, where the config ties them.
+
+    Raises InputError where their numbers differ.
+    """
+    named = {name: place for name, place in tensors.items() if not OTHER_INPUTS.search(name)}
+    heads = [name for name in named if HEAD.fullmatch(name)]
+    embeddings = [name for name in named if EMBEDDING.fullmatch(name)]
+    if len(heads) != 1 or len(embeddings) != 1 or model_config.setting(config, (_KEY,)) is False:
+        return
+    head, embedding = named[heads[0]], named[embeddings[0]]
+    if _is_copy(folder, head, embedding):
+        return
+    # Where it does not stand in the config, its class in transformers says it.
+    if model_config.setting(config, (_KEY,)) is None and not ties_head(folder):
+        return
+    raise InputError(
+        f"{folder / head.file}: tensor {shorten(heads[0])}: expected the numbers of {shorten(embeddings[0])}, to which "
+        f"{_KEY} in config.json ties it, found others; set {_KEY} to false there, and this head is taken"
+    )
+
+
+def _is_copy(folder: Path, one: TensorPlace, other: TensorPlace) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(a == b for a, b in zip(_pieces(folder, one), _pieces(folder, other), strict=True))
+
+
+def _pieces(folder: Path, place: TensorPlace) -> Iterator[bytes]:
+    with open(folder / place.file, "rb") as file:
+        file.seek(place.offset)
+        left = place.length
+        while left:
+            piece = file.read(min(left, _PIECE))
+            if not piece:
+                return
+            yield piece
+            left -= len(piece)
