@@ -79,12 +79,14 @@ class Case:
         call = {"compare": gates.compare, "golden": gates.golden}[gate]
         return gates.said(lambda: call(self.results, *arguments, *terms), self.folder, Path(self.setting.work))
 
-    def logits(self, assembly: Path, engines: Path) -> dict[str, np.ndarray]:
+    def logits(
+        self, assembly: Path, engines: Path, scenarios: Mapping[str, harm.Scenario] | None = None
+    ) -> dict[str, np.ndarray]:
         sizes = {name: self.model.limits[name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}
         model = Model.open(
             engines, assembly, self.results.weights(self.name, self.precision), self.model.layers, **sizes
         )
-        return harm.run(model)
+        return harm.run(model, scenarios)
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
@@ -206,8 +208,13 @@ def _graphs(assembly: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"compare": case.said("compare", case.name, case.precision, assembly, engines)}
     found["golden"] = case.said("golden", case.target, assembly, engines)
-    with np.load(case.right_logits) as expected:
-        largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines))
+    if case.fault.shown_by is None:
+        with np.load(case.right_logits) as expected:
+            largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines))
+    else:
+        narrow = {"its own": case.fault.shown_by}
+        expected = case.logits(case.right_assembly, case.right_engines, narrow)
+        largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines, narrow))
     # The right engines are off the reference themselves: only beyond both are logits certainly out of tolerance.
     bound = case.judged + read_json(case.right_error)["max_logit_error"]
     return {

@@ -46,8 +46,11 @@ class _Requests:
 Scenario = Callable[[_Requests], Iterator[np.ndarray]]
 
 
-def run(model: Model) -> dict[str, np.ndarray]:
-    """{scenario: logits [rows, vocab_size] of all its steps, one behind another}."""
+def run(model: Model, scenarios: Mapping[str, Scenario] | None = None) -> dict[str, np.ndarray]:
+    """{scenario: logits [rows, vocab_size] of all its steps, one behind another}.
+
+    scenarios: by default all that stand here.
+    """
     random = np.random.default_rng(_SEED)
     # Each token of the vocabulary comes in some request.
     count = -(-model.vocab_size // model.max_seq_len) + model.max_batch_size
@@ -56,7 +59,7 @@ def run(model: Model) -> dict[str, np.ndarray]:
     )
     sequences = [tokens[i * model.max_seq_len : (i + 1) * model.max_seq_len] for i in range(count)]
     found = {}
-    for name, scenario in SCENARIOS.items():
+    for name, scenario in (SCENARIOS if scenarios is None else scenarios).items():
         for slot in range(model.max_batch_size):
             model.release(slot)
         found[name] = np.concatenate(list(scenario(_Requests(model, sequences))))
@@ -160,6 +163,48 @@ def _again(requests: _Requests) -> Iterator[np.ndarray]:
         requests.new(slot, number + 3)
         yield requests.step((slot, 6 + number), *[(other, 1) for other in slots if other != slot])
         yield requests.step(*[(other, 1) for other in slots])
+
+
+def step_of(count: int) -> Scenario:
+    """Bring `count` tokens in one step, of as few requests as hold them, and decode them."""
+
+    def scenario(requests: _Requests) -> Iterator[np.ndarray]:
+        most = requests.model.max_seq_len - 2
+        slots = range(-(-count // most))
+        yield requests.step(*[(slot, min(most, count - slot * most)) for slot in slots])
+        for _ in range(2):
+            yield requests.step(*[(slot, 1) for slot in slots])
+
+    return scenario
+
+
+def chunk_of(count: int, capacity: int | None = None) -> Scenario:
+    """Bring a chunk of `count` tokens from nothing and behind some, in a cache of `capacity` rows where given."""
+
+    def scenario(requests: _Requests) -> Iterator[np.ndarray]:
+        for number, past in enumerate((0, 40) if capacity is None else (capacity // 2 + 1, capacity - count)):
+            requests.new(0, number)
+            requests.model.release(0)
+            past = min(past, requests.model.max_seq_len - count)
+            if past:
+                yield requests.step((0, past))
+            yield requests.step((0, count))
+            if requests.left(0):
+                yield requests.step((0, 1))
+
+    return scenario
+
+
+def decode_of(count: int, capacity: int) -> Scenario:
+    """Decode `count` requests in caches of `capacity` rows."""
+
+    def scenario(requests: _Requests) -> Iterator[np.ndarray]:
+        slots = range(count)
+        yield requests.step(*[(slot, capacity // 2 + 1 + 5 * slot) for slot in slots])
+        for _ in range(6):
+            yield requests.step(*[(slot, 1) for slot in slots])
+
+    return scenario
 
 
 SCENARIOS: Mapping[str, Scenario] = {

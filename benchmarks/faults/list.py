@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.faults import attention, binding, blocks, neighbours, quantized, ranks, rope, runtime
+from benchmarks.faults import attention, between, binding, blocks, neighbours, quantized, ranks, rope, runtime
 from benchmarks.faults.fault import Fault
 
 TOPICS: dict[str, tuple[Fault, ...]] = {
@@ -10,6 +10,7 @@ TOPICS: dict[str, tuple[Fault, ...]] = {
     "rotary encoding": rope.FAULTS,
     "neighbours": neighbours.FAULTS,
     "blocks": blocks.FAULTS,
+    "between the edges": between.FAULTS,
     "binding": binding.FAULTS,
     "quantised weights": quantized.FAULTS,
     "runtime": runtime.FAULTS,
