@@ -178,17 +178,23 @@ def step_of(count: int) -> Scenario:
     return scenario
 
 
-def chunk_of(count: int, capacity: int | None = None) -> Scenario:
-    """Bring a chunk of `count` tokens from nothing and behind some, in a cache of `capacity` rows where given."""
+def chunk_of(count: int) -> Scenario:
+    """Bring a chunk of `count` tokens from nothing, and behind some."""
+    return _chunks_behind((0, count), (40, count))
 
+
+def behind(past: int) -> Scenario:
+    """Bring chunks of several sizes behind `past` tokens."""
+    return _chunks_behind((past, 2), (past, 9), (past, 50))
+
+
+def _chunks_behind(*sizes: tuple[int, int]) -> Scenario:
     def scenario(requests: _Requests) -> Iterator[np.ndarray]:
-        for number, past in enumerate((0, 40) if capacity is None else (capacity // 2 + 1, capacity - count)):
+        for number, (past, count) in enumerate(sizes):
             requests.new(0, number)
-            requests.model.release(0)
-            past = min(past, requests.model.max_seq_len - count)
             if past:
                 yield requests.step((0, past))
-            yield requests.step((0, count))
+            yield requests.step((0, min(count, requests.left(0))))
             if requests.left(0):
                 yield requests.step((0, 1))
 
