@@ -9,6 +9,7 @@ is harm, whatever the gates say.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -226,6 +227,33 @@ SCENARIOS: Mapping[str, Scenario] = {
     "full": _full,
     "again": _again,
 }
+
+
+def _adapters(requests: _Requests) -> Iterator[np.ndarray]:
+    """Fill all adapter slots, and bring requests with each of them beside requests with none."""
+    model, adapters = requests.model, requests.model.adapters
+    real = sorted(adapters.known)
+    names = [f"{real[slot % len(real)]} as {slot}" for slot in range(adapters.residency.max_adapters)]
+    for slot, name in enumerate(names):
+        known = adapters.known[real[slot % len(real)]]
+        adapters.add(replace(known, name=name, scale=known.scale * (1 + slot / 2)))  # each another one
+    for number, name in enumerate(names):
+        following = names[(number + 1) % len(names)]
+        given = (name, None, following, None) if number % 2 else (None, name, None, following)
+        for slot, adapter in enumerate(given):
+            model.release(slot)
+            requests.new(slot, number)
+            model.set_adapter(slot, adapter)
+        yield requests.step(*[(slot, 5 + slot) for slot in range(4)])
+        for _ in range(3):
+            yield requests.step(*[(slot, 1) for slot in range(4)])
+    for slot in range(4):
+        model.release(slot)
+    for name in names:
+        adapters.remove(name)
+
+
+ADAPTED: Mapping[str, Scenario] = {"adapters": _adapters}
 
 
 def largest_difference(right: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> tuple[float | None, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.faults import attention, between, binding, blocks, neighbours, quantized, ranks, rope, runtime
+from benchmarks.faults import adapters, attention, between, binding, blocks, neighbours, quantized, ranks, rope, runtime
 from benchmarks.faults.fault import Fault
 
 TOPICS: dict[str, tuple[Fault, ...]] = {
@@ -15,6 +15,7 @@ TOPICS: dict[str, tuple[Fault, ...]] = {
     "quantised weights": quantized.FAULTS,
     "runtime": runtime.FAULTS,
     "ranks": ranks.FAULTS,
+    "adapters": adapters.FAULTS,
 }
 FAULTS: dict[str, Fault] = {fault.name: fault for faults in TOPICS.values() for fault in faults}
 if len(FAULTS) != sum(map(len, TOPICS.values())):

@@ -2,8 +2,8 @@
 
 Rows do not depend on each other: what an engine gives for n tokens must be what its graph gives for the same tokens
 among others. So the graph runs once, on the largest input, and an engine at every size on a part of it; whichever of
-the two is wrong at one size only, they differ. A token of a sequence sees what lies before it, in whatever pieces it comes:
-one whole prefill holds what every chunk and every decode step over that sequence gives.
+the two is wrong at one size only, they differ. A token of a sequence sees what lies before it, in whatever pieces it
+comes: one whole prefill holds what every chunk and every decode step over that sequence gives.
 
 In: a graph, the limits, a seed. Out: trials, each with its feed and what is expected.
 """
