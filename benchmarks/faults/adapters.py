@@ -87,9 +87,7 @@ FAULTS = (
     _fault("adapter-2-none", "tokens of the third adapter slot get none", _taken_for(2, -1)),
     _fault("adapter-row-before", "each token gets the adapter of the row before", _row_before),
     _fault("adapter-first-row", "all tokens of a step get the adapter of its first row", _first_row),
-    _fault(
-        "adapter-of-none", "tokens without one get the first adapter beside tokens that have one", _none_beside_others
-    ),
+    _fault("adapter-of-none", "tokens without one get the first adapter beside others", _none_beside_others),
     _of_runtime("adapter-kept", "a request without adapter has that of the slot's last request", _kept),
     _of_runtime("adapter-next", "requests get the adapter slot behind their own", _one_too_high),
 )

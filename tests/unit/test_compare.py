@@ -94,8 +94,8 @@ def test_engines_are_their_graphs(demo, fused, tmp_path, precision) -> None:
     report = compare(demo, fused[precision], tmp_path / "out.json", precision)
     assert report["result"] == "pass" and set(report["engines"]) == set(read_json(fused[precision])["engines"])
     assert all(entry["passed"] and entry["cosine"] > 0.999999 for entry in report["engines"].values())
-    # Sums in another order, no more: of the last bits of a number (2^-24 and 2^-11 of its size).
-    assert 0 <= report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision]
+    # Sums in another order, no more: of the last bits of a number (2^-24 and 2^-11 of its size), in all rows.
+    assert 0 <= report["relative_error"] <= {"fp32": 32 * 2**-24, "fp16": 4 * 2**-11}[precision]
     middle = report["engines"]["middle"]
     assert [entry["sizes"] for entry in middle["runs"]] == [
         {"num_tokens": size} for size in (1, 2, 4, 1, 32)

@@ -210,8 +210,8 @@ class _Check:
             other = replace(adapter, scale=-adapter.scale)
             own = [place for place in places if place >> bit & 1 == value]
             loaded = [replace(adapter if place in own else other, name=f"{name} in slot {place}") for place in places]
-            for each in adapters.residency.resident:
-                adapters.residency.drop(each)
+            for resident in adapters.residency.resident:
+                adapters.residency.drop(resident)
             for each in loaded:
                 adapters.add(each)
                 adapters.residency.claim(0, each.name)
@@ -233,7 +233,7 @@ class _Check:
         """
         if short:
             count = len(other.tokens)
-            batch = Decoded(batch.tokens[:count], batch.logits[:count])
+            batch = Decoded(batch.logits[:count], batch.tokens[:count])
         if self.model.engines.backend.batch_invariant:
             same = len(batch.logits) == len(other.logits) and all(map(np.array_equal, batch.logits, other.logits))
             if not same:
