@@ -41,18 +41,18 @@ def _none_beside_others(edit: Edit, ids: Value) -> Value:
 
 
 @contextmanager
-def _kept() -> Iterator[None]:
-    """A request without an adapter keeps that of the slot's last one."""
-    claim, release = Residency.claim, Residency.release
+def _some_for_none() -> Iterator[None]:
+    """Requests without an adapter are computed with the one that was used last."""
+    claim = Residency.claim
 
-    def keep(self: Residency, slot: int, adapter: str | None) -> bool:
-        return True if adapter is None else claim(self, slot, adapter)
+    def take(self: Residency, slot: int, adapter: str | None) -> bool:
+        return claim(self, slot, adapter if adapter is not None or not self.resident else self.resident[-1])
 
-    Residency.claim, Residency.release = keep, lambda self, slot: None
+    Residency.claim = take
     try:
         yield
     finally:
-        Residency.claim, Residency.release = claim, release
+        Residency.claim = claim
 
 
 @contextmanager
@@ -88,6 +88,6 @@ FAULTS = (
     _fault("adapter-row-before", "each token gets the adapter of the row before", _row_before),
     _fault("adapter-first-row", "all tokens of a step get the adapter of its first row", _first_row),
     _fault("adapter-of-none", "tokens without one get the first adapter beside others", _none_beside_others),
-    _of_runtime("adapter-kept", "a request without adapter has that of the slot's last request", _kept),
+    _of_runtime("adapter-for-none", "requests without an adapter get the one that was used last", _some_for_none),
     _of_runtime("adapter-next", "requests get the adapter slot behind their own", _one_too_high),
 )

@@ -62,6 +62,7 @@ def compare(demo, engines: Path, out: Path, precision: str = "fp16") -> dict:
         TOLERANCES[precision].block,
         CONFIG.limits.plain(),
         out,
+        seconds=0,  # all sizes: test_sweep.py
     )
     return read_json(out)
 
@@ -253,7 +254,12 @@ def test_another_interpreter_compares_too_and_says_which_package_it_lacks(demo, 
         "engines": fused["fp16"],
         "out": tmp_path / "out.json",
     }
-    request = {**{key: str(path) for key, path in request.items()}, "tolerance": 1e-2, "limits": CONFIG.engine_limits()}
+    request = {
+        **{key: str(path) for key, path in request.items()},
+        "tolerance": 1e-2,
+        "limits": CONFIG.engine_limits(),
+        "seconds": 0,
+    }
     worker.call(sys.executable, "compare", **request)
     assert read_json(tmp_path / "out.json")["result"] == "pass"
     python = tmp_path / "python"
@@ -357,7 +363,7 @@ def build_and_compare(demo, folder: Path, precision: str, assembly: Path | None 
     assembly = assembly or demo.assembly(MODEL, precision)
     engines = build(assembly, "tensorrt", folder / "engines.json", options)
     weights, tolerance = demo.weights(MODEL, precision), TOLERANCES[precision].block
-    run(assembly, weights, engines, tolerance, LIMITS, folder / "compare.json")
+    run(assembly, weights, engines, tolerance, LIMITS, folder / "compare.json", seconds=0)
     return engines
 
 
