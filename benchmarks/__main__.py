@@ -398,7 +398,7 @@ _SETTING = click.option(
     "--model",
     "models",
     multiple=True,
-    type=click.Choice(["demo", "gemma2", "window", "bias", "ranks"]),
+    type=click.Choice(["demo", "gemma2", "window", "bias", "ranks", "adapters"]),
     help="Faults of this model alone; may be given several times.",
 )
 @click.option("--limit", type=click.IntRange(min=1), help="So many faults at most, taken evenly from all.")

@@ -74,17 +74,26 @@ class Case:
         return {**{name: value for name, value in self.model.limits.items() if name in known}, **self.setting.options}
 
     def said(self, gate: str, *arguments: Any) -> str | None:
-        """Return what compare or golden says of `arguments`."""
+        """Return what compare, golden or adapted says of `arguments`."""
         terms = self.tolerance, self.model.limits, self.folder / f"{gate}.json"
-        call = {"compare": gates.compare, "golden": gates.golden}[gate]
+        call = {"compare": gates.compare, "golden": gates.golden, "adapted": gates.adapted}[gate]
         return gates.said(lambda: call(self.results, *arguments, *terms), self.folder, Path(self.setting.work))
 
-    def logits(self, assembly: Path, engines: Path) -> dict[str, np.ndarray]:
+    def said_of_adapters(self, assembly: Path, engines: Path) -> str | None:
+        """Return what the check of adapters says; None where the model has none."""
+        return self.said("adapted", self.target, assembly, engines) if self.model.adapters else None
+
+    def logits(
+        self, assembly: Path, engines: Path, scenarios: Mapping[str, harm.Scenario] | None = None
+    ) -> dict[str, np.ndarray]:
         sizes = {name: self.model.limits[name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}
+        if self.model.adapters:
+            sizes["adapters_json"] = self.results.adapters(self.name)
+            scenarios = harm.ADAPTED if scenarios is None else scenarios
         model = Model.open(
             engines, assembly, self.results.weights(self.name, self.precision), self.model.layers, **sizes
         )
-        return harm.run(model)
+        return harm.run(model, scenarios)
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
@@ -146,6 +155,7 @@ def prepare(case: Case) -> None:
         for gate, message in {
             "compare": case.said("compare", case.name, case.precision, case.right_assembly, case.right_engines),
             "golden": case.said("golden", case.target, case.right_assembly, case.right_engines),
+            "adapted": case.said_of_adapters(case.right_assembly, case.right_engines),
         }.items():
             if message is not None:
                 raise CheckError(f"{case.target} without a fault: expected {gate} to pass, found: {message}")
@@ -206,8 +216,14 @@ def _graphs(assembly: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"compare": case.said("compare", case.name, case.precision, assembly, engines)}
     found["golden"] = case.said("golden", case.target, assembly, engines)
-    with np.load(case.right_logits) as expected:
-        largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines))
+    found["adapted"] = case.said_of_adapters(assembly, engines)
+    if case.fault.shown_by is None:
+        with np.load(case.right_logits) as expected:
+            largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines))
+    else:
+        narrow = {"its own": case.fault.shown_by}
+        expected = case.logits(case.right_assembly, case.right_engines, narrow)
+        largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines, narrow))
     # The right engines are off the reference themselves: only beyond both are logits certainly out of tolerance.
     bound = case.judged + read_json(case.right_error)["max_logit_error"]
     return {

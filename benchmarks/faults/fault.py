@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.faults.edit import Edit
+from benchmarks.faults.harm import Scenario
 
 ATTENTION = ("*.prefill", "*.decode")
 PREFILL, DECODE = ("*.prefill",), ("*.decode",)
@@ -24,7 +25,7 @@ class Fault:
     graphs: patterns of the graphs (block classes, `<kind>.prefill`, `<kind>.decode`) that `edit` is called with, each
     on its own.
     assembly: changes the assembly's content in place. runtime: replaces code of the runtime for as long as the context
-    is open.
+    is open. shown_by: requests that reach a fault too narrow for those that all faults are shown.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Fault:
     runtime: Callable[[], AbstractContextManager[None]] | None = None
     precisions: tuple[str, ...] = ("fp32", "fp16")
     backends: tuple[str, ...] = ("onnxruntime", "tensorrt")
+    shown_by: Scenario | None = None
 
     def __post_init__(self) -> None:
         places = [place for place in (self.edit, self.assembly, self.runtime) if place is not None]

@@ -15,7 +15,7 @@ import lockstep
 from lockstep import CheckError, InputError, Limits, Results, Target, Tolerances
 
 # in the order in which the workflow comes to them; a build may refuse a graph
-GATES = ("build", "validate", "compare", "golden")
+GATES = ("build", "validate", "compare", "golden", "adapted")
 
 
 def said(gate: Callable[[], Any], *folders: Path) -> str | None:
@@ -69,6 +69,26 @@ def make_reference(
 ) -> None:
     asked = _asked(prompts, max_new_tokens, limits)
     lockstep.make_reference(results.checkpoint(model), layers, asked, results.reference(model, layers))
+
+
+def make_adapters(
+    results: Results,
+    model: str,
+    layers: int | str,
+    folders: Mapping[str, Path],
+    max_lora_rank: int,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+) -> None:
+    """Make the manifest of adapters, and the reference with each and with none. Needs torch."""
+    from lockstep.verify.golden.adapted_reference import make_adapted_reference
+    from lockstep.verify.golden.terms import AdaptedTerms
+
+    sources = {name: str(folder) for name, folder in folders.items()}
+    out = results.adapters(model)
+    lockstep.resolve_adapters(sources, folders, results.checkpoint(model), max_lora_rank, None, out)
+    terms = AdaptedTerms(max_new_tokens, dict.fromkeys(("", *folders), prompts))
+    make_adapted_reference(results.checkpoint(model), out, layers, terms, results.adapted_reference(model, layers))
 
 
 def validate(
@@ -132,4 +152,29 @@ def golden(
         Limits(**limits),
         out,
         out.with_suffix(".speed.json"),
+    )
+
+
+def adapted(
+    results: Results,
+    target: Target,
+    assembly: Path,
+    engines: Path,
+    tolerance: Mapping[str, float],
+    limits: Mapping[str, int],
+    out: Path,
+) -> None:
+    """Engines with adapters against the reference with each."""
+    from lockstep.verify.golden.adapted import check
+
+    check(
+        assembly,
+        results.weights(target.model, target.precision),
+        engines,
+        results.adapters(target.model),
+        results.adapted_reference_of(target.model, target.precision, target.layers),
+        target,
+        Tolerances(tolerance["block"], tolerance["logits"]),
+        Limits(**limits),
+        out,
     )

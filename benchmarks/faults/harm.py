@@ -9,6 +9,7 @@ is harm, whatever the gates say.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,8 +47,11 @@ class _Requests:
 Scenario = Callable[[_Requests], Iterator[np.ndarray]]
 
 
-def run(model: Model) -> dict[str, np.ndarray]:
-    """{scenario: logits [rows, vocab_size] of all its steps, one behind another}."""
+def run(model: Model, scenarios: Mapping[str, Scenario] | None = None) -> dict[str, np.ndarray]:
+    """{scenario: logits [rows, vocab_size] of all its steps, one behind another}.
+
+    scenarios: by default all that stand here.
+    """
     random = np.random.default_rng(_SEED)
     # Each token of the vocabulary comes in some request.
     count = -(-model.vocab_size // model.max_seq_len) + model.max_batch_size
@@ -56,7 +60,7 @@ def run(model: Model) -> dict[str, np.ndarray]:
     )
     sequences = [tokens[i * model.max_seq_len : (i + 1) * model.max_seq_len] for i in range(count)]
     found = {}
-    for name, scenario in SCENARIOS.items():
+    for name, scenario in (SCENARIOS if scenarios is None else scenarios).items():
         for slot in range(model.max_batch_size):
             model.release(slot)
         found[name] = np.concatenate(list(scenario(_Requests(model, sequences))))
@@ -162,6 +166,54 @@ def _again(requests: _Requests) -> Iterator[np.ndarray]:
         yield requests.step(*[(other, 1) for other in slots])
 
 
+def step_of(count: int) -> Scenario:
+    """Bring `count` tokens in one step, of as few requests as hold them, and decode them."""
+
+    def scenario(requests: _Requests) -> Iterator[np.ndarray]:
+        most = requests.model.max_seq_len - 2
+        slots = range(-(-count // most))
+        yield requests.step(*[(slot, min(most, count - slot * most)) for slot in slots])
+        for _ in range(2):
+            yield requests.step(*[(slot, 1) for slot in slots])
+
+    return scenario
+
+
+def chunk_of(count: int) -> Scenario:
+    """Bring a chunk of `count` tokens from nothing, and behind some."""
+    return _chunks_behind((0, count), (40, count))
+
+
+def behind(past: int) -> Scenario:
+    """Bring chunks of several sizes behind `past` tokens."""
+    return _chunks_behind((past, 2), (past, 9), (past, 50))
+
+
+def _chunks_behind(*sizes: tuple[int, int]) -> Scenario:
+    def scenario(requests: _Requests) -> Iterator[np.ndarray]:
+        for number, (past, count) in enumerate(sizes):
+            requests.new(0, number)
+            if past:
+                yield requests.step((0, past))
+            yield requests.step((0, min(count, requests.left(0))))
+            if requests.left(0):
+                yield requests.step((0, 1))
+
+    return scenario
+
+
+def decode_of(count: int, capacity: int) -> Scenario:
+    """Decode `count` requests in caches of `capacity` rows."""
+
+    def scenario(requests: _Requests) -> Iterator[np.ndarray]:
+        slots = range(count)
+        yield requests.step(*[(slot, capacity // 2 + 1 + 5 * slot) for slot in slots])
+        for _ in range(6):
+            yield requests.step(*[(slot, 1) for slot in slots])
+
+    return scenario
+
+
 SCENARIOS: Mapping[str, Scenario] = {
     "alone": _alone,
     "from nothing": _from_nothing,
@@ -175,6 +227,33 @@ SCENARIOS: Mapping[str, Scenario] = {
     "full": _full,
     "again": _again,
 }
+
+
+def _adapters(requests: _Requests) -> Iterator[np.ndarray]:
+    """Fill all adapter slots, and bring requests with each of them beside requests with none."""
+    model, adapters = requests.model, requests.model.adapters
+    real = sorted(adapters.known)
+    names = [f"{real[slot % len(real)]} as {slot}" for slot in range(adapters.residency.max_adapters)]
+    for slot, name in enumerate(names):
+        known = adapters.known[real[slot % len(real)]]
+        adapters.add(replace(known, name=name, scale=known.scale * (1 + slot / 2)))  # each another one
+    for number, name in enumerate(names):
+        following = names[(number + 1) % len(names)]
+        given = (name, None, following, None) if number % 2 else (None, name, None, following)
+        for slot, adapter in enumerate(given):
+            model.release(slot)
+            requests.new(slot, number)
+            model.set_adapter(slot, adapter)
+        yield requests.step(*[(slot, 5 + slot) for slot in range(4)])
+        for _ in range(3):
+            yield requests.step(*[(slot, 1) for slot in range(4)])
+    for slot in range(4):
+        model.release(slot)
+    for name in names:
+        adapters.remove(name)
+
+
+ADAPTED: Mapping[str, Scenario] = {"adapters": _adapters}
 
 
 def largest_difference(right: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray]) -> tuple[float | None, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.faults import attention, binding, blocks, neighbours, quantized, ranks, rope, runtime
+from benchmarks.faults import adapters, attention, between, binding, blocks, neighbours, quantized, ranks, rope, runtime
 from benchmarks.faults.fault import Fault
 
 TOPICS: dict[str, tuple[Fault, ...]] = {
@@ -10,10 +10,12 @@ TOPICS: dict[str, tuple[Fault, ...]] = {
     "rotary encoding": rope.FAULTS,
     "neighbours": neighbours.FAULTS,
     "blocks": blocks.FAULTS,
+    "between the edges": between.FAULTS,
     "binding": binding.FAULTS,
     "quantised weights": quantized.FAULTS,
     "runtime": runtime.FAULTS,
     "ranks": ranks.FAULTS,
+    "adapters": adapters.FAULTS,
 }
 FAULTS: dict[str, Fault] = {fault.name: fault for faults in TOPICS.values() for fault in faults}
 if len(FAULTS) != sum(map(len, TOPICS.values())):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from benchmarks.faults.gates import make_quantized_reference, make_reference
+from benchmarks.faults.gates import make_adapters, make_quantized_reference, make_reference
 from lockstep import Results
 from lockstep.artifacts.files import write_json
 from lockstep.targets import is_quantized
@@ -30,6 +30,8 @@ PROMPTS = (
     "push against the ground, while a "
     "cable turns it into a pull, and so stone",
 )
+# Of the model with adapters. More than it has: each slot is to be used all the same.
+MAX_ADAPTERS, MAX_LORA_RANK = 5, 8
 _SIZES = {
     "dtype": "float32",
     "vocab_size": 288,
@@ -51,7 +53,10 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class FaultModel:
-    """A model at one depth: the demo's folder, or a config.json with random weights."""
+    """A model at one depth: the demo's folder, or a config.json with random weights.
+
+    adapters: names of the demo's.
+    """
 
     about: str
     layers: int | str
@@ -59,6 +64,7 @@ class FaultModel:
     prompts: tuple[str, ...] = PROMPTS
     limits: Mapping[str, int] = field(default_factory=lambda: LIMITS)
     tensor_parallel: int = 1
+    adapters: tuple[str, ...] = ()
 
 
 # A random model's tokens are bytes: its prompts are as long in tokens as in characters, and must fit max_input_len.
@@ -100,6 +106,9 @@ MODELS = {
         _SHORT,
         tensor_parallel=2,
     ),
+    "adapters": FaultModel(
+        f"the demo with two adapters in {MAX_ADAPTERS} slots", "all", adapters=("captain", "shakespeare")
+    ),
 }
 
 
@@ -119,6 +128,9 @@ def start(name: str, work: Path) -> None:
     results, model, source = right(work), MODELS[name], source_of(name, work)
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(name))
     make_reference(results, name, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
+    if model.adapters:
+        folders = {each: _REPOSITORY / "resources" / "demo-adapters" / each for each in model.adapters}
+        make_adapters(results, name, model.layers, folders, MAX_LORA_RANK, model.prompts[:2], MAX_NEW_TOKENS)
 
 
 def make(name: str, precision: str, work: Path) -> None:
@@ -127,6 +139,8 @@ def make(name: str, precision: str, work: Path) -> None:
     checkpoint, assembly = results.checkpoint(name), results.assembly(name, precision)
     quantized, ranks = is_quantized(precision), MODELS[name].tensor_parallel
     asked = {**({"group_size": GROUP_SIZE} if quantized else {}), **({"tensor_parallel": ranks} if ranks > 1 else {})}
+    if MODELS[name].adapters:
+        asked["adapters"] = {"max_adapters": MAX_ADAPTERS, "max_lora_rank": MAX_LORA_RANK, "targets": None}
     lockstep.export_graphs(checkpoint, precision, assembly, **asked)
     lockstep.convert_weights(checkpoint, precision, results.weights(name, precision), assembly)
     if quantized:

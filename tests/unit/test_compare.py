@@ -62,6 +62,7 @@ def compare(demo, engines: Path, out: Path, precision: str = "fp16") -> dict:
         TOLERANCES[precision].block,
         CONFIG.limits.plain(),
         out,
+        seconds=0,  # all sizes: test_sweep.py
     )
     return read_json(out)
 
@@ -94,8 +95,8 @@ def test_engines_are_their_graphs(demo, fused, tmp_path, precision) -> None:
     report = compare(demo, fused[precision], tmp_path / "out.json", precision)
     assert report["result"] == "pass" and set(report["engines"]) == set(read_json(fused[precision])["engines"])
     assert all(entry["passed"] and entry["cosine"] > 0.999999 for entry in report["engines"].values())
-    # Sums in another order, no more: of the last bits of a number (2^-24 and 2^-11 of its size).
-    assert 0 <= report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision]
+    # Sums in another order, no more: of the last bits of a number (2^-24 and 2^-11 of its size), in all rows.
+    assert 0 <= report["relative_error"] <= {"fp32": 32 * 2**-24, "fp16": 4 * 2**-11}[precision]
     middle = report["engines"]["middle"]
     assert [entry["sizes"] for entry in middle["runs"]] == [
         {"num_tokens": size} for size in (1, 2, 4, 1, 32)
@@ -253,7 +254,12 @@ def test_another_interpreter_compares_too_and_says_which_package_it_lacks(demo, 
         "engines": fused["fp16"],
         "out": tmp_path / "out.json",
     }
-    request = {**{key: str(path) for key, path in request.items()}, "tolerance": 1e-2, "limits": CONFIG.engine_limits()}
+    request = {
+        **{key: str(path) for key, path in request.items()},
+        "tolerance": 1e-2,
+        "limits": CONFIG.engine_limits(),
+        "seconds": 0,
+    }
     worker.call(sys.executable, "compare", **request)
     assert read_json(tmp_path / "out.json")["result"] == "pass"
     python = tmp_path / "python"
@@ -357,7 +363,7 @@ def build_and_compare(demo, folder: Path, precision: str, assembly: Path | None 
     assembly = assembly or demo.assembly(MODEL, precision)
     engines = build(assembly, "tensorrt", folder / "engines.json", options)
     weights, tolerance = demo.weights(MODEL, precision), TOLERANCES[precision].block
-    run(assembly, weights, engines, tolerance, LIMITS, folder / "compare.json")
+    run(assembly, weights, engines, tolerance, LIMITS, folder / "compare.json", seconds=0)
     return engines
 
 

@@ -103,7 +103,7 @@ def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, pr
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_engines_are_compared_with_their_graphs_on_each_of_their_profiles(demo, engines, gpu, tmp_path, precision):
     assembly, weights, out = demo.assembly(MODEL, precision), demo.weights(MODEL, precision), tmp_path / "compare.json"
-    compare.run(assembly, weights, engines(precision), TOLERANCES[precision].block, LIMITS, out)
+    compare.run(assembly, weights, engines(precision), TOLERANCES[precision].block, LIMITS, out, seconds=0)
     report = read_json(out)
     assert set(report["engines"]) == {"attention.decode", "attention.prefill", "embedding", "entry", "middle", "exit"}
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
@@ -122,7 +122,7 @@ def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
         assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
         QUANTIZED, LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
     )  # fmt: skip
-    compare.run(assembly, weights, path, QUANTIZED.block, LIMITS, tmp_path / "compare.json")
+    compare.run(assembly, weights, path, QUANTIZED.block, LIMITS, tmp_path / "compare.json", seconds=0)
     assert read_json(tmp_path / "compare.json")["relative_error"] <= 16 * 2**-24
 
 
@@ -139,7 +139,7 @@ def test_an_engine_that_computes_something_else_is_found_by_the_comparison(demo,
     write_json(path, manifest)
     with pytest.raises(CheckError, match="exit.engine: engine exit, profile 0 .* logits: expected an error"):
         paths = demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32"), path
-        compare.run(*paths, 1e-4, LIMITS, tmp_path / "out.json")
+        compare.run(*paths, 1e-4, LIMITS, tmp_path / "out.json", seconds=0)
 
 
 def caches(engines):

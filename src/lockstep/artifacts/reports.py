@@ -160,6 +160,19 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
+class SweptSizes:
+    """An engine at all sizes that the limits allow.
+
+    known: how many there are, with every pair of sizes that is tried. tried: of these, in the time allowed. worst: the
+    run with the largest error.
+    """
+
+    known: int
+    tried: int
+    worst: ComparedRun | None = None
+
+
+@dataclass(frozen=True)
 class ComparedEngine:
     """The largest errors of an engine's runs.
 
@@ -172,6 +185,7 @@ class ComparedEngine:
     tolerance: float
     passed: bool
     runs: tuple[ComparedRun, ...]
+    sizes: SweptSizes
     weights_of_layer: int | None = None
 
 

@@ -55,6 +55,12 @@ class Config(Section):
     )
     limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
     tolerances: Tolerances = Field(default=Tolerances(), description="Largest absolute errors that pass, by precision.")
+    compare_seconds: int = Field(
+        default=120,
+        ge=0,
+        description="For each engine, how long it is compared with its graph at sizes besides those it is tuned for "
+        "(docs/checks.md). The demo's engines take two seconds for all sizes.",
+    )
     cache: PathText = Field(
         default="",
         description="A folder of artefacts shared between checkouts and machines (docs/cache.md); a relative "

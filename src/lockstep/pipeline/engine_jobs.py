@@ -99,12 +99,13 @@ def compare(
     engines: str,
     tolerance: float,
     limits: Mapping[str, int],
+    seconds: float,
     out: str,
     threads: int | None = None,
 ) -> None:
     from lockstep.verify.compare import run
 
-    run(Path(assembly), Path(weights), Path(engines), tolerance, Limits(**limits), Path(out), threads)
+    run(Path(assembly), Path(weights), Path(engines), tolerance, Limits(**limits), Path(out), threads, seconds)
 
 
 def golden(

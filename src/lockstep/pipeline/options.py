@@ -28,7 +28,11 @@ def validate(config: Config, model: str, precision: str, layers: int | str) -> d
 
 
 def compare(config: Config, model: str, precision: str, backend: str) -> dict[str, Any]:
-    return {"tolerance": config.compare_tolerance(model, precision, backend), "limits": config.engine_limits()}
+    return {
+        "tolerance": config.compare_tolerance(model, precision, backend),
+        "limits": config.engine_limits(),
+        "seconds": config.compare_seconds,
+    }
 
 
 def reference(config: Config, model: str, layers: int | str) -> dict[str, Any]:

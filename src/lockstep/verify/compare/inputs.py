@@ -5,7 +5,7 @@ A graph, an assembly and the limits in; cases of sizes and seeded arrays out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import onnx
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.assembly import Assembly, AttentionVariant
-from lockstep.backends.profiles import LIMITS, profiles
+from lockstep.backends.profiles import LIMITS, Profile, profiles
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.signature import dtype_name
 from lockstep.targets import Limits
@@ -25,7 +25,7 @@ Sizes = dict[str, int]
 _MODEST = 32  # tokens: enough for a matrix product to be one, and a 7B block on a CPU takes seconds
 _POSITIONS = 64  # of a model that says nothing of how many it has
 _NUM_BEHIND = 4  # tokens of a chunk behind a long cache
-_CACHE_ROWS = 1 << 14  # of all requests of one case: at the 7B shape half a gigabyte
+CACHE_ROWS = 1 << 14  # of all requests of one case: at the 7B shape half a gigabyte
 _SCORES = 0.5  # standard deviation of attention scores against a long cache: each of its rows has a weight
 
 
@@ -55,7 +55,7 @@ def cases(
     end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's
     positions, so that a past and the tokens behind it have valid positions.
     """
-    positions = _positions(assembly, limits)
+    positions = positions_of(assembly, limits)
     modest = min(_MODEST, max(1, positions // 2))
     shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
     found: list[Case] = []
@@ -69,6 +69,27 @@ def cases(
         if variant is not None and "past_capacity" in bounds:
             found += _long_cases(number, bounds, positions, variant)
     return [case for index, case in enumerate(found) if case not in found[:index]]
+
+
+def ranges(model: onnx.ModelProto, limits: Limits) -> dict[str, tuple[int, int]]:
+    """Return the least and the most of each dimension of a graph, in any optimization profile."""
+    shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
+    found: dict[str, tuple[int, int]] = {}
+    for profile in profiles(model, limits):
+        for name, (low, _, high) in profile.items():
+            for dim, least, most in zip(shapes[name], low, high):
+                if dim:
+                    before = found.get(dim, (least, most))
+                    found[dim] = min(least, before[0]), max(most, before[1])
+    return found
+
+
+def takes(profile: Profile, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether an optimization profile takes inputs of these shapes."""
+    return all(
+        all(least <= size <= most for least, size, most in zip(low, shapes[name], high))
+        for name, (low, _, high) in profile.items()
+    )
 
 
 def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
@@ -94,7 +115,7 @@ def _long_cases(
     if "num_requests" in bounds:
         least, most = bounds["num_requests"]
         lengths = [length for length in both_sides(capacity, windows) if length < positions]
-        rows = max(least, min(most, max(2, _CACHE_ROWS // capacity)))
+        rows = max(least, min(most, max(2, CACHE_ROWS // capacity)))
         for first in range(0, len(lengths), rows):
             group = (lengths[first : first + rows] * rows)[:rows]  # the last group is filled up with its own
             yield Case(profile, {"num_requests": rows, "past_capacity": capacity}, tuple(group), True)
@@ -143,7 +164,7 @@ def arrays(
             assert lengths is not None  # a graph with a cache has cases with its lengths
             found[value.name] = lengths
         elif value.name == "position_ids":
-            found[value.name] = _position_ids(shape[0], lengths, _positions(assembly, limits))
+            found[value.name] = _position_ids(shape[0], lengths, positions_of(assembly, limits))
         else:
             raise CheckError(
                 f"graph {model.graph.name}: expected integers that a decoder step has, found "
@@ -178,7 +199,7 @@ def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.
     return lengths if len(lengths) == count else lengths[0] + np.arange(count)
 
 
-def _positions(assembly: Assembly, limits: Limits) -> int:
+def positions_of(assembly: Assembly, limits: Limits) -> int:
     """Return how many positions a request can have."""
     return min(assembly.max_position_embeddings or _POSITIONS, limits.max_seq_len)
 

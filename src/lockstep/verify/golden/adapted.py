@@ -5,13 +5,14 @@ Needs no torch.
 In: an engine set with its assembly, weights and adapters, and the reference with each adapter. Out: a report. All
 prompts with all adapters, and with none, are decoded in one batch along the reference's tokens, then freely, then in
 the opposite order, so that adapters lie in other slots, and as `lockstep generate` decodes; then each is decoded
-alone. Where there are more adapters than slots, they take turns.
+alone. Where there are more adapters than slots, they take turns. Last all slots are filled, with an adapter of the
+reference or another, so that each slot has it at some time and any two slots differ at some time (`_in_every_slot`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ from lockstep.verify.golden.opened import check_layers, open_model
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_logits, short
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import finish, largest
+
+_FEW = 3  # tokens with an adapter in every slot: one behind the prompt, and decoding
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,8 @@ class _Check:
         free = self._decode([self._freely(one) for one in self.prompts])
         backwards = self._decode([self._freely(one) for one in reversed(self.prompts)])[::-1]
         generated = self._generate()
+        for i, decoded in self._in_every_slot():
+            self._same(self.prompts[i], "with an adapter in every slot", free[i], decoded, short=True)
         entries = []
         for i, one in enumerate(self.prompts):
             alone = self._decode([self._freely(one)])[0]
@@ -183,8 +188,52 @@ class _Check:
             return None
         return difference(bases[0].logits[0], one.prompt.logits[0]).max_abs_error
 
-    def _same(self, one: Adapted, how: str, batch: Decoded, other: Decoded) -> bool:
-        """Return whether a request gave in other company what it gave in the batch."""
+    def _in_every_slot(self) -> Iterator[tuple[int, Decoded]]:
+        """Yield (number of a prompt, the first tokens of its answer) with an adapter in every slot.
+
+        An adapter of the reference lies in the slots whose number has a bit set, then in those where it is not, and in
+        all others one that computes something else; bit by bit. Beside each request comes one without an adapter.
+        """
+        adapters = self.model.adapters
+        assert adapters is not None  # `open` refuses a model without
+        names = sorted({one.adapter for one in self.prompts} - {""})
+        shortest = lambda name: min(
+            (i for i, one in enumerate(self.prompts) if one.adapter == name),
+            key=lambda i: len(self.prompts[i].prompt.prompt_ids),
+        )
+        without = [shortest("")] if any(not one.adapter for one in self.prompts) else []
+        places = range(adapters.residency.max_adapters)
+        rounds = [(bit, value) for bit in range(max(1, (len(places) - 1).bit_length())) for value in (1, 0)]
+        for number, (bit, value) in enumerate(rounds):
+            name = names[number % len(names)]
+            adapter = adapters.known[name]
+            other = replace(adapter, scale=-adapter.scale)
+            own = [place for place in places if place >> bit & 1 == value]
+            loaded = [replace(adapter if place in own else other, name=f"{name} in slot {place}") for place in places]
+            for resident in adapters.residency.resident:
+                adapters.residency.drop(resident)
+            for each in loaded:
+                adapters.add(each)
+                adapters.residency.claim(0, each.name)
+            adapters.residency.release(0)
+            adapters.load()
+            chosen = [(shortest(name), loaded[place].name) for place in own]
+            mixed = [pair for one in chosen for pair in (*((i, None) for i in without), one)]
+            yield from zip(
+                [i for i, _ in mixed],
+                self._decode([replace(self._freely(self.prompts[i], _FEW), adapter=with_) for i, with_ in mixed]),
+            )
+            for each in loaded:
+                adapters.remove(each.name)
+
+    def _same(self, one: Adapted, how: str, batch: Decoded, other: Decoded, short: bool = False) -> bool:
+        """Return whether a request gave in other company what it gave in the batch.
+
+        short: of the batch's answer only as much as the other has.
+        """
+        if short:
+            count = len(other.tokens)
+            batch = Decoded(batch.logits[:count], batch.tokens[:count])
         if self.model.engines.backend.batch_invariant:
             same = len(batch.logits) == len(other.logits) and all(map(np.array_equal, batch.logits, other.logits))
             if not same:
@@ -196,9 +245,10 @@ class _Check:
         tokens = iter(one.prompt.tokens)
         return Request(one.prompt.prompt_ids, len(one.prompt.tokens), lambda logits: next(tokens), adapter=one.name)
 
-    def _freely(self, one: Adapted) -> Request:
+    def _freely(self, one: Adapted, most: int | None = None) -> Request:
         choose = lambda logits: int(logits.argmax())
-        return Request(one.prompt.prompt_ids, self.max_new_tokens, choose, self.stop_ids, adapter=one.name)
+        count = min(self.max_new_tokens, most or self.max_new_tokens)
+        return Request(one.prompt.prompt_ids, count, choose, self.stop_ids, adapter=one.name)
 
     def _decode(self, requests: Sequence[Request]) -> list[Decoded]:
         found = [Decoded() for _ in requests]

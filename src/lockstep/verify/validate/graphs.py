@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from lockstep.artifacts.adapters import IDS
+from lockstep.artifacts.adapters import B_SUFFIX, IDS
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
+from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.graph_runner import GraphRunner
@@ -119,7 +120,7 @@ class Graphs(GraphRunner):
         opened = lambda graph: Graph(path.parent / graph.file, graph, threads)
         self.classes = {name: opened(assembly.classes[name]) for name in sorted({part.graph for part in parts})}
         self.pieces: dict[str, Graph] = {}
-        self._noise: dict[str, dict[str, np.ndarray]] = {}
+        self._adapters: dict[str, dict[str, np.ndarray]] = {}
         self.attention = {
             f"{name}.{phase}": opened(graph)
             for name in sorted({layer.variant for layer in self.layers})
@@ -165,21 +166,39 @@ class Graphs(GraphRunner):
         return found.text(part.graph, index, self.assembly.residual) if found else ""
 
     def adapter_inputs(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return what a block reads of adapters, for tokens that have none.
+        """Return what a block reads of adapters; tokens have none where `env` does not say which.
 
-        In every adapter slot lie numbers that none of them may see.
+        In every adapter slot lie other numbers.
         """
         if self.assembly.adapters is None:
             return {}
-        name = part.graph
-        if name not in self._noise:
-            random = np.random.default_rng(0)
-            shapes = self.assembly.adapters.shapes(name)
-            self._noise[name] = {
-                key: random.standard_normal(shape, np.float32).astype(self.dtype) for key, shape in shapes
-            }
         tokens = next(len(env[key]) for key in ("token_ids", "hidden", "position_ids") if key in env)
-        return {**self._noise[name], IDS: np.full(tokens, -1, np.int64)}
+        return {**self.adapter_arrays(part.graph), IDS: env.get(IDS, np.full(tokens, -1, np.int64))}
+
+    def adapter_arrays(self, name: str) -> dict[str, np.ndarray]:
+        """Return a block's inputs that adapters are written to: seeded, of an adapter in every slot.
+
+        What an adapter adds is about as large as standard normal activations.
+        """
+        assert self.assembly.adapters is not None  # the caller's part
+        if name not in self._adapters:
+            random, rank = np.random.default_rng(0), self.assembly.adapters.max_lora_rank
+            size = lambda key, shape: np.sqrt(np.float32(rank if key.endswith(B_SUFFIX) else shape[0]))
+            self._adapters[name] = {
+                key: (random.standard_normal(shape, np.float32) / size(key, shape)).astype(self.dtype)
+                for key, shape in self.assembly.adapters.shapes(name)
+            }
+        return self._adapters[name]
+
+    def adapted_modules(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return the matrices that linear layers of the model have in `adapter_arrays`, by module."""
+        assert self.assembly.adapters is not None  # the caller's part
+        found = {}
+        for part in (*(layer.block for layer in self.layers), self.exit):
+            arrays = self.adapter_arrays(part.graph)
+            for weight, slot in self.assembly.adapters.classes.get(part.graph, {}).items():
+                found[module_of(part.slots[weight][0])] = arrays[slot.a], arrays[slot.b]
+        return found
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
         """Return the weights of a slot, in the dtype that it is computed in.

@@ -9,11 +9,13 @@ at position 0, or behind a synthetic cache of any length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from lockstep.artifacts.adapters import IDS
 from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.onnx_tools.overflow import overflows
 from lockstep.verify.validate.graphs import Graphs
@@ -21,6 +23,7 @@ from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
 _STALE = 300.0  # in cache rows beyond past_lengths: what a mask must hide, yet finite and within fp16's range
 _SPARE = 3  # such rows
+_PIECE = 4096  # tokens of the vocabulary at a time
 
 
 @dataclass
@@ -38,19 +41,28 @@ class LayerErrors:
     overflow: str = ""
 
 
-def embedding_error(graphs: Graphs, records: Sequence[Record]) -> Difference:
-    """Return the error of the embedding graph on all tokens."""
-    token_ids = np.concatenate([record.token_ids for record in records])
-    found = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
-    return difference(np.concatenate([record.embedded for record in records]), found)
+def embedding_error(graphs: Graphs, embed: Callable[[np.ndarray], np.ndarray]) -> Difference:
+    """Return the error of the embedding graph on the whole vocabulary, that of the worst piece of it.
+
+    embed: gives what torch has for token ids.
+    """
+    errors = []
+    for first in range(0, graphs.assembly.vocab_size, _PIECE):
+        token_ids = np.arange(first, min(first + _PIECE, graphs.assembly.vocab_size), dtype=np.int64)
+        found = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
+        errors.append(difference(embed(token_ids), found))
+    return max(errors, key=lambda error: math.inf if error.relative_error is None else error.relative_error)
 
 
-def layer_errors(graphs: Graphs, records: Sequence[Record]) -> tuple[list[LayerErrors], Difference]:
+def layer_errors(
+    graphs: Graphs, records: Sequence[Record], adapter_ids: np.ndarray | None = None
+) -> tuple[list[LayerErrors], Difference]:
     """Return the errors of each layer, teacher-forced, and of the logits.
 
-    The logits are those behind the last layer. All sequences run packed, as in a step.
+    The logits are those behind the last layer. All sequences run packed, as in a step. adapter_ids: the adapter slot of
+    each token, with which torch was recorded; none by default.
     """
-    errors, env = _layers_alone(graphs, records)
+    errors, env = _layers_alone(graphs, records, adapter_ids=adapter_ids)
     env["logit_rows"] = np.arange(len(env["position_ids"]))
     logits = graphs.run_block(graphs.exit, env)["logits"]
     if overflows({"logits": logits}, {}):
@@ -68,7 +80,7 @@ def errors_behind(graphs: Graphs, record: Record, capacity: int) -> list[LayerEr
 
 
 def _layers_alone(
-    graphs: Graphs, records: Sequence[Record], capacity: int = 0
+    graphs: Graphs, records: Sequence[Record], capacity: int = 0, adapter_ids: np.ndarray | None = None
 ) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
     """Return the errors of each layer, and what goes on from the last to the exit."""
     packed = lambda arrays, dtype: _narrowed(np.concatenate(arrays), dtype)
@@ -77,6 +89,8 @@ def _layers_alone(
         "hidden": packed([record.embedded for record in records], graphs.hidden_dtype),
         "position_ids": np.concatenate([record.position_ids for record in records]),
     }
+    if adapter_ids is not None:
+        env[IDS] = adapter_ids
     errors: list[LayerErrors] = []
     for index in range(len(records[0].layers)):
         layer = graphs.layers[index]

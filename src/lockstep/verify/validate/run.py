@@ -37,6 +37,7 @@ from lockstep.onnx_tools.metrics import Difference
 from lockstep.targets import Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.metrics import finish, largest
+from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
 from lockstep.verify.validate.graphs import Graph, Graphs
 from lockstep.verify.validate.parity import LayerErrors, embedding_error, errors_behind, forward, layer_errors
 from lockstep.verify.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
@@ -101,7 +102,9 @@ def run(
             _check_graph(name, graph, found)
         torch_model = TorchModel(checkpoint.config, graphs.weights, layers)
         records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
-        _check_layers(graphs, records, tolerance, found)
+        _check_layers(graphs, torch_model, records, tolerance, found)
+        check_adapter_slots(graphs, torch_model, records, tolerance)
+        check_magnitudes(graphs, torch_model, records[-1])
         _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance.block, found)
         uncut = graphs.uncut(threads)
         if uncut is not None:
@@ -131,9 +134,11 @@ def _check_graph(name: str, graph: Graph, found: _Found) -> None:
         found.note_graph(name, lint=lint(graph.path, file, inputs))
 
 
-def _check_layers(graphs: Graphs, records: list[Record], tolerance: Tolerances, found: _Found) -> None:
-    """Check the embedding and each layer, teacher-forced. Raises CheckError."""
-    embedding = embedding_error(graphs, records)
+def _check_layers(
+    graphs: Graphs, torch_model: TorchModel, records: list[Record], tolerance: Tolerances, found: _Found
+) -> None:
+    """Check the embedding on the whole vocabulary, and each layer, teacher-forced. Raises CheckError."""
+    embedding = embedding_error(graphs, torch_model.embed)
     errors, logits = layer_errors(graphs, records)
     block, bound = tolerance.block, tolerance.logits
     found.note(

@@ -115,23 +115,34 @@ class TorchModel:
         self.model = load_tensors(tensors, cut_config(config, layers), HOOK, str(weights.manifest_path))
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
 
-    def record(self, token_ids: np.ndarray, past: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> Record:
+    def embed(self, token_ids: np.ndarray) -> np.ndarray:
+        """Return the embedded tokens, float32 [num_tokens, hidden_size]."""
+        with torch.no_grad():
+            return self.model.get_input_embeddings()(torch.from_numpy(token_ids)).numpy()
+
+    def record(
+        self,
+        token_ids: np.ndarray,
+        past: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+        embedded: np.ndarray | None = None,
+    ) -> Record:
         """Run one sequence (int64, 1-D) and record it.
 
         past: of each layer the keys [num_past, num_kv_heads, head_dim] (as if rotated) and values of a synthetic cache
         that the sequence comes behind. Each layer's own queries and keys are then scaled to scores that let every cache
-        row take part.
+        row take part. embedded: what stands for the embedded tokens, [num_tokens, hidden_size].
         """
         recording = _Recording([(_by_head(keys), _by_head(values)) for keys, values in past])
         _recording.set(recording)
-        embedding = self.model.get_input_embeddings()
+        own = embedded is not None
+        embedded = embedded if embedded is not None else self.embed(token_ids)
         with torch.no_grad():
             ids = torch.from_numpy(np.ascontiguousarray(token_ids))
-            embedded = embedding(ids)
+            given = {"inputs_embeds": torch.from_numpy(embedded)[None]} if own else {"input_ids": ids[None]}
             cache = (
                 {"past_key_values": _TokensBefore(recording.past), "use_cache": True} if past else {"use_cache": False}
             )
-            output = self.model(input_ids=ids[None], output_hidden_states=True, **cache)
+            output = self.model(**given, output_hidden_states=True, **cache)
         calls = recording.calls
         if sorted(calls) != list(range(self.num_layers)):
             raise InputError(
@@ -142,12 +153,32 @@ class TorchModel:
         states = [state[0].numpy() for state in output.hidden_states]
         layers = tuple(LayerRecord(states[i], **calls[i]) for i in range(self.num_layers))
         return Record(
-            np.asarray(token_ids, np.int64),
-            embedded.numpy(),
-            layers,
-            output.logits[0].numpy(),
-            len(past[0][0]) if past else 0,
+            np.asarray(token_ids, np.int64), embedded, layers, output.logits[0].numpy(), len(past[0][0]) if past else 0
         )
+
+    @contextlib.contextmanager
+    def adapted(self, modules: Mapping[str, tuple[np.ndarray, np.ndarray]], columns: np.ndarray) -> Iterator[None]:
+        """Add adapters to linear layers: x A B, of each token with the columns of A that are its own.
+
+        modules: of each, A [in_features, columns] and B [columns, out_features], float32 or narrower. columns
+        [num_tokens, columns]: 1 for a token's own, else 0.
+        """
+        chosen, hooks = torch.from_numpy(columns.astype(np.float32)), []
+        layers = dict(self.model.named_modules())
+        for name, arrays in modules.items():
+            a, b = (torch.from_numpy(array.astype(np.float32)) for array in arrays)
+
+            def add(
+                module: Any, given: Any, made: torch.Tensor, a: torch.Tensor = a, b: torch.Tensor = b
+            ) -> torch.Tensor:
+                return made + (given[0] @ a * chosen) @ b
+
+            hooks.append(layers[name].register_forward_hook(add))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextlib.contextmanager
     def first_layers(self, count: int) -> Iterator[None]:

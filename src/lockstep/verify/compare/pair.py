@@ -1,0 +1,276 @@
+"""An engine beside its graph, both with the weights of one layer.
+
+An engine set and the name of an engine in; the engine's entry in the report, and lines of what is wrong, out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from polygraphy.backend.base import BaseRunner
+from polygraphy.exception import PolygraphyException
+
+from lockstep.artifacts.adapters import rows_of
+from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
+from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
+from lockstep.artifacts.signature import IO
+from lockstep.backends.engine_set import EngineSet
+from lockstep.backends.graphs import BaseGraph, graph_file
+from lockstep.backends.profiles import profiles
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
+from lockstep.onnx_tools.overflow import find_overflow
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.without_adapters import without_adapters
+from lockstep.targets import Limits
+from lockstep.verify.compare import inputs
+from lockstep.verify.compare.host_runner import HostRunner
+from lockstep.verify.compare.judge import Error, judge
+from lockstep.verify.compare.sweep import GROUP, Arrays, Sweep, sweep_of
+from lockstep.verify.metrics import largest
+from lockstep.weights import Tensors, Weights, check_slots, slot_array
+from lockstep.weights.ranks import RankWeights
+
+_COMPARISON = "lockstep.backends.*.comparison"
+
+
+class Pair:
+    """An engine and its graph, with the weights of one layer.
+
+    `failures` are lines, in the order in which they were found.
+    """
+
+    def __init__(
+        self,
+        engines: EngineSet,
+        weights: Weights,
+        folder: Path,
+        name: str,
+        graph: GraphFile,
+        limits: Limits,
+        threads: int | None,
+    ):
+        self.name, self.file, self._folder, self._threads = name, engines.file(name), folder, threads
+        self._seed = int(engines.manifest.engines[name].sha256[:16], 16)
+        self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest.options, limits)
+        ranks = engines.assembly.tensor_parallel
+        variants = engines.assembly.variants if ranks is None else ranks.variants
+        self._variant = variants.get(name.rpartition(".")[0])
+        self._model = onnx.load(graph_file(folder, graph))
+        block = name
+        if isinstance(graph, BaseGraph):
+            self._model, block = without_adapters(self._model), graph.block
+        slots, layer = graph.signature.slots, None
+        tensors: Mapping[str, Sequence[str]] = {}
+        source: Tensors = weights
+        if slots:
+            layer, part = _place(engines.assembly, block)
+            whole = engines.assembly.classes[part.graph].signature.slots
+            check_slots(weights, part.slots, whole, part.graph)
+            tensors = part.slots
+            if part.graph != block:  # a piece, with the weights of the first rank
+                assert ranks is not None
+                source = RankWeights(weights, part.slots, whole, ranks.classes[part.graph], 0)
+                tensors = {slot.name: [slot.name] for slot in slots}
+        self._layer, self._slots = layer, tensors
+        self._of = self._model, self._assembly, self._limits
+        self._signature = signature_of(self._model.graph, tensors)
+
+        def place(slots: Sequence[IO], tensors: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+            """Return what each slot takes, but for rows that adapters are written to."""
+            shape = lambda slot: (-1, *slot.sizes[1:]) if rows_of(slot.name) else slot.sizes
+            return {slot.name: slot_array(source, tensors[slot.name], shape(slot)) for slot in slots}
+
+        session = open_session(self._model.SerializeToString(), threads)
+        self._weights = place(slots, tensors)
+        self._graph = BoundRunner("graph", self._signature.inputs, session, self._weights)
+        built = engines.tensors(name, tensors)
+        if own := _own_runner(engines.backend.name):
+            placed = place(engines.slots(name), built)
+            self._engine = own(self.file, self._signature.inputs, placed, threads)
+        else:
+            bound: Any = engines.load(name, threads).bind(source if built else None, built)
+            self._engine = lambda profile: HostRunner("engine", self._signature, bound)
+        self.failures: list[str] = []
+
+    def compare(self, tolerance: float, seconds: float) -> ComparedEngine:
+        """Return the engine's entry in the report."""
+        try:
+            with quiet(), np.errstate(invalid="ignore", over="ignore"), contextlib.ExitStack() as stack:
+                stack.enter_context(self._graph)
+                runs = [self._run_case(case, tolerance) for case in inputs.cases(*self._of, self._variant)]
+                sweep = sweep_of(*self._of, self._slots, self._seed, self._run_graph, self._prefill)
+                tried, worst = (0, None) if self.failures else self._run_sizes(sweep, tolerance, seconds, stack)
+        except PolygraphyException as error:
+            raise CheckError(f"{self.file}: Polygraphy cannot run this engine: {one_line(error)}") from error
+        found = [error for run in (*runs, *filter(None, [worst])) for error in run.outputs.values()]
+        finite = [error.cosine for error in found if error.cosine is not None]
+        return ComparedEngine(
+            max_abs_error=largest([error.max_abs_error for error in found]),
+            relative_error=largest([error.relative_error for error in found]),
+            cosine=min(finite) if len(finite) == len(found) else None,
+            tolerance=tolerance,
+            passed=not self.failures,
+            runs=tuple(runs),
+            sizes=SweptSizes(len(sweep.trials), tried, worst),
+            weights_of_layer=self._layer,
+        )
+
+    def _run_case(self, case: inputs.Case, tolerance: float) -> ComparedRun:
+        feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._variant)
+        expected = self._run_graph(feed)
+        if not all(np.isfinite(array).all() for array in expected.values()):
+            raise CheckError(f"{self.file}: {self._not_finite(feed)}")
+        with self._engine(case.profile) as engine:
+            return self._judged(case, expected, engine.infer(OrderedDict(feed), check_inputs=False), tolerance)
+
+    def _run_sizes(
+        self, sweep: Sweep, tolerance: float, seconds: float, stack: contextlib.ExitStack
+    ) -> tuple[int, ComparedRun | None]:
+        """Run the engine at all sizes, until the first is wrong or the time is over.
+
+        Returns how many were run, and the worst. What has the same bits as before needs no judgement.
+        """
+        end, tried, worst = time.monotonic() + seconds, 0, None
+        known, runners = _Known(), dict[int, BaseRunner]()
+        all_profiles = profiles(self._model, self._limits)
+        for first in range(0, len(sweep.trials), GROUP):
+            group = sweep.trials[first : first + GROUP]
+            expected = sweep.expected(group) if time.monotonic() < end else []
+            for trial, right in zip(group, expected):
+                if time.monotonic() > end:
+                    break
+                feed = sweep.feed(trial)
+                shapes = {name: array.shape for name, array in feed.items()}
+                number = next(number for number, each in enumerate(all_profiles) if inputs.takes(each, shapes))
+                if number not in runners:
+                    runners[number] = stack.enter_context(self._engine(number))
+                found = runners[number].infer(OrderedDict(feed), check_inputs=False)
+                tried += 1
+                if sweep.is_row_wise and known.has(trial.rows, found):
+                    continue
+                run = self._judged(replace(trial.case, profile=number), right, found, tolerance, sweep.beyond(trial))
+                if self.failures:
+                    return tried, run
+                worst = run if worst is None or _worse(run, worst) else worst
+                if sweep.is_row_wise:
+                    known.keep(trial.rows, found)
+        return tried, worst
+
+    def _judged(
+        self, case: inputs.Case, expected: Arrays, found: Arrays, tolerance: float, beyond: np.ndarray | None = None
+    ) -> ComparedRun:
+        """Judge what an engine gave; what is wrong is added to `failures`."""
+        shapes = [{name: tuple(values.shape) for name, values in outputs.items()} for outputs in (expected, found)]
+        if shapes[0] != shapes[1]:
+            raise CheckError(
+                f"{self.file}: expected the outputs {shapes[0]} as of the graph, found {shapes[1]}; build the engines "
+                "again"
+            )
+        errors: dict[str, Error] = {
+            name: judge(array, found[name], tolerance, f"{self.file}: {name}", beyond)
+            for name, array in expected.items()
+        }
+        self.failures += [
+            f"{self.file}: engine {self.name}, profile {case.profile} ({case}), {output}: {error}"
+            for output, error in errors.items()
+            if not error
+        ]
+        outputs = {output: error.of for output, error in errors.items()}
+        return ComparedRun(case.profile, case.sizes, outputs, tuple(case.past_lengths) or None)
+
+    def _not_finite(self, feed: Arrays) -> str:
+        overflow = find_overflow(self._model, {**feed, **self._weights})
+        if overflow is None:
+            found = "expected finite numbers of the graph in ONNX Runtime, found NaN or infinity"
+            return f"{found}; are these the model's weights?"
+        return overflow.text(self.name, self._layer, self._assembly.residual)
+
+    def _run_graph(self, feed: Arrays) -> dict[str, np.ndarray]:
+        return dict(self._graph.infer(OrderedDict(feed), check_inputs=False))
+
+    def _prefill(self) -> tuple[onnx.ModelProto, Callable[[Arrays], Arrays]]:
+        """Return the prefill graph of this attention, which holds for decode too, and what runs it."""
+        assert self._variant is not None
+        model = onnx.load(graph_file(self._folder, self._variant.phases()["prefill"]))
+        session = open_session(model.SerializeToString(), self._threads)
+        runner = BoundRunner("prefill", signature_of(model.graph).inputs, session, {})
+
+        def run(feed: Arrays) -> Arrays:
+            with runner:
+                return dict(runner.infer(OrderedDict(feed), check_inputs=False))
+
+        return model, run
+
+
+class _Known:
+    """What an engine gave for each row when it was judged."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def has(self, rows: np.ndarray, found: Arrays) -> bool:
+        """Return whether an engine gave just these bits for these rows before."""
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        return all(
+            name in self._arrays
+            and end <= len(self._arrays[name])
+            and np.array_equal(self._arrays[name][first:end], array)
+            for name, array in found.items()
+        )
+
+    def keep(self, rows: np.ndarray, found: Arrays) -> None:
+        first, end = int(rows[0]), int(rows[-1]) + 1
+        for name, array in found.items():
+            known = self._arrays.get(name)
+            if known is None or len(known) < end:
+                larger = np.full((end, *array.shape[1:]), np.nan, array.dtype)
+                if known is not None:
+                    larger[: len(known)] = known
+                self._arrays[name] = known = larger
+            known[first:end] = array
+
+
+def _worse(run: ComparedRun, other: ComparedRun) -> bool:
+    worst = lambda each: max(error.relative_error or 0.0 for error in each.outputs.values())
+    return worst(run) > worst(other)
+
+
+def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
+    """Return (layer, part) of a class, or of a class that has this piece.
+
+    Of the first layer that has it as a block, of the last that has it as the exit; None is the embedding.
+    """
+    layers = list(enumerate(assembly.layers))
+    parts = [
+        (None, assembly.embedding),
+        *((i, layer.block) for i, layer in layers),
+        *((i, layer.exit) for i, layer in reversed(layers)),
+    ]
+    ranks = assembly.tensor_parallel
+    has = {
+        class_: [piece.graph for piece in entry.pieces] for class_, entry in (ranks.classes if ranks else {}).items()
+    }
+    return next((layer, part) for layer, part in parts if name in has.get(part.graph, [part.graph]))
+
+
+def _own_runner(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | None:
+    """Return `open_engine` of the backend's module `comparison`.
+
+    It is given the engine's file, the graph's inputs but the weights, the weights by input, and how many threads, and
+    gives what makes a runner for an optimization profile. None for a backend whose engines run on NumPy arrays and at
+    any size.
+    """
+    module = _COMPARISON.replace("*", backend)
+    return importlib.import_module(module).open_engine if importlib.util.find_spec(module) else None

@@ -1,0 +1,348 @@
+"""All sizes of an engine, on parts of one input.
+
+Rows do not depend on each other: what an engine gives for n tokens must be what its graph gives for the same tokens
+among others. So the graph runs once, on the largest input, and an engine at every size on a part of it; whichever of
+the two is wrong at one size only, they differ. A token of a sequence sees what lies before it, in whatever pieces it
+comes: one whole prefill holds what every chunk and every decode step over that sequence gives.
+
+In: a graph, the limits, a seed. Out: trials, each with its feed and what is expected.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from lockstep.artifacts.adapters import IDS
+from lockstep.artifacts.assembly import Assembly
+from lockstep.targets import Limits
+from lockstep.verify.boundaries import PAGE
+from lockstep.verify.compare import inputs
+from lockstep.verify.compare.inputs import Case, Sizes
+
+Arrays = Mapping[str, np.ndarray]
+Run = Callable[[Arrays], Arrays]
+_PIECE = 512  # rows that a graph computes at a time
+_SEQUENCE = 512  # tokens of the sequence that attention is run on; its scores take heads * 512^2 numbers
+GROUP = 32  # trials of an exit whose rows the graph computes together
+_OUTLIER = 100.0  # of one channel in every fourth row, as trained models have them
+_LARGE = 64.0  # of inputs that are no residual stream, in every fourth row
+_LEVELS = 8  # magnitudes from 4 to the end of the precision
+# Squares of a hidden state are accumulated in float32, which ends at 2^128.
+_LARGEST_SQUARED = 2.0**60
+_KEYS_UP = 2.0**10  # queries are as much smaller, and fp16 has subnormal numbers below 2^-14
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of an engine. rows: those of the whole input whose outputs it must give."""
+
+    case: Case
+    rows: np.ndarray
+    scaled: bool = False
+
+    @property
+    def cost(self) -> int:
+        return len(self.rows) * (1 + self.case.sizes.get("past_capacity", 0))
+
+
+class Sweep:
+    """Trials of one graph; `feed` and `expected` give what they need."""
+
+    trials: list[Trial]
+    is_row_wise = False  # outputs are of rows that a trial has side by side
+
+    def feed(self, trial: Trial) -> dict[str, np.ndarray]:
+        raise NotImplementedError
+
+    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        raise NotImplementedError
+
+    def beyond(self, trial: Trial) -> np.ndarray | None:
+        """Return for each row whether its inputs go to the end of the precision."""
+        return None
+
+
+def sweep_of(
+    model: onnx.ModelProto,
+    assembly: Assembly,
+    limits: Limits,
+    slots: Collection[str],
+    seed: int,
+    graph: Run,
+    prefill: Callable[[], tuple[onnx.ModelProto, Run]],
+) -> Sweep:
+    """Return the sweep of a graph; its trials lie in a seeded order in which small ones tend to come first.
+
+    prefill: gives the prefill graph of the same attention.
+    """
+    ranges = inputs.ranges(model, limits)
+    draw, sweep = random.Random(seed), Sweep()
+    if "past_capacity" in ranges:
+        sweep = _AttentionSweep(model, assembly, limits, ranges, draw, *prefill())
+    elif {"num_tokens", "num_requests"} <= set(ranges):
+        sweep = _ExitSweep(model, slots, assembly, limits, ranges, draw, graph)
+    else:
+        sweep = _TokenSweep(model, slots, assembly, limits, ranges, draw, graph)
+    # One that is needed whatever the time comes first; else a trial's chance grows as it gets cheaper.
+    sweep.trials.sort(key=lambda trial: -1.0 if trial.scaled else trial.cost * draw.random())
+    return sweep
+
+
+class _TokenSweep(Sweep):
+    """A block: each number of rows; of an embedding also each token of the vocabulary."""
+
+    is_row_wise = True
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        slots: Collection[str],
+        assembly: Assembly,
+        limits: Limits,
+        ranges: Mapping[str, tuple[int, int]],
+        draw: random.Random,
+        graph: Run,
+    ):
+        ((self._dim, (least, most)),) = ranges.items() or ((("", (1, 1)),))
+        looks_up = any(value.name == "token_ids" for value in model.graph.input)
+        count = max(most, assembly.vocab_size) if looks_up else most
+        self._whole, self._large = _rows(model, slots, assembly, limits, {self._dim: count}, draw)
+        self._graph, self._count, self._most = graph, count, most
+        self._pieces: dict[int, Arrays] = {}
+        starts = [(size, draw.randrange(most - size + 1)) for size in range(least, most + 1)]
+        starts += [(min(most, count - start), start) for start in range(0, count, most)] if looks_up else []
+        self.trials = [
+            Trial(Case(0, {self._dim: size} if self._dim else {}), np.arange(start, start + size))
+            for size, start in starts
+        ]
+
+    def feed(self, trial: Trial) -> dict[str, np.ndarray]:
+        return self._cut(int(trial.rows[0]), int(trial.rows[-1]) + 1)
+
+    def _cut(self, first: int, end: int) -> dict[str, np.ndarray]:
+        return {name: array[first:end] if wide else array for name, (array, wide) in self._whole.items()}
+
+    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        found: list[Arrays] = []
+        for trial in trials:
+            first, end = int(trial.rows[0]), int(trial.rows[-1]) + 1
+            begin = first // _PIECE * _PIECE
+            pieces = [self._piece(low) for low in range(begin, end, _PIECE)]
+            join = pieces[0] if len(pieces) == 1 else {n: np.concatenate([p[n] for p in pieces]) for n in pieces[0]}
+            found.append({name: array[first - begin : end - begin] for name, array in join.items()})
+        return found
+
+    def _piece(self, low: int) -> Arrays:
+        """Return what the graph gives for `_PIECE` rows; those of the first sizes are kept."""
+        if low in self._pieces:
+            return self._pieces[low]
+        piece = self._graph(self._cut(low, min(low + _PIECE, self._count)))
+        if low < self._most:
+            self._pieces[low] = piece
+        return piece
+
+    def beyond(self, trial: Trial) -> np.ndarray:
+        return self._large[trial.rows]
+
+
+class _ExitSweep(Sweep):
+    """An exit: each number of tokens and each of requests, in seeded pairs."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        slots: Collection[str],
+        assembly: Assembly,
+        limits: Limits,
+        ranges: Mapping[str, tuple[int, int]],
+        draw: random.Random,
+        graph: Run,
+    ):
+        (_, self._tokens), (_, requests) = ranges["num_tokens"], ranges["num_requests"]
+        self._whole, self._large = _rows(
+            model, slots, assembly, limits, {"num_tokens": self._tokens, "num_requests": 1}, draw
+        )
+        self._graph = graph
+        counts = [draw.sample(range(1, requests + 1), requests) for _ in range(-(-self._tokens // requests))]
+        self.trials = []
+        for size, count in zip(range(1, self._tokens + 1), [count for each in counts for count in each]):
+            count = min(size, count)
+            rows = [size - 1, *(draw.randrange(size) for _ in range(count - 1))]  # a prompt's last token, and others
+            draw.shuffle(rows)
+            self.trials.append(self._trial(size, rows))
+        for count in range(1, min(requests, self._tokens) + 1):
+            self.trials.append(self._trial(self._tokens, draw.sample(range(self._tokens), count)))
+
+    def _trial(self, size: int, rows: Sequence[int]) -> Trial:
+        return Trial(Case(0, {"num_requests": len(rows), "num_tokens": size}), np.array(rows, np.int64))
+
+    def feed(self, trial: Trial) -> dict[str, np.ndarray]:
+        size = trial.case.sizes["num_tokens"]
+        found = {name: array[:size] if wide else array for name, (array, wide) in self._whole.items()}
+        return {**found, "logit_rows": trial.rows}
+
+    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        whole = {name: array for name, (array, _) in self._whole.items()}
+        made = self._graph({**whole, "logit_rows": np.concatenate([trial.rows for trial in trials])})
+        ends = np.cumsum([len(trial.rows) for trial in trials])
+        return [
+            {name: array[end - len(trial.rows) : end] for name, array in made.items()}
+            for trial, end in zip(trials, ends)
+        ]
+
+    def beyond(self, trial: Trial) -> np.ndarray:
+        return self._large[trial.rows]
+
+
+class _AttentionSweep(Sweep):
+    """Attention on one sequence: each chunk, each past; each capacity with each number of requests."""
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        assembly: Assembly,
+        limits: Limits,
+        ranges: Mapping[str, tuple[int, int]],
+        draw: random.Random,
+        prefill: onnx.ModelProto,
+        run: Run,
+    ):
+        length = min(_SEQUENCE, inputs.positions_of(assembly, limits), ranges.get("num_tokens", (1, _SEQUENCE))[1])
+        self._names = [value.name for value in model.graph.input]
+        self._stale = np.random.default_rng(draw.randrange(1 << 32))
+        case = Case(0, {"num_tokens": length, "past_capacity": 1}, (0,))
+        self._whole = inputs.arrays(prefill, (), case, assembly, limits)
+        self._run, self._reference = run, dict[str, np.ndarray]()
+        # Standard normal values stay below 8.
+        self._up = min(2.0 ** (np.finfo(self._whole["value"].dtype).maxexp - 3), _LARGEST_SQUARED)
+        self._decodes = "num_requests" in ranges
+        capacity = ranges["past_capacity"][1]
+        if self._decodes:
+            self.trials = list(self._decode_trials(length, capacity, ranges["num_requests"][1], draw))
+        else:
+            self.trials = list(self._prefill_trials(length, capacity, draw))
+
+    def _prefill_trials(self, length: int, most: int, draw: random.Random) -> list[Trial]:
+        """Each number of tokens and each length of a past, in seeded pairs besides."""
+        pairs = [(past, length - past) for past in range(length)]
+        for _ in range(length // 4):
+            past = draw.randrange(length)
+            pairs.append((past, draw.randrange(1, length - past + 1)))
+        found = []
+        for number, (past, count) in enumerate(pairs):
+            room = max(1, past) if number < length else draw.randrange(max(1, past), max(most, past, 1) + 1)
+            if room <= most:
+                found.append(self._prefill_trial(past, count, room, False))
+        return [*found, self._prefill_trial(length // 2, length - length // 2, max(1, length // 2), True)]
+
+    def _prefill_trial(self, past: int, count: int, room: int, scaled: bool) -> Trial:
+        case = Case(0, {"num_tokens": count, "past_capacity": room}, (past,), True)
+        return Trial(case, np.arange(past, past + count), scaled)
+
+    def _decode_trials(self, length: int, most: int, requests: int, draw: random.Random) -> list[Trial]:
+        """Each capacity that a cache grows to with each number of requests, of seeded lengths."""
+        capacities = [PAGE]
+        while capacities[-1] < most:
+            capacities.append(2 * capacities[-1])
+        found = []
+        for capacity in sorted({min(each, most) for each in capacities}):
+            for count in range(1, min(requests, max(2, inputs.CACHE_ROWS // capacity)) + 1):
+                longest = min(capacity, length - 1)
+                rows = [draw.randint(0, longest) for _ in range(count - 1)] + [longest]
+                draw.shuffle(rows)
+                case = Case(0, {"num_requests": count, "past_capacity": capacity}, tuple(rows), True)
+                found.append(Trial(case, np.array(rows, np.int64)))
+        return [*found, Trial(found[-1].case, found[-1].rows, True)]
+
+    def feed(self, trial: Trial) -> dict[str, np.ndarray]:
+        reference, capacity = self._computed(), trial.case.sizes["past_capacity"]
+        found: dict[str, np.ndarray] = {}
+        for name in self._names:
+            if name == "past_lengths":
+                found[name] = np.array(trial.case.past_lengths, np.int64)
+            elif name in ("past_key", "past_value"):
+                rows = reference[name.removeprefix("past_") + "_out"].swapaxes(0, 1)  # [heads, tokens, dim]
+                cache = self._stale.standard_normal(
+                    (len(trial.case.past_lengths), len(rows), capacity, rows.shape[2]), np.float32
+                ).astype(rows.dtype)
+                for row, length in enumerate(trial.case.past_lengths):
+                    cache[row, :, :length] = rows[:, :length]
+                found[name] = cache
+            else:
+                found[name] = self._whole[name][trial.rows]
+        return _times(found, self._factors(trial))
+
+    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        return [
+            _times({name: array[trial.rows] for name, array in self._computed().items()}, self._factors(trial))
+            for trial in trials
+        ]
+
+    def _factors(self, trial: Trial) -> dict[str, float]:
+        """Return powers of two that move values and keys to the end of the precision, and no score."""
+        if not trial.scaled:
+            return {}
+        values = dict.fromkeys(("value", "past_value", "value_out", "attention"), self._up)
+        return {**values, **dict.fromkeys(("key", "past_key", "key_out"), _KEYS_UP), "query": 1 / _KEYS_UP}
+
+    def _computed(self) -> dict[str, np.ndarray]:
+        if not self._reference:
+            self._reference = dict(self._run(self._whole))
+        return self._reference
+
+
+def _times(arrays: Arrays, factors: Mapping[str, float]) -> dict[str, np.ndarray]:
+    return {
+        name: array * array.dtype.type(factors[name]) if name in factors else array for name, array in arrays.items()
+    }
+
+
+def _rows(
+    model: onnx.ModelProto,
+    slots: Collection[str],
+    assembly: Assembly,
+    limits: Limits,
+    sizes: Sizes,
+    draw: random.Random,
+) -> tuple[dict[str, tuple[np.ndarray, bool]], np.ndarray]:
+    """Return the whole input of a graph of rows, and which rows go to the end of the precision.
+
+    The input is {name: (array, has the rows)}. Every fourth row of activations has an outlier, every fourth is large:
+    of the residual stream up to the end of its precision. Token ids are the whole vocabulary; two of three rows have an
+    adapter, each in turn.
+    """
+    shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
+    dim = "num_tokens" if "num_tokens" in sizes else next(iter(sizes))
+    made = inputs.arrays(model, slots, Case(0, dict(sizes)), assembly, limits)
+    made.pop("logit_rows", None)
+    count = sizes.get(dim, 1)
+    number, found = np.arange(count), {}
+    for name, array in made.items():
+        wide = dim in shapes[name]
+        if name == "token_ids":
+            array = np.resize(np.random.default_rng(draw.randrange(1 << 32)).permutation(assembly.vocab_size), count)
+        elif name == IDS:
+            assert assembly.adapters is not None  # whose graphs take them
+            places = np.array(draw.sample(range(assembly.adapters.max_adapters), assembly.adapters.max_adapters))
+            array = np.where(number % 3 == 0, -1, np.resize(places, count))
+        elif array.dtype.kind == "f" and wide:
+            array = _activations(array, name == "hidden", draw)
+        found[name] = array, wide
+    return found, number % 4 == 3
+
+
+def _activations(array: np.ndarray, residual: bool, draw: random.Random) -> np.ndarray:
+    """Return standard normal rows with outliers in some, and with others made large."""
+    found = array.astype(np.float64).reshape(len(array), -1)
+    found[1::4, draw.randrange(found.shape[1])] *= _OUTLIER
+    large = found[3::4]
+    end = min(float(np.finfo(array.dtype).max), _LARGEST_SQUARED) if residual else _LARGE
+    if residual:
+        large /= np.abs(large).max(1, keepdims=True)
+    large *= np.resize(np.geomspace(4, 0.98 * end, _LEVELS), len(large))[:, None]
+    return found.reshape(array.shape).astype(array.dtype)

@@ -1,0 +1,101 @@
+"""Graphs beyond what token sequences reach: adapters in every slot, and hidden states up to the precision's end.
+
+Graphs and the model in torch in; CheckError for the first that differs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.metrics import Difference
+from lockstep.targets import Tolerances
+from lockstep.verify.validate.graphs import Graphs
+from lockstep.verify.validate.parity import LayerErrors, layer_errors
+from lockstep.verify.validate.torch_trace import Record, TorchModel
+
+# Parts of the precision's range that hidden states are brought to: the first that the model itself stays within counts.
+_PARTS = (0.9, 2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)
+_LARGEST = 2.0**40  # of float32, in which norms accumulate squares
+# A value that is clipped, or overflows, is off by its own size. What rounding does to such numbers is not asked here.
+_GROSS = 0.1
+
+
+def check_adapter_slots(
+    graphs: Graphs, torch_model: TorchModel, records: Sequence[Record], tolerance: Tolerances
+) -> None:
+    """Check each layer with an adapter in every slot: steps in which tokens have each of them, and none.
+
+    Raises CheckError. Does nothing for graphs that take no adapters.
+    """
+    adapters = graphs.assembly.adapters
+    if adapters is None:
+        return
+    tokens = [record.token_ids for record in records]
+    ends = np.cumsum([len(each) for each in tokens])
+    number, owner = np.arange(ends[-1]), np.repeat(np.arange(adapters.max_adapters), adapters.max_lora_rank)
+    taken = np.cumsum(number % 3 != 0) - 1  # two of three tokens have an adapter
+    modules = graphs.adapted_modules()
+    for first in range(0, adapters.max_adapters, int(taken[-1]) + 1):
+        ids = np.where(number % 3 == 0, -1, (first + taken) % adapters.max_adapters)
+        adapted = []
+        for each, end in zip(tokens, ends):
+            own = ids[end - len(each) : end, None] == owner
+            with torch_model.adapted(modules, own):
+                adapted.append(torch_model.record(each))
+        errors, logits = layer_errors(graphs, adapted, ids)
+        for entry in errors:
+            for name, error in entry.tensors.items():
+                if not error.within_scaled(tolerance.block):
+                    raise _wrong(f"{_layer(entry)}, {name}", error, tolerance.block)
+        if not logits.within(tolerance.logits):
+            raise _wrong(f"block {graphs.exit.graph}, logits", logits, tolerance.logits)
+
+
+def _wrong(where: str, error: Difference, tolerance: float) -> CheckError:
+    found = "NaN or infinity" if error.relative_error is None else f"{error.relative_error:.3g}"
+    return CheckError(
+        f"{where}, tokens with adapters in every slot and without: expected an error of at most {tolerance:g}, found "
+        f"{found}; does a token get another's adapter?"
+    )
+
+
+def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) -> None:
+    """Check what leaves each layer for hidden states that grow to the end of their precision.
+
+    The embedded tokens of `record` are made larger, each more than the one before. Raises CheckError for a layer that
+    clips or overflows where the model does not.
+    """
+    hidden = graphs.classes[graphs.layers[0].block.graph].inputs[0]
+    end = min(float(np.finfo(hidden.numpy_dtype).max), _LARGEST)
+    peaks = np.abs(record.embedded).max(1, keepdims=True)
+    unit = record.embedded / np.where(peaks > 0, peaks, 1)
+    overflows = ""
+    for part in _PARTS:
+        levels = np.geomspace(1, part * end, len(unit), dtype=np.float32)[:, None]
+        grown = torch_model.record(record.token_ids, embedded=np.ascontiguousarray(unit * levels))
+        if max(float(np.abs(layer.hidden).max()) for layer in grown.layers) > 0.95 * end:
+            continue
+        errors, logits = layer_errors(graphs, [grown])
+        reach = f"hidden states of up to {part * end:.3g}"
+        all_errors = [*(error for entry in errors for error in entry.tensors.values()), logits]
+        if any(error.relative_error is None for error in all_errors):
+            entry = next((e for e in errors if any(x.relative_error is None for x in e.tensors.values())), errors[-1])
+            overflows = f"{_layer(entry)}, {reach}: expected finite numbers, found NaN or infinity"
+            continue
+        for entry in errors:
+            error = entry.tensors.get("hidden")
+            if error is not None and not error.within_scaled(_GROSS):
+                raise CheckError(
+                    f"{_layer(entry)}, {reach}: expected an error of at most {_GROSS:g} of their size, found "
+                    f"{error.relative_error:.3g}; are they clipped?"
+                )
+        return
+    if overflows:
+        raise CheckError(overflows)
+
+
+def _layer(entry: LayerErrors) -> str:
+    return f"layer {entry.layer} (block {entry.block}, {entry.variant})"

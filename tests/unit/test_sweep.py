@@ -1,0 +1,105 @@
+"""Faults between the edges: `compare` and `validate` see each at whatever size, token or magnitude a seed puts it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from benchmarks.faults.between import faults, is_edge
+from benchmarks.faults.edit import Edit
+from demo_model import CONFIG, TOLERANCES
+from lora_folders import shared_lora
+
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.backends.engine_set import EngineSet
+from lockstep.errors import CheckError
+from lockstep.targets import Results
+from lockstep.verify.compare.judge import judge
+from lockstep.verify.compare.pair import Pair
+from lockstep.weights import Weights
+from shared import Shared
+
+MODEL = "demo-llama"
+LIMITS = CONFIG.limits.plain()
+
+
+def spoiled(results: Results, folder: Path, name: str, edit) -> Path:
+    """An engine set with an engine changed by `edit`, with a digest that fits."""
+    engines = shutil.copytree(results.engines(MODEL, "fp32", "onnxruntime").parent, folder) / "engines.json"
+    manifest = read_json(engines)
+    entry = manifest["engines"][name]
+    file = engines.parent / entry["file"]
+    changed = Edit(onnx.load(file))
+    edit(changed)
+    file.write_bytes(changed.done())
+    entry["sha256"] = sha256_file(file)
+    write_json(engines, manifest)
+    return engines
+
+
+def pair(results: Results, engines: Path, name: str) -> Pair:
+    assembly = results.assembly(MODEL, "fp32")
+    opened = EngineSet.open(engines, assembly)
+    graph = dict(opened.backend.graphs(opened.assembly, opened.manifest.options))[name]
+    return Pair(opened, Weights.open(results.weights(MODEL, "fp32")), assembly.parent, name, graph, LIMITS, None)
+
+
+SEED = 7
+FAULTS = {fault.name: fault for fault in faults(SEED)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_between_the_edges_is_seen(demo: Results, tmp_path: Path, fault: str) -> None:
+    (pattern,) = FAULTS[fault].graphs
+    name = pattern.replace("*", "attention")
+    found = pair(demo, spoiled(demo, tmp_path / "engines", name, FAULTS[fault].edit), name)
+    entry = found.compare(TOLERANCES["fp32"].block, 300)
+    assert not entry.passed and f"engine {name}, " in found.failures[0]
+
+
+def test_a_right_engine_is_tried_at_every_size_in_an_order_of_its_own(demo: Results) -> None:
+    engines = demo.engines(MODEL, "fp32", "onnxruntime")
+    entry = pair(demo, engines, "entry").compare(TOLERANCES["fp32"].block, 300)
+    assert entry.passed and entry.sizes.tried == entry.sizes.known == LIMITS.max_num_tokens + LIMITS.max_batch_size
+    none = pair(demo, engines, "entry").compare(TOLERANCES["fp32"].block, 0)
+    assert none.passed and none.sizes.tried == 0 and none.sizes.known == entry.sizes.known
+
+
+def test_places_that_are_drawn_are_no_edges_and_differ_by_seed() -> None:
+    drawn = [{fault.name for fault in faults(seed)} for seed in range(20)]
+    assert len(set().union(*drawn)) > 150
+    assert is_edge(128) and is_edge(129) and is_edge(512) and not is_edge(77)
+
+
+def test_rows_are_judged_by_their_own_size() -> None:
+    expected = np.array([[1.0, -1.0], [1e6, 1e6]])
+    found = expected + [[0.5, 0], [0, 0]]
+    assert judge(expected, found, 1e-2, "here").of.relative_error == 0.5
+    lost = np.array([[1.0, -1.0], [np.inf, 1e6]])
+    with pytest.raises(CheckError, match="expected finite numbers of the graph"):
+        judge(lost, found, 1e-2, "here")
+    assert judge(lost, expected, 1e-2, "here", np.array([False, True]))
+    assert not judge(expected, lost, 1e-2, "here", np.array([False, True])), (
+        "where the graph is finite, so is an engine"
+    )
+
+
+@pytest.fixture(scope="module")
+def lora(demo: Results, shared: Shared) -> Results:
+    return shared_lora(demo, shared)
+
+
+def test_an_engine_that_takes_one_adapter_for_another_is_seen(lora: Results, tmp_path: Path) -> None:
+    def second_for_first(edit: Edit) -> None:
+        edit.replace(
+            "adapter_ids", lambda ids: edit.op("Where", edit.op("Equal", ids, edit.const(1)), edit.const(0), ids)
+        )
+
+    engines = spoiled(lora, tmp_path / "engines", "middle", second_for_first)
+    found = pair(lora, engines, "middle")
+    assert not found.compare(TOLERANCES["fp32"].block, 300).passed
+    right = pair(lora, lora.engines(MODEL, "fp32", "onnxruntime"), "middle")
+    assert right.compare(TOLERANCES["fp32"].block, 300).passed
