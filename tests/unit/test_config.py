@@ -320,7 +320,7 @@ MISTAKES = [
     (
         "models:",
         "modles:",
-        "modles: unknown key, did you mean models? allowed: models, limits, tolerances, cache, "
+        "modles: unknown key, did you mean models? allowed: models, limits, tolerances, compare_seconds, cache, "
         "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, devices (and 1 more)",
     ),
 ]
@@ -337,25 +337,25 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
     [
         (
             "",
-            "expected a mapping of models, limits, tolerances, cache, "
+            "expected a mapping of models, limits, tolerances, compare_seconds, cache, "
             "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
             "devices; found an empty file",
         ),
         (
             "# only a comment\n",
-            "expected a mapping of models, limits, tolerances, cache, "
+            "expected a mapping of models, limits, tolerances, compare_seconds, cache, "
             "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
             "devices; found an empty file",
         ),
         (
             "- a\n- b\n",
-            "expected a mapping of models, limits, tolerances, cache, "
+            "expected a mapping of models, limits, tolerances, compare_seconds, cache, "
             "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
             "devices; found a list",
         ),
         (
             "just text\n",
-            "expected a mapping of models, limits, tolerances, cache, "
+            "expected a mapping of models, limits, tolerances, compare_seconds, cache, "
             "skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
             "devices; found 'just text'",
         ),
@@ -395,7 +395,7 @@ def test_no_model_can_be_named_as_what_lies_beside_the_models_folders():
 def test_a_mapping_is_called_config_and_a_given_name_wins():
     with pytest.raises(
         InputError,
-        match=r"^config: foo: unknown key, allowed: models, limits, tolerances, "
+        match=r"^config: foo: unknown key, allowed: models, limits, tolerances, compare_seconds, "
         r"cache, skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, devices$",
     ):
         load({**SMALLEST, "foo": "bar"})  # what `snakemake --config foo=bar` does
