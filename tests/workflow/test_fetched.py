@@ -87,7 +87,7 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     user.configure()
     commit = hub.model("acme/tiny", checkpoint(tmp_path / "v1", 1))
     plan = user.would_run(*CONFIG)  # offline, before anything is known of the model
-    assert plan["fetch"] == plan["random_weights"] == 1 and plan["golden"] == 2
+    assert plan["fetch"] == plan["make_checkpoint"] == 1 and plan["golden"] == 2
 
     user.url = hub.url
     # One after the other: the second model takes the graphs of the first, whose shape it has, from the cache.
@@ -131,11 +131,11 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
 
     user.configure(seed=1)
     plan = user.would_run(*CONFIG)
-    assert plan["random_weights"] == 1 and plan["fetch"] == 0
+    assert plan["make_checkpoint"] == 1 and plan["fetch"] == 0
     user.configure()
     (user.folder / "shape.json").write_text(json.dumps({**SHAPE, "rope_theta": 5000.0}))
     plan = user.would_run(*CONFIG)
-    assert plan["random_weights"] == 1 and plan["fetch"] == 0
+    assert plan["make_checkpoint"] == 1 and plan["fetch"] == 0
 
 
 def test_too_many_layers_stop_a_hub_model_before_its_weights(tmp_path: Path, hub: HubServer) -> None:

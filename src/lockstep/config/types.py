@@ -181,9 +181,9 @@ class ModelConfig(Section):
 
     source: Annotated[str, BeforeValidator(_source)] = Field(
         min_length=1,
-        description="The checkpoint: a Hugging Face model folder; `hf:org/name@revision`, a model on the hub; or "
-        "`random:path/to/config.json?seed=0`, random weights. A relative path is looked up from the working directory, "
-        "then from the repository.",
+        description="The checkpoint: a Hugging Face model folder; a GGUF file, `path/to/model.gguf`; "
+        "`hf:org/name@revision`, a model on the hub; or `random:path/to/config.json?seed=0`, random weights. A "
+        "relative path is looked up from the working directory, then from the repository.",
     )
     layers: Annotated[tuple[LayerCount, ...], AsTuple] = Field(
         default=("all",),
