@@ -1,7 +1,7 @@
 """Ask llama.cpp for what GGUF sources are held to: token ids of strings, and logits of small models. Writes gguf.json.
 
     python -m venv .llama && .llama/bin/pip install -r envs/peers-llama-cpp.txt
-    PYTHONPATH=tests/unit .llama/bin/python tests/data/make_gguf.py [SMOLLM2.gguf]
+    PYTHONPATH=tests .llama/bin/python tests/data/make_gguf.py [SMOLLM2.gguf]
 
 A vocabulary of bytes and a few hundred merges, learnt from the strings without any pre-tokenizer: pieces that a
 pre-tokenizer cuts are seen in the ids. With SmolLM2's file its ids of the same strings are written too.

@@ -244,12 +244,13 @@ def read_shape(path: Path) -> CheckpointShape:
 
 def _gguf_shape(path: Path) -> CheckpointShape:
     file = gguf_file.read_gguf(path, arrays=False)
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name in ("block_count", "context_length", "embedding_length"):
         key = f"{file.architecture}.{name}"
-        sizes[name] = size = file.metadata.get(key)
+        size = file.metadata.get(key)
         if type(size) is not int or size < 1:
             raise InputError(f"expected {key}, a positive integer, in {path}; found {size}")
+        sizes[name] = size
     limit = f"{file.architecture}.context_length"
     return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, sizes["embedding_length"])
 

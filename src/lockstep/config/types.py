@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from lockstep import targets
 from lockstep.artifacts.adapters import MOST_ADAPTERS, RANKS
+from lockstep.artifacts.gguf_file import SUFFIX
 from lockstep.config.backends import backends
 from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, PathText, Section, path_text
 from lockstep.config.sources import RANDOM_PREFIX, SourceError, parse_source
@@ -157,7 +158,7 @@ class OwnTolerances(Section):
 
 
 def _adapter_source(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(RANDOM_PREFIX):
+    if isinstance(value, str) and (value.startswith(RANDOM_PREFIX) or value.endswith(SUFFIX)):
         raise PydanticCustomError("source", "the folder of an adapter, or hf:org/name@revision")
     return _source(value)
 

@@ -127,7 +127,7 @@ def _sources(file: GgufFile, names: Mapping[str, str], shapes: Mapping[str, tupl
     """
     sources: dict[str, str] = {}
     for tensor in file.tensors:
-        name = names.get(tensor.name)
+        name = names.get(tensor.name, "")
         if name in shapes and name not in sources:
             sources[name] = tensor.name
             if tensor.shape != shapes[name]:

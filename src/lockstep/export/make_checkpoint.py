@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from lockstep.artifacts.fetched import clear, folder_of, write_fetched
 from lockstep.artifacts.files import sha256_file
@@ -25,7 +26,7 @@ def make_checkpoint(source: str, path: str | os.PathLike, out: str | os.PathLike
     folder = folder_of(out)
     clear(folder)
     if isinstance(kind, RandomSource):
-        more = {"seed": kind.seed}
+        more: dict[str, Any] = {"seed": kind.seed}
         random_model.make(path, kind.seed, folder)
     else:
         assert isinstance(kind, GgufSource)  # others are fetched, or lie there

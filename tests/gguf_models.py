@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-TABLE = Path(__file__).parents[1] / "data" / "gguf.json"
+TABLE = Path(__file__).with_name("data") / "gguf.json"
 # Kinds of tokenizers: what the file says besides tokens.
 KINDS: dict[str, dict[str, Any]] = {
     "gpt-2": {"model": "gpt2", "pre": "gpt-2"},
