@@ -20,7 +20,7 @@ from lockstep.provenance import code_identity
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAGES = (
     "checkpoint.hub",
-    "export.random_model",
+    "export.make_checkpoint",
     "checkpoint",
     "weights",
     "export",
@@ -35,7 +35,7 @@ STAGES = (
 # Which environment file the rules of a stage name, and so must hold what the stage imports.
 ENVIRONMENTS = {
     "checkpoint.hub": "fetch",
-    "export.random_model": "torch",
+    "export.make_checkpoint": "torch",
     "checkpoint": "checkpoint",
     "weights": "checkpoint",
     "export": "torch",

@@ -19,6 +19,7 @@ from lockstep.artifacts.files import sha256_file
 from lockstep.checkpoint import describe, resolve_fetched
 from lockstep.errors import InputError
 from lockstep.export import random_model
+from lockstep.export.make_checkpoint import make_checkpoint
 from lockstep.export.quiet import quiet
 
 SIZES = {
@@ -132,7 +133,7 @@ def test_fetch_records_what_it_made(tmp_path: Path) -> None:
     config, out = shape(tmp_path), tmp_path / "m" / "source.json"
     (tmp_path / "m" / "checkpoint").mkdir(parents=True)
     (tmp_path / "m" / "checkpoint" / "model.safetensors.index.json").touch()
-    random_model.fetch("random:shape.json?seed=5", config, out)
+    make_checkpoint("random:shape.json?seed=5", config, out)
     fetched = read_fetched(out)
     assert fetched.sha256 == digests(fetched.folder) and fetched.commit is None
     manifest = json.loads(resolve_fetched(out, tmp_path / "m" / "checkpoint.json").read_text())
@@ -142,7 +143,7 @@ def test_fetch_records_what_it_made(tmp_path: Path) -> None:
         False,
     )
     before = out.read_bytes()
-    random_model.fetch("random:shape.json?seed=5", config, out)
+    make_checkpoint("random:shape.json?seed=5", config, out)
     assert out.read_bytes() == before
 
 

@@ -14,11 +14,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # MB that the processes of one job held at their highest, of a checkpoint of so many bytes: docs/clusters.md.
 MEASURED = {
     542_000_000: {
-        "random_weights": 573, "resolve": 155, "architecture": 173, "convert": 216, "export": 661, "validate": 3719,
+        "make_checkpoint": 573, "resolve": 155, "architecture": 173, "convert": 216, "export": 661, "validate": 3719,
         "build": 211, "compare": 1295, "reference": 2149, "golden": 1960, "served": 1729,
     },
     1_906_000_000: {
-        "random_weights": 586, "resolve": 154, "architecture": 172, "convert": 186, "export": 697, "validate": 11458,
+        "make_checkpoint": 586, "resolve": 154, "architecture": 172, "convert": 186, "export": 697, "validate": 11458,
         "build": 211, "compare": 2324, "reference": 6254, "golden": 5261,
     },
 }  # fmt: skip

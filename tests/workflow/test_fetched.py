@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from checkout import Checkout
+from checkout import Checkout, failure
 
+import gguf_models
 from hub_server import HubServer
 from lockstep.export import random_model
 
@@ -87,7 +88,7 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     user.configure()
     commit = hub.model("acme/tiny", checkpoint(tmp_path / "v1", 1))
     plan = user.would_run(*CONFIG)  # offline, before anything is known of the model
-    assert plan["fetch"] == plan["random_weights"] == 1 and plan["golden"] == 2
+    assert plan["fetch"] == plan["make_checkpoint"] == 1 and plan["golden"] == 2
 
     user.url = hub.url
     # One after the other: the second model takes the graphs of the first, whose shape it has, from the cache.
@@ -131,11 +132,11 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
 
     user.configure(seed=1)
     plan = user.would_run(*CONFIG)
-    assert plan["random_weights"] == 1 and plan["fetch"] == 0
+    assert plan["make_checkpoint"] == 1 and plan["fetch"] == 0
     user.configure()
     (user.folder / "shape.json").write_text(json.dumps({**SHAPE, "rope_theta": 5000.0}))
     plan = user.would_run(*CONFIG)
-    assert plan["random_weights"] == 1 and plan["fetch"] == 0
+    assert plan["make_checkpoint"] == 1 and plan["fetch"] == 0
 
 
 def test_too_many_layers_stop_a_hub_model_before_its_weights(tmp_path: Path, hub: HubServer) -> None:
@@ -149,3 +150,27 @@ def test_too_many_layers_stop_a_hub_model_before_its_weights(tmp_path: Path, hub
     process = user.snakemake("--cores", "1", "results/hub/checkpoint.json", *CONFIG, check=False)
     assert process.returncode and not hub.asked("/cdn/")
     assert "expected at most 1 (num_hidden_layers in " in process.stdout + process.stderr
+
+
+def test_a_gguf_file_is_made_a_checkpoint_and_made_again_when_it_changes(tmp_path: Path) -> None:
+    user = User.make(tmp_path / "checkout")
+    limits = {"max_seq_len": gguf_models.LENGTH, "max_input_len": 32}
+    model = {"source": "models/tiny.gguf", "golden": GOLDEN}
+    (user.folder / "own.yaml").write_text(yaml.safe_dump({"models": {"gguf": model}, "limits": limits}))
+    (user.folder / "models").mkdir()
+    assert "models.gguf.source: expected a GGUF file; found none at" in failure(
+        user.snakemake("-n", *CONFIG, check=False)
+    )
+    path = user.folder / "models" / "tiny.gguf"
+    gguf_models.write_model(path, "llama", gguf_models.table()["vocabularies"], quantized="Q8_0")
+    made = ("results/gguf/checkpoint.json", *CONFIG)
+    user.finish(*made)
+    before = user.digests()["gguf/checkpoint.json"]
+    assert not user.would_run(*made)
+
+    gguf_models.write_model(path, "llama", gguf_models.table()["vocabularies"], quantized="Q4_0")
+    assert user.would_run(*made)["make_checkpoint"] == 1
+    user.finish(*made)
+    assert user.digests()["gguf/checkpoint.json"] != before
+    path.write_bytes(path.read_bytes()[:1000])
+    assert "expected a whole GGUF file at" in failure(user.snakemake("-n", *CONFIG, check=False))

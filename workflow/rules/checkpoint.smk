@@ -1,6 +1,6 @@
 # Which bytes: the checkpoint's files, and its tensors in each precision.
 #
-# needs: for each model a checkpoint folder, a name on the hub, or a config.json for random weights (SOURCES)
+# needs: for each model a checkpoint folder, a GGUF file, a name on the hub, or a config.json for random weights (SOURCES)
 # makes: results/config.json, <model>/source.json (of models that are fetched or made, with checkpoint/ beside it),
 #        <model>/checkpoint.json and architecture.json (the same without weights),
 #        <model>/<precision>/weights.json (and weights.safetensors where it casts)
@@ -49,31 +49,32 @@ rule fetch:
         "../scripts/stage.py"
 
 
-rule random_weights:
+rule make_checkpoint:
     input:
-        config=lambda wildcards: display_paths([SOURCES[wildcards.model]]),
+        # A GGUF file, or the config.json of random weights.
+        path=lambda wildcards: display_paths([SOURCES[wildcards.model]]),
         tokenizer=lambda wildcards: display_paths(
             path
             for path in [SOURCES[wildcards.model].with_name("tokenizer.json")]
-            if path.is_file()
+            if path.is_file() and KINDS[wildcards.model] is RandomSource
         ),
         nothing=recovered,
     output:
-        output_of("random_weights"),
+        output_of("make_checkpoint"),
     log:
-        log_of("random_weights", MODEL),
+        log_of("make_checkpoint", MODEL),
     wildcard_constraints:
-        model=names_pattern(RANDOM),
+        model=names_pattern(MADE),
     conda:
         "../../envs/torch.yaml"
     resources:
-        mem_mb=memory("random_weights"),
-        runtime=minutes("random_weights"),
+        mem_mb=memory("make_checkpoint"),
+        runtime=minutes("make_checkpoint"),
     params:
-        options=options_of("random_weights"),
-        key=key_of("random_weights"),
+        options=options_of("make_checkpoint"),
+        key=key_of("make_checkpoint"),
     message:
-        "Make random weights for {wildcards.model}"
+        "Make the checkpoint of {wildcards.model}"
     script:
         "../scripts/stage.py"
 

@@ -122,7 +122,7 @@ if workflow.is_main_process:
         what = "Neither built nor run" if name in NOT_BUILT else "Built, not run"
         logger.info(f"{what}: the targets of {name}, for {reason}")
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
-RANDOM = sorted(model for model, kind in KINDS.items() if kind is RandomSource)
+MADE = sorted(KINDS.keys() - FOLDERS.keys() - set(ON_HUB))
 # Bytes of weights: a smaller model is computed before more threads would pay.
 SMALL = 100_000_000
 

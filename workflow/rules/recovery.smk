@@ -91,7 +91,7 @@ if workflow.is_main_process:
                 for stage in (
                     "fetch",
                     "fetch_adapters",
-                    "random_weights",
+                    "make_checkpoint",
                     "convert",
                     "export",
                     "build",

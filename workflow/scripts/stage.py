@@ -25,7 +25,7 @@ def stage():
 
     sides = snakemake.input.get("sides")
     folder = Path(sides[0]).parent if sides and not snakemake.input.fetched else None
-    given = {"fetch": of_a_download, "random_weights": lambda: {"config": snakemake.input.config[0]}}
+    given = {"fetch": of_a_download, "make_checkpoint": lambda: {"path": snakemake.input.path[0]}}
     step = step_of(snakemake)
     adapters = {name: Path(place) for name, place in dict(snakemake.params.get("adapters", {})).items()}
     arguments = given.get(step.stage, dict)()

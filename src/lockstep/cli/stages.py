@@ -221,16 +221,16 @@ def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> P
 def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
     """Return a model's checkpoint folder, or the manifest of where it is.
 
-    A model on the hub is downloaded, one of random weights is made; a folder is there already.
+    A model on the hub is downloaded, one of a GGUF file or random weights is made; a folder is there already.
     """
-    from lockstep.config.sources import FolderSource, RandomSource, parse_source
+    from lockstep.config.sources import FolderSource, HubSource, parse_source
 
     model = names["model"]
     kind = parse_source(project.config.models[model].source)
     if isinstance(kind, FolderSource):
         return project.sources[model]
-    if isinstance(kind, RandomSource):
-        return _run(project, "random_weights", names, config=project.sources[model])
+    if not isinstance(kind, HubSource):
+        return _run(project, "make_checkpoint", names, path=project.sources[model])
     from lockstep.provenance.locked import fetch_terms
 
     terms = fetch_terms(project.config, model, project.lock_file(model), project.newest)

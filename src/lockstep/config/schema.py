@@ -24,10 +24,12 @@ from lockstep.config.messages import Problem, Problems, describe, join, nearest
 from lockstep.config.section import Flag, PathText, Section
 from lockstep.config.sources import (
     FolderSource,
+    GgufSource,
     HubSource,
     RandomSource,
     parse_source,
     places_of,
+    resolve_gguf,
     resolve_random,
     resolve_source,
 )
@@ -432,7 +434,7 @@ class Config(Section):
 
 
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
-    """Return what holds the model's shape: a folder or a config.json.
+    """Return what holds the model's shape: a folder, a config.json or a GGUF file.
 
     None for a model on the hub that was not fetched yet.
     """
@@ -441,5 +443,7 @@ def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: P
         return resolve_source(source, folders)
     if isinstance(kind, RandomSource):
         return resolve_random(kind, folders)
+    if isinstance(kind, GgufSource):
+        return resolve_gguf(kind, folders)
     fetched = known(manifest, source)
     return fetched.folder if fetched and (fetched.folder / "config.json").is_file() else None

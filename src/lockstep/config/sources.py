@@ -1,8 +1,8 @@
 """The `source` of a model: what it names, and the facts checked before a run.
 
-Three kinds: a checkpoint folder; `hf:org/name@revision`, a repository on the Hugging Face hub;
-`random:config.json?seed=0`, random weights in the shape of a config. Nothing is fetched or made here. The facts are the
-few of a model that the config is checked against.
+Four kinds: a checkpoint folder; `model.gguf`, a GGUF file; `hf:org/name@revision`, a repository on the Hugging Face
+hub; `random:config.json?seed=0`, random weights in the shape of a config. Nothing is fetched or made here. The facts
+are the few of a model that the config is checked against.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import model_config
+from lockstep.artifacts import gguf_file, model_config
 from lockstep.artifacts.packing import KEY, Packing, packing_of
 from lockstep.errors import InputError
 
@@ -60,6 +60,13 @@ class RandomSource:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class GgufSource:
+    """A GGUF file, as the config writes its path."""
+
+    path: str
+
+
 class SourceError(InputError):
     """A source that is of no kind; `expected` says what its kind looks like."""
 
@@ -68,7 +75,7 @@ class SourceError(InputError):
         self.expected = expected
 
 
-def parse_source(text: str) -> FolderSource | HubSource | RandomSource:
+def parse_source(text: str) -> FolderSource | GgufSource | HubSource | RandomSource:
     """Return what `source` in the config names.
 
     Raises SourceError when it opens like a hub or random source and is none.
@@ -85,7 +92,7 @@ def parse_source(text: str) -> FolderSource | HubSource | RandomSource:
         if not path or (question and not (name == "seed" and _SEED.fullmatch(seed))):
             raise SourceError("random:path/to/config.json or random:path/to/config.json?seed=0", text)
         return RandomSource(path, int(seed or 0))
-    return FolderSource(text)
+    return GgufSource(text) if text.endswith(gguf_file.SUFFIX) else FolderSource(text)
 
 
 def source_folders() -> tuple[Path, ...]:
@@ -105,7 +112,9 @@ def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = No
     for place in places:  # os.path, not Path: false, not an error, for a name that no file can have
         if os.path.isdir(place):
             if not os.path.isfile(place / "config.json"):
-                raise InputError(f"expected a checkpoint folder with a config.json; found none in {place}")
+                raise InputError(
+                    f"expected a checkpoint folder with a config.json; found none in {place}{_hint_of_gguf(place)}"
+                )
             return place
     looked = " and ".join(map(str, places))
     files = [place for place in places if os.path.exists(place)]
@@ -137,6 +146,26 @@ def _hint(path: str, hub: bool = True) -> str:
     if hub and _ORG_AND_NAME.fullmatch(path):
         return f"; for a model on the hub write hf:{path}"
     return ""
+
+
+def _hint_of_gguf(folder: Path) -> str:
+    """Return what to write instead of a folder that holds GGUF files."""
+    name = next((name for name in sorted(os.listdir(folder)) if name.endswith(gguf_file.SUFFIX)), None)
+    return f"; for the GGUF file in it write {folder / name}" if name else ""
+
+
+def resolve_gguf(source: GgufSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
+    """Return the absolute path of the file that a GGUF source names.
+
+    It is looked up as `resolve_source` does. Raises InputError when it is not there.
+    """
+    places = places_of(source.path, folders)
+    path = next((place for place in places if os.path.isfile(place)), None)
+    if path is None:
+        raise InputError(
+            f"expected a GGUF file; found none at {' and '.join(map(str, places))}{_hint(source.path, hub=False)}"
+        )
+    return path
 
 
 def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
@@ -193,10 +222,12 @@ class CheckpointShape:
 
 
 def read_shape(path: Path) -> CheckpointShape:
-    """Read a model's `config.json`, or that of a checkpoint folder.
+    """Read a model's `config.json`, or that of a checkpoint folder, or the header of a GGUF file.
 
-    Raises InputError when it is not JSON, gives no depth, or has a value that no model can have.
+    Raises InputError when it is not JSON or GGUF, gives no depth, or has a value that no model can have.
     """
+    if path.suffix == gguf_file.SUFFIX:
+        return _gguf_shape(path)
     path = path / "config.json" if path.is_dir() else path
     value = _read_object(path)
     depth = model_config.setting(value, model_config.DEPTH_KEYS)
@@ -209,6 +240,19 @@ def read_shape(path: Path) -> CheckpointShape:
         limit = "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
         return CheckpointShape(depth, first, limit, hidden, packing_of(value))
     return CheckpointShape(depth, positions, hidden_size=hidden, packing=packing_of(value))
+
+
+def _gguf_shape(path: Path) -> CheckpointShape:
+    file = gguf_file.read_gguf(path, arrays=False)
+    sizes: dict[str, int] = {}
+    for name in ("block_count", "context_length", "embedding_length"):
+        key = f"{file.architecture}.{name}"
+        size = file.metadata.get(key)
+        if type(size) is not int or size < 1:
+            raise InputError(f"expected {key}, a positive integer, in {path}; found {size}")
+        sizes[name] = size
+    limit = f"{file.architecture}.context_length"
+    return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, sizes["embedding_length"])
 
 
 def _first_frequencies(value: dict[str, Any]) -> int | None:

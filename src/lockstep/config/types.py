@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from lockstep import targets
 from lockstep.artifacts.adapters import MOST_ADAPTERS, RANKS
+from lockstep.artifacts.gguf_file import SUFFIX
 from lockstep.config.backends import backends
 from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, PathText, Section, path_text
 from lockstep.config.sources import RANDOM_PREFIX, SourceError, parse_source
@@ -157,7 +158,7 @@ class OwnTolerances(Section):
 
 
 def _adapter_source(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(RANDOM_PREFIX):
+    if isinstance(value, str) and (value.startswith(RANDOM_PREFIX) or value.endswith(SUFFIX)):
         raise PydanticCustomError("source", "the folder of an adapter, or hf:org/name@revision")
     return _source(value)
 
@@ -181,9 +182,9 @@ class ModelConfig(Section):
 
     source: Annotated[str, BeforeValidator(_source)] = Field(
         min_length=1,
-        description="The checkpoint: a Hugging Face model folder; `hf:org/name@revision`, a model on the hub; or "
-        "`random:path/to/config.json?seed=0`, random weights. A relative path is looked up from the working directory, "
-        "then from the repository.",
+        description="The checkpoint: a Hugging Face model folder; a GGUF file, `path/to/model.gguf`; "
+        "`hf:org/name@revision`, a model on the hub; or `random:path/to/config.json?seed=0`, random weights. A "
+        "relative path is looked up from the working directory, then from the repository.",
     )
     layers: Annotated[tuple[LayerCount, ...], AsTuple] = Field(
         default=("all",),

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shutil
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,31 +22,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lockstep.artifacts.dtypes import NAME_PRECISIONS, PRECISION_DTYPES, named_dtype
-from lockstep.artifacts.fetched import clear, folder_of, write_fetched
-from lockstep.artifacts.files import atomic_path, sha256_file, write_json
-from lockstep.checkpoint.tensors import INDEX, SINGLE
-from lockstep.config.sources import RandomSource, parse_source
+from lockstep.artifacts.dtypes import NAME_PRECISIONS
+from lockstep.artifacts.files import atomic_path, write_json
 from lockstep.errors import InputError
+from lockstep.export.checkpoint_writer import SHARD_BYTES, write_weights
 
-SHARD_BYTES = 4 << 30
 _WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
-
-
-def fetch(source: str, config_json: str | os.PathLike, out: str | os.PathLike) -> Path:
-    """Make the checkpoint of a `random:` source, beside its manifest `out`.
-
-    config_json: its config. The checkpoint is in `checkpoint/`. Returns `out`.
-    """
-    out, parsed = Path(out), parse_source(source)
-    assert isinstance(parsed, RandomSource)  # the hub's are fetched by `hub.fetch`
-    seed = parsed.seed
-    out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
-    clear(folder_of(out))
-    make(config_json, seed, folder_of(out))
-    files = sorted(path.name for path in folder_of(out).iterdir())
-    return write_fetched(out, source, {name: sha256_file(folder_of(out) / name) for name in files}, seed=seed)
 
 
 def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, shard_bytes: int = SHARD_BYTES) -> Path:
@@ -61,25 +42,12 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
     config_json, folder = Path(config_json), Path(folder)
     config = _read(config_json)
     name = _dtype_name(config_json, config)
-    label, dtype = PRECISION_DTYPES[NAME_PRECISIONS[name]], named_dtype(name)
     shapes = tensor_shapes(config)
     folder.mkdir(parents=True, exist_ok=True)
     _check_empty(folder, config_json)
-    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    free = shutil.disk_usage(folder).free
-    if free < total:
-        raise InputError(
-            f"{folder}: expected {total} bytes free for random weights, found {free}; free "
-            f"space or choose another output folder"
-        )
-    shards = _shards(shapes, dtype.itemsize, shard_bytes)
-    index: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / file, {name: shapes[name] for name in names}, seed, label, dtype)
-        index |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+    write_weights(
+        folder, shapes, name, lambda tensor: _draw(tensor, shapes[tensor], seed), shard_bytes, "random weights"
+    )
     beside = config_json.with_name("tokenizer.json")
     if beside.is_file():
         if beside.resolve() != (folder / "tokenizer.json").resolve():
@@ -144,38 +112,6 @@ def _dtype_name(path: Path, config: Mapping[str, Any]) -> str:
     if name not in NAME_PRECISIONS:
         raise InputError(f"{path}: dtype: expected one of {', '.join(sorted(NAME_PRECISIONS))}, found {name!r}")
     return name
-
-
-def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        length = math.prod(shape) * itemsize
-        if size and size + length > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += length
-    return shards
-
-
-def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, label: str, dtype: np.dtype) -> None:
-    """Write tensors to a safetensors file.
-
-    Its format: 8-byte header length, JSON header padded to 8 bytes, then the tensors one after another.
-    """
-    header, offset = {}, 0
-    for name, shape in shapes.items():
-        length = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": label, "shape": list(shape), "data_offsets": [offset, offset + length]}
-        offset += length
-    text = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
-            for piece in _draw(name, shape, seed):
-                file.write(piece.astype(dtype, copy=False).view(np.uint8).data)
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:

@@ -24,7 +24,7 @@ class Job:
 
     results: the tree that it is of. folder: of the checkpoint, for the stages that read it. adapters: folders of the
     model's adapters by name, for the stage that reads them. threads: CPU threads, None for all. given: what only some
-    stages take, by name (`fetch`: check, commit, newest, terminal; `random_weights`: config).
+    stages take, by name (`fetch`: check, commit, newest, terminal; `make_checkpoint`: path).
     """
 
     step: JobSpec
@@ -71,10 +71,10 @@ def fetch(job: Job) -> None:
     hub.fetch(job.options["source"], job.output, **job.given)
 
 
-def random_weights(job: Job) -> None:
-    from lockstep.export import random_model
+def make_checkpoint(job: Job) -> None:
+    from lockstep.export.make_checkpoint import make_checkpoint
 
-    random_model.fetch(job.options["source"], job.given["config"], job.output)
+    make_checkpoint(job.options["source"], job.given["path"], job.output)
 
 
 def resolve(job: Job) -> None:

@@ -109,9 +109,9 @@ def build(config: Config, model: str, precision: str, backend: str) -> dict[str,
     return {"options": config.build_options(backend)}
 
 
-def comes_from(kind: type) -> Callable[[Config, Target], bool]:
-    """Return a function that says whether a target's model has a source of this kind."""
-    return lambda config, target: isinstance(parse_source(config.models[target.model].source), kind)
+def comes_from(*kinds: type) -> Callable[[Config, Target], bool]:
+    """Return a function that says whether a target's model has a source of one of these kinds."""
+    return lambda config, target: isinstance(parse_source(config.models[target.model].source), kinds)
 
 
 def is_fetched(config: Config, model: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.sources import HubSource, RandomSource
+from lockstep.config.sources import GgufSource, HubSource, RandomSource
 from lockstep.pipeline import options, pinned
 from lockstep.pipeline.resources import Resources
 from lockstep.pipeline.stage import Finished, Stage, path_of
@@ -31,11 +31,12 @@ _TABLE = (
     Stage(
         "fetch", makes="source", code="checkpoint.hub", job=f"{_JOBS}:fetch", options=options.source,
         needed=options.comes_from(HubSource), continues=True,
-        help="A model on the hub, or random weights -> source.json and its folder.",
+        help="A model on the hub, a GGUF file or random weights -> source.json and its folder.",
     ),
     Stage(
-        "random_weights", makes="source", code="export.random_model", job=f"{_JOBS}:random_weights",
-        options=options.source, needed=options.comes_from(RandomSource), resources=Resources(1500, minutes_per_gb=5),
+        "make_checkpoint", makes="source", code="export.make_checkpoint", job=f"{_JOBS}:make_checkpoint",
+        options=options.source, needed=options.comes_from(GgufSource, RandomSource),
+        resources=Resources(1500, minutes_per_gb=5),
     ),
     Stage(
         "resolve", makes="checkpoint", code="checkpoint", job=f"{_JOBS}:resolve", options=options.source,
