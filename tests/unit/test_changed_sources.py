@@ -12,10 +12,11 @@ from demo_model import DEMO, ROOT
 from packed_checkpoints import Layout, write_packed
 from safetensors.numpy import load_file, save_file
 
+import gguf_models
 from lockstep.artifacts.fetched import folder_of, write_fetched
 from lockstep.artifacts.files import sha256_file
 from lockstep.checkpoint import resolve, resolve_architecture, resolve_fetched
-from lockstep.export import random_model
+from lockstep.export.make_checkpoint import make_checkpoint
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.sources import Sources, changed_files
 from lockstep.weights.check_adapters import resolve_adapters
@@ -62,10 +63,19 @@ def test_the_architecture_of_packed_weights_is_of_what_their_headers_say(tmp_pat
     assert changed_files(made, Sources(folder)) == [f"{folder}: other tensors are quantised"]
 
 
+def test_a_gguf_file(tmp_path: Path) -> None:
+    path = gguf_models.write_model(tmp_path / "m.gguf", "llama", gguf_models.table()["vocabularies"])
+    made = step("make_checkpoint", make_checkpoint("m.gguf", path, tmp_path / "m" / "source.json"))
+    os.utime(path)
+    assert changed_files(made, Sources(gguf=path)) == []
+    flip(path)
+    assert changed_files(made, Sources(gguf=path)) == [f"{path} changed"]
+
+
 def test_the_config_of_random_weights(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     shutil.copyfile(DEMO / "config.json", config)
-    made = step("random_weights", random_model.fetch("random:config.json", config, tmp_path / "m" / "source.json"))
+    made = step("make_checkpoint", make_checkpoint("random:config.json", config, tmp_path / "m" / "source.json"))
     os.utime(config)
     assert changed_files(made, Sources(random=config)) == []
     shutil.copyfile(DEMO / "tokenizer.json", tmp_path / "tokenizer.json")

@@ -100,7 +100,7 @@ def test_a_folder_that_is_fetched_anew_holds_nothing_of_an_earlier_checkpoint(tm
     config, out = shape(tmp_path), tmp_path / "m" / "source.json"
     fresh = digests(random_model.make(config, 0, tmp_path / "fresh"))
     random_model.make(config, 1, tmp_path / "m" / "checkpoint", shard_bytes=100_000)
-    random_model.fetch("random:shape.json", config, out)
+    make_checkpoint("random:shape.json", config, out)
     assert digests(tmp_path / "m" / "checkpoint") == fresh
 
 

@@ -22,13 +22,15 @@ FOLDER = "checkpoint"
 class Fetched:
     """The digests of a fetched checkpoint's files, and its commit.
 
-    `sha256`: hex digest by file name. `commit` of the repository it came from, None if it was made here.
+    `sha256`: hex digest by file name. `commit` of the repository it came from, None if it was made here. `gguf`: the
+    digest of the GGUF file that it was made of, None for others.
     """
 
     source: str
     folder: Path
     sha256: dict[str, str]
     commit: str | None
+    gguf: str | None = None
 
 
 def folder_of(manifest: Path) -> Path:
@@ -42,7 +44,9 @@ def read_fetched(manifest: Path) -> Fetched:
     """
     value = read_json(manifest, formats.SOURCE)
     sha256 = {Path(file["path"]).name: file["sha256"] for file in value["files"]}
-    return Fetched(value["source"], folder_of(manifest), sha256, value.get("commit"))
+    return Fetched(
+        value["source"], folder_of(manifest), sha256, value.get("commit"), value.get("gguf", {}).get("sha256")
+    )
 
 
 def known(manifest: Path, source: str) -> Fetched | None:

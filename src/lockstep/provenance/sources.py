@@ -19,7 +19,7 @@ from lockstep.artifacts.packing import packing_of
 from lockstep.checkpoint.packed import packed_weights, quantized_tensors
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
-from lockstep.config.sources import FolderSource, RandomSource, parse_source
+from lockstep.config.sources import FolderSource, GgufSource, RandomSource, parse_source
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.diff import words
 from lockstep.targets import Results
@@ -33,12 +33,13 @@ class Sources:
     """The places of a model's files.
 
     folder: of its checkpoint; None where it is not there yet. fetched: the manifest of a job that brings it. random:
-    the config.json of random weights. adapters: folders by name.
+    the config.json of random weights. gguf: the GGUF file. adapters: folders by name.
     """
 
     folder: Path | None = None
     fetched: Path | None = None
     random: Path | None = None
+    gguf: Path | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod
@@ -55,7 +56,8 @@ class Sources:
         fetched = results.source(model)
         folder = folder_of(fetched)
         random = place if isinstance(kind, RandomSource) else None
-        return cls(folder if folder.is_dir() else None, fetched, random, adapters)
+        gguf = place if isinstance(kind, GgufSource) else None
+        return cls(folder if folder.is_dir() else None, fetched, random, gguf, adapters)
 
 
 def changed_files(step: JobSpec, sources: Sources) -> list[str]:
@@ -66,7 +68,7 @@ def changed_files(step: JobSpec, sources: Sources) -> list[str]:
     changed = {
         "resolve": _changed_checkpoint,
         "architecture": _changed_checkpoint,
-        "random_weights": _changed_config,
+        "make_checkpoint": _changed_source,
         "adapters": _changed_adapters,
     }.get(step.stage)
     return list(changed(step, sources)) if changed else []
@@ -93,7 +95,9 @@ def _changed_checkpoint(step: JobSpec, sources: Sources) -> Iterator[str]:
             yield f"{sources.fetched}: commit {words(manifest.commit)} -> {words(commit)}"
 
 
-def _changed_config(step: JobSpec, sources: Sources) -> Iterator[str]:
+def _changed_source(step: JobSpec, sources: Sources) -> Iterator[str]:
+    if sources.gguf is not None and digest(sources.gguf) != read_fetched(step.output).gguf:
+        yield f"{sources.gguf} changed"
     if sources.random is None:
         return
     made, tokenizer = folder_of(step.output), sources.random.with_name("tokenizer.json")
