@@ -72,7 +72,7 @@ def test_a_family_goes_through_all_stages_with_three_adapters(family: str, tmp_p
         "weights": results.weights("model", PRECISION),
         "engines": results.engines("model", PRECISION, "onnxruntime"),
     }
-    tolerance = DEMO_CONFIG.tolerances[PRECISION].plain()
+    tolerance = DEMO_CONFIG.tolerance("demo-llama", PRECISION)
     checkpoint = results.checkpoint("model")
     validate.run(paths["assembly"], paths["weights"], checkpoint, "all", tolerance, 64, tmp_path / "validate.json")
     compare(paths["assembly"], paths["weights"], paths["engines"], tolerance.block, LIMITS, tmp_path / "compare.json")

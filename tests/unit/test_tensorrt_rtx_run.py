@@ -21,7 +21,7 @@ from lockstep.targets import Target
 from lockstep.verify import compare, golden
 
 MODEL, BACKEND, VERSION = "demo-llama", "tensorrt_rtx", "1.7.1.116"
-QUANTIZED = CONFIG.tolerances["w8a16"].plain()
+QUANTIZED = CONFIG.tolerance("demo-llama", "w8a16")
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 
 
