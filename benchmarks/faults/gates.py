@@ -174,7 +174,7 @@ def adapted(
         results.adapters(target.model),
         results.adapted_reference_of(target.model, target.precision, target.layers),
         target,
-        Tolerances(tolerance["block"], tolerance["logits"]),
+        Tolerances(noise=tolerance["noise"], rounding=tolerance["rounding"]),
         Limits(**limits),
         out,
     )

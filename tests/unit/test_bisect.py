@@ -376,7 +376,7 @@ def test_an_export_that_is_wrong_itself_is_named_by_block_only(copied, right):
     """The export is what it is: what it gives stands in for the graphs that it would give."""
     plant_in_graph(copied, FAULTS["middle key"])
     graphs = open_graphs(copied.assembly("demo-llama", "fp32"), copied.weights("demo-llama", "fp32"), LAYERS)
-    report = follow(copied, lambda precision: run.Right(right(precision).record, graphs))
+    report = follow(copied, lambda precision: replace(right(precision), clean=graphs))
     (found,) = report.faults
     assert (found.wrong, found.block_layer, found.node) == ("graph", 1, None)
     assert "the export itself is wrong" in found.look_at and "no node can be named" in found.look_at
@@ -472,7 +472,8 @@ def test_weights_that_are_not_the_checkpoints_are_told_by_the_reference(referenc
         read_json(references.checkpoint("demo-llama"))["config"], Weights.open(results.weights("demo-llama", "fp32")), 2
     )
     record = model.record(choose(results, target, SHORT, 768).tokens.ids)
-    report = run.bisect(results, target, TOLERANCES["fp32"], prompt=SHORT, right=run.Right(record, right("fp32").clean))
+    found = run.Right(record, model.noisy(record), right("fp32").clean)
+    report = run.bisect(results, target, TOLERANCES["fp32"], prompt=SHORT, right=found)
     assert report.wrong == "weights" and not report.faults and "convert again" in report.look_at[0]
 
 
