@@ -36,7 +36,8 @@ from lockstep.backends import get_backend
 class Setting:
     """Settings that all cases of a run share.
 
-    tolerance: what the gates are given, by precision ("block", "logits", and "compare" for an engine beside its graph);
+    tolerance: what the gates are given, by precision ("noise" and "rounding" as of `Tolerances`, and "compare" for an
+    engine beside its graph);
     judged: the largest difference of a logit that is no harm.
     """
 

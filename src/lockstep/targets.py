@@ -56,15 +56,43 @@ class Limits:
     max_num_tokens: int = 512
 
 
+# The rounding of each precision, in units of fp16's, of what is not in the weights. fp32 is 2^13 times finer in one
+# rounding, but a sum of thousands of numbers rounds at each of them, in another order in each library: 2^5 for that.
+# Engines with integer weights compute in parts that are finer than 16 bits: on two CPU backends and two models their
+# errors are 0.02 to 0.04 of fp16's.
+ROUNDING = {"fp32": 2**-8, "fp16": 1.0, "bf16": 8.0, "w8a16": 2**-4, "w4a16": 2**-4}
+# How many times what a precision costs may one number be off? An engine's roundings are other ones than those that were
+# measured: of a row of logits up to 1.6 times (fp16) and 4 times (bf16) are seen.
+NOISE = 6.0
+# The error of an engine beside its own graph on the same inputs, relative to the size of what comes out: other orders
+# of accumulation (fp32: 6e-5 is seen), and rounding where one of the two libraries has none (fp16: 4e-3 is seen).
+BESIDE_GRAPH = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2, "w8a16": 1e-3, "w4a16": 1e-3}
+
+
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest absolute errors that pass.
+    """The errors that pass.
 
-    block: of a block, an attention or a layer; values above one have proportionally more room. logits: of a logit.
+    block: of a block, an attention or a layer, relative to the size of the values. logits: of a logit, absolute. None:
+    so many times (`noise`) what the precision itself costs on the model, which is measured in fp16 and is `rounding`
+    times as much (`verify.noise`).
     """
 
-    block: float
-    logits: float
+    block: float | None = None
+    logits: float | None = None
+    noise: float = NOISE
+    rounding: float = ROUNDING["fp32"]
+
+    @classmethod
+    def of(cls, precision: str) -> Tolerances:
+        """Return those of a precision by default."""
+        return cls(rounding=ROUNDING[precision])
+
+    @property
+    def beside_graph(self) -> float:
+        """Return the error that passes of an engine beside its graph, relative to the size of what comes out."""
+        precision = next(name for name, rounding in ROUNDING.items() if rounding == self.rounding)
+        return BESIDE_GRAPH[precision] if self.block is None else self.block
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ def golden_prompt(text: str = "A", **found: Any) -> GoldenPrompt:
         "prompt_ids_equal": True,
         "tokens_equal": not found.get("differences"),
         "differences": (),
+        "logit_noise": 0.1,
+        "tolerance": 0.5,
+        "passed": True,
         "max_logit_error": 1e-6,
         "alone_equal": not found.get("alone_differences"),
         "alone_differences": (),
@@ -43,7 +46,13 @@ def golden_prompt(text: str = "A", **found: Any) -> GoldenPrompt:
 
 
 def golden(target: Target, *prompts: GoldenPrompt, **found: Any) -> GoldenReport:
-    passed: dict[str, Any] = {"result": PASS, "engine_digest": DIGEST, "tolerance": 0.5, "max_logit_error": 0.0}
+    passed: dict[str, Any] = {
+        "result": PASS,
+        "engine_digest": DIGEST,
+        "tolerance": 0.5,
+        "logit_noise": 0.1,
+        "max_logit_error": 0.0,
+    }
     return GoldenReport(target=target, prompts=prompts, long_prompt=None, **{**passed, **found})
 
 
@@ -53,7 +62,6 @@ def served(target: Target, **found: Any) -> ServedReport:
         "engine_digest": DIGEST,
         "identity": DIGEST,
         "batch_invariant": True,
-        "tolerance": 0.5,
         "phases": {"alone": ServedPhase(1, 0, 0, ())},
         "prefix_hit_tokens": 0,
         "restarts": 1,
@@ -66,9 +74,9 @@ def speed(target: Target, prefill: float, decode: float) -> SpeedReport:
     return SpeedReport(target, DIGEST, 4, prefill, decode, prefill, decode)
 
 
-def blocks(*errors: float | None, tolerance: float = 0.5) -> tuple[BlockErrors, ...]:
+def blocks(*errors: float | None, noise: float = 0.1) -> tuple[BlockErrors, ...]:
     """A block of one tensor for each error, layer by layer."""
-    tensor = lambda error: TensorError(error, error, 1.0, tolerance)
+    tensor = lambda error: TensorError(error, error, error, 1.0, noise, noise, 6 * noise, 2 * noise)
     return tuple(BlockErrors("middle", {"hidden": tensor(error)}, layer) for layer, error in enumerate(errors))
 
 

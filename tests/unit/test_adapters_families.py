@@ -72,10 +72,12 @@ def test_a_family_goes_through_all_stages_with_three_adapters(family: str, tmp_p
         "weights": results.weights("model", PRECISION),
         "engines": results.engines("model", PRECISION, "onnxruntime"),
     }
-    tolerance = DEMO_CONFIG.tolerances[PRECISION].plain()
+    tolerance = DEMO_CONFIG.tolerance("demo-llama", PRECISION)
     checkpoint = results.checkpoint("model")
     validate.run(paths["assembly"], paths["weights"], checkpoint, "all", tolerance, 64, tmp_path / "validate.json")
-    compare(paths["assembly"], paths["weights"], paths["engines"], tolerance.block, LIMITS, tmp_path / "compare.json")
+    compare(
+        paths["assembly"], paths["weights"], paths["engines"], tolerance.beside_graph, LIMITS, tmp_path / "compare.json"
+    )
     golden = AdaptedTerms(8, dict.fromkeys(("", *folders), ("Light", "San Francisco is a")))
     reference = make_adapted_reference(
         checkpoint, results.adapters("model"), "all", golden, results.adapted_reference("model", "all")

@@ -59,7 +59,7 @@ def compare(demo, engines: Path, out: Path, precision: str = "fp16") -> dict:
         demo.assembly(MODEL, precision),
         demo.weights(MODEL, precision),
         engines,
-        TOLERANCES[precision].block,
+        TOLERANCES[precision].beside_graph,
         CONFIG.limits.plain(),
         out,
         seconds=0,  # all sizes: test_sweep.py
@@ -362,7 +362,7 @@ def build_and_compare(demo, folder: Path, precision: str, assembly: Path | None 
     """Build TensorRT's engines and hold them to their graphs; gives engines.json, beside it compare.json."""
     assembly = assembly or demo.assembly(MODEL, precision)
     engines = build(assembly, "tensorrt", folder / "engines.json", options)
-    weights, tolerance = demo.weights(MODEL, precision), TOLERANCES[precision].block
+    weights, tolerance = demo.weights(MODEL, precision), TOLERANCES[precision].beside_graph
     run(assembly, weights, engines, tolerance, LIMITS, folder / "compare.json", seconds=0)
     return engines
 

@@ -20,7 +20,7 @@ from lockstep.config.backends import backends
 from lockstep.config.load import load, load_merged
 from lockstep.config.schema import Config
 from lockstep.errors import InputError
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, Tolerances
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -59,13 +59,13 @@ def test_what_is_left_out_has_a_default():
     assert (model.layers, model.precisions, model.backends) == (("all",), ("fp32",), ("onnxruntime",))
     assert model.golden.max_new_tokens == 16
     assert config.limits.max_batch_size == 4
-    assert config.tolerances["fp16"].logits == 5e-2
+    assert config.tolerances["fp16"].logits is None
 
 
 def test_a_tolerance_left_out_keeps_its_default_by_precision():
     config = load({**SMALLEST, "tolerances": {"fp16": {"logits": 0.5}}})
-    assert (config.tolerances.fp16.logits, config.tolerances.fp16.block) == (0.5, 1e-2)
-    assert config.tolerances["fp32"].block == 1e-4
+    assert (config.tolerances.fp16.logits, config.tolerances.fp16.block) == (0.5, None)
+    assert config.tolerances["fp32"].noise == 6
     with pytest.raises(KeyError):
         config.tolerances["fp8"]
 
@@ -565,7 +565,7 @@ def test_engines_are_compared_within_what_their_library_rounds():
     """fp32: 6e-5 is seen with TensorRT at RoPE angles of 250 rad, nothing with ONNX Runtime beside itself."""
     model = {**SMALLEST["models"]["m"], "backends": ["onnxruntime", "tensorrt"]}
     config = load({"models": {"m": model}})
-    block = {precision: config.tolerance("m", precision).block for precision in ("fp32", "fp16")}
+    block = {precision: config.tolerance("m", precision).beside_graph for precision in ("fp32", "fp16")}
     assert config.compare_tolerance("m", "fp32", "onnxruntime") == block["fp32"] / 2
     assert config.compare_tolerance("m", "fp32", "tensorrt") == block["fp32"] > 6e-5
     assert {config.compare_tolerance("m", "fp16", name) for name in ("onnxruntime", "tensorrt")} == {block["fp16"]}
@@ -574,9 +574,9 @@ def test_engines_are_compared_within_what_their_library_rounds():
 def test_a_model_may_have_tolerances_of_its_own():
     own = {**SMALLEST["models"]["m"], "tolerances": {"fp16": {"logits": 0.15}}}
     config = load({"models": {"own": own, "m": SMALLEST["models"]["m"]}, "tolerances": {"fp16": {"block": 0.02}}})
-    assert config.tolerance("own", "fp16").model_dump() == {"block": 0.02, "logits": 0.15}
-    assert config.tolerance("m", "fp16").model_dump() == {"block": 0.02, "logits": 0.05}
-    assert config.tolerance("own", "fp32") == config.tolerance("m", "fp32") == config.tolerances["fp32"]
+    assert config.tolerance("own", "fp16") == Tolerances(block=0.02, logits=0.15, noise=6, rounding=1)
+    assert config.tolerance("m", "fp16") == Tolerances(block=0.02, noise=6, rounding=1)
+    assert config.tolerance("own", "fp32") == config.tolerance("m", "fp32") == Tolerances.of("fp32")
     assert load(config.dump()) == config
     with pytest.raises(InputError, match=r"models.own.tolerances.fp16.logits: expected .* found 0"):
         load({"models": {"own": {**own, "tolerances": {"fp16": {"logits": 0}}}}})

@@ -62,7 +62,7 @@ def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):
 
 
 def test_the_manifest_holds_the_largest_logits_of_each_step(made):
-    manifest, logits = read_json(made, "lockstep.reference/2"), load_file(made.with_suffix(".safetensors"))
+    manifest, logits = read_json(made, "lockstep.reference/3"), load_file(made.with_suffix(".safetensors"))
     assert (manifest["layers"], manifest["eos_token_ids"], [p["text"] for p in manifest["prompts"]]) == (
         2,
         [0],

@@ -45,6 +45,8 @@ TORCH = (
     "verify/golden/quantized.py",
     "verify/golden/reference.py",
     "verify/golden/adapted_reference.py",
+    "verify/golden/teacher_forced.py",
+    "verify/rounded.py",
     "verify/bisect/run.py",
     "verify/bisect/streamed.py",
     "verify/bisect/export_again.py",

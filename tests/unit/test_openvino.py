@@ -104,7 +104,7 @@ def passes(
     limits: Limits = LIMITS,
     logits: float | None = None,
 ) -> bool:
-    tolerance = CONFIG.tolerances[precision].plain()
+    tolerance = CONFIG.tolerance("demo-llama", precision)
     tolerance = replace(tolerance, logits=logits or tolerance.logits)
     golden.check_engines(
         results.assembly(name, precision), results.weights(name, precision), engines, reference,
@@ -499,7 +499,7 @@ def test_bisect_follows_bf16_engines(opened, tmp_path):
     results, name, engines = opened("bf16")
     shutil.copytree(results.root, tmp_path / "results")
     shutil.copytree(engines.parent, Results(tmp_path / "results").engines(name, "bf16", BACKEND).parent)
-    tolerance = CONFIG.tolerances["bf16"].plain()
+    tolerance = CONFIG.tolerance("demo-llama", "bf16")
     report = bisect(Results(tmp_path / "results"), Target(name, "bf16", 2, BACKEND), tolerance, prompt="Light")
     found = json.dumps(report.to_json())
     assert '"embedding"' in found and "cannot run" not in found

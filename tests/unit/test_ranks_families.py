@@ -31,7 +31,7 @@ ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
 # As long as any of the families may be: a longrope ends at 64 tokens.
 LIMITS = Limits(max_batch_size=3, max_input_len=56, max_seq_len=64, max_num_tokens=128)
 MODEL, PRECISION = "model", "fp32"
-TOLERANCE = DEMO_CONFIG.tolerance("demo-llama", PRECISION).plain()
+TOLERANCE = DEMO_CONFIG.tolerance("demo-llama", PRECISION)
 TARGET = Target(MODEL, PRECISION, "all", "onnxruntime")
 
 

@@ -73,7 +73,7 @@ def checked(out: Path, report: Report, failure: str | None = None) -> None:
 
 def fill(results: Results, target: Target, *prompts: GoldenPrompt, failure: str | None = None) -> None:
     names = (target.model, target.precision, target.layers, target.backend)
-    checked(results.validation(*names[:3]), validation(target, blocks(0.002, 0.002, 0.002, tolerance=0.01)))
+    checked(results.validation(*names[:3]), validation(target, blocks(0.002, 0.002, 0.002, noise=0.01)))
     checked(results.golden(*names), golden(target, *prompts, max_logit_error=0.25), failure)
     speed(target, 1234.0, 99.0).save(results.speed(*names))
     engines = results.engines("m", "fp16", "onnxruntime")
@@ -136,7 +136,7 @@ def test_the_first_differing_token_is_marked_with_its_margin(results: Results) -
     page = Parsed(pages(results)["m-fp16-all-onnxruntime.html"])
     assert page.marked == [" town", " city"]
     assert "token 12 \u201c city\u201d in the reference, 99 \u201c town\u201d decoding freely" in page.text
-    assert "the reference's margin is 0.31, tolerance 0.5: a failure" in page.text
+    assert "the reference's margin is 0.31: a failure" in page.text
 
 
 def test_a_token_that_is_as_likely_is_said_to_be_accepted(results: Results) -> None:
@@ -151,9 +151,17 @@ def test_a_text_that_is_not_the_expected_one_is_marked_where_it_differs(results:
     assert Parsed(pages(results)["m-fp16-2-onnxruntime.html"]).marked == ["city", "place"]
 
 
-def test_the_tolerance_is_named_in_the_legend_and_the_engines_with_what_built_them(results: Results) -> None:
+def test_errors_stand_beside_what_the_precision_costs_and_engines_with_what_built_them(results: Results) -> None:
     page = Parsed(pages(results)["m-fp16-2-onnxruntime.html"])
-    for words in ("tolerance 0.01", "onnxruntime 1.31", "AuthenticAMD x86_64", "2.5 kB", "cdcdcdcdcdcd", "ab" * 32):
+    for words in (
+        "fp16, 2 layers: what the precision itself costs",
+        "the precision itself costs 1.00e-01, 5.00e-01 passes",
+        "onnxruntime 1.31",
+        "AuthenticAMD x86_64",
+        "2.5 kB",
+        "cdcdcdcdcdcd",
+        "ab" * 32,
+    ):
         assert words in page.text
 
 
@@ -242,7 +250,7 @@ def test_the_page_of_a_target_that_is_none_any_more_goes(results: Results) -> No
 @pytest.mark.parametrize("damage", [{"prompts": [{"differences": []}]}, {"prompts": [], "tolerance": "x"}])
 def test_a_report_of_another_version_is_no_page_that_cannot_be_made(results: Results, damage: dict) -> None:
     out = results.golden("m", "fp16", 2, "onnxruntime")
-    write_json(out, {"format": "lockstep.golden/1", "engine_digest": "ab" * 32, "result": "pass", **damage})
+    write_json(out, {"format": "lockstep.golden/2", "engine_digest": "ab" * 32, "result": "pass", **damage})
     assert "Engines</h2>" in pages(results)["m-fp16-2-onnxruntime.html"]
 
 
@@ -251,9 +259,9 @@ def test_pages_are_the_same_bytes_each_time(results: Results) -> None:
 
 
 def test_an_error_that_is_not_finite_is_drawn_and_said() -> None:
-    drawn = charts.error_by_layer([charts.error_line("a & b", blocks(0.0, 0.5, None, tolerance=0.01))])
+    drawn = charts.error_by_layer([charts.error_line("a & b", blocks(0.0, 0.5, None, noise=0.01))])
     xml.fromstring(drawn)
-    assert "not finite" in drawn and "a &amp; b: tolerance 0.01" in drawn
+    assert "not finite" in drawn and "a &amp; b: what the precision itself costs" in drawn
 
 
 def test_a_browser_shows_the_pages(results: Results, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,11 @@ from lockstep.artifacts.files import read_json
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.config import load
-from lockstep.config.types import Fp16Tolerance
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export, lifelike
 from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.pipeline import engine_jobs, options
-from lockstep.targets import Limits, Results, Target
+from lockstep.targets import Limits, Results, Target, Tolerances
 from lockstep.verify import compare, golden, validate
 from lockstep.verify.bisect.run import bisect
 from lockstep.verify.compare import inputs
@@ -34,8 +33,7 @@ from lockstep.weights import convert
 NAME = "large"
 LIMITS = Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64)
 SIZES = {name: value for name, value in asdict(LIMITS).items() if name != "max_input_len"}
-# The largest logits are near 130, where float16 has steps of 0.06 to 0.12.
-TOLERANCES = replace(Fp16Tolerance().plain(), logits=0.25)
+TOLERANCES = Tolerances.of("fp16")
 TERMS = golden.GoldenTerms(4, ("The river", "comes down"), 0)
 
 
@@ -149,14 +147,14 @@ def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(inputs, "arrays", large)
     with pytest.raises(CheckError, match=r"float16 overflows: .* reaches .*, expected at most 65504"):
-        compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
+        compare.run(assembly, weights, engines, TOLERANCES.beside_graph, LIMITS, tmp_path / "compare.json")
 
 
 def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
     assembly, weights, engines = paths(made, "wide")
     report = read_json(validated(made, "wide", tmp_path / "validate.json"))
     assert report["result"] == "pass"
-    compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
+    compare.run(assembly, weights, engines, TOLERANCES.beside_graph, LIMITS, tmp_path / "compare.json")
     run_golden(made, "wide", tmp_path)
     assert read_json(tmp_path / "golden.json")["max_logit_error"] > 0  # float16 is not left out
 
@@ -169,7 +167,7 @@ def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
     assembly, weights, _ = paths(made, "wide")
     with fake_gpu.installed(version, backend) as gpu:
         engines = build(assembly, backend, tmp_path / "engines.json", SIZES)
-        compare.run(assembly, weights, engines, TOLERANCES.block, LIMITS, tmp_path / "compare.json")
+        compare.run(assembly, weights, engines, TOLERANCES.beside_graph, LIMITS, tmp_path / "compare.json")
         run_golden(made, "wide", tmp_path, backend, engines)
         gc.collect()
     assert not gpu.faults

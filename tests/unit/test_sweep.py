@@ -56,15 +56,15 @@ def test_a_fault_between_the_edges_is_seen(demo: Results, tmp_path: Path, fault:
     (pattern,) = FAULTS[fault].graphs
     name = pattern.replace("*", "attention")
     found = pair(demo, spoiled(demo, tmp_path / "engines", name, FAULTS[fault].edit), name)
-    entry = found.compare(TOLERANCES["fp32"].block, 300)
+    entry = found.compare(TOLERANCES["fp32"].beside_graph, 300)
     assert not entry.passed and f"engine {name}, " in found.failures[0]
 
 
 def test_a_right_engine_is_tried_at_every_size_in_an_order_of_its_own(demo: Results) -> None:
     engines = demo.engines(MODEL, "fp32", "onnxruntime")
-    entry = pair(demo, engines, "entry").compare(TOLERANCES["fp32"].block, 300)
+    entry = pair(demo, engines, "entry").compare(TOLERANCES["fp32"].beside_graph, 300)
     assert entry.passed and entry.sizes.tried == entry.sizes.known == LIMITS.max_num_tokens + LIMITS.max_batch_size
-    none = pair(demo, engines, "entry").compare(TOLERANCES["fp32"].block, 0)
+    none = pair(demo, engines, "entry").compare(TOLERANCES["fp32"].beside_graph, 0)
     assert none.passed and none.sizes.tried == 0 and none.sizes.known == entry.sizes.known
 
 
@@ -100,6 +100,6 @@ def test_an_engine_that_takes_one_adapter_for_another_is_seen(lora: Results, tmp
 
     engines = spoiled(lora, tmp_path / "engines", "middle", second_for_first)
     found = pair(lora, engines, "middle")
-    assert not found.compare(TOLERANCES["fp32"].block, 300).passed
+    assert not found.compare(TOLERANCES["fp32"].beside_graph, 300).passed
     right = pair(lora, lora.engines(MODEL, "fp32", "onnxruntime"), "middle")
-    assert right.compare(TOLERANCES["fp32"].block, 300).passed
+    assert right.compare(TOLERANCES["fp32"].beside_graph, 300).passed

@@ -407,7 +407,7 @@ def test_validation_runs_the_ranks(shared: Shared, tmp_path: Path) -> None:
     """The demo at two ranks; with two ranks' parts of one weight exchanged it is refused."""
     results = Results(shared.folder("demo-ranks", _make_demo))
     name, limits = "demo-llama", DEMO_CONFIG.limits.plain()
-    tolerance = DEMO_CONFIG.tolerance(name, "fp32").plain()
+    tolerance = DEMO_CONFIG.tolerance(name, "fp32")
     checked = functools.partial(_validate, results, tolerance, limits.max_seq_len)
     assert read_json(checked(results.assembly(name, "fp32"), tmp_path / "validate.json"))["result"] == "pass"
     wrong = results.assembly(name, "fp32").with_name("wrong.json")
@@ -426,7 +426,7 @@ def test_the_demo_is_golden_and_served_on_two_ranks(references: Results, shared:
 
     results, name = Results(shared.folder("demo-ranks", _make_demo)), "demo-llama"
     target, limits = Target(name, "fp32", "all", "onnxruntime"), DEMO_CONFIG.limits.plain()
-    tolerance = DEMO_CONFIG.tolerance(name, "fp32").plain()
+    tolerance = DEMO_CONFIG.tolerance(name, "fp32")
     assembly, weights = results.assembly(name, "fp32"), results.weights(name, "fp32")
     engines, out = results.engines(name, "fp32", "onnxruntime"), tmp_path / "golden.json"
     reference = references.reference(name, "all")

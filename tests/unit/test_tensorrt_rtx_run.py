@@ -21,7 +21,7 @@ from lockstep.targets import Target
 from lockstep.verify import compare, golden
 
 MODEL, BACKEND, VERSION = "demo-llama", "tensorrt_rtx", "1.7.1.116"
-QUANTIZED = CONFIG.tolerances["w8a16"].plain()
+QUANTIZED = CONFIG.tolerance("demo-llama", "w8a16")
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 
 
@@ -103,7 +103,7 @@ def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, pr
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_engines_are_compared_with_their_graphs_on_each_of_their_profiles(demo, engines, gpu, tmp_path, precision):
     assembly, weights, out = demo.assembly(MODEL, precision), demo.weights(MODEL, precision), tmp_path / "compare.json"
-    compare.run(assembly, weights, engines(precision), TOLERANCES[precision].block, LIMITS, out, seconds=0)
+    compare.run(assembly, weights, engines(precision), TOLERANCES[precision].beside_graph, LIMITS, out, seconds=0)
     report = read_json(out)
     assert set(report["engines"]) == {"attention.decode", "attention.prefill", "embedding", "entry", "middle", "exit"}
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]

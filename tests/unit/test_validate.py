@@ -32,7 +32,7 @@ def run(results, precision, layers, out, **changes):
 def test_the_demos_graphs_compute_what_torch_computes(demo, tmp_path, precision, layers):
     out = tmp_path / "validate.json"
     failed_path(out).write_text("of an earlier run")
-    report = read_json(run(demo, precision, layers, out, model="demo"), "lockstep.validate/1")
+    report = read_json(run(demo, precision, layers, out, model="demo"), "lockstep.validate/2")
     assert report["target"] == {"model": "demo", "precision": precision, "layers": layers}
     assert report["result"] == "pass" and report["first_failing_layer"] is None and not failed_path(out).exists()
     depth = 6 if layers == "all" else layers
@@ -46,7 +46,7 @@ def test_the_demos_graphs_compute_what_torch_computes(demo, tmp_path, precision,
         # What leaves the last layer is seen in the logits of the exit block.
         assert set(block["tensors"]) == phases | ({"hidden"} if block["layer"] < depth - 1 else set())
         assert all(
-            tensor["max_abs_error"] <= tensor["tolerance"] and tensor["cosine"] > 0.9999
+            tensor["relative_error"] <= tensor["tolerance"] and tensor["cosine"] > 0.9999
             for tensor in block["tensors"].values()
         )
     assert set(report["forward"]) == ({"split", "batchful"} if layers == "all" else {"split"})

@@ -36,7 +36,7 @@ def validated(results: Results, layers: int | str, out):
         results.checkpoint("demo-llama"),
     )
     return read_json(
-        validate.run(*paths, layers, CONFIG.tolerances["bf16"].plain(), CONFIG.limits.max_seq_len, out, threads=1)
+        validate.run(*paths, layers, CONFIG.tolerance("demo-llama", "bf16"), CONFIG.limits.max_seq_len, out, threads=1)
     )
 
 

@@ -74,7 +74,7 @@ BEFORE = {
         lambda demo: demo.edit_config(
             lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 1e9, "logits": 1e9})
         ),
-        rf"validate {MODEL}/fp16/2: tolerance\.block differs: [\d.e-]+ -> 1000000000\.0; locked "
+        rf"validate {MODEL}/fp16/2: tolerance\.block differs: \S+ -> 1000000000\.0; locked "
         rf"by locks/demo-llama\.lock\.json: undo the change",
     ),
     "a length": (
@@ -174,7 +174,7 @@ def test_a_check_by_hand_is_held_to_its_terms(locked: Checkout) -> None:
     BEFORE["a tolerance"][0](locked)
     line = refused(locked, "lockstep", "golden", "--locked", f"{MODEL}/fp16/2")
     assert re.match(
-        rf"golden {MODEL}/fp16/2/onnxruntime: tolerance\.block differs: [\d.e-]+ -> "
+        rf"golden {MODEL}/fp16/2/onnxruntime: tolerance\.block differs: \S+ -> "
         rf"1000000000\.0; locked by",
         line,
     )

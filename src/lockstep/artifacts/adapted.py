@@ -32,7 +32,8 @@ class AdaptedAnswer:
 class AdaptedReference(Document):
     """The answers of a model's first `layers` layers (or "all") with each adapter.
 
-    The logits of answer i lie in the file beside it as `logits.<i>` [len(tokens), vocab_size] float32.
+    The logits of answer i lie in the file beside it as `logits.<i>` [len(tokens), vocab_size] float32, and what fp16
+    costs of them as `noise.<i>` [len(tokens), 2].
     """
 
     FORMAT: ClassVar[str] = formats.ADAPTED_REFERENCE
@@ -47,9 +48,9 @@ class AdaptedReference(Document):
 class AdaptedPrompt:
     """A prompt with an adapter ("": none), decoded in one batch with all others.
 
-    It holds the text, and how far the logits are off. from_base: the largest difference of the reference's first logits
-    from those without an adapter. alone_equal: the same tokens, and where the backend is batch invariant the same bits
-    of all logits, as alone, and as with other adapters in other slots.
+    It holds the text, and how far the logits are off, beside what the precision itself costs. from_base: the largest
+    difference of the reference's first logits from those without an adapter. alone_equal: the same tokens, and where
+    the backend is batch invariant the same bits of all logits, as alone, and as with other adapters in other slots.
     """
 
     adapter: str
@@ -58,6 +59,7 @@ class AdaptedPrompt:
     text_out: str
     reference_text: str
     expected: str | None
+    logit_noise: float
     max_logit_error: float | None
     differences: tuple[TokenDifference, ...]
     alone_equal: bool
@@ -75,6 +77,7 @@ class AdaptedReport(Report):
     target: Target
     engine_digest: str
     tolerance: float
+    logit_noise: float
     max_logit_error: float | None
     adapters: Mapping[str, str]
     places: int

@@ -2,7 +2,8 @@
 
 `reference/<layers>.json` in and out. Logits lie in a safetensors file beside it: `logits.<number of the prompt>`
 [len(tokens), vocab_size], and those of the long prompt, `long.prompt` [len(counts), vocab_size] and `long.logits`
-[len(tokens), vocab_size]; all float32.
+[len(tokens), vocab_size]; all float32. Beside them lies what fp16 costs of them, the largest and the rms error of each
+row: `noise.<number of the prompt>` [len(tokens), 2], `long.noise` [len(counts) + len(tokens), 2], float32.
 """
 
 from __future__ import annotations

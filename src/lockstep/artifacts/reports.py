@@ -6,7 +6,7 @@ JSON in and out. A report of a check that passed lies where its stage says; one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,12 +30,20 @@ class Report(Document):
 
 @dataclass(frozen=True)
 class TensorError:
-    """The errors of a tensor (`onnx_tools.metrics.Difference`), and its tolerance."""
+    """The errors of a tensor, beside what the precision itself costs of it.
+
+    relative_error, rms_error: relative to the size of each row (`verify.noise.spread`). noise, rms_noise: the same of
+    the precision. tolerance, rms_tolerance: the largest that pass; None: any.
+    """
 
     max_abs_error: float | None
     relative_error: float | None
+    rms_error: float | None
     cosine: float | None
+    noise: float
+    rms_noise: float
     tolerance: float
+    rms_tolerance: float | None
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,11 @@ class BlockErrors:
 
 @dataclass(frozen=True)
 class CacheError:
-    """The largest error of the layers behind a cache of `num_past` tokens."""
+    """The largest error of the layers behind a cache of `num_past` tokens, beside the noise and bound of its tensor."""
 
     num_past: int
     relative_error: float | None
+    noise: float
     tolerance: float
 
 
@@ -71,10 +80,14 @@ class LongContext:
 
 @dataclass(frozen=True)
 class ForwardError:
-    """The errors of the logits of whole sequences, and Polygraphy's verdict."""
+    """The errors of the logits of whole sequences, and Polygraphy's verdict.
+
+    noise: what the precision itself costs.
+    """
 
     max_abs_error: float | None
     cosine: float | None
+    noise: float
     tolerance: float
     passed: bool
 
@@ -229,8 +242,9 @@ class TokenDifference:
 class GoldenPrompt:
     """A prompt of the golden check: its free decoding and its logit errors.
 
-    The errors are given for each way of running. expected: the text that the config asks for. The lists of differences
-    have one entry or none.
+    The errors are given for each way of running. logit_noise: what the precision itself costs of a logit; tolerance:
+    the largest error that passes. expected: the text that the config asks for. The lists of differences have one entry
+    or none. passed: whether nothing of it is wrong.
     """
 
     text: str
@@ -241,6 +255,9 @@ class GoldenPrompt:
     prompt_ids_equal: bool
     tokens_equal: bool
     differences: tuple[TokenDifference, ...]
+    logit_noise: float
+    tolerance: float
+    passed: bool
     max_logit_error: float | None
     alone_equal: bool
     alone_differences: tuple[TokenDifference, ...]
@@ -249,26 +266,19 @@ class GoldenPrompt:
     generate_differences: tuple[TokenDifference, ...]
     mixed_max_logit_error: float | None
 
-    def is_wrong(self, tolerance: float) -> bool:
-        """Return whether the prompt fails the check.
-
-        An error is over tolerance, a difference is not accepted, or ids or text are others.
-        """
-        errors = (self.max_logit_error, self.alone_max_logit_difference, self.mixed_max_logit_error)
-        found = (*self.differences, *self.alone_differences, *self.generate_differences)
-        texts_differ = not self.prompt_ids_equal or self.expected not in (None, self.text_out)
-        return _is_off(errors, found, tolerance) or texts_differ
-
 
 @dataclass(frozen=True)
 class GoldenLongPrompt:
     """The logit errors of the long prompt.
 
-    In one piece, in pieces, token by token, and beside others.
+    In one piece, in pieces, token by token, and beside others. logit_noise, tolerance, passed: as of `GoldenPrompt`.
     """
 
     num_tokens: int
     tokens: tuple[int, ...]
+    logit_noise: float
+    tolerance: float
+    passed: bool
     max_logit_error: float | None
     cut_max_logit_error: float | None
     single_max_logit_error: float | None
@@ -279,28 +289,19 @@ class GoldenLongPrompt:
     def errors(self) -> tuple[float | None, ...]:
         return (self.max_logit_error, self.cut_max_logit_error, self.single_max_logit_error, self.mixed_max_logit_error)
 
-    def is_wrong(self, tolerance: float) -> bool:
-        """Return whether an error is over tolerance, or a difference is not accepted."""
-        return _is_off(self.errors(), self.generate_differences, tolerance)
-
-
-def _is_off(errors: Iterable[float | None], differences: Iterable[TokenDifference], tolerance: float) -> bool:
-    return any(error is None or error > tolerance for error in errors) or any(
-        not difference.accepted for difference in differences
-    )
-
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenReport(Report):
     """The answers of an engine set to the golden prompts.
 
-    tolerance: the largest absolute error of a logit.
+    tolerance, logit_noise: the largest of its prompts.
     """
 
     FORMAT: ClassVar[str] = formats.GOLDEN
     target: Target
     engine_digest: str
     tolerance: float
+    logit_noise: float
     max_logit_error: float | None
     prompts: tuple[GoldenPrompt, ...]
     long_prompt: GoldenLongPrompt | None
@@ -334,7 +335,6 @@ class ServedReport(Report):
     engine_digest: str
     identity: str
     batch_invariant: bool
-    tolerance: float
     phases: Mapping[str, ServedPhase]
     prefix_hit_tokens: int
     restarts: int

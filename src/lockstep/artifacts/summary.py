@@ -22,8 +22,9 @@ class SummaryRow:
     was checked. engine_error: of the comparison of these engines.
     adapters: of the check of a model's adapters; None where it has none.
     reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass. drift: of
-    quantised weights, in words. drift_logit_error: rms, in units of the logits. drift_tokens_differing: of the
-    likeliest tokens of the golden answers. drift_perplexity: relative to the checkpoint's, less 1.
+    quantised weights, in words. logit_noise: the error of a logit that the precision itself costs. drift_logit_error:
+    rms, in units of the logits. drift_tokens_differing: of the likeliest tokens of the golden answers.
+    drift_perplexity: relative to the checkpoint's, less 1.
     """
 
     model: str
@@ -41,7 +42,7 @@ class SummaryRow:
     served: str | None
     reason: str | None
     max_logit_error: float | None
-    logit_tolerance: float | None
+    logit_noise: float | None
     tokens_differing: int | None
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None

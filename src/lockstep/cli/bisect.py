@@ -29,7 +29,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 
     python, tolerance = (
         config.interpreter(chosen.backend),
-        config.tolerance(chosen.model, chosen.precision, chosen.backend).plain(),
+        config.tolerance(chosen.model, chosen.precision, chosen.backend),
     )
     ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
     with working(f"bisect {chosen}"):

@@ -74,8 +74,7 @@ class BackendSettings:
     def compare_tolerance(self, precision: str, block: float) -> float:
         """Return the largest error of an engine beside its graph, relative to its output.
 
-        block: a block's tolerance, of which fp32 engines have the backend's part. fp16 rounds where one of the two
-        libraries does not (4e-3 is seen).
+        block: a block's tolerance, of which fp32 engines have the backend's part.
         """
         return block * self.fp32_part if precision == "fp32" else block
 

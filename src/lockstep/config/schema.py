@@ -42,11 +42,11 @@ from lockstep.config.types import (
     ModelConfig,
     ModelName,
     Prompt,
-    Tolerance,
     Tolerances,
 )
 from lockstep.errors import InputError
-from lockstep.targets import Results, Target
+from lockstep.targets import ROUNDING, Results, Target
+from lockstep.targets import Tolerances as PlainTolerances
 
 
 class Config(Section):
@@ -56,7 +56,7 @@ class Config(Section):
         min_length=1, description="The models by name. A name is also a folder in `results/`."
     )
     limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
-    tolerances: Tolerances = Field(default=Tolerances(), description="Largest absolute errors that pass, by precision.")
+    tolerances: Tolerances = Field(default=Tolerances(), description="The errors that pass, by precision.")
     compare_seconds: int = Field(
         default=120,
         ge=0,
@@ -383,25 +383,30 @@ class Config(Section):
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
 
-    def tolerance(self, model: str, precision: str, backend: str | None = None) -> Tolerance:
+    def tolerance(self, model: str, precision: str, backend: str | None = None) -> PlainTolerances:
         """Return the tolerances of a model in a precision.
 
         Its own where it has one, else that of all models. Of a backend that rounds activations to fp16, at least what
         passes in fp16. backend: None gives those of graphs.
         """
         own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
-        found = self.tolerances[precision].model_copy(update=own)
+        given = self.tolerances[precision].model_copy(update=own).model_dump()
+        found = PlainTolerances(**given, rounding=ROUNDING[precision])
         if backend is None or precision not in self._settings(backend).fp16_activations:
             return found
-        half = self.tolerance(model, "fp16").model_dump()
-        return found.model_copy(update={name: max(size, getattr(found, name)) for name, size in half.items()})
+        half = self.tolerance(model, "fp16")
+        larger = lambda one, other: None if one is None or other is None else max(one, other)
+        return PlainTolerances(
+            larger(found.block, half.block), larger(found.logits, half.logits), found.noise, half.rounding
+        )
 
     def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
         """Return the largest error of an engine beside its graph, relative to its output.
 
         See `BackendSettings`.
         """
-        return self._settings(backend).compare_tolerance(precision, self.tolerance(model, precision, backend).block)
+        block = self.tolerance(model, precision, backend).beside_graph
+        return self._settings(backend).compare_tolerance(precision, block)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """Return what a backend's build is given (`engine.build`), as plain JSON.

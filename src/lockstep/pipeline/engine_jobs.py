@@ -11,6 +11,7 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def golden(
     engines: str,
     reference: str,
     target: Mapping[str, Any],
-    tolerance: Mapping[str, float],
+    tolerance: Mapping[str, Any],
     limits: Mapping[str, int],
     out: str,
     speed: str,
@@ -136,11 +137,12 @@ def golden(
         failed = failed_path(out)
         if str(failed) not in str(error):  # it ended before anything was compared
             raise
+        from lockstep.artifacts.reports import GoldenReport
         from lockstep.onnx_tools.overflow import OVERFLOWS
         from lockstep.verify.bisect.explain import explain_failure
         from lockstep.verify.bisect.request import failing
 
-        request = failing(paths[3], failed)
+        request, bounds = failing(paths[3], failed), replace(bounds, logits=GoldenReport.load(failed).tolerance)
         tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
         why = explain_failure(*paths[:3], checked.layers, bounds, str(checked), *tokens)
         lines = (why, str(error)) if why.startswith(OVERFLOWS) else (str(error), why)
@@ -154,7 +156,7 @@ def adapted(
     adapters: str,
     adapted_reference: str,
     target: Mapping[str, Any],
-    tolerance: Mapping[str, float],
+    tolerance: Mapping[str, Any],
     limits: Mapping[str, int],
     out: str,
     expected: list[str | None],
@@ -182,7 +184,7 @@ def bisect(
     weights: str,
     engines: str,
     layers: int | str,
-    tolerance: Mapping[str, float],
+    tolerance: Mapping[str, Any],
     tokens: list[Any],
     threads: int | None = None,
 ) -> dict[str, Any]:

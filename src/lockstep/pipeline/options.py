@@ -6,6 +6,7 @@ A function of a stage's name gives its options: (config, and the stage's wildcar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.sources import FolderSource, HubSource, parse_source
@@ -20,7 +21,7 @@ def source(config: Config, model: str) -> dict[str, Any]:
 
 
 def _tolerance(config: Config, model: str, precision: str, backend: str | None = None) -> dict[str, Any]:
-    return {"tolerance": config.tolerance(model, precision, backend).model_dump()}
+    return {"tolerance": asdict(config.tolerance(model, precision, backend))}
 
 
 def validate(config: Config, model: str, precision: str, layers: int | str) -> dict[str, Any]:

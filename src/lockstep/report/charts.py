@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.artifacts.reports import BlockErrors
+from lockstep.artifacts.reports import BlockErrors, TensorError
 
 COLORS = ("#2a7fb8", "#d9730d", "#8a63d2", "#2a9d72", "#c44569", "#8a7a3a")
 _HEAD = (
@@ -27,22 +27,25 @@ _LEGEND_ROW = 18
 class Line:
     """A line of an error chart.
 
-    errors: by layer, None where one is NaN or infinite. tolerance: that they are held to.
+    errors: by layer, None where one is NaN or infinite. noise: by layer, what the precision itself costs.
     """
 
     name: str
     errors: Mapping[int, float | None]
-    tolerance: float
+    noise: Mapping[int, float]
 
 
 def error_by_layer(lines: Sequence[Line]) -> str:
     """Draw the error of each layer on a log scale.
 
-    Each line stands beside its tolerance (dashed), both named in the legend.
+    Each line stands beside the noise of its precision (dashed), both named in the legend.
     """
     left, plot, base = 60, (WIDTH - 80, 200), 210
     values = [error for line in lines for error in line.errors.values() if error is not None]
-    decades = [math.log10(max(value, _SMALLEST)) for value in [*values, *(line.tolerance for line in lines)]]
+    decades = [
+        math.log10(max(value, _SMALLEST))
+        for value in [*values, *(noise for line in lines for noise in line.noise.values())]
+    ]
     low, high = math.floor(min(decades)), math.ceil(max(decades) + 0.05)
     layers = sorted({layer for line in lines for layer in line.errors})
     span = max(layers[-1] - layers[0], 1)
@@ -66,9 +69,9 @@ def error_by_layer(lines: Sequence[Line]) -> str:
         color = COLORS[number % len(COLORS)]
         points = [(x(layer), y(error), layer, error) for layer, error in sorted(line.errors.items())]
         path = " ".join(f"{px},{py}" for px, py, _, _ in points)
-        at = y(line.tolerance)
+        noise = " ".join(f"{x(layer)},{y(value)}" for layer, value in sorted(line.noise.items()))
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        parts.append(rule(left, at, left + plot[0], at, f'stroke="{color}" stroke-dasharray="6 4"'))
+        parts.append(f'<polyline points="{noise}" fill="none" stroke="{color}" stroke-dasharray="6 4"/>')
         for px, py, layer, error in points:
             said = "not finite" if error is None else f"{error:.2e}"
             tip = f"<title>{escape(f'{line.name}, layer {layer}: {said}')}</title>"
@@ -80,9 +83,9 @@ def error_by_layer(lines: Sequence[Line]) -> str:
         parts.append(label(left + 32, row, f"{line.name}: largest error", "start"))
         row += _LEGEND_ROW
         parts.append(rule(left, row, left + 24, row, f'stroke="{color}" stroke-dasharray="6 4"'))
-        parts.append(label(left + 32, row, f"{line.name}: tolerance {line.tolerance:g}", "start"))
+        parts.append(label(left + 32, row, f"{line.name}: what the precision itself costs", "start"))
     height = base + 58 + 2 * _LEGEND_ROW * len(lines)
-    return svg("Largest error by layer, and the tolerance", height, parts)
+    return svg("Largest error by layer, and what the precision costs", height, parts)
 
 
 def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
@@ -110,25 +113,24 @@ def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
 
 
 def worst_by_layer(blocks: Sequence[BlockErrors]) -> Iterator[tuple[int, float | None, float]]:
-    """Yield (layer, largest error of its tensors, largest tolerance).
+    """Yield (layer, largest error of its tensors, what the precision itself costs of that tensor).
 
-    blocks: of a validation. The error is None where one is not finite.
+    blocks: of a validation. The largest beside what the precision costs; None where one is not finite.
     """
-    found: dict[int, tuple[float | None, float]] = {}
+    found: dict[int, list[TensorError]] = {}
     for block in blocks:
         assert block.layer is not None  # the embedding is none of them
-        for tensor in block.tensors.values():
-            before, tolerance = found.get(block.layer, (0.0, 0.0))
-            error = tensor.relative_error
-            worst = None if error is None or before is None else max(before, error)
-            found[block.layer] = (worst, max(tolerance, tensor.tolerance))
-    return ((layer, error, tolerance) for layer, (error, tolerance) in sorted(found.items()))
+        found.setdefault(block.layer, []).extend(block.tensors.values())
+    for layer, tensors in sorted(found.items()):
+        part = lambda one: math.inf if one.relative_error is None else one.relative_error / max(one.noise, _SMALLEST)
+        worst = max(tensors, key=part)
+        yield layer, worst.relative_error, worst.noise
 
 
 def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:
     """Return the line of one validation. blocks: at least one."""
     rows = list(worst_by_layer(blocks))
-    return Line(name, {layer: error for layer, error, _ in rows}, max(tolerance for _, _, tolerance in rows))
+    return Line(name, {layer: error for layer, error, _ in rows}, {layer: noise for layer, _, noise in rows})
 
 
 def svg(title: str, height: float, parts: Sequence[str]) -> str:

@@ -98,7 +98,7 @@ def _shown(make: Callable[[], str]) -> str:
 
 def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
     here = results.report_page()
-    headings = ["target", "result", "engines", "reproduced", "largest logit error", "tolerance", "drift", "why"]
+    headings = ["target", "result", "engines", "reproduced", "largest logit error", "of the precision", "drift", "why"]
     cells = [
         [
             link(results.target_page(row.target), here, str(row.target)),
@@ -106,7 +106,7 @@ def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
             tag("code", text(str(row.engine_digest or "-")[:12])),
             text(row.reproduced),
             _number(row.max_logit_error, ".1e"),
-            _number(row.logit_tolerance, "g"),
+            _number(row.logit_noise, ".1e"),
             text(row.drift or ""),
             text(row.reason or ""),
         ]
@@ -160,10 +160,11 @@ def _prompts(known: Details) -> str:
         lines.append(
             f"The long prompt, of {long.num_tokens} tokens: largest logit error "
             f"{_number(long.max_logit_error, '.1e')} in one piece, {_number(long.cut_max_logit_error, '.1e')} "
-            f"in pieces, {_number(long.single_max_logit_error, '.1e')} token by token."
+            f"in pieces, {_number(long.single_max_logit_error, '.1e')} token by token; the precision itself costs "
+            f"{long.logit_noise:.1e}, {long.tolerance:.1e} passes."
         )
     head = [tag("p", text(line), "quiet") for line in lines]
-    return "\n".join([*head, *(prompt(entry, golden.tolerance) for entry in entries)])
+    return "\n".join([*head, *(prompt(entry) for entry in entries)])
 
 
 def _adapted(known: Details) -> str:
@@ -199,7 +200,7 @@ def _errors(name: Target, known: Details) -> str:
     if not validation or not validation.blocks:
         return _nothing(known.validate.reason)
     line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.blocks)
-    caption = "Of what each layer of the graphs computes, against PyTorch: absolute up to one, relative above."
+    caption = "Of what each layer of the graphs computes, against PyTorch, relative to the size of each row."
     return f"{tag('p', text(caption), 'quiet')}\n{charts.error_by_layer([line])}"
 
 

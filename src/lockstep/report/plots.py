@@ -17,8 +17,8 @@ from lockstep.report import charts
 def error_by_layer(validations: Sequence[Path], out: Path) -> None:
     """Plot the largest error of each layer's tensors, on a log scale.
 
-    It is plotted as it is held to the tolerance (dashed). A line for each model and precision, of the validation with
-    the most layers: the others' layers are the same.
+    Beside it stands what the precision itself costs (dashed). A line for each model and precision, of the validation
+    with the most layers: the others' layers are the same.
     """
     deepest: dict[str, Sequence[BlockErrors]] = {}
     for path in validations:

@@ -6,10 +6,10 @@ from lockstep.artifacts.reports import GoldenPrompt, TokenDifference
 from lockstep.report.markup import pairs, tag, text
 
 
-def prompt(entry: GoldenPrompt, tolerance: float) -> str:
+def prompt(entry: GoldenPrompt) -> str:
     """Return a prompt's answer beside the reference's and the expected one.
 
-    With the first differing token of each and its margin. tolerance: the largest absolute error of a logit.
+    With the first differing token of each and its margin.
     """
     decoded, reference, expected = entry.text_out, entry.reference_text, entry.expected
     first = entry.differences[0] if entry.differences else None
@@ -23,9 +23,9 @@ def prompt(entry: GoldenPrompt, tolerance: float) -> str:
         rows.append(("expected", rows[-1][1]))
     elif expected is not None:
         rows.append(("expected", _marked(expected, _first_difference(expected, decoded))))
-    rows.append(("logit error", text(_error(entry.max_logit_error, tolerance))))
+    rows.append(("logit error", text(_error(entry))))
     rows += [
-        ("first difference", text(_words(difference, where, how, tolerance)))
+        ("first difference", text(_words(difference, where, how)))
         for differences, where, how in (
             (entry.differences, "in the reference", "decoding freely"),
             (entry.alone_differences, "in the batch", "with this prompt alone"),
@@ -66,18 +66,19 @@ def _marked(whole: str, place: tuple[int, int] | None) -> str:
     return tag("div", f"{text(whole[:start])}<mark>{inside}</mark>{text(whole[end:])}", "text")
 
 
-def _error(error: float | None, tolerance: float) -> str:
-    return f"{'not finite' if error is None else f'{error:.2e}'} (tolerance {tolerance:g})"
+def _error(entry: GoldenPrompt) -> str:
+    error = "not finite" if entry.max_logit_error is None else f"{entry.max_logit_error:.2e}"
+    return f"{error} (the precision itself costs {entry.logit_noise:.2e}, {entry.tolerance:.2e} passes)"
 
 
-def _words(found: TokenDifference, expected: str, how: str, tolerance: float) -> str:
+def _words(found: TokenDifference, expected: str, how: str) -> str:
     step, gap = found.step, found.gap
     if found.found is None or found.reference is None:
         return f"step {step}: another number of tokens {expected} than {how}"
     one, other = f"{found.reference}{_quoted(found.reference_text)}", f"{found.found}{_quoted(found.found_text)}"
     margin = "the reference has no margin there" if gap is None else f"the reference's margin is {gap:.3g}"
     why = "accepted, both tokens are equally likely" if found.accepted else "a failure"
-    return f"step {step}: token {one} {expected}, {other} {how}; {margin}, tolerance {tolerance:g}: {why}"
+    return f"step {step}: token {one} {expected}, {other} {how}; {margin}: {why}"
 
 
 def _quoted(token_text: str | None) -> str:

@@ -34,6 +34,7 @@ COLUMNS = (
     ("adapters", "adapters", str),
     ("reproduced", "reproduced", str),
     ("max_logit_error", "largest logit error", "{:.1e}".format),
+    ("logit_noise", "of the precision", "{:.1e}".format),
     ("drift_logit_error", "drift of logits", "{:.1e}".format),
     ("drift_tokens_differing", "of tokens", str),
     ("drift_perplexity", "of perplexity", "{:+.1%}".format),
@@ -42,7 +43,7 @@ COLUMNS = (
 )
 _WIDTH = 240  # more than any row needs: rich would cut words to the terminal's width
 _DRIFT = ("drift_logit_error", "drift_tokens_differing", "drift_perplexity")
-_NUMBERS = ("max_logit_error", *_DRIFT, "prefill_tokens_per_s", "decode_tokens_per_s")
+_NUMBERS = ("max_logit_error", "logit_noise", *_DRIFT, "prefill_tokens_per_s", "decode_tokens_per_s")
 _WHERE_ANY = ("adapters", *_DRIFT)  # columns that are shown where a target has a value
 
 
@@ -206,7 +207,7 @@ def _row(target: Target, found: Details) -> SummaryRow:
         served=found.served.result if found.served else None,
         reason="; ".join(_reason(name, check) for name, check in checks.items() if check.result != PASS) or None,
         max_logit_error=golden.max_logit_error if golden else None,
-        logit_tolerance=golden.tolerance if golden else None,
+        logit_noise=golden.logit_noise if golden else None,
         tokens_differing=sum(len(prompt.differences) for prompt in golden.prompts) if golden else None,
         prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,

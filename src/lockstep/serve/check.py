@@ -53,11 +53,11 @@ def check(
 ) -> Path:
     """Check a server on an engine set, and write the report to `out`.
 
-    tolerance.logits: the largest absolute error of a logit. limits: the config's. python: the interpreter that has
+    tolerance: which errors of logits pass. limits: the config's. python: the interpreter that has
     the backend; None: this one. Raises CheckError, one line, for the first thing wrong, with the whole report in
     `<out>.failed.json`; InputError for inputs that do not fit together.
     """
-    prompts, long, reference = read_reference(Path(reference_json), ())
+    prompts, long, reference = read_reference(Path(reference_json), (), tolerance)
     golden = GoldenReport.load(golden_json)
     if golden.target != target or len(golden.prompts) != len(prompts):
         raise InputError(f"{golden_json}: expected the golden check of {target}, found another; run it again")
@@ -83,7 +83,7 @@ def check(
         ServiceLimits(max_queue=1000, start=_SECONDS),
         log=lambda line: None,  # that the engine was killed is no news
     )
-    checked = _Check(service, prompts, expected, long.prompt if long else None, reference.max_new_tokens, tolerance)
+    checked = _Check(service, prompts, expected, long.prompt if long else None, reference.max_new_tokens)
     report = asyncio.run(checked.run(target))
     return finish(out, report, checked.failures[0] if checked.failures else None)
 
@@ -114,10 +114,9 @@ class _Check:
         expected: Sequence[Sequence[int]],
         long: Prompt | None,
         max_new_tokens: int,
-        tolerance: Tolerances,
     ):
         self.service, self.prompts, self.expected, self.long = service, prompts, expected, long
-        self.max_new_tokens, self.tolerance = max_new_tokens, tolerance.logits
+        self.max_new_tokens = max_new_tokens
         self.failures: list[str] = []
         self.random = random.Random(0)
 
@@ -140,7 +139,6 @@ class _Check:
             engine_digest=ready.engine_digest,
             identity=ready.identity,
             batch_invariant=ready.batch_invariant,
-            tolerance=self.tolerance,
             phases={name: found.entry() for name, found in phases.items()},
             prefix_hit_tokens=hits,
             restarts=self.service.restarts,
@@ -244,7 +242,7 @@ class _Check:
     ) -> None:
         found.requests += 1
         decode = self.service.tokenizer.decode
-        difference, wrong = first_difference(prompt, expected, answer.token_ids, self.tolerance, decode)
+        difference, wrong = first_difference(prompt, expected, answer.token_ids, decode)
         if difference is not None:
             found.differences.append(difference)
             if exact and wrong is None:

@@ -98,7 +98,7 @@ def engine_report(
             layers,
             followed,
             walked.logits,
-            tolerance.logits,
+            tolerance,
             threads,
         )
     return EngineReport(rows_of(walked), fault_of(fault) if fault else None, served, walked.finished, walked.overflow)

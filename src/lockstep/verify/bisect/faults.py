@@ -89,18 +89,20 @@ def walk_stages(
     tokens: Tokens,
     tolerance: Tolerances,
     record: Any = None,
+    noisy: Any = None,
     deadline: float | None = None,
 ) -> Walked:
     """Measure every stage: graph against PyTorch, engine against graph.
 
-    The graph against PyTorch where there is a record, the engine against the graph where there are engines.
+    The graph against PyTorch where there is a record (noisy: the same in fp16), the engine against the graph where
+    there are engines.
 
     deadline: of time.monotonic(), looked at between stages.
     """
     walked = Walked()
     recent: list[Stage] = []
     rows = (engines.max_rows if engines else None) or 16
-    for step in walk(graphs, tokens, record, rows):
+    for step in walk(graphs, tokens, record, noisy, rows):
         walked.overflow = _overflow(graphs, step)
         if walked.overflow:
             break
@@ -129,7 +131,7 @@ def _overflow(graphs: Graphs, step: StageRun) -> str | None:
 
 def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[Measured]:
     rows = [
-        measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance)
+        measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
         for name, expected in step.expected.items()
     ]
     found = engines.run(step.stage, step.outputs) if engines else None

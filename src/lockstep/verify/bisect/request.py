@@ -67,7 +67,7 @@ def failing(reference: Path, failed: Path) -> Request | None:
     manifest, report = ReferenceManifest.load(reference), GoldenReport.load(failed)
     entries, why = manifest.prompts, f"the first that fails in {failed}"
     texts = [entry.text for entry in entries]
-    text = next((entry.text for entry in report.prompts if entry.is_wrong(report.tolerance)), None)
+    text = next((entry.text for entry in report.prompts if not entry.passed), None)
     if text is not None and text not in texts:
         raise InputError(
             f"{failed}: expected a prompt of {reference}, found {text[:40]!r}; "
@@ -76,7 +76,7 @@ def failing(reference: Path, failed: Path) -> Request | None:
     if text is not None:
         return _of(entries, texts.index(text), why)
     long = manifest.long
-    if report.long_prompt and long and report.long_prompt.is_wrong(report.tolerance):
+    if report.long_prompt and long and not report.long_prompt.passed:
         ids = [*long.prompt_ids, *long.tokens]
         return Request("the long prompt", Tokens(np.array(ids, np.int64), len(long.prompt_ids)), None, why)
     return None

@@ -10,7 +10,7 @@ PyTorch had there. Where the backend lives in another Python, its engines are ru
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from lockstep.verify.bisect.request import Request, choose
 from lockstep.verify.bisect.served import compare_steps, served_error
 from lockstep.verify.bisect.stages import Graphs
 from lockstep.verify.bisect.streamed import StreamedModel
+from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.validate.torch_trace import Record
 from lockstep.weights import Weights
 
@@ -44,10 +45,12 @@ Ask = Callable[..., Mapping[str, Any]]
 class Right:
     """The reference of a bisection.
 
-    What PyTorch computes of a request, and the graphs as an export gives them now (or why there are none).
+    What PyTorch computes of a request, exact and in fp16, and the graphs as an export gives them now (or why there are
+    none).
     """
 
     record: Record
+    noisy: Record
     clean: Graphs | str
 
 
@@ -65,7 +68,9 @@ def make_right(
     adapters, residual: those of the assembly whose graphs are followed.
     """
     clean = export_again(config, weights, layers, threads, adapters, residual)
-    return Right(StreamedModel(config, weights, layers).record(ids), clean)
+    model = StreamedModel(config, weights, layers)
+    record = model.record(ids)
+    return Right(record, model.noisy(record), clean)
 
 
 class _Paths(NamedTuple):
@@ -125,7 +130,8 @@ def bisect(
             config, graphs.weights, target.layers, request.tokens.ids, threads, followed.adapters, followed.residual
         )
     logits = right.record.logits
-    walked = walk_stages(graphs, engines, request.tokens, tolerance, right.record)
+    tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
+    walked = walk_stages(graphs, engines, request.tokens, tolerance, right.record, right.noisy)
     notes = _notes(paths, graphs, right.clean)
     walked_rows, faults, served = rows_of(walked), [], None
     if fault := graph_fault(walked, graphs, right.clean, paths.assembly.parent):
@@ -138,14 +144,7 @@ def bisect(
             None
             if walked.overflow
             else served_error(
-                paths.engines,
-                paths.assembly,
-                paths.weights,
-                target.layers,
-                request.tokens,
-                logits,
-                tolerance.logits,
-                threads,
+                paths.engines, paths.assembly, paths.weights, target.layers, request.tokens, logits, tolerance, threads
             )
         )
     elif ask is not None and has_engines:
@@ -154,7 +153,7 @@ def bisect(
         faults += [found.fault] if found.fault else []
         notes.append("the engines ran in their backend's own Python, on what the graphs give")
     faults = _in_order(faults, walked_rows)
-    weights = _weights_error(results, target, request, logits, tolerance.logits)
+    weights = _weights_error(results, target, request, logits, tolerance)
     line, look_at = _verdict(faults, rows, served, weights, walked.overflow, results, target)
     return BisectReport(
         target=str(target),
@@ -188,6 +187,15 @@ def _notes(paths: _Paths, graphs: Graphs, clean: Graphs | str) -> list[str]:
     return [*notes, *differing(graphs, clean)]
 
 
+def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> float | None:
+    """Return the largest error of a logit that passes in the golden check; None without a reference."""
+    path = results.reference_of(target.model, target.precision, target.layers)
+    if tolerance.logits is not None or not path.is_file():
+        return tolerance.logits
+    prompts, long, _ = read_reference(path, (), tolerance)
+    return max(prompt.bounds.largest for prompt in [*prompts, *([long.prompt] if long else [])])
+
+
 def _ask(ask: Ask, paths: _Paths, target: Target, tolerance: Tolerances, request: Request) -> EngineReport:
     """Compare engines with their graphs in the Python of their backend."""
     tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
@@ -210,7 +218,7 @@ def _check_length(request: Request, longest: int | None) -> None:
 
 
 def _weights_error(
-    results: Results, target: Target, request: Request, logits: np.ndarray, tolerance: float
+    results: Results, target: Target, request: Request, logits: np.ndarray, tolerance: Tolerances
 ) -> StepsError | None:
     """Measure how far PyTorch on the target's weights is from the reference.
 

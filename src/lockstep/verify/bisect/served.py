@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.artifacts.bisect_report import StepsError
 from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime import Advance, Model
+from lockstep.targets import Tolerances
 from lockstep.verify.bisect.stages import Tokens
 from lockstep.verify.metrics import finite, largest
 
@@ -23,7 +24,7 @@ def served_error(
     layers: int | str,
     tokens: Tokens,
     expected: np.ndarray,
-    tolerance: float,
+    tolerance: Tolerances,
     threads: int | None = None,
 ) -> StepsError:
     """Bring the prompt, then token by token, and compare each step's logits.
@@ -44,12 +45,15 @@ def served_error(
     return compare_steps(steps_of(model, tokens), expected, tokens, tolerance)
 
 
-def compare_steps(found: np.ndarray, expected: np.ndarray, tokens: Tokens, tolerance: float) -> StepsError:
+def compare_steps(found: np.ndarray, expected: np.ndarray, tokens: Tokens, tolerance: Tolerances) -> StepsError:
     """Compare the logits [steps, vocab_size] behind the prompt and each later token."""
+    bound = tolerance.logits
+    if bound is None:  # nothing was measured of this request: as of an engine beside its graph
+        bound = tolerance.beside_graph * float(np.abs(expected).max())
     errors = [difference(wanted, row).max_abs_error for wanted, row in zip(expected[tokens.num_prompt - 1 :], found)]
-    over = [step for step, error in enumerate(errors) if error is None or error > tolerance]
+    over = [step for step, error in enumerate(errors) if error is None or error > bound]
     step = over[0] if over else int(np.argmax(np.array(errors, np.float64)))  # none is None where none is over
-    return StepsError(finite(largest(errors)), tolerance, not over, tokens.num_prompt - 1 + step)
+    return StepsError(finite(largest(errors)), bound, not over, tokens.num_prompt - 1 + step)
 
 
 def steps_of(model: Model, tokens: Tokens) -> np.ndarray:

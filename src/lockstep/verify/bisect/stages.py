@@ -24,6 +24,7 @@ from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
 from lockstep.targets import Tolerances
+from lockstep.verify.noise import block_bound, row_scale, spread
 from lockstep.weights import Weights, check_slots, slot_array
 
 Arrays = dict[str, np.ndarray]
@@ -179,32 +180,45 @@ class Graphs:
 class StageRun:
     """A stage that was run.
 
-    What its graph gave, and what PyTorch has for some of the outputs (none without a record).
+    What its graph gave, and what PyTorch has for some of the outputs, exact and in fp16 (none without a record).
     """
 
     stage: Stage
     outputs: Arrays
     expected: Arrays
+    noisy: Arrays
 
 
-def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 16) -> Iterator[StageRun]:
+def walk(
+    graphs: Graphs, tokens: Tokens, record: Any = None, noisy: Any = None, decode_rows: int = 16
+) -> Iterator[StageRun]:
     """Run every stage once along the tokens, in the order of the model.
 
     record: what PyTorch computed (`validate.torch_trace.Record` of the same ids): each stage then gets what PyTorch
-    had there. Without one it gets what the graphs before it gave. decode_rows: requests that a decode call takes.
+    had there. Without one it gets what the graphs before it gave. noisy: the same in fp16 (`TorchModel.noisy`), with a
+    record. decode_rows: requests that a decode call takes.
     """
     count = len(tokens.ids)
     positions = np.arange(count, dtype=np.int64)
     env: Arrays = {"token_ids": tokens.ids, "position_ids": positions, "logit_rows": positions}
 
-    def run(part: str, graph: str, layer: int | None, slots: Mapping[str, Sequence[str]], expected: Arrays) -> StageRun:
+    def run(
+        part: str,
+        graph: str,
+        layer: int | None,
+        slots: Mapping[str, Sequence[str]],
+        name: str,
+        of: Callable[[Any], np.ndarray] | None,
+    ) -> StageRun:
+        """Run a stage. name, of: an output that PyTorch has, and where it stands in a record; None: it has none."""
         known = {**env, **graphs.no_adapter(graph, count)}
         inputs = {io.name: known[io.name] for io in graphs.files[graph].signature.inputs if io.name in known}
         stage = Stage(part, graph, layer, "", slots, inputs, positions)
-        return StageRun(stage, graphs.run(graph, inputs, slots), expected)
+        exact, rounded = ({name: of(side)} if side and of else {} for side in (record, noisy))
+        return StageRun(stage, graphs.run(graph, inputs, slots), exact, rounded)
 
     embedding = graphs.assembly.embedding
-    step = run("embedding", embedding.graph, None, embedding.slots, {"hidden": record.embedded} if record else {})
+    step = run("embedding", embedding.graph, None, embedding.slots, "hidden", lambda side: side.embedded)
     yield step
     env["hidden"] = step.expected.get("hidden", step.outputs["hidden"]).astype(graphs.hidden_dtype)
     for index, layer in enumerate(graphs.layers):
@@ -213,36 +227,46 @@ def walk(graphs: Graphs, tokens: Tokens, record: Any = None, decode_rows: int = 
         # One value crosses to the next block in most models: the hidden state, which PyTorch shows. Of others only
         # their effect is seen.
         shown = record and index and [name for name in names if name.endswith("_out")] == ["hidden_out"]
-        step = run(
-            "block", block.graph, index, block.slots, {"hidden_out": record.layers[index].hidden} if shown else {}
-        )
+        hidden = lambda side, index=index: side.layers[index].hidden
+        step = run("block", block.graph, index, block.slots, "hidden_out", hidden if shown else None)
         yield step
         env |= {name.removesuffix("_out"): value for name, value in step.outputs.items()}
         if shown:
             env["hidden"] = record.layers[index].hidden.astype(graphs.hidden_dtype)
         env["attention"] = yield from _attention(
-            graphs, layer.variant, index, env, tokens, record.layers[index] if record else None, decode_rows
+            graphs,
+            layer.variant,
+            index,
+            env,
+            tokens,
+            record.layers[index] if record else None,
+            noisy.layers[index] if noisy else None,
+            decode_rows,
         )
     exit = graphs.layers[-1].exit
-    yield run("exit", exit.graph, len(graphs.layers) - 1, exit.slots, {"logits": record.logits} if record else {})
+    yield run("exit", exit.graph, len(graphs.layers) - 1, exit.slots, "logits", lambda side: side.logits)
 
 
 def _attention(
-    graphs: Graphs, variant: str, index: int, env: Arrays, tokens: Tokens, layer: Any, decode_rows: int
+    graphs: Graphs, variant: str, index: int, env: Arrays, tokens: Tokens, layer: Any, noisy: Any, decode_rows: int
 ) -> Generator[StageRun, None, np.ndarray]:
     """Run the three phases of a layer's attention.
 
     Returns the attention [num_tokens, num_heads*head_dim] that the next block reads.
     """
     count = len(tokens.ids)
-    known = {} if layer is None else {"key_out": layer.keys, "value_out": layer.values, "attention": layer.attention}
+    known, rounded = (
+        {} if side is None else {"key_out": side.keys, "value_out": side.values, "attention": side.attention}
+        for side in (layer, noisy)
+    )
 
     def run(phase: str, graph: str, rows: np.ndarray, past: Arrays) -> StageRun:
         name = f"{variant}.{graph}"
         given = {**{key: env[key][rows] for key in ("query", "key", "value", "position_ids")}, **past}
         inputs = {io.name: given[io.name] for io in graphs.files[name].signature.inputs if io.name in given}
         stage = Stage("attention", name, index, phase, {}, inputs, rows)
-        return StageRun(stage, graphs.run(name, inputs, {}), {key: values[rows] for key, values in known.items()})
+        exact, in_fp16 = ({key: values[rows] for key, values in side.items()} for side in (known, rounded))
+        return StageRun(stage, graphs.run(name, inputs, {}), exact, in_fp16)
 
     spec = graphs.assembly.variants[variant]
     shapes = [(spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_head_dim)]
@@ -303,11 +327,18 @@ class Measured:
 
 
 def measure(
-    stage: Stage, tensor: str, against: str, expected: np.ndarray, found: np.ndarray, tolerance: Tolerances
+    stage: Stage,
+    tensor: str,
+    against: str,
+    expected: np.ndarray,
+    found: np.ndarray,
+    tolerance: Tolerances,
+    noisy: np.ndarray | None = None,
 ) -> Measured:
-    """Compare an output with what is expected of it, as `validate` does.
+    """Compare an output with what is expected of it.
 
-    Logits absolutely, all else within_scaled.
+    Logits absolutely where tolerance.logits is a number. All else relative to the size of the values: as
+    `validate` does where there is `noisy`, what fp16 gives in place of `expected`; else as `compare` does.
 
     Raises CheckError for an output of another shape.
     """
@@ -316,15 +347,20 @@ def measure(
             f"{stage}: {tensor}: expected shape {list(expected.shape)}, found {list(found.shape)}; "
             "export and build again"
         )
-    logits = tensor == "logits"
-    bound = tolerance.logits if logits else tolerance.block
     error = difference(expected, found)
     exact, other = (np.asarray(array, np.float64).reshape(len(array), -1) for array in (expected, found))
-    unit = 1.0 if logits else error_scale(exact)
-    with np.errstate(invalid="ignore"):
+    if tensor == "logits" and tolerance.logits is not None:
+        bound, unit = tolerance.logits, np.ones(1)
+        passed = error.within(bound)
+    elif noisy is not None:
+        allowed = block_bound(spread(expected, noisy), tolerance)
+        bound, unit, passed = allowed.largest, row_scale(exact), spread(expected, found).within(allowed)
+    else:
+        bound, unit = tolerance.beside_graph, error_scale(exact)
+        passed = error.within_scaled(bound)
+    with np.errstate(invalid="ignore", divide="ignore"):
         rows = np.nan_to_num((np.abs(exact - other) / unit).max(-1), nan=np.inf)
     over = np.flatnonzero(rows > bound)
-    passed = error.within(bound) if logits else error.within_scaled(bound)
     return Measured(
         stage, tensor, against, error, bound, passed, int(stage.positions[over[0] if len(over) else rows.argmax()])
     )

@@ -24,8 +24,9 @@ from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target, Tolerances
+from lockstep.verify.golden.forced import Errors
 from lockstep.verify.golden.opened import check_layers, open_model
-from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_logits, short
+from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_logits, read_prompt, short
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import finish, largest
 
@@ -69,7 +70,7 @@ def check(
     Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`; InputError for
     inputs that do not fit together.
     """
-    reference, prompts = _read(Path(reference_json), expected)
+    reference, prompts = _read(Path(reference_json), expected, tolerance)
     check_layers(reference_json, reference.layers, target)
     model = open_model(assembly_json, weights_json, engines_json, target, limits, threads, adapters_json)
     assert model.adapters is not None  # `open` refuses a model without
@@ -80,13 +81,13 @@ def check(
                 f"{reference_json}: adapter {answer.adapter!r}: expected {model.adapters.digest(answer.adapter)} as in "
                 f"{adapters_json}, found {answer.sha256}; make the reference again"
             )
-    checked = _Check(model, Tokenizer.open(assembly_json), prompts, reference, tolerance.logits)
+    checked = _Check(model, Tokenizer.open(assembly_json), prompts, reference)
     report = checked.run(target)
     finish(out, report, checked.failures[0] if checked.failures else None)
     return Path(out)
 
 
-def _read(path: Path, expected: Sequence[str | None]) -> tuple[AdaptedReference, list[Adapted]]:
+def _read(path: Path, expected: Sequence[str | None], tolerance: Tolerances) -> tuple[AdaptedReference, list[Adapted]]:
     manifest = AdaptedReference.load(path)
     logits = read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
     texts = list(expected) or [None] * len(manifest.answers)
@@ -97,9 +98,7 @@ def _read(path: Path, expected: Sequence[str | None]) -> tuple[AdaptedReference,
         )
     found = []
     for i, (answer, text) in enumerate(zip(manifest.answers, texts)):
-        one = answer.prompt
-        gaps = [step.gap for step in one.steps]
-        prompt = Prompt(one.text, one.prompt_ids, one.tokens, one.new_text, logits[f"logits.{i}"], gaps, text)
+        prompt = read_prompt(answer.prompt, logits[f"logits.{i}"], logits[f"noise.{i}"], tolerance, text)
         found.append(Adapted(answer.adapter, prompt))
     return manifest, found
 
@@ -110,17 +109,9 @@ class _Check:
     `failures` are lines, in the order in which they were found.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Adapted],
-        reference: AdaptedReference,
-        tolerance: float,
-    ):
+    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[Adapted], reference: AdaptedReference):
         self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
         self.max_new_tokens, self.stop_ids = reference.max_new_tokens, frozenset(reference.eos_token_ids)
-        self.tolerance = tolerance
         self.failures: list[str] = []
 
     def run(self, target: Target) -> AdaptedReport:
@@ -143,7 +134,8 @@ class _Check:
             result=PASS,
             target=target,
             engine_digest=self.model.engines.digest(),
-            tolerance=self.tolerance,
+            tolerance=max(one.prompt.bounds.largest for one in self.prompts),
+            logit_noise=max(one.prompt.bounds.cost for one in self.prompts),
             max_logit_error=largest([entry.max_logit_error for entry in entries]),
             adapters={name: self.model.adapters.known[name].sha256 for name in names},
             places=self.model.adapters.residency.max_adapters,
@@ -153,13 +145,11 @@ class _Check:
 
     def _judge(self, one: Adapted, free: Decoded, forced: Decoded, alone_equal: bool) -> AdaptedPrompt:
         prompt = one.prompt
-        errors = [difference(row, found) for row, found in zip(prompt.logits, forced.logits, strict=True)]
-        worst = largest([error.max_abs_error for error in errors])
-        if worst is None or worst > self.tolerance:
-            step = next(i for i, error in enumerate(errors) if not error.within(self.tolerance))
-            found = errors[step].max_abs_error
-            shown = "NaN or infinity" if found is None else f"{found:.3g}"
-            self._fail(one, f"step {step}: expected a logit error of at most {self.tolerance:g}, found {shown}")
+        errors = Errors(prompt.bounds)
+        for count, row, found in zip(prompt.counts, prompt.logits, forced.logits, strict=True):
+            errors.add(count, row, found)
+        if wrong := errors.wrong():
+            self._fail(one, f"step {wrong[0] - prompt.count(0)}: {wrong[1]}")
         differences = self._first_difference(one, "decoding freely", prompt.tokens, free.tokens)
         text = new_text(self.tokenizer.decode, prompt.prompt_ids, free.tokens)
         if prompt.expected is not None and text != prompt.expected:
@@ -172,7 +162,8 @@ class _Check:
             text_out=text,
             reference_text=prompt.new_text,
             expected=prompt.expected,
-            max_logit_error=worst,
+            logit_noise=prompt.bounds.cost,
+            max_logit_error=errors.worst,
             differences=differences,
             alone_equal=alone_equal,
             from_base=self._from_base(one),
@@ -272,7 +263,7 @@ class _Check:
     def _first_difference(
         self, one: Adapted, how: str, expected: Sequence[int], found: Sequence[int]
     ) -> tuple[TokenDifference, ...]:
-        found_, wrong = first_difference(one.prompt, expected, found, self.tolerance, self.tokenizer.decode)
+        found_, wrong = first_difference(one.prompt, expected, found, self.tokenizer.decode)
         if wrong is not None:
             step, what = wrong
             self._fail(one, f"step {step}, {how}: {what}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.numpy import save
 from torch.utils.hooks import RemovableHandle
@@ -56,7 +57,7 @@ def make_adapted_reference(
         model = dequantized(manifest.config, Weights.open(weights_json), layers)
     tokenizer = load_tokenizer(folder)
     answers: list[AdaptedAnswer] = []
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     ends: tuple[int, ...] = ()
     for name, prompts in golden.prompts.items():
         adapter = adapters[name] if name else None
@@ -66,7 +67,7 @@ def make_adapted_reference(
             hook.remove()
         ends = found.eos_token_ids
         for each in found.answers:
-            tensors[f"logits.{len(answers)}"] = each.logits
+            tensors |= {f"logits.{len(answers)}": each.logits, f"noise.{len(answers)}": each.noise}
             answers.append(AdaptedAnswer(name, adapter.sha256 if adapter else "", entry(each)))
     logits_path = out.with_suffix(".safetensors")
     write_bytes(logits_path, save(tensors))

@@ -20,7 +20,6 @@ import numpy as np
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport, TokenDifference
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target, Tolerances
@@ -46,13 +45,13 @@ def check_engines(
 ) -> Path:
     """Check an engine set; write the report to `out`, the speeds to `speed_out`.
 
-    Returns `out`. tolerance.logits: the largest absolute error of a logit. limits: the config's. expected: for each
-    prompt the text that must follow it, or None.
+    Returns `out`. tolerance: which errors of logits pass. limits: the config's. expected: for each prompt the text that
+    must follow it, or None.
 
     Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`; InputError for
     inputs that do not fit together or prompts that exceed the limits.
     """
-    prompts, long, reference = read_reference(Path(reference_json), expected)
+    prompts, long, reference = read_reference(Path(reference_json), expected, tolerance)
     check_layers(reference_json, reference.layers, target)
     _check_limits(prompts, long, reference.max_new_tokens, limits)
     model = open_model(assembly_json, weights_json, engines_json, target, limits, threads)
@@ -63,7 +62,7 @@ def check_engines(
             f"{assembly_json}, found {vocab_size}; make the reference again"
         )
     tokenizer = Tokenizer.open(assembly_json)
-    checked = _Check(model, tokenizer, prompts, long, reference, tolerance.logits, limits.max_num_tokens)
+    checked = _Check(model, tokenizer, prompts, long, reference, limits.max_num_tokens)
     report, speed = checked.run(target)
     finish(out, report, checked.failures[0] if checked.failures else None)
     speed.save(speed_out)
@@ -83,13 +82,13 @@ class _Check:
         prompts: Sequence[Prompt],
         long: Long | None,
         reference: ReferenceManifest,
-        tolerance: float,
         max_num_tokens: int,
     ):
         self.model, self.tokenizer, self.prompts, self.long = model, tokenizer, prompts, long
         self.max_new_tokens, self.eos_token_ids = reference.max_new_tokens, reference.eos_token_ids
-        self.tolerance, self.max_num_tokens = tolerance, max_num_tokens
+        self.max_num_tokens = max_num_tokens
         self.failures: list[str] = []
+        self.wrong: set[str] = set()  # texts of the prompts that they are of
 
     def run(self, target: Target) -> tuple[GoldenReport, SpeedReport]:
         """Return the report and the speeds."""
@@ -110,14 +109,21 @@ class _Check:
         ]
         long = self._long(self.long) if self.long else None
         mixed = self._mixed()
-        entries = [replace(entry, mixed_max_logit_error=error) for entry, error in zip(entries, mixed)]
-        long = long and replace(long, mixed_max_logit_error=mixed[-1])
+        entries = [
+            replace(entry, mixed_max_logit_error=error, passed=prompt.text not in self.wrong)
+            for entry, prompt, error in zip(entries, self.prompts, mixed)
+        ]
+        if long and self.long:
+            passed = self.long.prompt.text not in self.wrong
+            long = replace(long, mixed_max_logit_error=mixed[-1], passed=passed)
+        every = [*self.prompts, *([self.long.prompt] if self.long else [])]
         errors = [error for entry in entries for error in (entry.max_logit_error, entry.mixed_max_logit_error)]
         report = GoldenReport(
             result=PASS,
             target=target,
             engine_digest=self.model.engines.digest(),
-            tolerance=self.tolerance,
+            tolerance=max(prompt.bounds.largest for prompt in every),
+            logit_noise=max(prompt.bounds.cost for prompt in every),
             max_logit_error=largest([*errors, *(long.errors() if long else ())]),
             prompts=tuple(entries),
             long_prompt=long,
@@ -174,22 +180,20 @@ class _Check:
             ("in pieces", [(*long.edges, *answer)]),
             ("token by token", list(chunks_to_edges(long.edges))),
         ):
-            errors = force(
-                self.model, [prompt.forced(each, logits) for each in ends], self.tolerance, self.max_num_tokens
-            )
+            errors = force(self.model, [prompt.forced(each, logits) for each in ends], self.max_num_tokens)
             worst.append(self._forced_error(prompt, how, errors))
         (differences,) = self._generate([prompt], [prompt.tokens], frozenset())
         if count > self.model.chunk_size:  # else it has no whole chunk that could be reused
             for how in ("leaving a prefix", "on the prefix that was left"):
                 (decoded,), _ = self._decode([_along_reference(prompt)], prefix_caching=True)
-                for step, (row, found) in enumerate(zip(prompt.logits, decoded.logits)):
-                    if not (error := difference(row, found)).within(self.tolerance):
-                        self._fail(prompt, f"step {step}, {how}: {_off(error, self.tolerance)}")
-                        break
+                self._errors(prompt, how, decoded.logits)
         whole, cut, single = worst
         return GoldenLongPrompt(
             num_tokens=count,
             tokens=tuple(prompt.tokens),
+            logit_noise=prompt.bounds.cost,
+            tolerance=prompt.bounds.largest,
+            passed=False,
             max_logit_error=whole,
             cut_max_logit_error=cut,
             single_max_logit_error=single,
@@ -214,7 +218,7 @@ class _Check:
             prompt = self.prompts[number % len(self.prompts)]
             requests.append(prompt.forced(random_chunks(len(prompt.prompt_ids), prompt.total, random)))
             owners.append(prompt)
-        errors = force(self.model, requests, self.tolerance, self.max_num_tokens, pauses=True)
+        errors = force(self.model, requests, self.max_num_tokens, pauses=True)
         worst = []
         for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
             own = [found for found, owner in zip(errors, owners) if owner is prompt]
@@ -222,11 +226,25 @@ class _Check:
         return worst
 
     def _forced_error(self, prompt: Prompt, how: str, errors: Sequence[Errors]) -> float | None:
-        """Return the largest error; the first over tolerance goes to `failures`."""
-        first = next((found.first for found in errors if found.first), None)
-        if first:
-            self._fail(prompt, f"behind {first[0]} tokens, {how}: {_off(first[1], self.tolerance)}")
+        """Return the largest error; the first that is too large goes to `failures`."""
+        wrong = next((found for found in map(Errors.wrong, errors) if found), None)
+        if wrong:
+            self._fail(prompt, f"behind {wrong[0]} tokens, {how}: {wrong[1]}")
         return largest([found.worst for found in errors])
+
+    def _errors(
+        self, prompt: Prompt, how: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray] | None = None
+    ) -> float | None:
+        """Return the largest error of the logits of each step; the first that is too large goes to `failures`.
+
+        expected: the reference's where it is None.
+        """
+        errors = Errors(prompt.bounds)
+        for count, right, row in zip(prompt.counts, prompt.logits if expected is None else expected, found):
+            errors.add(count, right, row)
+        if wrong := errors.wrong():
+            self._fail(prompt, f"step {wrong[0] - prompt.count(0)}, {how}: {wrong[1]}")
+        return errors.worst
 
     def _freely(self, prompt: Prompt) -> Request:
         """Return a request that chooses by the logits of each step.
@@ -259,17 +277,10 @@ class _Check:
         if found_ids != list(prompt.prompt_ids):
             self._fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {found_ids}")
         differences = self._first_difference(prompt, "decoding freely", prompt.tokens, tokens)
-        errors = [difference(row, found) for row, found in zip(prompt.logits, forced.logits)]
-        worst = largest([error.max_abs_error for error in errors])
-        if worst is None or worst > self.tolerance:
-            step = next(i for i, error in enumerate(errors) if not error.within(self.tolerance))
-            self._fail(prompt, f"step {step}, along the reference's tokens: {_off(errors[step], self.tolerance)}")
+        worst = self._errors(prompt, "along the reference's tokens", forced.logits)
         lone = self._first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens)
         same = lone[0].step + 1 if lone else len(tokens)  # logits of equal histories
-        drift = [difference(row, found) for row, found in zip(free.logits[:same], alone.logits)]
-        drifted = next((i for i, error in enumerate(drift) if not error.within(self.tolerance)), None)
-        if drifted is not None:
-            self._fail(prompt, f"step {drifted}, alone instead of in the batch: {_off(drift[drifted], self.tolerance)}")
+        drift = self._errors(prompt, "alone instead of in the batch", alone.logits, free.logits[:same])
         text = new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
         if prompt.expected is not None and text != prompt.expected:
             said = f"(the reference says {prompt.new_text!r})"
@@ -283,10 +294,13 @@ class _Check:
             prompt_ids_equal=found_ids == list(prompt.prompt_ids),
             tokens_equal=not differences,
             differences=differences,
+            logit_noise=prompt.bounds.cost,
+            tolerance=prompt.bounds.largest,
+            passed=False,
             max_logit_error=worst,
             alone_equal=not lone,
             alone_differences=lone,
-            alone_max_logit_difference=largest([error.max_abs_error for error in drift]),
+            alone_max_logit_difference=drift,
             generate_equal=True,
             generate_differences=(),
             mixed_max_logit_error=None,
@@ -299,13 +313,14 @@ class _Check:
 
         See `prompts.first_difference`; one that is not accepted goes to `failures`.
         """
-        difference, wrong = first_difference(prompt, expected, found, self.tolerance, self.tokenizer.decode)
+        difference, wrong = first_difference(prompt, expected, found, self.tokenizer.decode)
         if wrong is not None:
             step, what = wrong
             self._fail(prompt, f"step {step}, {how}: {what}")
         return () if difference is None else (difference,)
 
     def _fail(self, prompt: Prompt, what: str) -> None:
+        self.wrong.add(prompt.text)
         self.failures.append(f"prompt {short(prompt.text)!r}, {what}")
 
 
@@ -330,12 +345,6 @@ def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: 
             f"(limits.max_seq_len), "
             f"found {len(long.prompt.prompt_ids)} + {max_new_tokens}; make the reference for these limits"
         )
-
-
-def _off(error: Difference, tolerance: float) -> str:
-    if error.max_abs_error is None:
-        return "expected finite logits, found NaN or infinity"
-    return f"expected a logit error of at most {tolerance:g}, found {error.max_abs_error:.3g}"
 
 
 def _along_reference(prompt: Prompt) -> Request:

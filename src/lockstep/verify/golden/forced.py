@@ -9,15 +9,18 @@ others, pauses, rows that come and go.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.onnx_tools.metrics import Difference, difference
+from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime import Advance, Model
 from lockstep.verify.boundaries import PAGE
+from lockstep.verify.metrics import off
+from lockstep.verify.noise import LogitBounds
 
 _SEED = 0
 _LONGEST_CHUNK = 8  # tokens of a short prompt, when it comes in pieces
@@ -28,13 +31,14 @@ _PAUSE = 0.25  # how often a request sits a step out
 class Forced:
     """A request with its whole history.
 
-    tokens: prompt and answer, int64. expected: {number of tokens: logits [vocab_size] float32 behind so many}. ends:
-    ascending numbers of tokens, each the end of a chunk; the request ends with the last.
+    tokens: prompt and answer, int64. expected: {number of tokens: logits [vocab_size] float32 behind so many}. bounds:
+    of their errors. ends: ascending numbers of tokens, each the end of a chunk; the request ends with the last.
     """
 
     name: str
     tokens: np.ndarray
     expected: Mapping[int, np.ndarray]
+    bounds: LogitBounds
     ends: tuple[int, ...]
 
 
@@ -42,17 +46,34 @@ class Forced:
 class Errors:
     """The errors of one request's logits.
 
-    worst: the largest absolute error, None where one is NaN or infinite. first: where it went over tolerance first.
+    worst: the largest absolute error, None where one is NaN or infinite. first: (number of tokens, what is wrong) where
+    an error was too large first.
     """
 
+    bounds: LogitBounds
     worst: float | None = 0.0
-    first: tuple[int, Difference] | None = None
+    first: tuple[int, str] | None = None
+    squares: dict[int, float] = field(default_factory=dict)
 
-    def add(self, count: int, error: Difference, tolerance: float) -> None:
+    def add(self, count: int, expected: np.ndarray, found: np.ndarray) -> None:
+        """Take the logits behind so many tokens."""
+        error, bound = difference(expected, found), self.bounds.at(count)
         if self.worst is not None:
             self.worst = None if error.max_abs_error is None else max(self.worst, error.max_abs_error)
-        if self.first is None and not error.within(tolerance):
-            self.first = (count, error)
+        if self.first is None and not error.within(bound):
+            self.first = count, off(error, bound)
+        if error.max_abs_error is not None:
+            self.squares[count] = float(np.mean(np.square(found.astype(np.float64) - expected)))
+
+    def wrong(self) -> tuple[int, str] | None:
+        """Return where an error was too large first, or all together: (number of tokens, what is wrong)."""
+        if self.first or not self.squares:
+            return self.first
+        rms, bound = math.sqrt(sum(self.squares.values()) / len(self.squares)), self.bounds.rms(self.squares)
+        if rms <= bound:
+            return None
+        rows = f"the logits of {len(self.squares)} steps"
+        return max(self.squares), f"expected an rms error of {rows} of at most {bound:.3g}, found {rms:.3g}"
 
 
 @dataclass
@@ -84,9 +105,7 @@ def chunks_to_edges(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(range(max(before, edge - PAGE, 1), edge + 1))
 
 
-def force(
-    model: Model, requests: Sequence[Forced], tolerance: float, max_num_tokens: int, pauses: bool = False
-) -> list[Errors]:
+def force(model: Model, requests: Sequence[Forced], max_num_tokens: int, pauses: bool = False) -> list[Errors]:
     """Run the requests, and compare their logits wherever they are known.
 
     As many run together as the model has slots. max_num_tokens: the most tokens of a step; a chunk that does not fit is
@@ -94,7 +113,7 @@ def force(
     time, so that rows of many lengths meet. Returns the errors of each request, in their order.
     """
     random = np.random.default_rng(_SEED)
-    results = [Errors() for _ in requests]
+    results = [Errors(request.bounds) for request in requests]
     waiting = deque(_Running(request, errors, 0, deque(request.ends)) for request, errors in zip(requests, results))
     slots: dict[int, _Running] = {}
     try:
@@ -109,8 +128,7 @@ def force(
                 if running.held == running.ends[0]:
                     running.ends.popleft()
                 if running.held in running.request.expected:
-                    error = difference(running.request.expected[running.held], logits)
-                    running.errors.add(running.held, error, tolerance)
+                    running.errors.add(running.held, running.request.expected[running.held], logits)
                 if not running.ends:
                     model.release(advance.slot)
                     del slots[advance.slot]

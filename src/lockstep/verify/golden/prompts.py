@@ -10,12 +10,14 @@ import numpy as np
 
 from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.reference import LongPrompt, ReferenceManifest
+from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt
 from lockstep.artifacts.reports import TokenDifference
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
+from lockstep.targets import Tolerances
 from lockstep.verify.golden.forced import Forced
 from lockstep.verify.golden.text import new_text
+from lockstep.verify.noise import LogitBounds, LogitNoise
 
 
 @dataclass
@@ -33,8 +35,8 @@ class Decoded:
 class Prompt:
     """One prompt of the reference.
 
-    logits: [len(tokens), vocab_size] float32. gaps: between the two largest of each step. expected: the text that must
-    follow.
+    logits: [len(tokens), vocab_size] float32. gaps: between the two largest of each step. bounds: of errors of its
+    logits. expected: the text that must follow.
     """
 
     text: str
@@ -43,7 +45,17 @@ class Prompt:
     new_text: str
     logits: np.ndarray
     gaps: Sequence[float | None]
+    bounds: LogitBounds
     expected: str | None
+
+    def count(self, step: int) -> int:
+        """Return how many tokens bring the logits of a step."""
+        return len(self.prompt_ids) + step
+
+    @property
+    def counts(self) -> range:
+        """Return how many tokens bring each row of `logits`."""
+        return range(self.count(0), self.count(len(self.logits)))
 
     @property
     def total(self) -> int:
@@ -59,8 +71,8 @@ class Prompt:
         earlier: logits within the prompt.
         """
         tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
-        behind = {len(self.prompt_ids) + step: row for step, row in enumerate(self.logits)}
-        return Forced(self.text, tokens, {**(earlier or {}), **behind}, tuple(ends))
+        behind = dict(zip(self.counts, self.logits))
+        return Forced(self.text, tokens, {**(earlier or {}), **behind}, self.bounds, tuple(ends))
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,9 @@ class Long:
     logits: Mapping[int, np.ndarray]
 
 
-def read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
+def read_reference(
+    path: Path, expected: Sequence[str | None], tolerances: Tolerances
+) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
     manifest = ReferenceManifest.load(path)
     logits = read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
     entries = manifest.prompts
@@ -85,21 +99,31 @@ def read_reference(path: Path, expected: Sequence[str | None]) -> tuple[list[Pro
         raise InputError(
             f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again"
         )
-    prompts = []
-    for i, (entry, text) in enumerate(zip(entries, texts)):
-        gaps = [step.gap for step in entry.steps]
-        prompts.append(
-            Prompt(entry.text, entry.prompt_ids, entry.tokens, entry.new_text, logits[f"logits.{i}"], gaps, text)
-        )
-    return prompts, _read_long(manifest.long, logits), manifest
+    prompts = [
+        read_prompt(entry, logits[f"logits.{i}"], logits[f"noise.{i}"], tolerances, text)
+        for i, (entry, text) in enumerate(zip(entries, texts))
+    ]
+    return prompts, _read_long(manifest.long, logits, tolerances), manifest
 
 
-def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray]) -> Long | None:
+def read_prompt(
+    entry: ReferencePrompt, logits: np.ndarray, noise: np.ndarray, tolerances: Tolerances, expected: str | None
+) -> Prompt:
+    """Return a prompt of a reference. noise: of each row of `logits`, as it lies beside the reference."""
+    counts = range(len(entry.prompt_ids), len(entry.prompt_ids) + len(logits))
+    bounds = LogitBounds(LogitNoise(dict(zip(counts, noise.tolist(), strict=True))), tolerances)
+    gaps = [step.gap for step in entry.steps]
+    return Prompt(entry.text, entry.prompt_ids, entry.tokens, entry.new_text, logits, gaps, bounds, expected)
+
+
+def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray], tolerances: Tolerances) -> Long | None:
     if entry is None:
         return None
     two = np.sort(logits["long.logits"], axis=1)[:, -2:]
     gaps = [float(row[1] - row[0]) if len(row) > 1 else None for row in two]
-    prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], gaps, None)
+    counts = (*entry.counts, *range(entry.counts[-1], entry.counts[-1] + len(entry.tokens)))
+    bounds = LogitBounds(LogitNoise(dict(zip(counts, logits["long.noise"].tolist(), strict=True))), tolerances)
+    prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], gaps, bounds, None)
     return Long(prompt, entry.edges, dict(zip(entry.counts, logits["long.prompt"], strict=True)))
 
 
@@ -119,11 +143,7 @@ def read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
 
 
 def first_difference(
-    prompt: Prompt,
-    expected: Sequence[int],
-    found: Sequence[int],
-    tolerance: float,
-    decode: Callable[[Sequence[int]], str],
+    prompt: Prompt, expected: Sequence[int], found: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> tuple[TokenDifference | None, tuple[int, str] | None]:
     """Return the first differing token, and what is wrong with it.
 
@@ -131,7 +151,7 @@ def first_difference(
     the token is not accepted.
 
     It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest, are
-    nearer to each other than the tolerance.
+    nearer to each other than the error of a logit that passes there.
     """
     step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
     if step is None and len(expected) != len(found):
@@ -140,11 +160,11 @@ def first_difference(
         return TokenDifference(step, None, None, None, False), (step, wrong)
     if step is None:
         return None, None
-    gap, row = prompt.gaps[step], prompt.logits[step]
+    gap, row, tolerance = prompt.gaps[step], prompt.logits[step], prompt.bounds.at(prompt.count(step))
     apart = abs(float(row[expected[step]]) - float(row[found[step]]))
     accepted = gap is not None and max(gap, apart) < tolerance
     why = (
-        f"another one is accepted where the gap is below {tolerance:g}, here it is {gap:.3g}"
+        f"another one is accepted where the gap is below {tolerance:.3g}, here it is {gap:.3g}"
         if gap is not None
         else "there is no gap"
     )

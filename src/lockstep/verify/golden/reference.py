@@ -8,6 +8,8 @@ model and layer count.
 
 Beside the prompts of the config stands a long one, of tokens from a hash, that goes as far as the limits allow: its
 logits are kept on both sides of each length at which a KV cache, a window or a RoPE setting has an edge.
+
+Beside all logits stands how far transformers' own fp16 is off them (`verify.noise`).
 """
 
 from __future__ import annotations
@@ -32,13 +34,12 @@ from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
 from lockstep.verify.boundaries import both_sides, config_lengths
+from lockstep.verify.golden.teacher_forced import logit_noise, logits_behind
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
 from lockstep.weights.source import open_source
 
 TOP = 5  # logits that are kept by value in the manifest
-# tokens of the long prompt that eager attention takes at a time: its scores are a number for each pair of tokens
-_CHUNK = 256
 _MOST_ROWS, _MOST_BYTES = 256, 1 << 25  # logits of the long prompt that are kept beside those at edges
 
 
@@ -47,7 +48,7 @@ class Answer:
     """One prompt and what follows it.
 
     tokens: greedy, an end-of-sequence token included. logits: [len(tokens), vocab_size] float32, those that each token
-    was chosen from. new_text: the tokens as text, special tokens left out.
+    was chosen from. noise: of each row, [len(tokens), 2]. new_text: the tokens as text, special tokens left out.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Answer:
     tokens: tuple[int, ...]
     new_text: str
     logits: np.ndarray
+    noise: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class LongAnswer:
 
     counts: ascending numbers of prompt tokens, the last is all of them; prompt_logits [len(counts), vocab_size] float32
     are those behind so many tokens. edges: those of counts at which something begins or ends. tokens, logits: as in
-    `Answer`.
+    `Answer`. noise: of the rows of prompt_logits, then of logits.
     """
 
     prompt_ids: tuple[int, ...]
@@ -72,6 +74,7 @@ class LongAnswer:
     prompt_logits: np.ndarray
     tokens: tuple[int, ...]
     logits: np.ndarray
+    noise: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,9 @@ def save_reference(
     """
     logits_path, long = logits_beside(out), reference.long
     tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
+    tensors |= {f"noise.{i}": answer.noise for i, answer in enumerate(reference.answers)}
     if long:
-        tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits}
+        tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits, "long.noise": long.noise}
     write_bytes(logits_path, save(tensors))
     ReferenceManifest(
         layers=layers,
@@ -198,7 +202,8 @@ def answer(
                 f"found {len(prompt_ids)} + {max_new_tokens}; shorten the prompt or max_new_tokens"
             )
         tokens, logits = greedy(model, prompt_ids, max_new_tokens, ends)
-        answers.append(Answer(text, prompt_ids, tokens, new_text(decode, prompt_ids, tokens), logits))
+        noise = logit_noise(model, [*prompt_ids, *tokens[:-1]], dict(enumerate(logits, len(prompt_ids))))
+        answers.append(Answer(text, prompt_ids, tokens, new_text(decode, prompt_ids, tokens), logits, noise))
     if long_prompt and limit is not None and long_prompt + max_new_tokens > limit:
         raise InputError(
             f"golden.long_prompt: expected prompt and answer within {limit} tokens (max_position_embeddings), "
@@ -228,20 +233,13 @@ def long_answer(
     edges = sorted({*(near for near in both_sides(count + max_new_tokens, lengths) if near < count), count})
     rows = min(count, _MOST_ROWS, max(1, _MOST_BYTES // (4 * vocab_size)))
     counts = sorted({*edges, *(count * (row + 1) // rows for row in range(rows))})
-    kept, cache = [], None
-    with torch.no_grad():
-        for start in range(0, count, _CHUNK):
-            output = model(
-                input_ids=torch.tensor([prompt_ids[start : start + _CHUNK]]), past_key_values=cache, use_cache=True
-            )
-            cache = output.past_key_values
-            kept += [
-                output.logits[0, near - 1 - start].float().numpy().copy()
-                for near in counts
-                if start < near <= start + _CHUNK
-            ]
-    tokens, logits = _decode(model, kept[-1], cache, max_new_tokens, ())
-    return LongAnswer(prompt_ids, tuple(edges), tuple(counts), np.stack(kept), tokens, logits)
+    kept, cache = logits_behind(model, prompt_ids, set(counts))
+    tokens, logits = _decode(model, kept[count], cache, max_new_tokens, ())
+    # The last row of the prompt's is the first of the answer's.
+    noise = logit_noise(model, [*prompt_ids, *tokens[:-1]], {**kept, **dict(enumerate(logits, count))})
+    noise = np.concatenate([noise[: len(counts)], noise[len(counts) - 1 :]])
+    prompt_logits = np.stack([kept[near] for near in counts])
+    return LongAnswer(prompt_ids, tuple(edges), tuple(counts), prompt_logits, tokens, logits, noise)
 
 
 def greedy(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.metrics import Difference
 from lockstep.targets import Tolerances
 from lockstep.verify.validate.graphs import Graphs
 from lockstep.verify.validate.parity import LayerErrors, layer_errors
@@ -44,22 +43,16 @@ def check_adapter_slots(
         for each, end in zip(tokens, ends):
             own = ids[end - len(each) : end, None] == owner
             with torch_model.adapted(modules, own):
-                adapted.append(torch_model.record(each))
+                record = torch_model.record(each)
+                adapted.append((record, torch_model.noisy(record)))
         errors, logits = layer_errors(graphs, adapted, ids)
-        for entry in errors:
-            for name, error in entry.tensors.items():
-                if not error.within_scaled(tolerance.block):
-                    raise _wrong(f"{_layer(entry)}, {name}", error, tolerance.block)
-        if not logits.within(tolerance.logits):
-            raise _wrong(f"block {graphs.exit.graph}, logits", logits, tolerance.logits)
-
-
-def _wrong(where: str, error: Difference, tolerance: float) -> CheckError:
-    found = "NaN or infinity" if error.relative_error is None else f"{error.relative_error:.3g}"
-    return CheckError(
-        f"{where}, tokens with adapters in every slot and without: expected an error of at most {tolerance:g}, found "
-        f"{found}; does a token get another's adapter?"
-    )
+        tensors = [(_layer(entry), name, error) for entry in errors for name, error in entry.tensors.items()]
+        for where, name, error in [*tensors, (f"block {graphs.exit.graph}", "logits", logits)]:
+            if wrong := error.wrong(name, tolerance):
+                raise CheckError(
+                    f"{where}, tokens with adapters in every slot and without: {wrong}; does a token get another's "
+                    "adapter?"
+                )
 
 
 def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) -> None:
@@ -78,19 +71,20 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
         grown = torch_model.record(record.token_ids, embedded=np.ascontiguousarray(unit * levels))
         if max(float(np.abs(layer.hidden).max()) for layer in grown.layers) > 0.95 * end:
             continue
-        errors, logits = layer_errors(graphs, [grown])
+        errors, logits = layer_errors(graphs, [(grown, grown)])  # what rounding costs is not asked
         reach = f"hidden states of up to {part * end:.3g}"
         all_errors = [*(error for entry in errors for error in entry.tensors.values()), logits]
-        if any(error.relative_error is None for error in all_errors):
-            entry = next((e for e in errors if any(x.relative_error is None for x in e.tensors.values())), errors[-1])
+        if any(error.of.relative_error is None for error in all_errors):
+            is_wrong = lambda entry: any(error.of.relative_error is None for error in entry.tensors.values())
+            entry = next(filter(is_wrong, errors), errors[-1])
             overflows = f"{_layer(entry)}, {reach}: expected finite numbers, found NaN or infinity"
             continue
         for entry in errors:
             error = entry.tensors.get("hidden")
-            if error is not None and not error.within_scaled(_GROSS):
+            if error is not None and not error.of.within_scaled(_GROSS):
                 raise CheckError(
                     f"{_layer(entry)}, {reach}: expected an error of at most {_GROSS:g} of their size, found "
-                    f"{error.relative_error:.3g}; are they clipped?"
+                    f"{error.of.relative_error:.3g}; are they clipped?"
                 )
         return
     if overflows:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.onnx_tools.overflow import overflows
+from lockstep.targets import Tolerances
+from lockstep.verify.metrics import off
+from lockstep.verify.noise import Spread, block_bound, spread
 from lockstep.verify.validate.graphs import Graphs
 from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
@@ -37,26 +40,69 @@ class LayerErrors:
     layer: int
     block: str
     variant: str
-    tensors: dict[str, Difference] = field(default_factory=dict)
+    tensors: dict[str, TensorErrors] = field(default_factory=dict)
     overflow: str = ""
 
 
-def embedding_error(graphs: Graphs, embed: Callable[[np.ndarray], np.ndarray]) -> Difference:
-    """Return the error of the embedding graph on the whole vocabulary, that of the worst piece of it.
+@dataclass(frozen=True)
+class TensorErrors:
+    """The error of a graph's output beside the noise of fp16 there, both relative to the size of each row."""
 
-    embed: gives what torch has for token ids.
+    of: Difference
+    error: Spread
+    noise: Spread
+
+    @classmethod
+    def measure(cls, expected: np.ndarray, found: np.ndarray, noisy: np.ndarray) -> TensorErrors:
+        """Compare arrays [rows, ...]."""
+        return cls(difference(expected, found), spread(expected, found), spread(expected, noisy))
+
+    def wrong(self, name: str, tolerance: Tolerances) -> str | None:
+        """Say what is wrong with the tensor; None where its error passes."""
+        if name == "logits" and tolerance.logits is not None:
+            within = self.of.within(tolerance.logits)
+            return None if within else f"{name}: {off(self.of, tolerance.logits)}"
+        bound, error = self.bound(name, tolerance), self.error
+        if error.within(bound):
+            return None
+        if self.of.max_abs_error is None:
+            return f"{name}: expected finite numbers, found NaN or infinity"
+        largest, rms, cosine = f"{error.largest:.3g}", f"{error.rms:.3g}", f"{self.of.cosine:.6f}"
+        if error.largest > bound.largest:
+            more = f"largest absolute error {self.of.max_abs_error:.3g}, cosine {cosine}"
+            return f"{name}: expected an error of at most {bound.largest:.3g}, found {largest} ({more})"
+        more = f"largest {largest}, cosine {cosine}"
+        return f"{name}: expected an rms error of at most {bound.rms:.3g}, found {rms} ({more})"
+
+    def bound(self, name: str, tolerance: Tolerances) -> Spread:
+        """Return the error that passes; that of logits is absolute where the config gives a number."""
+        own = replace(tolerance, block=tolerance.logits) if name == "logits" else tolerance
+        return block_bound(self.noise, own)
+
+
+Pairs = Sequence[tuple[Record, Record]]  # what torch computed of a sequence, in float32 and in fp16
+Embed = Callable[[np.ndarray], np.ndarray]
+
+
+def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed) -> TensorErrors:
+    """Return the error of the embedding graph on the whole vocabulary, the largest of all pieces of it.
+
+    embed, noisy: give what torch has for token ids, and that in fp16.
     """
-    errors = []
+    found = []
     for first in range(0, graphs.assembly.vocab_size, _PIECE):
         token_ids = np.arange(first, min(first + _PIECE, graphs.assembly.vocab_size), dtype=np.int64)
-        found = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
-        errors.append(difference(embed(token_ids), found))
-    return max(errors, key=lambda error: math.inf if error.relative_error is None else error.relative_error)
+        outputs = graphs.run_block(graphs.embedding, {"token_ids": token_ids})
+        found.append(TensorErrors.measure(embed(token_ids), outputs["hidden"], noisy(token_ids)))
+    worst = max(found, key=lambda each: math.inf if each.of.max_abs_error is None else each.error.largest)
+    return replace(
+        worst, noise=Spread(max(each.noise.largest for each in found), max(each.noise.rms for each in found))
+    )
 
 
 def layer_errors(
-    graphs: Graphs, records: Sequence[Record], adapter_ids: np.ndarray | None = None
-) -> tuple[list[LayerErrors], Difference]:
+    graphs: Graphs, records: Pairs, adapter_ids: np.ndarray | None = None
+) -> tuple[list[LayerErrors], TensorErrors]:
     """Return the errors of each layer, teacher-forced, and of the logits.
 
     The logits are those behind the last layer. All sequences run packed, as in a step. adapter_ids: the adapter slot of
@@ -67,23 +113,25 @@ def layer_errors(
     logits = graphs.run_block(graphs.exit, env)["logits"]
     if overflows({"logits": logits}, {}):
         errors[-1].overflow = errors[-1].overflow or graphs.overflow(graphs.exit, env, graphs.num_layers - 1)
-    return errors, difference(np.concatenate([record.logits for record in records]), logits)
+    expected, noisy = (np.concatenate([record.logits for record in side]) for side in zip(*records))
+    return errors, TensorErrors.measure(expected, logits, noisy)
 
 
-def errors_behind(graphs: Graphs, record: Record, capacity: int) -> list[LayerErrors]:
+def errors_behind(graphs: Graphs, record: Record, noisy: Record, capacity: int) -> list[LayerErrors]:
     """Return the errors of the layers of a record that comes behind a cache.
 
     Teacher-forced: its tokens in one chunk (`chunked`), and each as a row of one decode step. The graphs get a cache of
     at least `capacity` rows.
     """
-    return _layers_alone(graphs, [record], capacity)[0]
+    return _layers_alone(graphs, [(record, noisy)], capacity)[0]
 
 
 def _layers_alone(
-    graphs: Graphs, records: Sequence[Record], capacity: int = 0, adapter_ids: np.ndarray | None = None
+    graphs: Graphs, pairs: Pairs, capacity: int = 0, adapter_ids: np.ndarray | None = None
 ) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
     """Return the errors of each layer, and what goes on from the last to the exit."""
     packed = lambda arrays, dtype: _narrowed(np.concatenate(arrays), dtype)
+    records, noise = ([pair[side] for pair in pairs] for side in (0, 1))
     spans = _spans(records)
     env: dict[str, np.ndarray] = {
         "hidden": packed([record.embedded for record in records], graphs.hidden_dtype),
@@ -100,14 +148,15 @@ def _layers_alone(
         if index and graphs.carries(part) == ["hidden"]:
             # One value crosses to the next block: the hidden state that enters this layer and left the one before.
             known["hidden"] = np.concatenate([record.layers[index].hidden for record in records])
-            errors[-1].tensors["hidden"] = difference(known["hidden"], outputs["hidden"])
+            noisy = np.concatenate([record.layers[index].hidden for record in noise])
+            errors[-1].tensors["hidden"] = TensorErrors.measure(known["hidden"], outputs["hidden"], noisy)
         overflow = graphs.overflow(part, env, index) if overflows(outputs, known) else ""
         env |= outputs | {name: _narrowed(array, graphs.hidden_dtype) for name, array in known.items()}
         entry = LayerErrors(index, part.graph, layer.variant, overflow=overflow)
-        layers = [record.layers[index] for record in records]
+        layers = [(record.layers[index], rounded.layers[index]) for record, rounded in pairs]
         if records[0].num_past:
             entry.tensors |= _variant_errors_behind(
-                graphs, layer.variant, env, layers[0], records[0].num_past, capacity
+                graphs, layer.variant, env, *layers[0], records[0].num_past, capacity
             )
         else:
             entry.tensors |= _variant_errors(graphs, layer.variant, env, layers, spans)
@@ -117,14 +166,18 @@ def _layers_alone(
 
 
 def _variant_errors(
-    graphs: Graphs, variant: str, env: Mapping[str, np.ndarray], layers: Sequence[LayerRecord], spans: Sequence[slice]
-) -> dict[str, Difference]:
+    graphs: Graphs,
+    variant: str,
+    env: Mapping[str, np.ndarray],
+    layers: Sequence[tuple[LayerRecord, LayerRecord]],
+    spans: Sequence[slice],
+) -> dict[str, TensorErrors]:
     """Return the errors of a layer's attention in three phases.
 
     Whole prompts, prompts whose second half comes behind a cache, and last tokens as one decode step.
     """
     found = _Found()
-    for layer, span in zip(layers, spans):
+    for (layer, noisy), span in zip(layers, spans):
         count = span.stop - span.start
         for phase, start in (("prefill", 0), ("chunked", count // 2)):
             if phase == "chunked" and not start:
@@ -133,22 +186,29 @@ def _variant_errors(
             outputs = graphs.run_attention(
                 variant, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past}
             )
-            found.add(phase, outputs, _expected(layer, slice(start, count)))
+            rows = slice(start, count)
+            found.add(phase, outputs, _expected(layer, rows), _expected(noisy, rows))
     last = np.array([span.stop - 1 for span in spans])
     lengths = [span.stop - span.start - 1 for span in spans]
-    outputs = graphs.run_attention(variant, "decode", {**_rows(env, last), **_past(graphs, layers, lengths)})
-    for row, (layer, length) in enumerate(zip(layers, lengths)):
-        found.add(
-            "decode",
-            {name: array[row : row + 1] for name, array in outputs.items()},
-            _expected(layer, slice(length, length + 1)),
-        )
+    outputs = graphs.run_attention(
+        variant, "decode", {**_rows(env, last), **_past(graphs, [layer for layer, _ in layers], lengths)}
+    )
+    for row, ((layer, noisy), length) in enumerate(zip(layers, lengths)):
+        token = slice(length, length + 1)
+        one = {name: array[row : row + 1] for name, array in outputs.items()}
+        found.add("decode", one, _expected(layer, token), _expected(noisy, token))
     return found.errors()
 
 
 def _variant_errors_behind(
-    graphs: Graphs, variant: str, env: Mapping[str, np.ndarray], layer: LayerRecord, num_past: int, capacity: int
-) -> dict[str, Difference]:
+    graphs: Graphs,
+    variant: str,
+    env: Mapping[str, np.ndarray],
+    layer: LayerRecord,
+    noisy: LayerRecord,
+    num_past: int,
+    capacity: int,
+) -> dict[str, TensorErrors]:
     """Return the errors of a layer's attention behind a cache.
 
     All tokens as a chunk, and each as a request of one decode step.
@@ -159,18 +219,12 @@ def _variant_errors_behind(
         for name, array in _rows(env, slice(None)).items()
     }
     count, found = len(rows["query"]), _Found()
-    expected = _expected(layer, slice(0, count), num_past)
-    found.add(
-        "chunked",
-        graphs.run_attention(variant, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)}),
-        expected,
-    )
+    expected, noise = (_expected(record, slice(0, count), num_past) for record in (layer, noisy))
+    chunk = graphs.run_attention(variant, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)})
+    found.add("chunked", chunk, expected, noise)
     lengths = [num_past + token for token in range(count)]
-    found.add(
-        "decode",
-        graphs.run_attention(variant, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)}),
-        expected,
-    )
+    each = graphs.run_attention(variant, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)})
+    found.add("decode", each, expected, noise)
     return found.errors()
 
 
@@ -181,21 +235,34 @@ def _narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 class _Found:
-    """What a layer's attention graphs gave, beside what was expected, by phase."""
+    """What a layer's attention graphs gave, what was expected, and that in fp16, by phase."""
 
     def __init__(self) -> None:
-        self._arrays: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+        self._arrays: dict[tuple[str, str], list[tuple[np.ndarray, ...]]] = {}
 
-    def add(self, phase: str, outputs: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    def add(
+        self,
+        phase: str,
+        outputs: Mapping[str, np.ndarray],
+        expected: Mapping[str, np.ndarray],
+        noisy: Mapping[str, np.ndarray],
+    ) -> None:
         for name in ("key_out", "value_out", "attention"):
-            self._arrays.setdefault((phase, name), []).append((expected[name].ravel(), outputs[name].ravel()))
+            rows = (side[name].reshape(len(expected[name]), -1) for side in (expected, outputs, noisy))
+            self._arrays.setdefault((phase, name), []).append(tuple(rows))
 
-    def errors(self) -> dict[str, Difference]:
-        """Return {"<phase>.<output>": error}, in the order in which phases were added."""
-        return {
-            f"{phase}.{name}": difference(*(np.concatenate(side) for side in zip(*pairs)))
-            for (phase, name), pairs in self._arrays.items()
-        }
+    def errors(self) -> dict[str, TensorErrors]:
+        """Return {"<phase>.<output>": errors}, in the order in which phases were added.
+
+        The first phase has all rows: where noise is larger there, a phase of some of them is held to that.
+        """
+        found: dict[str, TensorErrors] = {}
+        usual: dict[str, Spread] = {}
+        for (phase, name), arrays in self._arrays.items():
+            error = TensorErrors.measure(*(np.concatenate(side) for side in zip(*arrays)))
+            noise = usual.setdefault(name, error.noise)
+            found[f"{phase}.{name}"] = replace(error, noise=error.noise | noise)
+        return found
 
 
 def _past(

@@ -138,11 +138,16 @@ class GraphRunner(BaseRunner):
 
 
 def compare(
-    runners: Sequence[BaseRunner], inputs: Sequence[IO], feeds: Sequence[Mapping[str, np.ndarray]], tolerance: float
+    runners: Sequence[BaseRunner],
+    inputs: Sequence[IO],
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    tolerance: float,
+    noise: float = 0.0,
 ) -> dict[str, ForwardError]:
     """Run all runners on all feeds with Polygraphy's Comparator.
 
-    Each is compared with the last, by largest absolute error and cosine. Returns {runner: its error}.
+    Each is compared with the last, by largest absolute error and cosine. Returns {runner: its error}. noise: what the
+    precision itself costs, for the report.
 
     Raises CheckError when a feed is not what `inputs` declare, when a runner takes other inputs, or when runners give
     other outputs: Polygraphy would match by position, cast, or skip.
@@ -165,11 +170,11 @@ def compare(
             errors, angles = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=functions)
     except PolygraphyException as error:
         raise CheckError(f"Comparator: {one_line(error)}") from error
-    return {pair[0]: _summary(errors[pair], angles[pair], tolerance) for pair in errors}
+    return {pair[0]: _summary(errors[pair], angles[pair], tolerance, noise) for pair in errors}
 
 
 def _summary(
-    errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float
+    errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float, noise: float
 ) -> ForwardError:
     """Return the worst of all feeds and outputs.
 
@@ -179,7 +184,7 @@ def _summary(
     worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in results])
     cosine = min((angle.cosine_similarity for outputs in angles for angle in outputs.values()), default=0.0)
     passed = bool(results) and all(bool(result) for result in results) and worst is not None
-    return ForwardError(worst, cosine if math.isfinite(cosine) else None, tolerance, passed)
+    return ForwardError(worst, cosine if math.isfinite(cosine) else None, noise, tolerance, passed)
 
 
 def _check_metadata(runner: BaseRunner, inputs: Sequence[IO]) -> None:

@@ -9,7 +9,8 @@ caches up to the length that the limits allow, then the whole forward through Po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,20 @@ from lockstep.artifacts.reports import (
 )
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.comparator import BoundRunner
-from lockstep.onnx_tools.metrics import Difference
-from lockstep.targets import Tolerances
+from lockstep.onnx_tools.metrics import max_abs_error
+from lockstep.targets import ROUNDING, Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
-from lockstep.verify.metrics import finish, largest
+from lockstep.verify.metrics import finish, finite
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
 from lockstep.verify.validate.graphs import Graph, Graphs
-from lockstep.verify.validate.parity import LayerErrors, embedding_error, errors_behind, forward, layer_errors
+from lockstep.verify.validate.parity import (
+    LayerErrors,
+    TensorErrors,
+    embedding_error,
+    errors_behind,
+    forward,
+    layer_errors,
+)
 from lockstep.verify.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
 from lockstep.verify.validate.torch_trace import Record, TorchModel, sequences
 from lockstep.weights import Weights
@@ -80,18 +88,19 @@ def run(
 
     Writes the report to `out`, which is returned.
 
-    tolerance: logits is the largest absolute error of a logit, block the same for what a layer computes, where
-    values above one have proportionally more room (`Difference.within_scaled`). max_seq_len: the most tokens of a
+    tolerance: which errors pass, of what a layer computes and of logits. max_seq_len: the most tokens of a
     request. model: its name in the report, by default the last part of the checkpoint's source. threads: None takes all
     cores.
 
-    Raises CheckError, which names the first layer over tolerance, and then writes the report to `<out>.failed.json`
+    Raises CheckError, which names the first layer that is off, and then writes the report to `<out>.failed.json`
     instead; InputError for inputs that do not fit together.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     checkpoint, assembly = CheckpointManifest.load(checkpoint_json), Assembly.load(assembly_json)
     target = ValidatedGraphs(model or Path(checkpoint.source).name, assembly.precision, layers)
+    if assembly.quantization is not None:  # graphs of integer weights compute in float32, whatever engines do
+        tolerance = replace(tolerance, rounding=ROUNDING["fp32"])
     found = _Found(ValidationReport(result=PASS, target=target, first_failing_layer=None))
     try:
         graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
@@ -105,11 +114,11 @@ def run(
         _check_layers(graphs, torch_model, records, tolerance, found)
         check_adapter_slots(graphs, torch_model, records, tolerance)
         check_magnitudes(graphs, torch_model, records[-1])
-        _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance.block, found)
+        _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance, found)
         uncut = graphs.uncut(threads)
         if uncut is not None:
             _check_graph("batchful", uncut, found)
-        _check_forward(graphs, uncut, torch_model, records, tolerance.logits, found)
+        _check_forward(graphs, uncut, torch_model, records, tolerance, found)
     except CheckError as error:
         return finish(out, found.report, str(error))
     return finish(out, found.report, None)
@@ -138,29 +147,28 @@ def _check_layers(
     graphs: Graphs, torch_model: TorchModel, records: list[Record], tolerance: Tolerances, found: _Found
 ) -> None:
     """Check the embedding on the whole vocabulary, and each layer, teacher-forced. Raises CheckError."""
-    embedding = embedding_error(graphs, torch_model.embed)
-    errors, logits = layer_errors(graphs, records)
-    block, bound = tolerance.block, tolerance.logits
+    embedding = embedding_error(graphs, torch_model.embed, torch_model.noisy_embed)
+    errors, logits = layer_errors(graphs, [(record, torch_model.noisy(record)) for record in records])
     found.note(
-        embedding=BlockErrors(graphs.embedding.graph, {"hidden": _entry(embedding, block)}),
-        blocks=tuple(_layer_entry(entry, block) for entry in errors),
-        exit=BlockErrors(graphs.exit.graph, {"logits": _entry(logits, bound)}, graphs.num_layers - 1),
+        embedding=BlockErrors(graphs.embedding.graph, {"hidden": _entry("hidden", embedding, tolerance)}),
+        blocks=tuple(_layer_entry(entry, tolerance) for entry in errors),
+        exit=BlockErrors(graphs.exit.graph, {"logits": _entry("logits", logits, tolerance)}, graphs.num_layers - 1),
     )
-    if embedding.max_abs_error is None:
+    if embedding.of.max_abs_error is None:
         token_ids = np.concatenate([record.token_ids for record in records])
         if overflow := graphs.overflow(graphs.embedding, {"token_ids": token_ids}, None):
             raise CheckError(overflow)
-    if not embedding.within_scaled(block):
-        raise CheckError(f"embedding ({graphs.embedding.graph}): {_found('hidden', embedding, block)}")
+    if wrong := embedding.wrong("hidden", tolerance):
+        raise CheckError(f"embedding ({graphs.embedding.graph}): {wrong}")
     for entry in errors:
         if entry.overflow:
             found.note(first_failing_layer=entry.layer)
             raise CheckError(entry.overflow)
-    _check_errors(errors, block, "", found)
-    if not logits.within(bound):
+    _check_errors(errors, tolerance, "", found)
+    if wrong := logits.wrong("logits", tolerance):
         found.note(first_failing_layer=graphs.num_layers - 1)
         where = f"layer {graphs.num_layers - 1} (block {graphs.exit.graph}, behind the last attention)"
-        raise CheckError(f"{where}: {_found('logits', logits, bound)}")
+        raise CheckError(f"{where}: {wrong}")
 
 
 def _check_long_contexts(
@@ -169,7 +177,7 @@ def _check_long_contexts(
     short: Record,
     config: Mapping[str, Any],
     max_seq_len: int,
-    tolerance: float,
+    tolerance: Tolerances,
     found: _Found,
 ) -> None:
     """Check each kind of layer behind long synthetic caches, teacher-forced.
@@ -196,24 +204,32 @@ def _check_long_contexts(
             ]
             past = [synthetic_past(random, num_past, heads, dims, lengths) for heads, dims in shapes]
             record = torch_model.record(random.integers(0, graphs.assembly.vocab_size, _NUM_BEHIND), past)
-            errors = errors_behind(graphs, record, max_seq_len if number % 2 else 0)
-            worst = largest([error.relative_error for entry in errors for error in entry.tensors.values()])
-            caches.append(CacheError(num_past, worst, tolerance))
+            noisy = torch_model.noisy(record, past)
+            errors = errors_behind(graphs, record, noisy, max_seq_len if number % 2 else 0)
+            caches.append(_worst(num_past, errors, tolerance))
             found.note(long_context=LongContext(max_seq_len, count, tuple(caches)))
             _check_errors(errors, tolerance, f"behind {num_past} cached tokens, ", found)
 
 
-def _check_errors(errors: list[LayerErrors], tolerance: float, where: str, found: _Found) -> None:
-    """Check each tensor of each layer against the tolerance.
+def _worst(num_past: int, errors: list[LayerErrors], tolerance: Tolerances) -> CacheError:
+    """Return the error that is the largest beside what passes."""
+    entries = [_entry(name, error, tolerance) for entry in errors for name, error in entry.tensors.items()]
+    part = lambda entry: math.inf if entry.relative_error is None else entry.relative_error / entry.tolerance
+    worst = max(entries, key=part)
+    return CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance)
 
-    Raises CheckError for the first over it, and notes its layer.
+
+def _check_errors(errors: list[LayerErrors], tolerance: Tolerances, where: str, found: _Found) -> None:
+    """Check each tensor of each layer.
+
+    Raises CheckError for the first that is off by too much, and notes its layer.
     """
     for entry in errors:
         for name, error in entry.tensors.items():
-            if not error.within_scaled(tolerance):
+            if wrong := error.wrong(name, tolerance):
                 found.note(first_failing_layer=entry.layer)
                 layer = f"layer {entry.layer} (block {entry.block}, {entry.variant})"
-                raise CheckError(f"{layer}: {where}{_found(name, error, tolerance)}")
+                raise CheckError(f"{layer}: {where}{wrong}")
 
 
 def _sequences(graphs: Graphs) -> list[np.ndarray]:
@@ -227,7 +243,12 @@ def _sequences(graphs: Graphs) -> list[np.ndarray]:
 
 
 def _check_forward(
-    graphs: Graphs, uncut: Graph | None, torch_model: TorchModel, records: list[Record], tolerance: float, found: _Found
+    graphs: Graphs,
+    uncut: Graph | None,
+    torch_model: TorchModel,
+    records: list[Record],
+    tolerance: Tolerances,
+    found: _Found,
 ) -> None:
     """Check whole sequences, free, through Polygraphy.
 
@@ -251,28 +272,44 @@ def _check_forward(
         }
         for record in records
     ]
-    errors = compare(runners, inputs, feeds, tolerance)
+    noise, bound = _forward_noise(torch_model, feeds, tolerance)
+    errors = compare(runners, inputs, feeds, bound, noise)
     found.note(forward=errors)
     for runner, error in errors.items():
         if not error.passed:
             raise CheckError(
                 f"whole forward ({runner}): every layer alone is within tolerance, but the logits together "
                 f"differ by {error.max_abs_error}, "
-                f"expected at most {tolerance:g}"
+                f"expected at most {bound:.3g}"
             )
 
 
-def _layer_entry(errors: LayerErrors, tolerance: float) -> BlockErrors:
-    tensors = {name: _entry(error, tolerance) for name, error in errors.tensors.items()}
+def _forward_noise(
+    torch_model: TorchModel, feeds: Sequence[Mapping[str, np.ndarray]], tolerance: Tolerances
+) -> tuple[float, float]:
+    """Return what the precision itself costs of a logit of a whole forward, and the error that passes."""
+    noise = 0.0
+    for feed in feeds:
+        given = feed["hidden"], feed["position_ids"]
+        right = torch_model.logits(*given)
+        noise = max(noise, tolerance.rounding * max_abs_error(right, torch_model.noisy_logits(*given, right)))
+    return noise, tolerance.noise * noise if tolerance.logits is None else tolerance.logits
+
+
+def _layer_entry(errors: LayerErrors, tolerance: Tolerances) -> BlockErrors:
+    tensors = {name: _entry(name, error, tolerance) for name, error in errors.tensors.items()}
     return BlockErrors(errors.block, tensors, errors.layer, errors.variant)
 
 
-def _entry(error: Difference, tolerance: float) -> TensorError:
-    return TensorError(error.max_abs_error, error.relative_error, error.cosine, tolerance)
-
-
-def _found(name: str, error: Difference, tolerance: float) -> str:
-    if error.max_abs_error is None:
-        return f"{name}: expected finite numbers, found NaN or infinity"
-    found = f"{error.relative_error:.3g} (largest absolute error {error.max_abs_error:.3g}, cosine {error.cosine:.6f})"
-    return f"{name}: expected an error of at most {tolerance:g}, found {found}"
+def _entry(name: str, found: TensorErrors, tolerance: Tolerances) -> TensorError:
+    bound, noise = found.bound(name, tolerance), found.noise * tolerance.rounding
+    return TensorError(
+        max_abs_error=found.of.max_abs_error,
+        relative_error=finite(found.error.largest),
+        rms_error=finite(found.error.rms),
+        cosine=found.of.cosine,
+        noise=noise.largest,
+        rms_noise=noise.rms,
+        tolerance=bound.largest,
+        rms_tolerance=finite(bound.rms),
+    )

@@ -6,6 +6,9 @@ The weights are the target's (fp16 weights are upcast), the arithmetic is float3
 own error, neither the rounding of the weights, which `convert` is asked for, nor that of torch's fp16, which is as
 large as ours.
 
+Beside each record stands one of the same model rounded to fp16 (`verify.rounded`), each layer on what float32 gave
+before it: the difference is what the precision itself costs there.
+
 The recording hangs on transformers' `AttentionInterface`, so no model needs code of its own: the hook is called with
 query, key (rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask.
 """
@@ -16,7 +19,7 @@ import contextlib
 import contextvars
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +30,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from lockstep.errors import InputError
 from lockstep.export.torch_model import cut_config, eager_attention, layer_of, load_tensors
 from lockstep.export.tracer import layer_list
+from lockstep.verify.rounded import NOISE_DTYPES, Rounded
 from lockstep.weights import Weights
 
 HOOK = "lockstep_recording"
 _WIDEST = 256
+_RECORDED = ("keys", "values", "attention")  # of each layer, by the attention hook
 # Behind a synthetic cache: the standard deviation of scores against its standard normal keys. Small, so that every
 # cache row has a weight.
 _SCORES = 0.5
@@ -67,6 +72,10 @@ class Record:
     logits: np.ndarray
     num_past: int = 0
 
+    def is_finite(self) -> bool:
+        layers = (getattr(layer, name) for layer in self.layers for name in ("hidden", *_RECORDED))
+        return all(np.isfinite(array).all() for array in (self.embedded, self.logits, *layers))
+
     @property
     def position_ids(self) -> np.ndarray:
         return self.num_past + np.arange(len(self.token_ids), dtype=np.int64)
@@ -77,11 +86,12 @@ class _Recording:
     """What the attention hook has seen, by layer.
 
     past: of tokens behind a synthetic cache its keys and values [1, num_kv_heads, num_past, ...] of each layer; none
-    where there is no such cache.
+    where there is no such cache. right: what each attention is to give instead of what it computes.
     """
 
     past: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    right: Record | None = None
 
 
 class _TokensBefore(DynamicCache):
@@ -118,7 +128,12 @@ class TorchModel:
     def embed(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the embedded tokens, float32 [num_tokens, hidden_size]."""
         with torch.no_grad():
-            return self.model.get_input_embeddings()(torch.from_numpy(token_ids)).numpy()
+            return _numpy(self.model.get_input_embeddings()(torch.from_numpy(np.ascontiguousarray(token_ids))))
+
+    def noisy_embed(self, token_ids: np.ndarray) -> np.ndarray:
+        """Return the same of a model whose embedding is rounded to fp16."""
+        with Rounded(torch.float16):
+            return self.embed(token_ids)
 
     def record(
         self,
@@ -132,29 +147,63 @@ class TorchModel:
         that the sequence comes behind. Each layer's own queries and keys are then scaled to scores that let every cache
         row take part. embedded: what stands for the embedded tokens, [num_tokens, hidden_size].
         """
-        recording = _Recording([(_by_head(keys), _by_head(values)) for keys, values in past])
+        recording = _Recording(_caches(past))
+        ids, embedded, output = self._run(recording, token_ids, embedded, output_hidden_states=True)
+        states = [_numpy(state[0]) for state in output.hidden_states]
+        layers = tuple(LayerRecord(states[i], **recording.calls[i]) for i in range(self.num_layers))
+        num_past = len(past[0][0]) if past else 0
+        return Record(ids, embedded, layers, _numpy(output.logits[0]), num_past)
+
+    def noisy(self, right: Record, past: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> Record:
+        """Return the record of the model in fp16, each layer on what `right` has there.
+
+        right: the record of the same tokens and `past`. Of a model that goes beyond fp16's range the errors are those
+        of bf16, scaled. Raises InputError where these are not finite either.
+        """
+        for dtype, rounding in NOISE_DTYPES:
+            recording, entered = _Recording(_caches(past, dtype), right=right), dict[int, torch.Tensor]()
+            with Rounded(dtype), _on(self.model, right, entered):
+                ids, embedded, output = self._run(recording, right.token_ids)
+            scaled = lambda exact, found, part=rounding: exact + (found - exact) / np.float32(part)
+            layers = tuple(
+                replace(
+                    layer,
+                    hidden=scaled(layer.hidden, _numpy(entered[i])) if i in entered else layer.hidden,
+                    **{name: scaled(getattr(layer, name), recording.calls[i][name]) for name in _RECORDED},
+                )
+                for i, layer in enumerate(right.layers)
+            )
+            logits = scaled(right.logits, _numpy(output.logits[0]))
+            made = Record(ids, scaled(right.embedded, embedded), layers, logits, right.num_past)
+            if made.is_finite():
+                return made
+        raise InputError(
+            f"model type {self.model.config.model_type!r}: expected finite numbers of its weights rounded to bfloat16, "
+            "found NaN or infinity; are these weights whole?"
+        )
+
+    def _run(
+        self, recording: _Recording, token_ids: np.ndarray, embedded: np.ndarray | None = None, **options: Any
+    ) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Run one sequence. Returns its ids, the embedded tokens, and what the model gives."""
         _recording.set(recording)
-        own = embedded is not None
-        embedded = embedded if embedded is not None else self.embed(token_ids)
         with torch.no_grad():
             ids = torch.from_numpy(np.ascontiguousarray(token_ids))
-            given = {"inputs_embeds": torch.from_numpy(embedded)[None]} if own else {"input_ids": ids[None]}
-            cache = (
-                {"past_key_values": _TokensBefore(recording.past), "use_cache": True} if past else {"use_cache": False}
+            given = (
+                {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": torch.from_numpy(embedded)[None]}
             )
-            output = self.model(**given, output_hidden_states=True, **cache)
-        calls = recording.calls
-        if sorted(calls) != list(range(self.num_layers)):
+            embedded = self.embed(token_ids) if embedded is None else embedded
+            cache: dict[str, Any] = {"use_cache": False}
+            if recording.past:
+                cache = {"past_key_values": _TokensBefore(recording.past), "use_cache": True}
+            output = self.model(**given, **options, **cache)
+        if sorted(recording.calls) != list(range(self.num_layers)):
             raise InputError(
                 f"model type {self.model.config.model_type!r}: expected one attention for each of "
                 f"{self.num_layers} layers through transformers' "
-                f"attention interface, found layers {sorted(calls)}; this model cannot be validated"
+                f"attention interface, found layers {sorted(recording.calls)}; this model cannot be validated"
             )
-        states = [state[0].numpy() for state in output.hidden_states]
-        layers = tuple(LayerRecord(states[i], **calls[i]) for i in range(self.num_layers))
-        return Record(
-            np.asarray(token_ids, np.int64), embedded, layers, output.logits[0].numpy(), len(past[0][0]) if past else 0
-        )
+        return np.asarray(token_ids, np.int64), embedded, output
 
     @contextlib.contextmanager
     def adapted(self, modules: Mapping[str, tuple[np.ndarray, np.ndarray]], columns: np.ndarray) -> Iterator[None]:
@@ -199,13 +248,51 @@ class TorchModel:
 
         hidden: its embedded tokens, [num_tokens, hidden_size].
         """
+        return _numpy(self._logits(hidden, position_ids, torch.float32))
+
+    def noisy_logits(self, hidden: np.ndarray, position_ids: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """Return the same in fp16. right: what `logits` gives."""
+        found = right
+        for dtype, rounding in NOISE_DTYPES:
+            with Rounded(dtype):
+                found = right + (_numpy(self._logits(hidden, position_ids, dtype)) - right) / np.float32(rounding)
+            if np.isfinite(found).all():
+                break
+        return found
+
+    def _logits(self, hidden: np.ndarray, position_ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         _recording.set(_Recording())
         with torch.no_grad():
-            embedded = torch.from_numpy(np.asarray(hidden, np.float32))[None]
+            embedded = torch.from_numpy(np.asarray(hidden, np.float32))[None].to(dtype)
             output = self.model(
                 inputs_embeds=embedded, position_ids=torch.from_numpy(position_ids)[None], use_cache=False
             )
-        return output.logits[0].numpy()
+        return output.logits[0]
+
+
+@contextlib.contextmanager
+def _on(model: Any, right: Record, entered: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Give each layer the hidden state that `right` has there; what came to it goes to `entered`."""
+
+    def before(index: int, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        found = args[0] if args else options["hidden_states"]
+        hidden = torch.from_numpy(right.layers[index].hidden)[None]
+        if hidden.shape != found.shape:  # of several streams, of which transformers shows one
+            return args, options
+        entered[index], hidden = found[0], hidden.to(found.dtype)
+        return ((hidden, *args[1:]), options) if args else (args, {**options, "hidden_states": hidden})
+
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda _, args, options, index=index: before(index, args, options), with_kwargs=True
+        )
+        for index, layer in enumerate(layer_list(model)[1])
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _record_attention(
@@ -232,31 +319,47 @@ def _record_attention(
     if recording.past:
         past_key, past_value = recording.past[module.layer_idx]
         key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
-        query, key, scales = _scaled(query, key, past_key.shape[2], options.get("scaling"))
+        right = recording.right.layers[module.layer_idx] if recording.right else None
+        query, key, scales = _scaled(query, key, past_key.shape[2], options.get("scaling"), right)
     attention, weights = eager(module, query, key, value, attention_mask, **options)
-    by_token = lambda x: np.ascontiguousarray(x[0].transpose(0, 1).numpy())
+    by_token = lambda x: np.ascontiguousarray(_numpy(x[0].transpose(0, 1)))
     recording.calls[module.layer_idx] = {
         "keys": by_token(key),
         "values": by_token(value),
-        "attention": attention[0].flatten(1).numpy(),
+        "attention": _numpy(attention[0].flatten(1)),
         **scales,
     }
+    if recording.right:
+        exact = torch.from_numpy(recording.right.layers[module.layer_idx].attention)
+        attention = exact.to(attention.dtype).reshape(attention.shape)
     return attention, weights
 
 
 def _scaled(
-    query: torch.Tensor, key: torch.Tensor, num_past: int, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, num_past: int, scaling: float | None, right: LayerRecord | None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Scale queries to scores of standard deviation _SCORES, and keys to rms one.
 
     The scores are against standard normal keys; the keys are the new ones. RoPE is linear, so the graphs may scale
-    their queries and keys before it.
+    their queries and keys before it. right: of a layer that is rounded, the record of the exact one.
     """
     rms = lambda x: max(float(x.square().mean().sqrt()), 1e-6)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     by_query, by_key = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * rms(query)), 1 / rms(key[:, :, num_past:])
+    if right:
+        by_query, by_key = right.query_scale, right.key_scale
     key = torch.cat([key[:, :, :num_past], key[:, :, num_past:] * by_key], 2)
     return query * by_query, key, {"query_scale": by_query, "key_scale": by_key}
+
+
+def _caches(
+    past: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype = torch.float32
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(_by_head(keys).to(dtype), _by_head(values).to(dtype)) for keys, values in past]
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.float().numpy()
 
 
 def _by_head(array: np.ndarray) -> torch.Tensor:

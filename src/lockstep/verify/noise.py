@@ -1,0 +1,124 @@
+"""What a precision itself costs, and which errors pass beside it. Needs no torch.
+
+In: errors that transformers makes in fp16 on the same weights and tokens (`verify.rounded`), its noise, and the errors
+of a graph or an engine. Out: whether these are no more than rounding.
+
+Rounding errors are draws of one distribution, whose size the model and the tokens decide: activations that are a
+thousand times larger than others, attention that hangs on one score. So an error is judged beside the noise of the same
+numbers, in two ways: its largest value, which shows one wrong number, may be `Tolerances.noise` times the largest
+noise; its rms over all numbers, which varies much less from draw to draw and shows what is a little wrong everywhere,
+may be a third as many times the rms of the noise (1.3 times is seen).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.targets import Tolerances
+
+# Where nothing is rounded but the result, it is still off by half of the last bit of fp16: at most 2^-11 of its size,
+# rms a quarter of that.
+_FLOOR, _FLOOR_RMS = 2.0**-11, 2.0**-13
+_RMS = 1 / 3  # of `Tolerances.noise`: see above
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The size of an error: its largest value, and its rms. NaN or infinite where the error is."""
+
+    largest: float
+    rms: float
+
+    def __or__(self, other: Spread) -> Spread:
+        """Return the larger of both."""
+        return Spread(max(self.largest, other.largest), max(self.rms, other.rms))
+
+    def __mul__(self, factor: float) -> Spread:
+        return Spread(self.largest * factor, self.rms * factor)
+
+    def within(self, bound: Spread) -> bool:
+        """Return whether the error passes; one that is not finite never does."""
+        return self.largest <= bound.largest and self.rms <= bound.rms
+
+
+def row_scale(expected: np.ndarray) -> np.ndarray:
+    """Return what the error of each number of [rows, ...], float64, is relative to: max(|it|, rms of its row)."""
+    rows = expected.reshape(len(expected), -1)
+    return np.maximum(np.abs(rows), np.sqrt(np.mean(rows * rows, axis=1, keepdims=True)))
+
+
+def spread(expected: np.ndarray, found: np.ndarray) -> Spread:
+    """Return the error of an array [rows, ...], each number relative to `row_scale`.
+
+    Floating point carries digits, not decimals; and a row (a token) of small numbers is held to its own size, whatever
+    stands in others.
+    """
+    if not expected.size:
+        return Spread(0.0, 0.0)
+    exact, other = (np.asarray(array, np.float64).reshape(len(array), -1) for array in (expected, found))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = np.abs(other - exact)
+        relative = np.where(error == 0, 0.0, error / row_scale(exact))
+        return Spread(float(relative.max()), float(np.sqrt(np.mean(relative * relative))))
+
+
+def block_bound(noise: Spread, tolerances: Tolerances) -> Spread:
+    """Return the error (`spread`) that passes of a tensor whose noise is that of fp16."""
+    if tolerances.block is not None:
+        return Spread(tolerances.block, math.inf)
+    times = tolerances.noise * tolerances.rounding
+    return Spread(times * max(noise.largest, _FLOOR), _RMS * times * max(noise.rms, _FLOOR_RMS))
+
+
+class LogitNoise:
+    """The noise of the logits of one request, in fp16, by the number of tokens that bring a row.
+
+    rows: {number of tokens: (largest, rms) error of that row}.
+    """
+
+    def __init__(self, rows: Mapping[int, tuple[float, float]]):
+        self._rows = {count: Spread(*map(float, row)) for count, row in rows.items()}
+        self._usual = float(np.median([row.largest for row in self._rows.values()])) if rows else 0.0
+        self.largest = max((row.largest for row in self._rows.values()), default=0.0)
+
+    def rms(self, counts: Iterable[int]) -> float:
+        """Return the rms over these rows, over all where there it is larger."""
+        own, every = [self._rows[count].rms ** 2 for count in counts], [row.rms**2 for row in self._rows.values()]
+        return math.sqrt(max(sum(own) / max(len(own), 1), sum(every) / max(len(every), 1)))
+
+    def at(self, count: int) -> float:
+        """Return the largest error of a row; of the usual row where that is larger."""
+        return max(self._rows[count].largest, self._usual)
+
+
+@dataclass(frozen=True)
+class LogitBounds:
+    """The errors that pass of the logits of one request."""
+
+    noise: LogitNoise
+    tolerances: Tolerances
+
+    @property
+    def cost(self) -> float:
+        """Return what the precision itself costs: the largest error of a logit."""
+        return self.tolerances.rounding * self.noise.largest
+
+    @property
+    def largest(self) -> float:
+        """Return the largest error of a logit that passes anywhere."""
+        fixed = self.tolerances.logits
+        return self.tolerances.noise * self.cost if fixed is None else fixed
+
+    def at(self, count: int) -> float:
+        """Return the largest error of a logit behind so many tokens."""
+        fixed, times = self.tolerances.logits, self.tolerances.noise * self.tolerances.rounding
+        return times * self.noise.at(count) if fixed is None else fixed
+
+    def rms(self, counts: Iterable[int]) -> float:
+        """Return the largest rms error over all logits of these rows."""
+        times = _RMS * self.tolerances.noise * self.tolerances.rounding
+        return times * self.noise.rms(counts) if self.tolerances.logits is None else math.inf
