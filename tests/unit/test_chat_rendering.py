@@ -282,6 +282,30 @@ def test_after_a_hostile_chat_the_next_is_rendered() -> None:
     assert asyncio.run(asked()) == [CHAT[0]["content"], CHAT[2]["content"], CHAT[0]["content"], CHAT[1]["content"]]
 
 
+def test_who_leaves_takes_the_process_from_nobody() -> None:
+    """Neither while the chat is rendered nor while it waits for its turn; its answer is no other chat's."""
+
+    async def asked() -> tuple[list[str], bool]:
+        chat = Chat(
+            ChatTemplate(PLAIN + "{% for a in range(300) %}{% for b in range(999) %}{% endfor %}{% endfor %}", {})
+        )
+        await chat.start()
+        process = chat._process
+        leaving = [asyncio.create_task(chat.render(CHAT[2:])) for _ in range(3)]
+        staying = [asyncio.create_task(chat.render(CHAT[:n])) for n in (1, 2)]
+        await asyncio.sleep(0.02)
+        for task in leaving:
+            task.cancel()
+        texts = await asyncio.gather(*staying)
+        same = chat._process is process
+        await chat.stop()
+        assert all(task.cancelled() for task in leaving)
+        return texts, same
+
+    texts, same = asyncio.run(asked())
+    assert same and texts == ["".join(message["content"] for message in CHAT[:n]) for n in (1, 2)]
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_process_that_is_gone_is_started_again_and_one_that_hangs_is_no_mistake_of_the_chat(
     loop: str, monkeypatch: pytest.MonkeyPatch

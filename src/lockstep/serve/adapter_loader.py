@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.errors import InputError
+from lockstep.errors import LockstepError
 from lockstep.runtime.adapters import Adapters
+from lockstep.serve.say import fault_of
 from lockstep.weights.adapters import LoadedAdapter
 from lockstep.weights.check_adapters import read_folder
 
@@ -59,6 +60,8 @@ class AdapterLoader:
             number, name, folder = self._asked.get()
             try:
                 found: LoadedAdapter | str = self.read(name, folder)
-            except InputError as error:
+            except LockstepError as error:
                 found = str(error)
+            except Exception as error:  # whoever waits is told, and the next folder is read
+                found = f"adapter {name!r}: {folder}: expected an adapter, found {fault_of(error)}"
             self._read.put((number, found))

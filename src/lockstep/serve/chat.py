@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
+from lockstep.serve.say import say
 from lockstep.serve.stream import StreamError
 from lockstep.serve.template_process import CPU_SECONDS, HEADER
 
@@ -48,6 +49,7 @@ class Chat:
         self.fault: str | None = None if template else "the model has no chat template"
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._rendering: asyncio.Task[str] | None = None  # the last one
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -66,10 +68,13 @@ class Chat:
                 await self._started()
         except (ChatError, _Lost) as error:
             self.fault = f"the model's chat template cannot be used: {error}"
-            print(f"lockstep: no chat: {self.fault}; correct it and export again", file=sys.stderr, flush=True)
+            say(f"no chat: {self.fault}; correct it and export again")
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the process, and the chat that it is at."""
+        if self._rendering is not None:
+            self._rendering.cancel()
+            await asyncio.gather(self._rendering, return_exceptions=True)
         await self._end(5.0)
 
     async def render(
@@ -93,37 +98,50 @@ class Chat:
         """
         if self.fault is not None:
             raise ChatError(self.fault)
+        frame = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "continues": continues,
+            "variables": dict(variables or {}),
+        }
         began = time.monotonic()
-        async with self._turn:
-            if time.monotonic() - began > _PATIENCE:
-                raise StreamError("too many chats wait for the chat template; try again", 503, "queue_timeout", 1)
-            frame = {
-                "messages": messages,
-                "add_generation_prompt": add_generation_prompt,
-                "continues": continues,
-                "variables": dict(variables or {}),
-            }
+        await self._turn.acquire()
+        if time.monotonic() - began > _PATIENCE:
+            self._turn.release()
+            raise StreamError("too many chats wait for the chat template; try again", 503, "queue_timeout", 1)
+        # A task of its own: where whoever asked is gone, the answer is read all the same, so that it is nobody else's.
+        self._rendering = asyncio.create_task(self._render(frame))
+        self._rendering.add_done_callback(self._has_rendered)
+        return await asyncio.shield(self._rendering)
+
+    def _has_rendered(self, task: asyncio.Task[str]) -> None:
+        self._turn.release()
+        if not task.cancelled():
+            task.exception()  # whoever still waits for it is told
+
+    async def _render(self, frame: Mapping[str, Any]) -> str:
+        try:
             try:
-                try:
-                    return await self._ask(await self._started(), frame)
-                except _Lost:  # it may have been dead for long
-                    return await self._ask(await self._started(), frame)
-            except _Lost as error:
-                raise StreamError(
-                    f"the process of the chat template: {error}; try again", 500, "template_error"
-                ) from None
+                return await self._ask(await self._started(), frame)
+            except _Lost:  # it may have been dead for long
+                return await self._ask(await self._started(), frame)
+        except _Lost as error:
+            raise StreamError(f"the process of the chat template: {error}; try again", 500, "template_error") from None
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None:
             assert self._template is not None
             environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "lockstep.serve.template_process"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env=environment,
-            )
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "lockstep.serve.template_process"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    env=environment,
+                )
+            except OSError as error:  # no free descriptor
+                raise _Lost(f"it does not start: {error.strerror}") from None
             given = {"template": self._template.template, "special_tokens": dict(self._template.special_tokens)}
             try:
                 await self._ask(self._process, given)

@@ -135,7 +135,7 @@ def _load_again(model: Model, options: EngineOptions) -> dict[str, str]:
             if adapter.sha256 != digest:
                 raise InputError(f"adapter {name!r}: {folder}: expected sha256 {digest}, found {adapter.sha256}")
             model.adapters.add(adapter)
-        except InputError as error:
+        except (LockstepError, OSError) as error:
             lost[name] = str(error)
     return lost
 

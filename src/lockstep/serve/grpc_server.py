@@ -21,6 +21,7 @@ from lockstep.serve.bodies import Access, BadRequest
 from lockstep.serve.grpc_messages import DATA_TYPES, MESSAGES, SERVICE
 from lockstep.serve.kserve import SEQUENCE, repository_index, server_metadata
 from lockstep.serve.request_log import CLIENT_GONE
+from lockstep.serve.say import fault_of, say
 from lockstep.serve.stream import Stream, StreamError
 from lockstep.serve.tensors import Tensor, check_declaration, from_bytes, from_list, of, to_bytes
 from lockstep.serve.triton_infer import InferResponse, Triton
@@ -222,6 +223,11 @@ class GrpcServer:
             # Of one request: the others of the stream go on.
             failed = MESSAGES["ModelInferResponse"](id=getattr(request, "id", ""))
             await send(made(error_message=error.message, infer_response=failed), None)
+        except Exception as error:  # whoever waits for this answer is told; where the client has gone, nobody is there
+            say(f"ModelStreamInfer: {fault_of(error)}")
+            failed = MESSAGES["ModelInferResponse"](id=getattr(request, "id", ""))
+            with contextlib.suppress(Exception):
+                await send(made(error_message="the server failed; its log says why", infer_response=failed), None)
 
 
 def _parser(name: str) -> Callable[[bytes], Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ from lockstep.serve.frames import HEADER, Frame, Ready, packed, packed_add
 from lockstep.serve.settings import EngineOptions
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # which may be there again later
 _decode = msgspec.json.Decoder().decode
 
 
@@ -49,7 +51,7 @@ class _Frames(asyncio.Protocol):
             if end - at - HEADER.size < size:
                 break
             at += HEADER.size + size
-            self._give(_decode(memoryview(self._in)[at - size : at].tobytes()))
+            self._give(memoryview(self._in)[at - size : at].tobytes())
         del self._in[:at]
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -57,11 +59,12 @@ class _Frames(asyncio.Protocol):
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def _give(self, frame: Frame) -> None:
+    def _give(self, data: bytes) -> None:
         self.last_frame = time.monotonic()
         if self.ended.done():
             return
         try:
+            frame: Frame = _decode(data)
             if frame["type"] == "failed":
                 self.early.put_nowait(frame)
                 self.ended.set_result(frame)
@@ -84,7 +87,10 @@ class EngineLink:
         Returns it, ready and warm, and what it says of itself. seconds: that it may take. Raises what opening raises,
         and CheckError for one that ends before, or is not ready in time.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # no free descriptor
+            raise CheckError(f"engine process: expected a socket for it, found none: {error.strerror}") from None
         command = [python or sys.executable, "-m", "lockstep.serve.engine_process", str(theirs.fileno())]
         environment = {**os.environ, "PYTHONPATH": import_folder(_PACKAGE), "PYTHONUTF8": "1"}
         try:
@@ -93,6 +99,10 @@ class EngineLink:
             )
         except OSError as error:
             ours.close()
+            if error.errno in _EXHAUSTED:
+                raise CheckError(
+                    f"engine process: expected it to start, found that it does not: {error.strerror}"
+                ) from None
             raise InputError(f"expected a Python interpreter, found {python!r}: {error.strerror}") from None
         finally:
             theirs.close()

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.errors import InputError
 from lockstep.serve.bodies import BadRequest
+from lockstep.serve.say import say
 from lockstep.serve.stream import FINISH_REASONS, Stream, StreamError
 
 CLIENT_GONE = 499  # status of a request whose client left before there was one, as proxies log it
@@ -140,7 +141,7 @@ class RequestLog:
     def _lost(self, why: str) -> None:
         if not self._is_said:
             self._is_said = True
-            print(f"lockstep: {self._path}: request log: lines are lost: {why}", file=sys.stderr, flush=True)
+            say(f"{self._path}: request log: lines are lost: {why}")
 
 
 def _of_stream(stream: Stream) -> Mapping[str, Any]:

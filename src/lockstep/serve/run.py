@@ -84,7 +84,8 @@ def serve(
     is served too, 0 for any that is free; None: nowhere. triton: of the service, with options of its own. unix: a Unix
     socket that HTTP is served at too, or alone if the address has no port.
 
-    Raises InputError for an address that cannot be had, and LockstepError where the engine does not start.
+    Raises InputError for an address that cannot be had, and LockstepError where the engine does not start, or the
+    service ends by a fault of its own.
     """
     with contextlib.ExitStack() as stack:
         ends = [] if address.port is None else [stack.enter_context(contextlib.closing(_bound(address)))]
@@ -172,7 +173,9 @@ async def _serve(
             f"{ready.max_seq_len} tokens at a time, {ready.num_pages} pages of KV cache"
             + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
         )
-        await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+        failed = asyncio.create_task(service.ended.wait())
+        await asyncio.wait((serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
+        failed.cancel()
         if asked.done():
             draining = asyncio.create_task(service.drain(drain))
             again = asyncio.create_task(signals.get())
@@ -182,6 +185,7 @@ async def _serve(
         await service.stop()
         server.end()
         await serving
+        service.check()
     finally:
         asked.cancel()
         await service.stop()

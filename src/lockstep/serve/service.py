@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
-from lockstep.errors import LockstepError
+from lockstep.errors import CheckError, LockstepError
 from lockstep.runtime.request import NOT_FINITE, Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.adapter_folders import AdapterFolders
@@ -26,6 +25,7 @@ from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.queue import QueueTotals
+from lockstep.serve.say import fault_of, say
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.serve.stream import TENANT, Active, PromptRequest, Stream, StreamError
 from lockstep.step.sampling import Logprobs
@@ -51,7 +51,7 @@ class Service:
         limits: ServiceLimits,
         metrics_prefix: str = "lockstep",
         chat_template: ChatTemplate | None = None,
-        log: Callable[[str], None] = lambda line: print(f"lockstep: {line}", file=sys.stderr, flush=True),
+        log: Callable[[str], None] = say,
         request_log: RequestLog | None = None,
         folders: AdapterFolders | None = None,
     ):
@@ -81,6 +81,8 @@ class Service:
         self._totals = QueueTotals()  # of `_streams`
         self._deaths: deque[float] = deque()
         self._tasks: list[asyncio.Task] = []
+        self._fault: CheckError | None = None
+        self.ended = asyncio.Event()  # by a fault of its own: it serves nobody any more
         self._rate = 0.0  # tokens a second, of prompts and answers, of late
         self._rate_at, self._counted = time.monotonic(), 0
 
@@ -92,7 +94,24 @@ class Service:
         await self.chat.start()
         self.tokenizer.min_tokens(0)  # reads the vocabulary, for which no request is to wait
         await self._open()
-        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+        for name, task in (("supervise", self._supervise()), ("watch", self._watch())):
+            self._tasks.append(asyncio.create_task(task, name=name))
+            self._tasks[-1].add_done_callback(self._has_ended)
+
+    def _has_ended(self, task: asyncio.Task) -> None:
+        """End the service with a task without which requests would wait for ever."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        said = fault_of(error) if error else "it returned"
+        self._fault = CheckError(f"server: expected its task {task.get_name()} to run, found {said}")
+        self.ended.set()
+        self._fail_all(StreamError("the server failed; its log says why"))
+
+    def check(self) -> None:
+        """Raise CheckError where a fault of the service itself has ended it."""
+        if self._fault is not None:
+            raise self._fault
 
     @property
     def ready(self) -> Ready:
@@ -126,7 +145,7 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Return whether requests are taken."""
-        return self._link is not None and not self.draining
+        return self._link is not None and not self.draining and self._fault is None
 
     @property
     def heartbeat_age(self) -> float | None:
@@ -138,8 +157,9 @@ class Service:
 
     @property
     def is_live(self) -> bool:
+        """Return whether the service runs, and its engine shows signs of life or is being started."""
         age = self.heartbeat_age
-        return age is None or age < self.limits.stall
+        return self._fault is None and (age is None or age < self.limits.stall)
 
     def total(self, name: str) -> int:
         """Return a counter, summed over all engines that there were.
@@ -163,6 +183,8 @@ class Service:
         """
         if self.draining:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
+        if self._fault is not None:
+            raise StreamError("the server failed; its log says why", 503, "server_failed")
         if self._link is None:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
         self._check_room(prompts)  # before anything is made: a refusal under overload is to cost little
@@ -228,21 +250,24 @@ class Service:
     async def _supervise(self) -> None:
         while True:
             assert self._link is not None
-            words = await self._link.run(self._take)
+            try:
+                words = await self._link.run(self._take)
+                said = words["message"] if words else None
+            except Exception as error:  # a frame that cannot be handled: another engine may send others
+                said = f"what it sent cannot be handled: {fault_of(error)}"
             died, self._link = self._link, None
             self.adapters.engine_died()
             for name in _TOTALS:
                 self._earlier[name] += self.counters.get(name, 0)
             self.counters = {}
             code = await died.stop()
-            said = words["message"] if words else f"it ended with code {code}"
-            self._log(f"engine process {died.pid} died: {said}; starting another")
+            self._log(f"engine process {died.pid} died: {said or f'it ended with code {code}'}; starting another")
             self._bury()
             pause = 0.5
             while self._link is None:
                 try:
                     await self._open()
-                except LockstepError as error:
+                except (LockstepError, OSError) as error:
                     self._log(f"the engine does not start: {error}")
                     self._fail_all(StreamError("the engine died and does not start again"))
                     await asyncio.sleep(pause)
@@ -318,7 +343,11 @@ class Service:
         counted = 0
         for number, choice, token, finish, *logprobs in frame.get("tokens", ()):
             if found := self._actives.get(number):
-                counted += self._token(found[0], choice, token, finish, logprobs, now)
+                try:
+                    counted += self._token(found[0], choice, token, finish, logprobs, now)
+                except Exception as error:  # of this answer: the others of the step go on
+                    self._log(f"a token cannot be handled: {fault_of(error)}")
+                    self._fail(found[0].stream, StreamError("the server failed; its log says why"))
         if counted:
             self._counted += counted
             self.metrics.made(counted)

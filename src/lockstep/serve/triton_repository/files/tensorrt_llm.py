@@ -2,7 +2,6 @@
 # Of a repository that `lockstep triton` wrote. The server of all models is started where none listens, and ended here.
 
 import contextlib
-import http.client
 import shlex
 import threading
 
@@ -40,7 +39,7 @@ class TritonPythonModel:
 
     def _report(self, period):
         while not self._ended.wait(period):
-            with contextlib.suppress(OSError, server.ServerError, http.client.HTTPException):
+            with contextlib.suppress(Exception):  # of any kind: nothing else starts the server again
                 if self._process.has_died():
                     self._process.ensure()
                 with contextlib.closing(server.Connection(self._path, 10)) as connection:

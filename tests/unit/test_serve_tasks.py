@@ -1,0 +1,227 @@
+"""Tasks and threads of a server that end: another one is started, or the server ends; none waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from demo_model import LIMITS
+
+from lockstep.errors import CheckError, InputError
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve import adapter_loader, link
+from lockstep.serve.adapter_loader import AdapterLoader
+from lockstep.serve.bodies import Access
+from lockstep.serve.client import Answer, complete, get
+from lockstep.serve.run import Address, listening, serve
+from lockstep.serve.say import say
+from lockstep.serve.service import Service
+from lockstep.serve.settings import EngineOptions, ServiceLimits
+from lockstep.targets import Results
+
+ASKED = {"model": "demo-llama", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def service(demo: Results, lines: list[str]) -> Service:
+    """The demo's service, not started; `lines`: what it says."""
+    paths = [demo.engines("demo-llama", "fp32", "onnxruntime")]
+    paths += [demo.assembly("demo-llama", "fp32"), demo.weights("demo-llama", "fp32")]
+    options = EngineOptions(*map(str, paths), "all", asdict(LIMITS), threads=1)
+    tokenizer = Tokenizer.open(paths[1])
+    return Service("demo-llama", tokenizer, None, options, ServiceLimits(), log=lines.append)
+
+
+async def answered(socket: Path, at_first: Callable[[], None] = lambda: None) -> Answer:
+    """The answer to `ASKED`. at_first: called when its first token is there."""
+    answers = [Answer()]
+    async for answers[0] in complete(socket, ASKED):
+        at_first()
+        at_first = lambda: None
+    return answers[0]
+
+
+async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+
+def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    whole = getattr(owner, name)
+
+    def broken(*given: Any) -> Any:
+        setattr(owner, name, whole)
+        raise ValueError("a fault of the\ntest")
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+@pytest.mark.parametrize("fault", ["a frame that is none", "a frame that cannot be handled"])
+def test_another_engine_is_started_for_what_cannot_be_handled(
+    service: Service, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    async def run() -> tuple[Answer, Answer]:
+        async with listening(service, tmp_path / "socket"):
+            whole = await answered(tmp_path / "socket")
+            owner = (link, "_decode") if fault == "a frame that is none" else (service.metrics, "made")
+            return whole, await answered(tmp_path / "socket", lambda: break_once(monkeypatch, *owner))
+
+    whole, broken = asyncio.run(run())
+    assert broken == whole and service.restarts == 1
+    assert any("what it sent cannot be handled: ValueError: a fault of the test (" in line for line in lines)
+
+
+def test_a_token_that_cannot_be_handled_ends_its_own_answer(
+    service: Service, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> list[Any]:
+        async with listening(service, tmp_path / "socket"):
+            whole = await answered(tmp_path / "socket")
+            break_it = lambda: break_once(monkeypatch, service.metrics, "token")
+            both = (answered(tmp_path / "socket", break_it), answered(tmp_path / "socket"))
+            return [whole, *await asyncio.gather(*both, return_exceptions=True)]
+
+    whole, *both = asyncio.run(run())
+    assert whole in both and service.restarts == 0 and len(lines) == 1
+    assert [str(each) for each in both if each != whole] == ["completion: the server failed; its log says why"]
+
+
+def test_an_engine_is_started_again_when_descriptors_are_free_again(
+    service: Service, lines: list[str], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with listening(service, tmp_path / "socket"):
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            last = os.dup(0)
+            os.close(last)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last, most[1]))  # what is open stays so
+            try:
+                assert service.engine_pid is not None
+                os.kill(service.engine_pid, signal.SIGKILL)
+                await until(lambda: any("does not start" in line for line in lines))
+                assert not service.is_ready and service.is_live
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, most)
+            await until(lambda: service.is_ready)
+            assert (await answered(tmp_path / "socket")).finish == "length"
+
+    asyncio.run(run())
+    assert any("does not start: engine process: expected" in line for line in lines), lines
+    assert service.restarts == 1
+
+
+@pytest.mark.parametrize("task", ["_measure", "_bring_again"])
+def test_a_task_that_ends_is_the_end_of_the_server(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    """`_measure` is of the task that watches, `_bring_again` of the one that starts engines again."""
+
+    def broken(*given: Any) -> None:
+        raise ValueError("a fault of the test")
+
+    async def fails_and_is_not_live() -> None:
+        async with listening(service, tmp_path / "socket"):
+            first = asyncio.create_task(answered(tmp_path / "socket", break_it))
+            with pytest.raises(CheckError, match="the server failed; its log says why"):
+                await asyncio.wait_for(first, 30)
+            for path in ("/health/live", "/health/ready"):
+                with pytest.raises(CheckError, match="503"):
+                    await get(tmp_path / "socket", path)
+            with pytest.raises(CheckError, match="server_failed|the server failed"):
+                await answered(tmp_path / "socket")
+            with pytest.raises(CheckError, match="expected its task .* to run, found ValueError: a fault of the test"):
+                service.check()
+
+    def break_it() -> None:
+        monkeypatch.setattr(service, task, broken)
+        if task == "_bring_again":
+            assert service.engine_pid is not None
+            os.kill(service.engine_pid, signal.SIGKILL)
+        else:  # its next look is in a second: the answer must not have ended by then
+            assert service.engine_pid is not None
+            os.kill(service.engine_pid, signal.SIGSTOP)
+
+    asyncio.run(fails_and_is_not_live())
+
+
+def test_the_server_ends_by_itself_and_says_why(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(now: float) -> None:
+        raise ValueError("a fault of the test")
+
+    monkeypatch.setattr(service, "_measure", broken)
+    said: list[str] = []
+    with pytest.raises(CheckError, match="server: expected its task watch to run, found ValueError: a fault of the"):
+        serve(service, Address(port=0), Access(), 1.0, said.append)
+    assert said and said[0].startswith("ready: ") and service.engine_pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(service.engine_pid, 0)
+
+
+def test_a_line_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=write, flush=lambda: None))
+    say("a line")
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=lambda text: 1 / 0, flush=lambda: None))
+    with pytest.raises(ZeroDivisionError):  # what is not of the stream is not hidden
+        say("a line")
+
+
+def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(folder: Path, name: str, *given: Any) -> str:
+        if name == "first":
+            raise OSError(24, "Too many open files")
+        raise InputError(f"{name} is none")
+
+    monkeypatch.setattr(adapter_loader, "read_folder", read)
+    monkeypatch.setattr(adapter_loader.CheckpointManifest, "load", lambda path: None)
+    loader = AdapterLoader(SimpleNamespace(most_bytes=1), "checkpoint.json")  # type: ignore[arg-type]
+    for number, name in enumerate(("first", "second")):
+        loader.start(number, name, f"/{name}")
+    found = [loader._read.get(timeout=10) for _ in range(2)]
+    assert found[1] == (1, "second is none")
+    assert isinstance(found[0][1], str) and "expected an adapter, found OSError: [Errno 24] Too many" in found[0][1]
+    assert loader._thread is not None and loader._thread.is_alive()
+
+
+def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
+    grpc = pytest.importorskip("grpc")
+    from lockstep.serve.grpc_messages import MESSAGES, SERVICE
+    from lockstep.serve.grpc_server import GrpcServer
+
+    async def infer(asked: Any) -> Any:
+        raise ValueError("a fault of the test")
+
+    async def run() -> Any:
+        triton: Any = SimpleNamespace(service=SimpleNamespace(request_log=None), infer=infer)
+        server = GrpcServer(triton, Access(), "127.0.0.1", 0)
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = channel.stream_stream(
+                f"/{SERVICE}/ModelStreamInfer",
+                MESSAGES["ModelInferRequest"].SerializeToString,
+                MESSAGES["ModelStreamInferResponse"].FromString,
+            )(timeout=20)
+            await call.write(MESSAGES["ModelInferRequest"](id="7", model_name="ensemble"))
+            answer = await call.read()
+            call.cancel()
+        await server.stop(0)
+        return answer
+
+    answer = asyncio.run(run())
+    assert answer.infer_response.id == "7" and answer.error_message == "the server failed; its log says why"
