@@ -180,6 +180,18 @@ def _triton(draw: _Draw) -> _Made:
     return f"/v2/models/{model}/{action}", body, 200
 
 
+def _tokenize(draw: _Draw) -> _Made:
+    """A text, a document of some 30,000 tokens, or one far beyond any model; or tokens."""
+    match int(draw.integers(4)):
+        case 0:
+            return "/tokenize", {"prompt": _text(draw), "return_token_strs": True}, 200
+        case 1:
+            return "/tokenize", {"prompt": f"{_text(draw)} " * 4_000}, 200
+        case 2:
+            return "/tokenize", {"prompt": "~|" * 1_750_000}, 400
+    return "/detokenize", {"tokens": draw.integers(16, 256, int(draw.integers(1, 20_000))).tolist()}, 200
+
+
 def _wrong(draw: _Draw) -> _Made:
     wrong: tuple[dict[str, Any], ...] = ({"temperature": -1}, {"guided_regex": "("}, {"prompt": [1 << 30]})
     path, body, _ = _completion(draw, **wrong[int(draw.integers(len(wrong)))])
@@ -195,6 +207,7 @@ _KINDS: dict[str, Callable[[_Draw], _Made]] = {
     "grammar": _grammar,
     "chat": _chat,
     "triton": _triton,
+    "tokenize": _tokenize,
     "wrong": _wrong,
 }
 KINDS = tuple(_KINDS)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -147,20 +147,31 @@ def test_a_model_without_a_template_has_no_chats(other: RealServer) -> None:
 
 def test_a_long_text_holds_up_nobody(server: RealServer, tokenizer: Tokenizer) -> None:
     """Other requests are answered while it is encoded, and while its tokens are decoded."""
-    text = "Once upon a time there was a text. " * 15_000
+    text = "Once upon a time there was a text. " * 3_000
 
     def send(path: str, **body: Any) -> Any:
-        answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(server.post(path, **body)))
-        thread.start()
-        meanwhile = 0
-        while thread.is_alive():
-            server.get("/health")
-            meanwhile += thread.is_alive()
-        thread.join()
-        assert meanwhile > 2
-        return answers[0]
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(server.post, path, **body) for _ in range(4)]
+            meanwhile = 0
+            while not all(answer.done() for answer in answers):
+                server.get("/health")
+                meanwhile += not all(answer.done() for answer in answers)
+            assert meanwhile > 2
+            return [answer.result() for answer in answers]
 
-    tokens = send("/tokenize", prompt=text, return_token_strs=True)["tokens"]
-    assert tokens == tokenizer.encode(text).tolist()
-    assert send("/detokenize", tokens=tokens)["prompt"] == text
+    found = send("/tokenize", prompt=text, return_token_strs=True)
+    assert all(each["tokens"] == tokenizer.encode(text).tolist() for each in found)
+    assert [each["prompt"] for each in send("/detokenize", tokens=found[0]["tokens"])] == [text] * 4
+
+
+def test_a_text_or_tokens_far_beyond_the_model_are_refused_at_once(server: RealServer) -> None:
+    """4 MB took 500 MB and 20 s; now nothing of them is encoded. What is somewhat too long is told by how much."""
+    text = "Once upon a time there was a text. " * 100_000
+    for body in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
+        status, _, data = server.request("POST", "/tokenize", body)
+        line = f"{next(iter(body))}: expected 1 to 16384 tokens, found at least "
+        assert status == 400 and json.loads(data)["error"]["message"].startswith(line), data
+    assert server.post("/tokenize", prompt="word " * 300)["count"] > 256
+    assert server.post("/detokenize", tokens=[5] * 49152)["prompt"]
+    status, _, data = server.request("POST", "/detokenize", {"tokens": [5] * 49153})
+    assert status == 400 and "tokens: expected at most 49152, found 49153" in json.loads(data)["error"]["message"]

@@ -1,14 +1,12 @@
 """vLLM's endpoints of the tokenizer: text or a chat to token ids, and back.
 
-What a request asks for in thousands is made in a thread, up to the bytes of its answer. Texts may have any length, so
-these are threads of its own: prompts that wait for a thread do not wait for them.
+What a request asks for in thousands is made in a thread of its own: prompts do not wait for it. Texts may have as many
+tokens as the model takes, and some thousands more: clients tokenize documents that they cut afterwards.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -16,10 +14,11 @@ import msgspec
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.messages import chat_text
 from lockstep.serve.openai_parameters import refuse
-from lockstep.serve.prompts import LONG, encode_text
+from lockstep.serve.prompts import LONG, encode_texts
 from lockstep.serve.service import Service
+from lockstep.serve.turns import Turns
 
-_THREADS = ThreadPoolExecutor(2, "tokenization")
+_TURNS = Turns(1, "tokenization")
 _UNSUPPORTED: dict[str, tuple] = {"tools": (None, []), "chat_template": (None,)}
 
 
@@ -46,9 +45,9 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def tokenized(body: TokenizeBody, service: Service) -> bytes:
-    """Return the JSON of the tokens of a text or a chat, of any length.
+    """Return the JSON of the tokens of a text or a chat.
 
-    Raises BadRequest.
+    Raises BadRequest, and StreamError where too many wait.
     """
     service.adapters.named(body.model)
     refuse(body, _UNSUPPORTED)
@@ -61,32 +60,38 @@ async def tokenized(body: TokenizeBody, service: Service) -> bytes:
         continues, variables = bool(body.continue_final_message), body.chat_template_kwargs or {}
         text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
         param, special = "messages", bool(body.add_special_tokens)
+    (tokens,) = await encode_texts([text], service.tokenizer, param, _most_tokens(service), special, _TURNS)
 
     def answer() -> bytes:
-        tokens = encode_text(text, service.tokenizer, param, special)
-        names = service.tokenizer.names(tokens) if body.return_token_strs else None
-        most = service.ready.max_seq_len
+        names, most = service.tokenizer.names(tokens) if body.return_token_strs else None, service.ready.max_seq_len
         return msgspec.json.encode({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names})
 
-    return await _made(answer, len(text))
+    return await _turns_of(len(tokens), answer)
 
 
 async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
     """Return the JSON of the text of token ids, special tokens and all.
 
-    Raises BadRequest.
+    Raises BadRequest, and StreamError where too many wait.
     """
     service.adapters.named(body.model)
+    most = 3 * _most_tokens(service)  # of which `encode_texts` gives fewer
+    if len(body.tokens) > most:
+        raise BadRequest(f"tokens: expected at most {most}, found {len(body.tokens)}; send fewer", "tokens")
     last = service.ready.vocab_size - 1
     for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= token <= last:
             raise BadRequest(f"tokens: expected 0 to {last}, found {str(token)[:40]}", "tokens")
     answer = lambda: msgspec.json.encode({"prompt": service.tokenizer.decode_whole(body.tokens)})
-    return await _made(answer, len(body.tokens))
+    return await _turns_of(len(body.tokens), answer)
 
 
-async def _made(answer: Callable[[], bytes], size: int) -> bytes:
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, answer) if size > LONG else answer()
+def _most_tokens(service: Service) -> int:
+    return max(service.ready.max_seq_len, LONG)
+
+
+async def _turns_of(size: int, answer: Callable[[], bytes]) -> bytes:
+    return await _TURNS.run(answer) if size > LONG else answer()
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:

@@ -28,7 +28,7 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     end = batch_values(batch, "END_ID", ends[0] if ends else -1)
     pad = batch_values(batch, "PAD_ID", ends[0] if ends else 0)
     texts = [next(iter(batch.texts("QUERY", number)), "") for number in count]
-    ids = await encode_texts(texts, tokenizer, "QUERY")
+    ids = await encode_texts(texts, tokenizer, "QUERY", service.ready.max_seq_len)
     longest = max(map(len, ids))
     padded = [tokens + [fill] * (longest - len(tokens)) for tokens, fill in zip(ids, pad)]
     bad = [words("BAD_WORDS_DICT", batch.texts("BAD_WORDS_DICT", each), tokenizer, with_space=True) for each in count]

@@ -1,0 +1,83 @@
+"""Long texts of requests: bounded by the model's limits before they are encoded, few at a time, in little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from demo_model import DEMO
+
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve import turns
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.prompts import LONG, encode_texts
+from lockstep.serve.stream import StreamError
+from lockstep.serve.turns import Turns
+
+MOST = 1000  # tokens of a prompt
+BODY = 4 << 20  # characters: what a body may have
+
+
+class Counted(Tokenizer):
+    """The demo's tokenizer; `sizes`: of the texts that it encoded. Nothing is known of its longest token."""
+
+    def __init__(self) -> None:
+        super().__init__(DEMO / "tokenizer.json")
+        self.sizes: list[int] = []
+
+    def min_tokens(self, num_characters: int) -> int:
+        return 0
+
+    def encode(self, text: str, special: bool = True):  # type: ignore[no-untyped-def]
+        self.sizes.append(len(text))
+        return super().encode(text, special)
+
+
+@pytest.mark.parametrize("word", ["~|", "Once upon a time ", "a"])
+def test_a_text_that_is_far_too_long_is_never_encoded_whole(word: str) -> None:
+    """Where no bound is known beforehand, it is counted in pieces, and these end when it is clear."""
+    tokenizer, text = Counted(), word * (BODY // len(word))
+    with pytest.raises(BadRequest, match=f"^prompt: expected 1 to {MOST} tokens, found more than {2 * MOST}; shorten"):
+        asyncio.run(encode_texts([text], tokenizer, "prompt", MOST))
+    assert max(tokenizer.sizes) <= 4 * MOST + LONG and sum(tokenizer.sizes) < BODY / 16
+
+
+def test_a_text_that_fits_is_encoded_whole_however_many_characters_it_has() -> None:
+    """Its pieces may have some more tokens than it has: no text that fits is refused for that."""
+    tokenizer = Counted()
+    longest = "<eos>"  # one token of five characters: more than a prompt's usual four
+    text = longest * 9_000
+    (found,) = asyncio.run(encode_texts([text], tokenizer, "prompt", 9_000))
+    assert len(found) == 9_000 and tokenizer.sizes[-1] == len(text) > 4 * 9_000
+    text = longest * (9_000 + 3 * LONG)
+    with pytest.raises(BadRequest, match="found more than 18000"):
+        asyncio.run(encode_texts([text], tokenizer, "prompt", 9_000))
+
+
+def test_few_are_encoded_at_a_time_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_MOST", 5)
+    threads, lock, go = Turns(2, "test"), threading.Lock(), threading.Event()
+    running, most = 0, 0
+
+    def make() -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        go.wait(10)
+        with lock:
+            running -= 1
+        return most
+
+    async def run() -> list[int]:
+        tasks = [asyncio.create_task(threads.run(make)) for _ in range(5)]
+        await asyncio.sleep(0.1)  # the loop runs on meanwhile
+        with pytest.raises(StreamError, match="5 long texts wait") as refused:
+            await threads.run(make)
+        assert (refused.value.status, refused.value.retry_after) == (429, 1)
+        go.set()
+        await asyncio.gather(*tasks)
+        return [await threads.run(make)]
+
+    assert asyncio.run(run()) == [2]
