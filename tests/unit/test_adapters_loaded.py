@@ -197,6 +197,34 @@ def test_requests_that_ask_at_once_wait_for_one_load(server: RealServer) -> None
     assert found == [LIGHT["captain"]] * 6
 
 
+def test_two_folders_that_are_loaded_at_once_as_one_name_are_not_one(server: RealServer, root: Path) -> None:
+    """One is told that the name is taken; before, both were told that theirs was loaded."""
+    found: list[tuple[str, int]] = []
+
+    def load(folder: str) -> None:
+        asked = {"lora_name": "twin", "lora_path": str(root / folder)}
+        found.append((folder, post(server, "/v1/load_lora_adapter", asked)[0]))
+
+    threads = [threading.Thread(target=load, args=(folder,)) for folder in ("team/bard", "sailor")]
+    with server.stopped_engine():
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 20
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.01)
+    for thread in threads:
+        thread.join()
+    assert [status for _, status in found] == [409, 200]
+    light = LIGHT["shakespeare" if found[1][0] == "team/bard" else "captain"]
+    assert text(server, lora="twin").startswith(light)
+    # Nor is a folder of that name meant by another folder's path.
+    shutil.copytree(ADAPTERS / "captain", root / "twin")
+    status, answer = completion(server, lora="./twin")
+    assert status == 409 and "expected a folder whose name is free" in answer
+    assert post(server, "/v1/unload_lora_adapter", {"lora_name": "twin"})[0] == 200
+    assert text(server, lora="./twin").startswith(LIGHT["captain"])
+
+
 def test_an_engine_that_is_started_again_has_what_was_loaded_but_for_what_changed(results: Results, root: Path) -> None:
     with RealServer(results.root, "--allow-adapter-loading", str(root), target=TARGET) as server:
         for name in ("sailor", "gone"):

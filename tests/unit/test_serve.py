@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.serve.bodies import is_near
+from lockstep.serve.openai import CompletionBody
+from lockstep.serve.openai_chat import ChatBody
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
 
@@ -235,6 +238,15 @@ def test_who_names_a_request_finds_the_name_in_the_answers_id(
         ({**GOOD, "bad_words": ["a"] * 100_000}, 400, "bad_words", "at most 64, of 4096 characters in all"),
         ({**GOOD, "logit_bias": {"x": 1}}, 400, "logit_bias", "token ids 0 to"),
         ({**GOOD, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token ids 0 to"),
+        ({**GOOD, "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "token ids 0 to"),
+        ({**GOOD, "logit_bias": {"": 1}}, 400, "logit_bias", "token ids 0 to"),
+        ({**GOOD, "max_token": 3}, 400, "max_token", "max_token: expected max_tokens, found another name"),
+        ({**GOOD, "steam": True}, 400, "steam", "expected stream"),
+        ({**GOOD, "tempertaure": 1}, 400, "tempertaure", "expected temperature"),
+        ({**GOOD, "top-p": 1}, 400, "top-p", "expected top_p"),
+        ({**GOOD, "logit_biass": {}}, 400, "logit_biass", "expected logit_bias"),
+        ({**GOOD, "stream_options": {"include_usages": True}}, 400, "stream_options.include_usages",
+         "expected stream_options.include_usage"),
         ({**GOOD, "stop_token_ids": [-1]}, 400, "stop_token_ids", "expected"),
         ({**GOOD, "priority": 1 << 70}, 400, "priority", "expected"),
         ({**GOOD, "min_tokens": 3}, 400, "min_tokens", "expected"),
@@ -278,6 +290,29 @@ def test_null_is_as_if_left_out_and_the_unknown_is_ignored(server: RealServer) -
     names = ("stop", "logprobs", "seed", "n", "stream", "logit_bias", "top_p", "stream_options", "echo", "suffix")
     given = server.complete("a", 4, **dict.fromkeys(names), user="me", something_new={"a": [1]})
     assert given["choices"] == server.complete("a", 4)["choices"]
+
+
+# Of OpenAI, vLLM, SGLang, llama.cpp and routers, which clients send to any server.
+IGNORED = """
+    user metadata store service_tier safety_identifier prompt_cache_key verbosity modalities prediction audio
+    reasoning_effort web_search_options parallel_tool_calls detail top_a top_n_sigma typical_p tfs_z mirostat
+    xtc_probability dry_multiplier dynatemp_range repeat_penalty repeat_last_n n_predict n_keep n_probs cache_prompt
+    id_slot samplers grammar json_schema regex ebnf min_new_tokens max_new_tokens no_stop_trim stop_regex
+    separate_reasoning stream_reasoning lora_path session_params return_hidden_states rid documents chat_template
+    add_special_tokens include_reasoning spaces_between_special_tokens vllm_xargs kv_transfer_params
+    return_token_ids mm_processor_kwargs truncation_side use_cache provider models transforms route plugins
+    num_ctx keep_alive format raw system images template context think options hidden_states_to_return
+""".split()
+
+
+def test_a_name_that_others_know_is_no_slip(server: RealServer) -> None:
+    """Each is accepted, or refused for what it is; none for being near another."""
+    for kind in (CompletionBody, ChatBody):
+        known = kind.__struct_fields__
+        assert not [(name, each) for name in IGNORED for each in known if name not in known and is_near(name, each)]
+        assert not [(name, each) for name in known for each in known if is_near(name, each) and name not in known]
+    assert is_near("max_token", "max_tokens") and not is_near("maxtoken", "max_tokens") and not is_near("m", "n")
+    assert server.complete("a", 2, **dict.fromkeys(IGNORED))["choices"]
 
 
 def test_another_path_or_method_is_told_as_json(server: RealServer) -> None:
@@ -400,6 +435,11 @@ def test_a_name_that_points_here_is_no_name_of_a_local_server(server: RealServer
     headers = {"Host": host, "Origin": f"http://{host}"}
     assert server.request("POST", "/v1/completions", GOOD, headers)[0] == expected
     assert server.request("POST", "/v1/completions", GOOD, {"Host": host})[0] == 200  # no browser
+    # Such a page reads from "its own" site, without an Origin.
+    for path in ("/v1/models", "/tokenizer_info", "/metrics", "/status", "/v2", "/v2/models/ensemble/config"):
+        status, _, data = server.request("GET", path, headers={"Host": host})
+        assert status == expected, (path, data)
+    assert server.request("GET", "/health", headers={"Host": host})[0] == 200  # which tells nothing
 
 
 @pytest.mark.parametrize(

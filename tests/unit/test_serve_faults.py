@@ -315,6 +315,7 @@ def test_sigterm_ends_a_request_whose_client_does_not_read(tree: Path) -> None:
 def test_keys_open_what_is_not_for_everyone(tree: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("# of the team\n\n  first-key  \r\nsecond-key\n")
+    keys.chmod(0o600)
     body = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
     with RealServer(tree, "--api-key-file", keys) as server:
         for path in ("/v1/models", "/metrics", "/status"):
@@ -344,6 +345,20 @@ def test_a_file_of_keys_has_one_a_line(text: str, line: str, tmp_path: Path) -> 
     with pytest.raises(InputError, match=re.escape(line)) as caught:
         _keys(tmp_path / "keys")
     assert "secret" not in str(caught.value) and "Schl" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o644, True), (0o604, True), (0o640, False), (0o600, False)])
+def test_keys_that_others_can_read_are_a_warning(
+    mode: int, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("a-secret\n")
+    path.chmod(mode)
+    assert _keys(path) == ["a-secret"]
+    said = capsys.readouterr().err
+    assert said == warns * f"lockstep: warning: {path}: expected API keys that other users cannot read, found mode " + (
+        f"{mode:04o}; chmod o= {path}\n" if warns else ""
+    )
 
 
 def test_a_body_that_does_not_come_is_waited_for_no_longer_than_said(tree: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -181,8 +182,9 @@ def _adapter_folders(place: Opened, root: Path | None) -> AdapterFolders | None:
 
 
 def _end_with_stdin() -> None:
-    while os.read(0, 1 << 12):
-        pass
+    with contextlib.suppress(OSError):  # of a stdin that is closed: nobody holds it
+        while os.read(0, 1 << 12):
+            pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -206,6 +208,7 @@ def _keys(path: Path | None) -> list[str]:
         return []
     keys = []
     try:
+        mode = stat.S_IMODE(path.stat().st_mode)
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"{path}: expected a file of API keys, found none: {error.strerror}") from None
@@ -219,4 +222,10 @@ def _keys(path: Path | None) -> list[str]:
             keys.append(line)
     if not keys:
         raise InputError(f"{path}: expected API keys, one a line, found none")
+    if mode & stat.S_IROTH:
+        click.echo(
+            f"lockstep: warning: {path}: expected API keys that other users cannot read, found mode {mode:04o}; "
+            f"chmod o= {path}",
+            err=True,
+        )
     return keys

@@ -31,7 +31,8 @@ class Adapters:
         self._model, self._folders, self._is_used = model, folders, is_used
         self._own: Mapping[str, str] = {}  # {name: sha256}
         self._link: EngineLink | None = None
-        self._loads: dict[str, asyncio.Task[LoadedFolder]] = {}  # under way, by name
+        self._loads: dict[str, tuple[Path, asyncio.Task[LoadedFolder]]] = {}  # under way, by name
+        self._asked: set[str] = set()  # of the engine that is starting
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Frame]] = {}  # of the engine, by number
 
@@ -98,6 +99,12 @@ class Adapters:
             return self._folders.use(lora)
         name, folder = self._folders.find(lora)
         if name in self._folders.loaded:
+            if (other := self._folders.loaded[name].folder) != folder:
+                raise BadRequest(
+                    f"lora: expected a folder whose name is free, found {name!r}, as which {other.name!r} is loaded",
+                    "lora",
+                    409,
+                )
             return self._folders.use(name)
         await self.load(name, folder)
 
@@ -114,9 +121,17 @@ class Adapters:
             if name in self._own or name in self._folders.loaded:
                 raise BadRequest(f"lora_name: expected a new name, found {name!r}, which is there", "lora_name", 409)
         if name not in self._loads:
-            task = self._loads[name] = asyncio.create_task(self._load(name, folder, self._folders))
+            task = asyncio.create_task(self._load(name, folder, self._folders))
+            self._loads[name] = folder, task
             task.add_done_callback(lambda task: self._has_loaded(name, task))
-        await asyncio.shield(self._loads[name])
+        other, task = self._loads[name]
+        if other != folder:
+            raise BadRequest(
+                f"lora_name: expected a new name, found {name!r}, as which {other.name!r} is being loaded",
+                "lora_name",
+                409,
+            )
+        await asyncio.shield(task)
 
     def _has_loaded(self, name: str, task: asyncio.Task[LoadedFolder]) -> None:
         del self._loads[name]
@@ -168,6 +183,7 @@ class Adapters:
 
     def to_load(self) -> list[tuple[str, str, str]]:
         """Return (name, folder, sha256) of each adapter that a new engine must load."""
+        self._asked = set(self._loaded)
         return [(name, str(entry.folder), entry.sha256) for name, entry in self._loaded.items()]
 
     def engine_started(self, link: EngineLink, ready: Ready) -> list[str]:
@@ -176,9 +192,11 @@ class Adapters:
         ready: what the engine said of itself. Returns a line for each adapter that it could not load again.
         """
         lost = ready.lost_adapters
+        for name in self._asked - set(self._loaded) - set(lost):  # unloaded while it started
+            link.unload(name)
+        self._own = {name: digest for name, digest in ready.adapters.items() if name not in self._asked}
         for name in lost:
-            del self._loaded[name]
-        self._own = {name: digest for name, digest in ready.adapters.items() if name not in self._loaded}
+            self._loaded.pop(name, None)
         self._link = link
         return [f"an adapter is not loaded again: {line}" for line in lost.values()]
 

@@ -211,11 +211,17 @@ def _is_own(host: str, own_name: str) -> bool:
         return False
 
 
+def _is_tcp(request: Request) -> bool:
+    server = request.scope.get("server")
+    return server is not None and server[1] is not None  # else the path of a Unix socket
+
+
 def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None) -> None:
-    """Check a request's origin and its API key.
+    """Check a request's origin, its host and its API key.
 
     own_name: as of `Access`. There a page may be of an address, of localhost or of this name: another name could be
-    that of any site, whose owner lets it point to this machine (DNS rebinding).
+    that of any site, whose owner lets it point to this machine (DNS rebinding). To such a page a GET goes to its own
+    site, and has no origin. Nobody is led to a Unix socket so.
 
     Raises BadRequest for a page of another site, since no site may use a visitor's browser to send requests, and for a
     key that is none.
@@ -223,9 +229,15 @@ def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None)
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
         raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
-    if origin is not None and own_name is not None and not _is_own(host, own_name):
-        raise BadRequest(f"host: expected an IP address, localhost or {own_name}, found {host[:80]!r}", status=403)
-    if request.url.path not in _OPEN:
+    is_open = request.url.path in _OPEN
+    may_be_page = origin is not None or (request.method in ("GET", "HEAD") and host and not is_open)
+    if own_name is not None and may_be_page and _is_tcp(request) and not _is_own(host, own_name):
+        raise BadRequest(
+            f"host: expected an IP address, localhost or {own_name}, found {host[:80]!r}; have a proxy send one of "
+            "them, or give its name as --host",
+            status=403,
+        )
+    if not is_open:
         check_key(request.headers.get("authorization", ""), keys)
 
 

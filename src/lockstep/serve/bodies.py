@@ -20,6 +20,8 @@ from lockstep.serve.stream import StreamError
 
 _Body = TypeVar("_Body")
 _LARGE = 1 << 16  # bytes of JSON, from which on others would wait: token ids take 0.2 us each
+_SHORTEST = 4  # characters of a name that another may be meant as: `n` is one edit from any letter
+_OTHERS = ("top_a", "models")  # names that other servers know, near ones that this one knows
 _MOST_DIGITS = 309  # of a whole number within float64
 # Values of wbits of zlib. Deflate is zlib's format by RFC 9110, and of some clients the bare one.
 _COMPRESSED = {"gzip": (31,), "deflate": (15, -15)}
@@ -87,7 +89,7 @@ async def read_body(request: Request, access: Access) -> bytes:
         raise BadRequest(f"content-encoding: expected gzip, deflate or identity, found {encoding[:40]!r}", status=415)
     largest, seconds = access.max_body, access.body_timeout
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > largest:
+    if length.isdecimal() and (len(length) > 18 or int(length) > largest):
         raise BadRequest(f"body: expected at most {largest} bytes, found {length}", status=413)
     data = bytearray()
 
@@ -146,13 +148,44 @@ def _decoded(data: bytes, kind: type[_Body]) -> _Body:
     except ValueError as error:
         raise BadRequest(f"body: expected JSON in UTF-8, found {error}") from None
     try:
-        return msgspec.convert(value, kind)
+        body = msgspec.convert(value, kind)
+        if isinstance(body, msgspec.Struct):
+            _check_names(value, body)
+        return body
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         param = place.removesuffix("`").lstrip(".") or None
         if missing := re.fullmatch("Object missing required field `(.*)`", message):
             param, message = f"{param}.{missing[1]}" if param else missing[1], "expected a value, found none"
         raise BadRequest(f"{param or 'body'}: {message[:1].lower()}{message[1:]}", param) from None
+
+
+def _check_names(value: dict[str, Any], body: msgspec.Struct, place: str = "") -> None:
+    """Raise BadRequest for an unknown name that is one edit from a known one.
+
+    value: what `body`, a struct, was made of. Other unknown names are let pass, as vLLM does.
+    """
+    known = body.__struct_fields__
+    for name in value.keys() - set(known):
+        meant = next((each for each in known if is_near(name, each)), None)
+        if meant is not None:
+            raise BadRequest(f"{place}{name}: expected {place}{meant}, found another name; correct it", place + name)
+    for name in known:
+        if isinstance(inner := getattr(body, name), msgspec.Struct) and name in value:
+            _check_names(value[name], inner, f"{place}{name}.")
+
+
+def is_near(name: str, known: str) -> bool:
+    """Return whether a name is one edit from another of at least `_SHORTEST` characters.
+
+    An edit is a character more, less or other, or two that changed places.
+    """
+    if len(known) < _SHORTEST or abs(len(name) - len(known)) > 1 or name == known or name in _OTHERS:
+        return False
+    at = next((at for at, (a, b) in enumerate(zip(name, known)) if a != b), min(len(name), len(known)))
+    rest, other = name[at:], known[at:]
+    swapped = len(rest) > 1 and rest[1::-1] + rest[2:] == other
+    return swapped or other in (rest[1:], other[:1] + rest[1:]) or rest == other[1:]
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lockstep.serve.words import check_words, words
 from lockstep.step.sampling import Sampling
 
 _ID = re.compile("[!-~]{1,128}")
+_TOKEN = re.compile("[0-9]{1,20}")  # an id, and no number that takes long to read
 # Taken by others, not here: refused, so that nobody takes an answer for what it is not.
 _UNSUPPORTED = {
     "best_of": (None, 1),
@@ -252,7 +253,7 @@ def _sampling(body: Parameters, vocab_size: int) -> Sampling:
     if body.temperature is None:
         given["temperature"] = 1.0
     bias = body.logit_bias or {}
-    if not all(token.isascii() and token.isdecimal() and int(token) < vocab_size for token in bias):
+    if not all(map(_TOKEN.fullmatch, bias)) or max(map(int, bias), default=0) >= vocab_size:
         raise BadRequest(f"logit_bias: expected token ids 0 to {vocab_size - 1}, found another name", "logit_bias")
     try:
         return Sampling(**given, logit_bias={int(token): value for token, value in bias.items()})
