@@ -1,9 +1,9 @@
 """The engine over real models: what a request gives does not depend on its company, on reuse, on swapping or on an
 interruption, to the bit; and memory comes back in every state."""
 
-import dataclasses
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.runtime import Advance, Engine, Model, Request, Sampling, scheduler
 from lockstep.runtime import engine as engine_module
+from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.prefix import root_key
 from lockstep.step.host import HostExecutor
 from lockstep.weights import convert
@@ -153,7 +154,7 @@ def test_choices_of_a_prompt_draw_for_themselves_and_share_its_computation(model
     assert engine.speed.prefill_tokens == 70
     assert sorted(found) == [0, 1, 2, 3] and len({tuple(tokens) for tokens in found.values()}) == 4
     alone = Engine(model, prefix_caching=False)
-    alone.add(dataclasses.replace(request, n=1))
+    alone.add(replace(request, n=1))
     assert [made.token for made in alone.run()] == found[0]
     engine.scheduler.check()
 
@@ -177,8 +178,8 @@ def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
 
     def tokens(**more):
         engine, found = Engine(model, prefix_caching=False, admission="optimistic"), {}
-        requests = [Request(ids(n, n), 20, sampling=dataclasses.replace(rule, **more)) for n, rule in terms]
-        several = Request(ids(30), 9, sampling=dataclasses.replace(rules[0], **more), n=3)
+        requests = [Request(ids(n, n), 20, sampling=replace(rule, **more)) for n, rule in terms]
+        several = Request(ids(30), 9, sampling=replace(rules[0], **more), n=3)
         for made in engine.run([*requests, several]):
             found.setdefault((made.request, made.choice), []).append(made.token)
             assert (made.logits is None) == (not more) or made.request == 8  # whose choices fork from logits
@@ -198,7 +199,7 @@ def test_an_interrupted_request_goes_on_to_the_bit(model, given):
     for sampling, choose in ((Sampling(1.0, seed=3, presence_penalty=0.5), None), (Sampling(), argmax)):
         request = Request(ids(100), 16, choose, sampling=sampling)
         whole = list(Engine(model, prefix_caching=False).run([request]))
-        again = dataclasses.replace(request, answer_ids=[made.token for made in whole[:given]])
+        again = replace(request, answer_ids=[made.token for made in whole[:given]])
         rest = list(Engine(model, prefix_caching=False).run([again]))
         assert [made.token for made in rest] == [made.token for made in whole[given:]]
         for one, other in zip(rest, whole[given:]):
@@ -303,6 +304,74 @@ def test_a_choice_of_a_request_that_waits_can_be_aborted(demo):
     }
     engine.scheduler.check()
     assert engine.scheduler.num_waiting == 0
+
+
+@pytest.mark.parametrize("state", ["waiting", "in a prompt", "held"])
+@pytest.mark.parametrize("gone", [(0,), (0, 1), (1, 0), (0, 2, 1)], ids=str)
+def test_the_first_choice_can_be_aborted_before_the_prompt_is_computed(demo, state, gone):
+    """The others go on, each with its own draws; the last one ends all."""
+    model, sampling = open_model(demo), Sampling(1.0, seed=4)
+    request = Request(ids(2 * CHUNK + 9, 9), 5, sampling=sampling, n=3)
+    expected = {}
+    for made in Engine(model, max_num_tokens=CHUNK + 3).run([request]):
+        expected.setdefault(made.choice, []).append(made.token)
+    compiler = Slow()
+    engine = Engine(model, max_num_tokens=CHUNK + 3, grammars=compiler, prefix_caching=False)
+    if state == "waiting":
+        for seed in range(4):
+            engine.add(Request(ids(20, seed), 6))
+    index, found = engine.add(replace(request, grammar=Grammar("regex", ".*")) if state == "held" else request), {}
+    engine.step()
+    for number in gone:
+        assert engine.abort(index, number) and not engine.abort(index, number)
+    if state == "held":
+        assert compiler.forgotten == ([index] if len(gone) == 3 else [])
+        compiler.outcomes.append((index, Free()))
+    for made in engine.run():
+        found.setdefault((made.request, made.choice), []).append(made.token)
+    assert {choice: tokens for (request, choice), tokens in found.items() if request == index} == {
+        number: expected[number] for number in range(3) if number not in gone
+    }
+    engine.scheduler.check()
+    assert not engine.has_work and engine.scheduler.num_waiting == engine.scheduler.num_running == 0
+
+
+class Slow:
+    """A compiler of grammars that is done when a test says so."""
+
+    def __init__(self):
+        self.outcomes, self.forgotten = [], []
+        self.submit = lambda *given: None
+        self.wait = lambda seconds: None
+        self.forget = self.forgotten.append
+
+    def poll(self):
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
+
+
+class Free:
+    """A matcher that allows all."""
+
+    def __init__(self):
+        self.fork, self.consume = lambda: self, lambda token: None
+        self.allowed = lambda: np.ones(768, bool)
+
+
+def test_the_log_probabilities_of_a_prompt_come_though_its_first_choice_is_aborted(demo):
+    model = open_model(demo)
+    request = Request(ids(2 * CHUNK + 9, 9), 2, n=2, prompt_logprobs=1)
+    found = []
+    for gone in (False, True):
+        engine, rows = Engine(model, max_num_tokens=CHUNK + 1), []
+        index = engine.add(request)
+        while engine.has_work:
+            engine.step()
+            rows += [(first, entry) for _, first, entries in engine.prompt_logprobs for entry in entries]
+            if gone and len(found) == 1:
+                engine.abort(index, 0)
+        found.append(rows)
+    assert found[0] == found[1] and len(found[0]) == 2 * CHUNK + 8
 
 
 HOW = [Sampling(), Sampling(1e-9), Sampling(1e-9, logprobs=0)]  # the executor chooses, draws; the host draws

@@ -185,6 +185,8 @@ class Engine:
         found = [
             choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
         ]
+        for choice in found if number is not None else ():
+            self._hand_on(choice)
         self._end_all(found)
         compiling = self._compiling.get(index, ())
         if self._grammars is not None and compiling and not any(each.scheduled in self._choices for each in compiling):
@@ -454,6 +456,16 @@ class Engine:
         if token is not None and token.finish:
             self._end(choice)
         return token
+
+    def _hand_on(self, choice: ActiveChoice) -> None:
+        """Give a prompt that is not computed yet to the next of its choices, which else would end with this one."""
+        following = next((each for each in choice.scheduled.siblings if each in self._choices), None)
+        if following is None:
+            return
+        heir = self._choices[following]
+        choice.scheduled, heir.scheduled = following, choice.scheduled
+        self._choices[choice.scheduled], self._choices[heir.scheduled] = choice, heir
+        heir.prompt_logprobs, heir.sampling_slot = choice.prompt_logprobs, -1
 
     def _end_all(self, choices: Iterable[ActiveChoice]) -> None:
         for choice in choices:

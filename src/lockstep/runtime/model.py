@@ -19,6 +19,7 @@ from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.runtime.adapters import Adapters, unknown_adapter
 from lockstep.runtime.binding import open_network
+from lockstep.step import host_memory
 from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
 from lockstep.step.pages import PAGE_SIZE, PageTables
@@ -81,7 +82,7 @@ class Model:
         Limits that are not given are those that the engines were built for; engines that are built for any take 4
         requests, 256 tokens of each, and any number of tokens in a step. `low_memory` reads the weights from the mapped
         files at each step instead of a repacked copy: slower, no copy. `kv_bytes`: memory for keys and values of all
-        requests, or below 1 the share of what is free; on a CPU a quarter of the machine's, unless given.
+        requests, or below 1 the share of what is free; on a CPU a quarter of the container's or machine's.
         `chunk_size`: long prompts are computed in pieces that end at multiples of it; by default 256 where the backend
         is batch invariant, else 64. `adapters_json`: the manifest of
         the model's adapters.
@@ -311,12 +312,11 @@ def fitting_chunk_size(wanted: int, num_slots: int, max_num_tokens: int | None) 
 def _host_bytes(kv_bytes: float | None) -> int:
     """Return the bytes for the KV cache on a CPU.
 
-    kv_bytes: None for a quarter of the machine's memory; below 1 a part of the memory that is free.
+    kv_bytes: None for a quarter of the machine's or the container's memory; below 1 a part of what of it is free.
     """
-    page = os.sysconf("SC_PAGE_SIZE")
     if kv_bytes is None:
-        return page * os.sysconf("SC_PHYS_PAGES") // 4
-    return int(page * os.sysconf("SC_AVPHYS_PAGES") * kv_bytes) if kv_bytes < 1 else int(kv_bytes)
+        return host_memory.total_bytes() // 4
+    return int(host_memory.free_bytes() * kv_bytes) if kv_bytes < 1 else int(kv_bytes)
 
 
 def _limits(
