@@ -228,11 +228,11 @@ def _load(model: Model, names: Sequence[str], rounds: int) -> dict[str, Any]:
     for number in range(4 * rounds + 2):
         if number % 2:
             loading[adapter_slot] = "small"
-            executor._synchronize()
+            executor.group.synchronize()
             started = time.perf_counter()
             model.adapters.load()
             host.append(time.perf_counter() - started)
-            executor._synchronize()
+            executor.group.synchronize()
             through.append(time.perf_counter() - started)
             loading[adapter_slot] = "small"
         started = time.perf_counter()

@@ -13,7 +13,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,37 @@ def run(
     note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
     if assembly.tensor_parallel is not None:
         note(ranks=assembly.tensor_parallel.degree, sums=sums(model))
-    note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
-    note(sampled={str(batch): sampled(model, batch, rounds) for batch in SAMPLED_BATCHES})
-    note(prompts={str(tokens): prompt(model, tokens, rounds) for tokens in PROMPTS})
-    note(mixed={str(rows): mixed(model, rows, rounds) for rows in ROWS})
+    steps(model, rounds, note)
     note(requests=requests(model), sampled_requests=requests(model, SAMPLED))
     if vllm:
         note(vllm=of_vllm(read_json(Path(vllm))))
     write_json(out, record)
+
+
+def steps(model: Model, rounds: int, note: Callable[..., None]) -> None:
+    """Measure steps of every kind and size for which the KV cache has room.
+
+    note: takes each part when it is there; `left_out` names the sizes without room, with the reason.
+    """
+    left_out: dict[str, str] = {}
+    kinds: dict[str, tuple[Sequence[int], Callable[[Model, int, int], dict[str, Any]]]] = {
+        "decode": (BATCHES, decode),
+        "sampled": (SAMPLED_BATCHES, sampled),
+        "prompts": (PROMPTS, prompt),
+        "mixed": (ROWS, mixed),
+    }
+    for name, (sizes, take) in kinds.items():
+        found: dict[str, Any] = {}
+        for size in sizes:
+            try:
+                found[str(size)] = take(model, size, rounds)
+            except InputError as error:
+                if "KV cache" not in str(error):
+                    raise
+                release(model)
+                left_out[f"{name} {size}"] = str(error)
+                note(left_out=left_out)
+            note(**{name: found})
 
 
 def sums(model: Model) -> dict[str, Any]:
@@ -98,6 +121,8 @@ def sums(model: Model) -> dict[str, Any]:
 
     Measured in graphs of SUMS_IN_A_GRAPH sums.
     """
+    from lockstep.backends.tensorrt.timing import microseconds
+
     executor: Any = model._executor
     (hidden,) = {
         io.shape[1]
@@ -107,13 +132,13 @@ def sums(model: Model) -> dict[str, Any]:
     found = {}
     for tokens in SUMS:
         graphs = []
-        for rank in executor._each():
+        for rank in executor.group.each():
             values = rank._buffer("benchmark", (tokens, hidden), np.float16)
             with rank.stream.capture() as graph:
                 for _ in range(SUMS_IN_A_GRAPH):
                     rank.exchange.sum(values)
             graphs.append(graph)
-        taken = [executor._time(graphs) / SUMS_IN_A_GRAPH for _ in range(5)]
+        taken = [microseconds(executor.group, graphs) / SUMS_IN_A_GRAPH for _ in range(5)]
         found[str(tokens)] = {"hidden": hidden, "microseconds": spread(taken, 2)}
     return found
 
@@ -341,6 +366,8 @@ def page(record: Mapping[str, Any]) -> str:
             ],
         ),
     ]
+    if left_out := record.get("left_out"):
+        lines += ["", paragraph(f"Without room in this GPU's KV cache, and not measured: {', '.join(left_out)}.")]
     if found := record.get("requests"):
         lines += [
             "",

@@ -34,7 +34,8 @@ from lockstep.verify.bisect.explain import engine_report
 from lockstep.weights import Weights
 
 MODEL = "demo-llama"
-FORMS = [("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
+# Of the first, blocks are cut: it is what 8.6 builds by default.
+FORMS = [("8.6.0", "fp16", "fused"), ("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
 # Of logits, largest 20: sums in another order; fp16: roundings between engines.
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}
 
@@ -50,7 +51,7 @@ def engines(demo, tmp_path_factory):
                 **{name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")},
             }
             found[version, precision, attention] = build(
-                demo.assembly(MODEL, precision), "tensorrt", folder / precision / attention / "engines.json", options
+                demo.assembly(MODEL, precision), "tensorrt", folder / version / attention / "engines.json", options
             )
     return found
 
@@ -151,7 +152,7 @@ atexit.register(spies["ended"].append, True)
 """
 
 
-@pytest.mark.parametrize("form", FORMS[1:], indirect=True, ids="-".join)
+@pytest.mark.parametrize("form", FORMS[::2], indirect=True, ids="-".join)
 def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engines, form, gpu):
     """The interpreter would destroy streams and engines in any order, behind the driver's and TensorRT's own end."""
     paths = engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
@@ -430,7 +431,7 @@ def test_a_pass_has_room_for_all_rows_beside_a_full_prompt(demo, open_model, for
     both.step(3, 1)
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longer_ones(demo, gpu, form, tmp_path):
     """Blocks take as long as at the size that their profile is tuned for: 513 tokens as 1024, 5 as 512."""
     limits = {"max_batch_size": 4, "max_num_tokens": 2048, "max_seq_len": 512}
@@ -566,7 +567,7 @@ class Chaos:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_early(
     open_model, form, gpu, monkeypatch, seed
 ):
@@ -644,7 +645,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
     both.step(prompts=[(3, 2)])
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 @pytest.mark.parametrize("refused", [False, True])
 def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, refused):
     from lockstep.backends.tensorrt import prompt_attention
@@ -674,7 +675,7 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, r
     prompt_attention._batch_plan.cache_clear()
 
 
-@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
     """However far the host is ahead of the device."""
     from lockstep.backends.tensorrt import cuda, staging
@@ -691,7 +692,7 @@ def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
         assert down(second).tolist() == [10 * number]
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_the_benchmark_of_batch_sizes_says_what_each_kind_of_step_takes(open_model, gpu, monkeypatch):
     sizes = {"CONTEXT": 20, "WARM": 2, "STEPS": 4, "MIXED_STEPS": 2, "CHUNKS": (16, 40), "REQUESTS": 5}
     for name, size in sizes.items():
@@ -735,6 +736,29 @@ def test_the_benchmark_of_batch_sizes_says_what_each_kind_of_step_takes(open_mod
     assert "vLLM 0.23.0" in text and "| 200.0 |" in text and "vLLM 13.5 s" in text
 
 
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
+def test_the_benchmark_of_batch_sizes_measures_what_fits_and_names_the_rest(open_model, gpu, monkeypatch):
+    """On a GPU of 80 GB the pool lacks 32 pages for 256 rows: all that was measured before was lost."""
+    sizes = {"CONTEXT": 20, "WARM": 2, "STEPS": 4, "MIXED_STEPS": 2, "CHUNKS": (16,), "PROMPTS": (40,)}
+    sizes |= {"BATCHES": (1, 4), "SAMPLED_BATCHES": (2, 4), "ROWS": (1, 3)}
+    for name, size in sizes.items():
+        monkeypatch.setattr(batches, name, size)
+    page, noted = open_model().tables.pool.page_nbytes, []
+    model = open_model(kv_bytes=2 * page)
+    batches.steps(model, 1, lambda **parts: noted.append({name: dict(part) for name, part in parts.items()}))
+    record = {name: part for parts in noted for name, part in parts.items()}
+    assert {name: set(part) for name, part in record.items()} == {
+        "decode": {"1"}, "sampled": {"2"}, "prompts": {"40"}, "mixed": {"1"},
+        "left_out": {"decode 4", "sampled 4", "mixed 3"},
+    }  # fmt: skip
+    assert all("KV cache: expected" in reason for reason in record["left_out"].values())
+    assert noted[0] == {"decode": record["decode"]}  # each part as soon as it is there
+    model.tables.pool.check()
+    about = {"device": {"name": "fake"}, "tensorrt": "10.9.0", "options": {"max_batch_size": 4}}
+    about |= {"layers": 2, "precision": "fp16", "build_seconds": 1.5, "warm_up_seconds": 0.5}
+    assert "and not measured: decode 4, sampled 4, mixed 3." in batches.page({**about, **record})
+
+
 @pytest.mark.parametrize("fails", [1, 4])
 def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     demo, open_model, form, gpu, monkeypatch, fails
@@ -769,7 +793,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
         both.step(0, 1, 2, tokens=False)
 
 
-@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, form, gpu, monkeypatch):
     both = Both(demo, open_model, form[1])
     both.step(prompts=[(0, 8)])
@@ -786,27 +810,30 @@ def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, f
         both.step(0)
 
 
-def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, gpu):
-    model = open_model()
-    for start, count in ((0, 5), (5, 1), (6, 1), (7, 1)):
-        model.step_tokens([Advance(0, np.arange(count), start)], following=True)
-    assert model.in_flight
-    gc.collect()
-    gc.disable()
-    try:
-        held = gpu.blocks
-        del model
-        left = gpu.blocks
-    finally:
-        gc.enable()
-    # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's.
-    assert left <= 2 < held
+def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, form, gpu):
+    lefts = []
+    for _ in range(2):
+        model = open_model()
+        for start, count in ((0, 5), (5, 1), (6, 1), (7, 1)):
+            model.step_tokens([Advance(0, np.arange(count), start)], following=True)
+        assert model.in_flight
+        gc.collect()
+        gc.disable()
+        try:
+            held = gpu.blocks
+            del model
+            lefts.append(gpu.blocks)
+        finally:
+            gc.enable()
+    # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's; of cut blocks more,
+    # which the next model uses again.
+    assert lefts[1] <= lefts[0] <= (24 if form == FORMS[0] else 2) and lefts[0] < held
     from lockstep.backends.tensorrt.rank_device import Device
 
     Device.get().stream.synchronize()  # nothing is at work any more in what was freed
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 @pytest.mark.parametrize("tokens", [4, 8, 12, 17, 24])
 def test_small_limits_leave_room_for_what_fused_attention_touches(open_model, gpu, tokens):
     alone, packed = (open_model(max_batch_size=rows, max_num_tokens=tokens) for rows in (1, 2))
@@ -836,7 +863,7 @@ def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:
     return {(number - first, choice): tokens for (number, choice), tokens in found.items()}
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_requests_share_pages_fork_and_are_swapped_out_with_the_tokens_that_they_have_alone(
     open_model, form, gpu, monkeypatch
 ):
@@ -945,7 +972,7 @@ def test_a_step_under_way_is_not_asked_for_in_a_slot_that_samples_in_another_way
     assert found.tolist() == tokens.tolist(), "greedy again"
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_what_is_swapped_out_comes_back_in_other_pages(demo, open_model, form, gpu):
     both = Both(demo, open_model, form[1], following=True)
     both.step(prompts=[(0, 8), (1, 100), (2, 64)])
@@ -1052,7 +1079,7 @@ def test_too_little_memory_is_told_with_what_it_was_for(open_model, gpu, share, 
         run(open_model())
 
 
-@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu):
     both = Both(demo, open_model, form[1])
     both.step(prompts=[(0, 62)])
@@ -1066,7 +1093,7 @@ def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu)
         both.step(0, tokens=False)
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     from lockstep.backends.tensorrt import cuda
 
@@ -1171,7 +1198,7 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
         engine.close()
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(demo, open_model, form, gpu, monkeypatch):
     """Those of one engine share a context: of the second layer on, only its weights are new, and what alternates."""
     both = Both(demo, open_model, form[1], "all")
