@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -139,8 +141,10 @@ def guard() -> Iterator[None]:
     """Turn a user's errors into one line on stderr and an exit code.
 
     A programming error keeps its traceback. An interrupt, SIGTERM and SIGHUP are one line too, after all that was begun
-    is undone; the exit code is 128 and the signal's number.
+    is undone; the exit code is 128 and the signal's number. Characters that stdout's encoding lacks are escaped.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors=_ESCAPES)
     try:
         with _ending_raises(), interrupts():
             yield
@@ -160,6 +164,16 @@ def guard() -> Iterator[None]:
         _leave(f"{what}; {_KEPT}", 128 + number)
 
 
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """Write characters as JSON does, so that a document stays one."""
+    import json  # little is imported before the guard
+
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+_ESCAPES = "lockstep.escapes"
+codecs.register_error(_ESCAPES, _escaped)
 _KEPT = "finished results are kept, run the same command to go on"
 
 

@@ -257,7 +257,7 @@ def test_a_word_that_must_not_come_comes_with_no_space_before_it_either(model, t
     first = tokenizer.encode(" hilly", special=False)
     assert records[1]["choices"][0]["token_ids"][: len(first)] == first.tolist()
     assert records[2]["choices"] == records[3]["choices"] != records[1]["choices"]
-    assert "bad_words: prompt: expected text in UTF-8" in records[4]["error"]
+    assert "bad_words: expected texts in UTF-8 that are not empty" in records[4]["error"]
 
 
 def test_the_engine_completes_a_list(model, tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -223,3 +224,14 @@ def test_what_a_process_holds_is_walked_by_no_later_collection():
         "assert gc.get_freeze_count() > 9999 and not any(each is held for each in gc.get_objects())"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_text_goes_to_a_stdout_of_any_encoding_and_a_json_document_stays_one(encoding):
+    text = "Zürich 日本 🙂"
+    script = (
+        f"import json; from lockstep.errors import guard\nwith guard(): print(json.dumps({text!r}, ensure_ascii=False))"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert json.loads(found.stdout.decode(encoding)) == text

@@ -336,3 +336,36 @@ def test_a_grammar_that_becomes_too_complex_is_the_request_s_fault(server: RealS
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "guided_choice"), error
     assert "too complex; simplify it" in error["message"] and error["code"] == "grammar_error"
     server.wait_idle()
+
+
+def test_a_json_object_with_a_schema_has_it(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
+    """As others take it; the schema was dropped without a word."""
+    body = CompletionBody(prompt="", response_format={"type": "json_object", "schema": SCHEMA})
+    grammar = grammar_of(body)
+    assert grammar is not None and grammar.kind == "json_schema" and json.loads(grammar.text) == SCHEMA
+    plain = CompletionBody(prompt="", response_format={"type": "json_object", "schema": None})
+    assert grammar_of(plain) == Grammar("json_object")
+    wrong = CompletionBody(prompt="", response_format={"type": "json_object", "json_schema": {"schema": SCHEMA}})
+    with pytest.raises(BadRequest, match="expected type json_schema beside json_schema"):
+        grammar_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "most"),
+    [
+        (Grammar("json_object"), 64),
+        (Grammar("json_schema", "true"), 64),
+        (Grammar("json_schema", '{"type": "object", "x-guidance": {"coerce_one_of": true}}'), 64),
+        (Grammar("json_schema", '{"type": "object", "x-guidance": {"whitespace_pattern": "[ ]{1,3}"}}'), 3),
+    ],
+)
+def test_white_space_between_parts_of_json_ends(
+    model: Model, tokenizer: Tokenizer, grammars: Compiler, grammar: Grammar, most: int
+) -> None:
+    """A model that would go on with spaces for ever closes its object."""
+    liked = {tokenizer.encode(text, special=False).item(): 1e6 for text in (" ", "{")}
+    greedy = Sampling(logit_bias=liked)
+    given = request(model, tokenizer, grammar, sampling=greedy, max_new_tokens=200)
+    ((tokens, _),) = answers(Engine(model, grammars=grammars), [given]).values()
+    found = re.match("{( *)", tokenizer.decode(tokens))
+    assert found is not None and len(found[1]) == most

@@ -179,12 +179,12 @@ def test_logprobs_are_those_of_the_completion(client: openai.OpenAI) -> None:
     assert streamed == entries
 
 
-def test_a_token_that_is_a_part_of_a_character_has_no_bytes_and_the_end_has_its_name(client: openai.OpenAI) -> None:
+def test_a_token_that_is_a_part_of_a_character_has_its_bytes_and_the_end_its_name(client: openai.OpenAI) -> None:
     (choice,) = chat(client, [{"role": "user", "content": ICE}], logprobs=True).choices
     assert choice.logprobs.content[-1].token == "<eos>"
     given = {"logit_bias": {"127": 100}, "ignore_eos": True}  # the first byte of a character of several
     (entry,) = chat(client, max_tokens=1, logprobs=True, extra_body=given).choices[0].logprobs.content
-    assert entry.token == "\N{REPLACEMENT CHARACTER}" and entry.bytes is None
+    assert entry.token == "\N{REPLACEMENT CHARACTER}" and entry.bytes == [0xC2]
 
 
 def test_a_developer_is_the_system(client: openai.OpenAI) -> None:

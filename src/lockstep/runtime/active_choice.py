@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lockstep.runtime.bad_words import BadWordFilter
 from lockstep.runtime.grammar.matcher import Matcher
 from lockstep.runtime.request import Request, Token
 from lockstep.runtime.scheduler import Scheduled
@@ -22,7 +23,8 @@ class ActiveChoice:
     """Choice `number` of a request, which the scheduler knows as `scheduled`.
 
     next_token: the token that its next step brings. again: tokens that were given out before an interruption and are
-    still to be computed again. sampling_slot: the slot that the model was told to sample for it, or -1.
+    still to be computed again. sampling_slot: the slot that the model was told to sample for it, or -1. bad_words: of
+    its text; behind all tokens of `again`.
     """
 
     index: int
@@ -36,6 +38,7 @@ class ActiveChoice:
     sampling_slot: int = -1
     again: deque[int] = field(default_factory=deque)
     matcher: Matcher | None = None
+    bad_words: BadWordFilter | None = None
     prompt_logprobs: int | None = None
 
     @property
@@ -86,8 +89,11 @@ class ActiveChoice:
         else:
             if matcher is not None and (allowed := matcher.allowed()) is None:
                 return Sampled(-1), "grammar_error"
-            sampled = self.sampler(row, self.scheduled.num_computed, allowed)
+            forbidden = self.bad_words.tokens() if self.bad_words is not None else ()
+            sampled = self.sampler(row, self.scheduled.num_computed, allowed, forbidden)
         if sampled.token < 0:
             return sampled, "error"
+        if self.bad_words is not None:
+            self.bad_words.push(sampled.token)
         ended = matcher.consume(sampled.token) if matcher is not None else None
         return (Sampled(-1), ended) if ended == "grammar_error" else (sampled, ended)

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -128,9 +128,7 @@ def generate_file(
                     entry = _entry(line.strip())
                     record["id"] = entry.get("id")
                     request, stop = _request(entry, tokenizer, model, defaults)
-                    collector = Collector(
-                        tokenizer, len(request.prompt_ids), request.n, stop, request.sampling.min_tokens
-                    )
+                    collector = Collector(tokenizer, request.prompt_ids, request.n, stop, request.sampling.min_tokens)
                     running[engine.add(request)] = record, collector
                 except LockstepError as error:
                     _write(file, done, {**record, "error": f"{source}:{number}: {error}"})
@@ -270,7 +268,7 @@ def _request(
     stop = entry.get("stop", defaults.stop)
     sampling: dict[str, Any] = {name: entry[name] for name in _SAMPLING if name in entry}
     sampling["logit_bias"] = {int(token): bias for token, bias in entry.get("logit_bias", {}).items()}
-    sampling["bad_words"] = _words(entry.get("bad_words", ()), tokenizer)
+    sampling["bad_words"] = tuple(entry.get("bad_words", ()))
     request = Request(
         tokenizer.encode(prompt) if isinstance(prompt, str) else prompt,
         entry.get("max_tokens", defaults.max_tokens),
@@ -282,23 +280,6 @@ def _request(
         cache_salt=entry.get("cache_salt", ""),
     )
     return request, (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def _words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return words that must not come, as the server has them.
-
-    Each comes with a space before it, too.
-    """
-    if not all(texts):
-        raise InputError("bad_words: expected words that are not empty, found an empty one")
-    found = []
-    for text in texts:
-        for each in (text, text if text[0].isspace() else f" {text}"):
-            try:
-                found.append(tuple(tokenizer.encode(each, special=False).tolist()))
-            except InputError as error:
-                raise InputError(f"bad_words: {error}") from None
-    return tuple(tokens for tokens in dict.fromkeys(found) if tokens)
 
 
 def _answer(completion: Completion, where: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def check_request(request: Request, model: Model, longest: int, has_grammars: bo
     prompt = _token_ids("prompt_ids", request.prompt_ids, model.vocab_size)
     again = _token_ids("answer_ids", request.answer_ids, model.vocab_size).tolist()
     _token_ids("logit_bias", request.sampling.logit_bias, model.vocab_size)
-    _token_ids("bad_words", list(itertools.chain(*request.sampling.bad_words)), model.vocab_size)
+    _token_ids("bad_words", list(itertools.chain(*request.sampling.bad_sequences)), model.vocab_size)
     if not 1 <= len(prompt) <= longest:
         remedy = "shorten it or raise the limits" if len(prompt) else "give it a text"
         raise InputError(f"expected 1 to {longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; {remedy}")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from lockstep.errors import InputError
 from lockstep.runtime.request import Token
 from lockstep.runtime.tokenizer import Tokenizer
@@ -16,14 +18,16 @@ from lockstep.step.sampling import Logprobs
 class Choice:
     """One choice of a completion.
 
-    finish: as `Token.finish`, or "stop_string"; None while more follows. token_ids: all that were made, the end of
-    sequence and those of a stop string too. logprobs: one for each token, where they were asked for.
+    text: what token_ids add to the prompt's text, up to a stop string. finish: as `Token.finish`, or "stop_string";
+    None while more follows. token_ids: all that were made, the end of sequence and those of a stop string too.
+    logprobs: one for each token, where they were asked for. stop: the stop string that ended it.
     """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
+    stop: str | None = None
 
 
 @dataclass
@@ -60,15 +64,22 @@ class Collector:
     """Makes the completion of one request from its tokens."""
 
     def __init__(
-        self, tokenizer: Tokenizer, num_prompt_tokens: int, n: int, stop: Sequence[str] = (), min_stop_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] | np.ndarray,
+        n: int,
+        stop: Sequence[str] = (),
+        min_stop_tokens: int = 0,
+        echo: bool = False,
     ):
         """Begin a completion without tokens.
 
-        min_stop_tokens: of an answer, in whose text no stop string may end, as vLLM's min_tokens.
+        min_stop_tokens: of an answer, in whose text no stop string may end, as vLLM's min_tokens. echo: whether the
+        answers come behind `Tokenizer.text` of the prompt, and so have all of a character that it leaves unfinished.
         """
         self._min_stop_tokens = min_stop_tokens
-        self.completion = Completion(num_prompt_tokens, [Choice() for _ in range(n)])
-        self._streams = [tokenizer.stream() for _ in range(n)]
+        self.completion = Completion(len(prompt_ids), [Choice() for _ in range(n)])
+        self._streams = [tokenizer.stream(prompt_ids, echo) for _ in range(n)]
         self._filters = [StopFilter(stop) for _ in range(n)]
 
     def push(self, made: Token) -> str:
@@ -83,7 +94,9 @@ class Collector:
         choice = self.completion.choices[number]
         choice.finish = finish
         if token < 0:
-            return ""
+            text = self._streams[number].finish()
+            choice.text += text
+            return text
         choice.token_ids.append(token)
         if logprobs is not None:
             choice.logprobs.append(logprobs)
@@ -91,8 +104,8 @@ class Collector:
         text = "" if finish == "stop_id" else stream.push(token)
         may_end = len(choice.token_ids) > self._min_stop_tokens
         text = stop.push(text + stream.finish() if finish else text, may_end)
-        if stop.found:
-            choice.finish = "stop_string"
+        if stop.found is not None:
+            choice.finish, choice.stop = "stop_string", stop.found
         elif finish:
             text += stop.rest()
         choice.text += text
@@ -106,14 +119,14 @@ class Collector:
 class StopFilter:
     """Text deltas in, text up to the first stop string out.
 
-    What may be the start of a stop string is held back until more has come.
+    What may be the start of a stop string is held back until more has come. found: the stop string.
     """
 
     def __init__(self, stop: str | Sequence[str]):
         stop = (stop,) if isinstance(stop, str) else stop
         if any(not text for text in stop):
             raise InputError("stop: expected strings that are not empty, found an empty one")
-        self.found = False
+        self.found: str | None = None
         self._stop = tuple(stop)
         self._held = ""
 
@@ -125,14 +138,14 @@ class StopFilter:
         """
         if not self._stop:
             return text
-        if self.found:
+        if self.found is not None:
             return ""
         before, self._held = len(self._held), self._held + text
         # From where a string would end in the new text: those that ended before may not have counted.
-        finds = (self._held.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop if may_end)
-        if ends := [at for at in finds if at >= 0]:
-            self.found = True
-            return self._held[: min(ends)]
+        finds = ((self._held.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop if may_end)
+        if ends := [found for found in finds if found[0] >= 0]:
+            end, self.found = min(ends, key=lambda found: found[0])
+            return self._held[:end]
         held = self._held
         lengths = (n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n]))
         keep = max(lengths, default=0)
@@ -142,4 +155,4 @@ class StopFilter:
     def rest(self) -> str:
         """Return what was held back, when no more comes."""
         text, self._held = self._held, ""
-        return "" if self.found else text
+        return text if self.found is None else ""

@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.runtime.active_choice import ActiveChoice
+from lockstep.runtime.bad_words import BadWordFilter
 from lockstep.runtime.checks import check_request
 from lockstep.runtime.completion import Collector, Completion
 from lockstep.runtime.grammar.matcher import GrammarCompiler
@@ -136,6 +137,7 @@ class Engine:
         if not self._choices:
             self._began = None  # what was under way when the last one ended is nobody's
         prompt, again = check_request(request, model, self._longest, self._grammars is not None)
+        bad_words = self._bad_words(request, prompt, again)
         # The last new token is given out, and needs no place of its own.
         most = min(len(prompt) + max(1, request.max_new_tokens) - 1, model.max_seq_len)
         make = lambda: Scheduled(len(prompt), most, request.priority, adapter=request.adapter)
@@ -150,16 +152,29 @@ class Engine:
             self._scheduler.add(scheduled, held=request.grammar is not None)
         self._count += 1
         known = np.concatenate([prompt, np.array(again, np.int64)])
-        for number, scheduled in enumerate(choices, request.choice):
+        for number, (scheduled, words) in enumerate(zip(choices, bad_words), request.choice):
             sampler = Sampler(request.sampling, known, request.stop_ids, number, len(prompt))
             self._choices[scheduled] = ActiveChoice(
-                index, number, request, prompt, sampler, scheduled, again=deque(again)
+                index, number, request, prompt, sampler, scheduled, again=deque(again), bad_words=words
             )
         self._choices[choices[0]].prompt_logprobs = request.prompt_logprobs
         if self._grammars is not None and request.grammar is not None:
             self._compiling[index] = [self._choices[scheduled] for scheduled in choices]
             self._grammars.submit(index, request.grammar, again)
         return index
+
+    def _bad_words(self, request: Request, prompt: np.ndarray, again: Sequence[int]) -> list[BadWordFilter | None]:
+        """Return the bad words of each choice of a request. Raises InputError where texts of tokens are not known."""
+        texts = request.sampling.bad_texts
+        if not texts:
+            return [None] * request.n
+        filters: list[BadWordFilter | None] = []
+        for _ in range(request.n):
+            found = BadWordFilter(self._model.vocabulary, texts, prompt)
+            for token in again:
+                found.push(token)
+            filters.append(found)
+        return filters
 
     def add_all(self, requests: Iterable[Request]) -> list[int]:
         """Queue requests that come together and return their numbers.
@@ -234,10 +249,12 @@ class Engine:
             raise InputError(f"sampling: expected one, or one for each of {len(prompts)} prompts, found {len(each)}")
         ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         stop_ids = frozenset(self._model.eos_token_ids)
-        collectors = [Collector(tokenizer, len(prompt), n, stop, s.min_tokens) for prompt, s in zip(ids, each)]
         requests = [Request(prompt, max_new_tokens, stop_ids=stop_ids, sampling=s, n=n) for prompt, s in zip(ids, each)]
-        found = dict(zip(self.add_all(requests), collectors, strict=True))
+        added = self.add_all(requests)
+        found: dict[int, Collector] = {}
         try:
+            for index, prompt, s in zip(added, ids, each):
+                found[index] = Collector(tokenizer, prompt, n, stop, s.min_tokens)
             while self.has_work:
                 tokens = self.step()
                 self._raise_refused()
@@ -247,7 +264,7 @@ class Engine:
                         if collector.stopped(made):
                             self.abort(made.request, made.choice)
         except BaseException:
-            for index in found:
+            for index in added:
                 self.abort(index)
             raise
         return [collector.completion for collector in found.values()]

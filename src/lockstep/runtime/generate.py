@@ -36,7 +36,7 @@ class Generation:
     def __init__(self, decoding: Decoding, tokenizer: Tokenizer, requests: Sequence[Request], stop: Sequence[str]):
         self._decoding = decoding
         self._collectors = [
-            Collector(tokenizer, len(request.prompt_ids), 1, stop, request.sampling.min_tokens) for request in requests
+            Collector(tokenizer, request.prompt_ids, 1, stop, request.sampling.min_tokens) for request in requests
         ]
         self.completions = [collector.completion for collector in self._collectors]
         self.tokens: list[list[int]] = [completion.choices[0].token_ids for completion in self.completions]

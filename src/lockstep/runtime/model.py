@@ -18,7 +18,9 @@ from lockstep.artifacts.manifest_files import content
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.runtime.adapters import Adapters, unknown_adapter
+from lockstep.runtime.bad_words import Vocabulary
 from lockstep.runtime.binding import open_network
+from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step import host_memory
 from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
@@ -47,6 +49,7 @@ class Model:
         layers: int,
         chunk_size: int,
         weights_sha256: str,
+        assembly_json: str | os.PathLike,
         adapters: Adapters | None = None,
     ):
         self.engines = engines
@@ -60,6 +63,7 @@ class Model:
         self.eos_token_ids = engines.assembly.eos_token_ids
         self._executor = executor
         self.adapters = adapters
+        self._assembly_json = assembly_json
 
     @classmethod
     def open(
@@ -108,7 +112,15 @@ class Model:
         )
         adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
         weights = content(Path(weights_json))  # not where they lie
-        return cls(executor, tokens, engines, len(network.layers), chunk_size, weights, adapters)
+        return cls(executor, tokens, engines, len(network.layers), chunk_size, weights, assembly_json, adapters)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Return the texts of all tokens, read from the assembly's tokenizer when they are first asked for.
+
+        Raises InputError where there is none or it cannot be opened here, CheckError for another than was exported.
+        """
+        return Vocabulary(Tokenizer.open(self._assembly_json).pieces, self.vocab_size)
 
     @functools.cached_property
     def libraries(self) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""Text to token ids and back, with the checkpoint's tokenizer.json.
-
-Streams whole characters only.
-"""
+"""Text to token ids and back, with the checkpoint's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -18,6 +15,8 @@ import numpy as np
 from lockstep.artifacts.assembly import load_tokenizer
 from lockstep.artifacts.files import sha256_file
 from lockstep.errors import CheckError, InputError
+from lockstep.runtime.pieces import Pieces
+from lockstep.runtime.text_stream import TextStream
 
 
 @contextlib.contextmanager
@@ -128,7 +127,7 @@ class Tokenizer:
             # Limits of the training set-up; here the runtime's own limits hold, and nothing is cut without a word.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        self._lengths: dict[int, int] = {}  # of the texts of single tokens, as they are asked for
+            self.pieces = Pieces(self._tokenizer)
 
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
@@ -193,71 +192,33 @@ class Tokenizer:
         name = self._tokenizer.id_to_token
         return [name(token) or "" for token in tokens]
 
-    def length(self, tokens: Sequence[int]) -> int:
-        """Return the number of characters of `decode`; those of one token are kept."""
-        if len(tokens) != 1:
-            return len(self.decode(tokens))
-        found = self._lengths.get(tokens[0])
-        if found is None:
-            found = self._lengths[tokens[0]] = len(self.decode(tokens))
-        return found
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token behind others, those of a special token's name too."""
+        if piece := self.pieces.behind(token):
+            return piece
+        decode = lambda count: self._tokenizer.decode([int(token)] * count, skip_special_tokens=False)
+        return decode(2)[len(decode(1)) :].encode()
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token behind others, that of a special token too.
+        """Return `token_bytes` as text; parts of characters show as replacement characters."""
+        return self.token_bytes(token).decode(errors=self.pieces.errors)
 
-        A decoder may take the space off the first token of a text, so the token is decoded behind itself.
+    def spellings(self, text: str) -> list[tuple[int, ...]]:
+        """Return the ways in which the tokenizer splits a word in a text.
+
+        At the beginning, behind a space and behind a line's end; each once. Raises InputError, as `encode`.
         """
-        with _one_line(f"{self._path}: expected a tokenizer.json, found "):
-            decode = lambda count: self._tokenizer.decode([int(token)] * count, skip_special_tokens=False)
-            return decode(2)[len(decode(1)) :]
+        encode = lambda text: tuple(self.encode(text, special=False).tolist())
+        found = [encode(text), encode(text if text[:1].isspace() else f" {text}")]
+        before, behind = encode("\n"), encode(f"\n{text}")
+        if behind[: len(before)] == before:
+            found.append(behind[len(before) :])
+        return [tokens for tokens in dict.fromkeys(found) if tokens]
 
-    def stream(self, context: Sequence[int] = ()) -> TextStream:
-        """Return a fresh stream for one request's new tokens.
+    def stream(self, context: Sequence[int] | np.ndarray = (), owed: bool = False) -> TextStream:
+        """Return a fresh stream for the tokens behind a context, as `TextStream` says."""
+        return TextStream(self.pieces, context, owed)
 
-        context: tokens before them; of their text only a character that they leave unfinished is given.
-        """
-        return TextStream(self, context)
-
-
-class TextStream:
-    """Tokens in one at a time, text out as soon as its characters are whole.
-
-    The pieces together are `decode` of all tokens, but for bytes that are no text, of which `decode` may make other
-    replacement characters.
-
-    A token's text depends on the one before it (spaces, bytes of a character), so both are decoded, and what the first
-    alone gives is taken off. The tokenizers package's DecodeStream does the same, but raises when bytes turn out to be
-    no text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
-        self._tokenizer = tokenizer
-        whole = len(context)
-        while whole and tokenizer.decode(context[:whole]).endswith("\N{REPLACEMENT CHARACTER}"):
-            whole -= 1
-        self._context = list(context[:whole])  # tokens whose text is out, the last that gave any
-        self._pending = list(context[whole:])
-
-    def push(self, token: int) -> str:
-        """Return the text that this token completes.
-
-        It is empty in the middle of a character.
-        """
-        self._pending.append(int(token))
-        piece = self._text()
-        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._context, self._pending = self._pending, []
-        return piece
-
-    def finish(self) -> str:
-        """Return what is left.
-
-        A character cut off by the end shows as the replacement character.
-        """
-        piece = self._text()
-        self._context, self._pending = self._pending, []
-        return piece
-
-    def _text(self) -> str:
-        return self._tokenizer.decode(self._context + self._pending)[self._tokenizer.length(self._context) :]
+    def text(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens, without a character that they leave unfinished."""
+        return self.pieces.text(map(int, tokens))

@@ -101,7 +101,8 @@ def request_of(frame: Frame) -> Request:
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
     if "bad_words" in sampling:
-        sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
+        words = sampling["bad_words"]
+        sampling["bad_words"] = tuple(word if isinstance(word, str) else tuple(word) for word in words)
     taken["stop_ids"] = frozenset(frame["stop_ids"])
     if "grammar" in taken:
         taken["grammar"] = Grammar(**taken["grammar"])

@@ -48,7 +48,10 @@ def _response_format(value: Any) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Grammar("json_object", name=name)
+        if value.get("json_schema") is not None:
+            raise BadRequest(f"{name}: expected type json_schema beside json_schema, found json_object", name)
+        schema = value.get("schema")
+        return Grammar("json_object", name=name) if schema is None else _made("json", schema, name)
     if kind == "json_schema":
         given = value.get("json_schema")
         if not isinstance(given, dict) or "schema" not in given:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.frames import finite
 from lockstep.step.sampling import Logprobs
@@ -13,42 +15,58 @@ from lockstep.step.sampling import Logprobs
 class LogprobsFormat:
     """The log-probabilities of one text, in as many parts as it comes in.
 
-    A token's offset is the number of characters before it; of tokens that make up one character it is that of the
-    character.
+    `tokens` are the parts of the text, which together are the text: of tokens that make up one character the last has
+    it, and a special token has none. A token's offset is the number of characters before its own.
     """
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0):
-        """Begin a text.
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray = (), echo: str | None = None):
+        """Begin a text behind the tokens `context`, and behind the text of them where that is repeated."""
+        self._tokenizer, self._stream = tokenizer, tokenizer.stream(context, echo is not None)
+        self._offset = len(echo or "")
 
-        offset: of its first character.
-        """
-        self._tokenizer, self._stream, self._offset = tokenizer, tokenizer.stream(), offset
-        self._texts: dict[int, str] = {}
-
-    def part(self, tokens: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, list[Any]]:
+    def part(
+        self, tokens: Sequence[int], logprobs: Sequence[Logprobs | None], finish: str | None = None
+    ) -> dict[str, list[Any]]:
         """Return the next part, in OpenAI's format.
 
-        tokens: those that follow. logprobs: one for each, None where there is nothing before a token.
+        tokens: those that follow. logprobs: one for each, None where there is nothing before a token. finish: why the
+        text ends, if it does.
         """
+        texts = [self._stream.push(token) for token in tokens]
+        if finish and texts and finish != "stop_id":
+            texts[-1] += self._stream.finish()
         offsets = []
-        for token in tokens:
+        for text in texts:
             offsets.append(self._offset)
-            self._offset += len(self._stream.push(token))
+            self._offset += len(text)
         return {
-            "tokens": [self._text(token) for token in tokens],
+            "tokens": texts,
             "token_logprobs": [each and finite(each.chosen) for each in logprobs],
-            "top_logprobs": [each and self._likeliest(token, each) for token, each in zip(tokens, logprobs)],
+            "top_logprobs": [
+                each and self._likeliest(token, text, each) for token, text, each in zip(tokens, texts, logprobs)
+            ],
             "text_offset": offsets,
         }
 
-    def _likeliest(self, chosen: int, logprobs: Logprobs) -> dict[str, float]:
+    def _likeliest(self, chosen: int, text: str, logprobs: Logprobs) -> dict[str, float]:
+        """Return the likeliest tokens by their texts, and the chosen one, whether it is one of those or not.
+
+        Each has an entry: where another token of the same text is likelier, or was chosen, under its name in the
+        vocabulary.
+        """
         found: dict[str, float] = {}
-        for token, value in logprobs.top:  # of several tokens of one text, such as parts of characters, the likeliest
-            found.setdefault(self._text(token), finite(value))
-        found.setdefault(self._text(chosen), finite(logprobs.chosen))  # whether it is one of those or not, as OpenAI
+        for token, value in (*logprobs.top, (chosen, logprobs.chosen)):
+            if token == chosen:
+                found.setdefault(text, finite(value))
+                continue
+            names = (self._label(token), *self._tokenizer.names([token]), f"token_id:{token}")
+            found[next(name for name in names if name and name != text and name not in found)] = finite(value)
         return found
 
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            self._texts[token] = self._tokenizer.decode([token])
-        return self._texts[token]
+    def _label(self, token: int) -> str:
+        """Return the text of a token, or what OpenAI writes for a part of a character."""
+        piece = self._tokenizer.token_bytes(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)

@@ -56,10 +56,12 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
             "echo",
         )
     requests = prompt_requests(body, prompts, "prompt", service, prompt_logprobs)
-    return [
-        replace(request, echo=service.tokenizer.decode(prompt) if text is None else text)
-        for request, prompt, text in zip(requests, prompts, texts)
+    # A thread: others need not wait for a long prompt's.
+    echoes = [
+        await asyncio.to_thread(service.tokenizer.text, ids) if text is None else text
+        for ids, text in zip(prompts, texts)
     ]
+    return [replace(request, echo=echo) for request, echo in zip(requests, echoes)]
 
 
 async def _prompts(body: CompletionBody, service: Service) -> tuple[list[list[int]], list[str | None]]:
@@ -87,7 +89,8 @@ class CompletionFormat(AnswerFormat):
     def __init__(self, body: CompletionBody, service: Service, stream: Stream, request_id: str):
         super().__init__(body, service, stream, request_id)
         self._actives = [active for active in stream.actives for _ in range(active.prompt.request.n)]
-        self._formats = [LogprobsFormat(service.tokenizer, len(active.prompt.echo or "")) for active in self._actives]
+        prompts = [active.prompt for active in self._actives] if self._logprobs else []
+        self._formats = [LogprobsFormat(service.tokenizer, each.request.prompt_ids, each.echo) for each in prompts]
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return self._choice(index, choice.text, choice.token_ids, choice.logprobs, choice.finish)
@@ -100,7 +103,7 @@ class CompletionFormat(AnswerFormat):
     def _choice(
         self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[Logprobs], finish: str | None
     ) -> dict[str, Any]:
-        found = self._formats[index].part(tokens, logprobs) if self._logprobs else None
+        found = self._formats[index].part(tokens, logprobs, finish) if self._logprobs else None
         choice = {"index": index, "text": text, "logprobs": found, "finish_reason": reason(finish)}
         return {**choice, "token_ids": list(tokens)} if self._token_ids else choice
 

@@ -123,9 +123,8 @@ class ChatFormat(AnswerFormat):
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._tokenizer.token_text(token)
-        is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # else it is a part of a character
-        return {"token": text, "bytes": list(text.encode()) if is_whole else None, "logprob": finite(logprob)}
+        text, piece = self._tokenizer.token_text(token), self._tokenizer.token_bytes(token)
+        return {"token": text, "bytes": list(piece), "logprob": finite(logprob)}
 
 
 def _chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lockstep.serve.grammar import grammar_of
 from lockstep.serve.prompts import too_long
 from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
-from lockstep.serve.words import check_words, words
+from lockstep.serve.words import check_words
 from lockstep.step.sampling import Sampling
 
 _ID = re.compile("[!-~]{1,128}")
@@ -193,11 +193,9 @@ def prompt_requests(
         _expect("stop_token_ids", token, 0, vocab_size - 1)
     salt = body.cache_salt or ""
     _expect("cache_salt", len(salt), 0, 256, "characters")
-    if not all(body.bad_words or ()):
-        raise BadRequest("bad_words: expected words that are not empty, found an empty one", "bad_words")
-    bad_words = words("bad_words", body.bad_words or (), service.tokenizer, with_space=True)
+    check_words("bad_words", body.bad_words or ())
     grammar = grammar_of(body)
-    sampling = replace(_sampling(body, vocab_size), bad_words=bad_words)
+    sampling = _sampling(body, vocab_size)
     requests = []
     for number, prompt in enumerate(prompts):
         room = longest - len(prompt)
@@ -250,6 +248,7 @@ def _sampling(body: Parameters, vocab_size: int) -> Sampling:
         if (value := getattr(body, name)) is not None
     }
     given |= {"top_k": max(0, body.top_k or 0), "logprobs": body.num_logprobs}  # top_k: -1 is all too
+    given["bad_words"] = tuple(body.bad_words or ())
     if body.temperature is None:
         given["temperature"] = 1.0
     bias = body.logit_bias or {}

@@ -112,8 +112,8 @@ class Stream:
         self.actives: list[Active] = []
         first = 0
         for prompt in prompts:
-            n, num_tokens = prompt.request.n, len(prompt.request.prompt_ids)
-            collector = Collector(tokenizer, num_tokens, n, prompt.stop, prompt.min_stop_tokens)
+            n, ids, echoes = prompt.request.n, prompt.request.prompt_ids, prompt.echo is not None
+            collector = Collector(tokenizer, ids, n, prompt.stop, prompt.min_stop_tokens, echoes)
             self.actives.append(Active(-1, prompt, collector, self, first, set(range(n)), self.began))
             first += n
         self._pending: dict[int, AnswerDelta] = {}

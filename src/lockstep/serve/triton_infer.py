@@ -144,8 +144,8 @@ class Triton:
 class _Answer:
     """One answer of a prompt.
 
-    tokens: of the answer, with their log-probabilities in log_probs; text: of them, as it came; sent: how many of them
-    are out.
+    tokens: of the answer, with their log-probabilities in log_probs; text: of them, up to the end of a stop word; sent:
+    how many of them are out.
     """
 
     batch: int
@@ -234,7 +234,8 @@ class Generation(Inference):
                     if answer.ended:
                         continue  # a stop sequence has ended it, and the engine did not know yet
                     answer.take(delta)
-                    text = delta.text + (self._stop_word(answer, delta) if delta.finish == "stop_string" else "")
+                    # Upstream gives the stop word out that ends an answer.
+                    text = delta.text + ((answer.choice.stop or "") if delta.finish else "")
                     answer.text += text
                     yield answer, answer.text if self._accumulates else text
                 if all(answer.ended for answer in self._answers):
@@ -242,27 +243,9 @@ class Generation(Inference):
         finally:
             self.close()
 
-    def _stop_word(self, answer: _Answer, delta: AnswerDelta) -> str:
-        """Return the stop word that ended an answer.
-
-        Upstream gives it out, the service does not.
-        """
-        end = len(answer.text) + len(delta.text)
-        text = self._tokenizer.decode(answer.tokens)
-        return next((word for word in answer.prompt.prompt_request.stop if text.startswith(word, end)), "")
-
     def _whole_text(self, answer: _Answer) -> str:
-        """Return the text of an answer, up to the end of a stop word.
-
-        With the prompt before it unless that is excluded.
-        """
-        prompt = answer.prompt.repeated_ids
-        text = self._tokenizer.decode(prompt + answer.tokens)
-        if answer.choice.finish == "stop_string":
-            start = len(self._tokenizer.decode(prompt))
-            ends = [at + len(word) for word in answer.prompt.prompt_request.stop if (at := text.find(word, start)) >= 0]
-            text = text[: min(ends, default=len(text))]
-        return text
+        """Return the text of an answer, with the prompt before it unless that is excluded."""
+        return self._tokenizer.text(answer.prompt.repeated_ids) + answer.text
 
     def _outputs_of(self, answers: Sequence[_Answer], texts: Sequence[str], with_prompt: bool) -> list[Tensor]:
         """Return the tensors of answers that go out together, side by side.

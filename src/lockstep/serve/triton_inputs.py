@@ -5,7 +5,8 @@ In: tensors. Out: each prompt of the batch, with its sampling and stop condition
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
 from lockstep.serve.tensors import Tensor
 from lockstep.serve.triton_models import NEVER_MADE, Model, Spec
-from lockstep.serve.words import check_words, word_ids, words
+from lockstep.serve.words import check_words, spellings, word_ids
 from lockstep.step.sampling import Sampling
 
 # Names that the model tensorrt_llm has for the same as the others.
@@ -195,18 +196,20 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
         ids = [token % vocab_size for token in ids[:length]] if fold_ids else ids[:length]
         stop: tuple[str, ...] = ()
         stop_ids = word_ids("stop_words_list", batch.values("stop_words_list", number))
-        bad_words = word_ids("bad_words_list", batch.values("bad_words_list", number))
+        bad_words: Sequence[str | tuple[int, ...]] = word_ids("bad_words_list", batch.values("bad_words_list", number))
         bias = _biases(batch.values("embedding_bias", number))
     else:
         field_name = "text_input"
         stop, stop_ids = tuple(batch.texts("stop_words", number)), ()
         check_words("stop_words", stop)
-        bad_words = words("bad_words", batch.texts("bad_words", number), tokenizer, with_space=True)
+        bad_words = batch.texts("bad_words", number)
+        check_words("bad_words", bad_words)
         bias = word_biases(batch, "embedding_bias_words", "embedding_bias_weights", number, tokenizer)
     room = longest - len(ids)
     if not 1 <= len(ids) <= limit or room < 1:
         raise too_long(field_name, min(limit, longest - 1), len(ids))
-    for name, tokens in ((field_name, [ids]), ("bad_words", bad_words), ("stop_words", stop_ids), ("bias", [bias])):
+    banned = [word for word in bad_words if not isinstance(word, str)]
+    for name, tokens in ((field_name, [ids]), ("bad_words", banned), ("stop_words", stop_ids), ("bias", [bias])):
         check_ids(name, (token for each in tokens for token in each), vocab_size)
     wanted = batch.value("max_tokens", number)
     if wanted < 1:
@@ -229,7 +232,7 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
 
 
 def _sampling(
-    batch: Batch, number: int, bias: Mapping[int, float], bad_words: tuple[tuple[int, ...], ...], log_probs: bool
+    batch: Batch, number: int, bias: Mapping[int, float], bad_words: Sequence[str | tuple[int, ...]], log_probs: bool
 ) -> Sampling:
     """Return the sampling of a prompt, with upstream's defaults.
 
@@ -247,7 +250,7 @@ def _sampling(
             top_k=top_k,
             top_p=1.0 if top_p <= 0 else top_p,
             logit_bias=bias,
-            bad_words=bad_words,
+            bad_words=tuple(bad_words),
             logprobs=0 if log_probs else None,
             **given,
         )
@@ -267,7 +270,8 @@ def word_biases(
 ) -> dict[int, float]:
     """Return what to add to the logits of the tokens of words, by token.
 
-    Raises BadRequest.
+    Of all ways in which the tokenizer splits them, but once for each time that a token stands in one of these. Raises
+    BadRequest.
     """
     raw, weights = batch.values(words_name, number), batch.values(weights_name, number)
     if len(raw) != len(weights):
@@ -277,9 +281,11 @@ def word_biases(
     for word, weight in zip(raw, weights.tolist()):
         if word:
             text = word.decode(errors="replace")
-            for tokens in words(words_name, [text], tokenizer):
-                for token in tokens:
-                    found[token] = found.get(token, 0.0) + weight
+            counts: Counter[int] = Counter()
+            for tokens in spellings(words_name, [text], tokenizer):
+                counts |= Counter(tokens)
+            for token, count in counts.items():
+                found[token] = found.get(token, 0.0) + count * weight
     return found
 
 

@@ -15,7 +15,7 @@ from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.tensors import Tensor, of
 from lockstep.serve.triton_inputs import Batch, check_ids, word_biases
-from lockstep.serve.words import words
+from lockstep.serve.words import spellings
 
 
 async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
@@ -31,8 +31,10 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     ids = await encode_texts(texts, tokenizer, "QUERY", service.ready.max_seq_len)
     longest = max(map(len, ids))
     padded = [tokens + [fill] * (longest - len(tokens)) for tokens, fill in zip(ids, pad)]
-    bad = [words("BAD_WORDS_DICT", batch.texts("BAD_WORDS_DICT", each), tokenizer, with_space=True) for each in count]
-    stop = [words("STOP_WORDS_DICT", batch.texts("STOP_WORDS_DICT", each), tokenizer) for each in count]
+    bad, stop = (
+        [spellings(name, batch.texts(name, each), tokenizer) for each in count]
+        for name in ("BAD_WORDS_DICT", "STOP_WORDS_DICT")
+    )
     biases = [
         word_biases(batch, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", number, tokenizer) for number in count
     ]
@@ -98,13 +100,10 @@ def postprocess(batch: Batch, service: Service) -> list[Tensor]:
             if (tokens[:length] < 0).any():
                 raise BadRequest("TOKENS_BATCH: expected tokens from 0 on, found a negative one", "TOKENS_BATCH")
             try:
-                if context is None:
-                    texts.append(service.tokenizer.decode(tokens[:length]).encode())
-                else:
-                    stream = service.tokenizer.stream(context[context >= 0].tolist())
-                    text = "".join(map(stream.push, tokens[:length].tolist()))
-                    last = batch.value("IS_LAST", number, True)
-                    texts.append((text + (stream.finish() if last else "")).encode())
+                stream = service.tokenizer.stream(() if context is None else context[context >= 0], owed=True)
+                text = "".join(map(stream.push, tokens[:length].tolist()))
+                last = context is None or batch.value("IS_LAST", number, True)
+                texts.append((text + (stream.finish() if last else "")).encode())
             except InputError as error:
                 raise BadRequest(str(error), "TOKENS_BATCH") from None
     return [of("OUTPUT", "BYTES", texts, len(texts))]

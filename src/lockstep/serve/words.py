@@ -31,22 +31,13 @@ def check_words(name: str, given: Sequence[Sized], unit: str = "characters") -> 
         )
 
 
-def words(
-    name: str, texts: Sequence[str], tokenizer: Tokenizer, with_space: bool = False
-) -> tuple[tuple[int, ...], ...]:
-    """Return words as sequences of tokens, those without any left out.
-
-    with_space: each with a space before it too, which most tokenizers make other tokens of: a word that must not come
-    must come in neither way. Raises BadRequest.
-    """
+def spellings(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return words as sequences of tokens, each in the ways in which the tokenizer splits it. Raises BadRequest."""
     check_words(name, texts)
-    if with_space:
-        texts = [each for text in texts for each in (text, text if text[0].isspace() else f" {text}")]
     try:
-        found = [tuple(tokenizer.encode(text, special=False).tolist()) for text in texts]
+        return tuple(dict.fromkeys(tokens for text in texts for tokens in tokenizer.spellings(text)))
     except InputError as error:
-        raise BadRequest(f"{name}: {error}", name) from None
-    return tuple(tokens for tokens in dict.fromkeys(found) if tokens)
+        raise BadRequest(f"{name}: {str(error).removeprefix('prompt: ')}", name) from None
 
 
 def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -44,9 +44,9 @@ class Sampling:
     temperature: 0 is greedy. top_k: 0 leaves all tokens in. top_p: 1 leaves all in. min_p: tokens less likely than so
     much of the likeliest are out. repetition_penalty: divides positive logits of tokens in prompt or answer, multiplies
     negative ones. presence_penalty, frequency_penalty: taken off the logits of tokens in the answer, once, or as often
-    as they came. logit_bias: added, by token. bad_words: token sequences that must not come. min_tokens: end tokens
-    and stop strings wait for so many. seed: 0 to 2**64-1. logprobs: of the chosen token and of so many of the
-    likeliest; None: none.
+    as they came. logit_bias: added, by token. bad_words: texts that no answer may hold, in whichever tokens, and token
+    sequences that must not come. min_tokens: end tokens and stop strings wait for so many. seed: 0 to 2**64-1.
+    logprobs: of the chosen token and of so many of the likeliest; None: none.
     """
 
     temperature: float = 0.0
@@ -57,7 +57,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
     min_tokens: int = 0
     seed: int = 0
     logprobs: int | None = None
@@ -86,10 +86,24 @@ class Sampling:
             expect(name, "-2 to 2", -2 <= getattr(self, name) <= 2)
         expect("logit_bias", "numbers by token id", all(_are_bias(*each) for each in self.logit_bias.items()))
         expect("logit_bias", "finite numbers by token id", all(abs(v) <= _LARGEST for v in self.logit_bias.values()))
-        expect("bad_words", "sequences of at least one token", all(map(_are_tokens, self.bad_words)))
+        expect(
+            "bad_words",
+            "texts in UTF-8 that are not empty, or sequences of at least one token",
+            not isinstance(self.bad_words, str) and all(map(_is_word, self.bad_words)),
+        )
         expect("min_tokens", "0 or more", self.min_tokens >= 0)
         expect("seed", "0 to 2**64-1", 0 <= self.seed < 1 << 64)
         expect("logprobs", f"0 to {MAX_LOGPROBS}, or none", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS)
+
+    @property
+    def bad_texts(self) -> list[str]:
+        """Return those of bad_words that are texts."""
+        return [word for word in self.bad_words if isinstance(word, str)]
+
+    @property
+    def bad_sequences(self) -> list[tuple[int, ...]]:
+        """Return those of bad_words that are token sequences."""
+        return [word for word in self.bad_words if not isinstance(word, str)]
 
     @property
     def needs_logits(self) -> bool:
@@ -114,6 +128,15 @@ class Sampling:
 
 def _are_bias(token: object, bias: object) -> bool:
     return _are_tokens([token]) and isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+
+
+def _is_word(word: object) -> bool:
+    if not isinstance(word, str):
+        return _are_tokens(word)
+    try:
+        return bool(word.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _are_tokens(word: object) -> bool:
@@ -169,12 +192,18 @@ class Sampler:
         self._prompt, self._answer = np.unique(np.array(tokens[:cut], np.int64)), tokens[cut:]
         self._stop_ids = sorted(stop_ids)
 
-    def __call__(self, logits: np.ndarray, position: int, allowed: np.ndarray | None = None) -> Sampled:
+    def __call__(
+        self,
+        logits: np.ndarray,
+        position: int,
+        allowed: np.ndarray | None = None,
+        forbidden: Sequence[int] | np.ndarray = (),
+    ) -> Sampled:
         """Choose the next token.
 
         logits: [vocab_size] float32. position: number of the request's tokens before the one that is chosen. allowed:
-        [vocab_size] bool, what a grammar leaves, at least one; it comes before all else. Where lists leave nothing of
-        it, or of all tokens, they are ignored.
+        [vocab_size] bool, what a grammar leaves, at least one; it comes before all else. forbidden: tokens that would
+        complete a bad text. Where lists leave nothing of what a grammar leaves, or of all tokens, they are ignored.
         """
         sampling = self.sampling
         best = int(np.argmax(logits))  # NaN counts as the largest
@@ -185,7 +214,7 @@ class Sampler:
             token = int(left[np.argmax(logits[left])])
         else:
             masked = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
-            changed = self._changed(masked) if sampling.changes_logits else masked
+            changed = self._changed(masked, forbidden) if sampling.changes_logits else masked
             if (allowed is not None or changed is not logits) and changed.max() == -np.inf:
                 left_in = np.maximum(logits, np.float32(-_LARGEST))
                 changed = left_in if allowed is None else np.where(allowed, left_in, np.float32(-np.inf))
@@ -199,13 +228,15 @@ class Sampler:
         return Sampled(token, log_probabilities(logits, token, sampling.logprobs))
 
     @np.errstate(over="ignore")
-    def _changed(self, logits: np.ndarray) -> np.ndarray:
+    def _changed(self, logits: np.ndarray, forbidden: Sequence[int] | np.ndarray) -> np.ndarray:
         sampling, logits = self.sampling, logits.copy()
         for token, bias in sampling.logit_bias.items():
             logits[token] += bias
-        for *before, last in sampling.bad_words:
+        for *before, last in sampling.bad_sequences:
             if not before or self._answer[-len(before) :] == before:
                 logits[last] = -np.inf
+        if len(forbidden):
+            logits[forbidden] = -np.inf
         if len(self._answer) < sampling.min_tokens:
             logits[[token for token in self._stop_ids if 0 <= token < len(logits)]] = -np.inf
         if sampling.repetition_penalty != 1:

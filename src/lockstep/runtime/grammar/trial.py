@@ -23,6 +23,8 @@ from typing import Any
 _STACK = 4 << 20  # bytes, of the thread that compiles here: the engine's threads have more
 _MEMORY = 1 << 30  # bytes that a grammar may take
 _START = 60.0  # seconds
+_OPTIONS = "x-guidance"  # of a schema, for llguidance
+_WHITE_SPACE = r"[ \n\r\t]{1,64}"  # between two parts of JSON: a new line, and fifteen levels of four spaces
 
 
 class Refusal(Exception):
@@ -112,14 +114,28 @@ def compiled(tokenizer: Any, kind: str, text: str) -> Any:
         elif kind == "lark":
             program = json.dumps({"grammars": [{"lark_grammar": text}]})
         else:  # put together as text: llguidance's own way reads a schema while all other threads wait
-            schema = text if kind == "json_schema" else '{"type": "object"}'
+            schema = _bounded(text if kind == "json_schema" else '{"type": "object"}')
             program = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
         matcher = llguidance.LLMatcher(tokenizer, program, log_level=0)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise Refusal(f"a grammar that llguidance takes, found {_line(error)}") from None
     if matcher.is_error():
         raise Refusal(f"a grammar that llguidance takes, found: {_line(matcher.get_error())}")
     return matcher
+
+
+def _bounded(text: str) -> str:
+    """Return a schema that allows white space of a bounded length, unless it says itself what it allows.
+
+    Without an end, a model that has nothing to say would go on with white space for as long as it may.
+    """
+    schema = json.loads(text)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    options = schema.get(_OPTIONS, {}) if isinstance(schema, dict) else None
+    if not isinstance(options, dict) or options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
+        return text
+    return json.dumps({**schema, _OPTIONS: {**options, "whitespace_pattern": _WHITE_SPACE}})
 
 
 def _line(error: object) -> str:

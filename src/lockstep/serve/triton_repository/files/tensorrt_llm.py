@@ -51,11 +51,11 @@ class TritonPythonModel:
     def _respond(self, event, state, number, body):
         length, ids = event["sequence_length"], event["output_ids"]
         ids = (ids if isinstance(ids, list) else [ids])[:length]
-        before = state.get("ids", [])
-        # Postprocessing keeps nothing between pieces, so each piece brings the tokens that are out already.
-        state["ids"] = (before + ids)[-_WINDOW:]
         has_prompt = not (body.get("streaming") == [True] or body["exclude_input_in_output"] in (True, [True]))
-        num_new = length - (body["input_lengths"][0] if has_prompt else 0)
-        made = lockstep_streams.common_outputs(event, number, num_new)
+        num_prompt = body["input_lengths"][0]
+        # Postprocessing keeps nothing between pieces: each brings tokens before it, else it would be a text's first.
+        before = state.get("ids", [] if has_prompt else body["input_ids"][:num_prompt][-_WINDOW:])
+        state["ids"] = (before + ids)[-_WINDOW:]
+        made = lockstep_streams.common_outputs(event, number, length - num_prompt * has_prompt)
         made |= {"output_ids": ids or [-1], "sequence_length": length, "CONTEXT_IDS": before or [-1]}
         return made | {"IS_LAST": event["answer_ended"]}

@@ -1,0 +1,214 @@
+"""Text with the tokenizers of published models: an answer's is what its tokens add to the prompt's."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+from real_tokenizers import NAMES, SENTENCEPIECE, TEKKEN, tokenizer_json
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models
+
+from lockstep.runtime.bad_words import BadWordFilter, Vocabulary
+from lockstep.runtime.completion import Collector
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.logprobs import LogprobsFormat
+from lockstep.step.sampling import Logprobs
+
+TEXTS = (" the", "the", "true", "  two\n", "Zürich 日本 🙂", "👩‍👩‍👧", "\ufffd", "x", "\t{", ".")
+LOSSY = {
+    "WordPiece": (models.WordPiece({"?": 0, "a": 1, "##b": 2, "don": 3, "'": 4, ".": 5}), decoders.WordPiece()),
+    "BPEDecoder": (models.BPE({"?": 0, "a": 1, "b</w>": 2, "c</w>": 3}, []), decoders.BPEDecoder("</w>")),
+    "Metaspace": (models.BPE({"?": 0, "▁": 1, "▁a": 2, "b": 3, "▁▁": 4}, []), decoders.Metaspace()),
+    "none": (models.BPE({"?": 0, "a": 1, "b": 2}, []), None),
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def tokenizer(shared, request):
+    return Tokenizer(tokenizer_json(shared, request.param))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(shared):
+    return Tokenizer(tokenizer_json(shared, SENTENCEPIECE))
+
+
+@pytest.fixture(scope="module")
+def tekken(shared):
+    return Tokenizer(tokenizer_json(shared, TEKKEN))
+
+
+@pytest.fixture(params=LOSSY)
+def other(request, tmp_path):
+    """Tokenizers of each other way to make text of tokens; the first token is special."""
+    library = Library(LOSSY[request.param][0])
+    if decoder := LOSSY[request.param][1]:
+        library.decoder = decoder
+    library.add_special_tokens(["?"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer(tmp_path / "tokenizer.json")
+
+
+def answer_text(tokenizer, prompt, answer, **given):
+    collector = Collector(tokenizer, prompt, 1, **given)
+    for number, token in enumerate(answer):
+        collector.add(0, token, "max_new_tokens" if number == len(answer) - 1 else None, None)
+    return collector.completion.choices[0].text
+
+
+def check_random(tokenizer, size, count):
+    numbers = random.Random(0)
+    for _ in range(count):
+        prompt, answer = ([numbers.randrange(size) for _ in range(numbers.randint(1, 5))] for _ in range(2))
+        both, before = tokenizer.decode(prompt + answer), tokenizer.decode(prompt)
+        if both.startswith(before):
+            assert answer_text(tokenizer, prompt, answer) == both[len(before) :], (prompt, answer)
+        assert tokenizer.text(prompt) + answer_text(tokenizer, prompt, answer, echo=True) == both, (prompt, answer)
+
+
+def test_an_answers_text_is_what_its_tokens_add_to_the_prompts(tokenizer):
+    size = tokenizer._tokenizer.get_vocab_size()
+    check_random(tokenizer, size, 1000)
+    for prompt in TEXTS:
+        ids = tokenizer.encode(prompt).tolist()
+        for text in TEXTS:
+            answer = tokenizer.encode(text, special=False).tolist()
+            assert answer_text(tokenizer, ids, answer) == tokenizer.decode(ids + answer)[len(tokenizer.decode(ids)) :]
+
+
+def test_so_it_is_with_any_decoder(other):
+    check_random(other, other._tokenizer.get_vocab_size(), 300)
+
+
+def test_the_space_before_an_answers_first_word_is_its_own(sentencepiece):
+    the = sentencepiece._tokenizer.token_to_id("▁the")
+    assert answer_text(sentencepiece, sentencepiece.encode("x"), [the]) == " the"
+    assert answer_text(sentencepiece, sentencepiece.encode(""), [the]) == "the"  # the first word of all
+    assert answer_text(sentencepiece, sentencepiece.encode("x"), [the], stop=[" th"]) == ""
+
+
+def test_a_prompt_that_is_cut_inside_a_character_leaves_its_end_to_the_answer(tokenizer):
+    text = "I said: 🙂 日本, and ✅ Zürich 👩‍👩‍👧 \u200d ok"
+    ids = tokenizer.encode(text).tolist()
+    cuts = 0
+    for cut in range(1, len(ids)):
+        before, answer = tokenizer.text(ids[:cut]), answer_text(tokenizer, ids[:cut], ids[cut:])
+        assert before + answer == tokenizer.decode(ids) == text
+        cuts += tokenizer.decode(ids[:cut]).endswith("\ufffd")
+    assert cuts > 5
+
+
+def test_an_answer_does_not_repeat_what_the_prompt_has_shown_of_no_character(tokenizer):
+    (x,) = tokenizer.encode("\nx", special=False).tolist()[-1:]
+    ids = tokenizer.encode("a 𓀀").tolist()
+    cut = next(at for at in range(len(ids), 0, -1) if tokenizer.decode(ids[:at]).endswith("\ufffd"))
+    assert answer_text(tokenizer, ids[:cut], [x]) == "x"
+    assert tokenizer.text(ids[:cut]) + answer_text(tokenizer, ids[:cut], [x], echo=True) == (
+        tokenizer.decode([*ids[:cut], x])
+    )
+
+
+def byte_token(tokenizer, byte):
+    found = tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>")
+    return 1000 + byte if found is None else found  # of tekken: behind the special ones
+
+
+def test_bytes_that_can_become_no_character_go_out_at_once(tokenizer):
+    lead, last, letter = (byte_token(tokenizer, byte) for byte in (0xF0, 0x9F, ord("x")))
+    stream = tokenizer.stream(tokenizer.encode("x"))
+    assert [stream.push(lead) for _ in range(4)] == ["", "\ufffd", "\ufffd", "\ufffd"]
+    assert stream.push(last) == "" and stream.push(letter).endswith("\ufffdx") and stream.finish() == ""
+    meant = tokenizer.encode("\ufffd", special=False).tolist()
+    assert "".join(map(tokenizer.stream(tokenizer.encode("x")).push, meant)).endswith("\ufffd")  # and not at the end
+
+
+@pytest.mark.parametrize("what", ["bytes", "silent", "meant"])
+def test_a_token_costs_the_same_however_many_came_before(tokenizer, what):
+    """8,000 tokens took half a minute: 4 ms each, 100 times as long as the first ones."""
+    silent = tokenizer._tokenizer.token_to_id("<s>") or 1
+    tokens = {"bytes": [byte_token(tokenizer, 0xF0)], "silent": [silent]}.get(what) or (
+        tokenizer.encode("\ufffd" * 9, special=False).tolist()[-3:]
+    )
+    collector = Collector(tokenizer, tokenizer.encode("x").tolist() + tokens * 4000, 1)
+    began = time.thread_time()
+    for number in range(8000):
+        collector.add(0, tokens[number % len(tokens)], None, None)
+    assert time.thread_time() - began < 2
+
+
+def test_no_token_is_left_out_of_the_likeliest_and_all_together_are_the_text(tokenizer):
+    names = ("▁the", "the", "<0x41>", "A") if tokenizer._tokenizer.token_to_id("▁the") else ("Ġthe", "the", "A", "ĠA")
+    tokens = [tokenizer._tokenizer.token_to_id(name) for name in names] + [byte_token(tokenizer, 0xF0), 1]
+    answer = [*tokens, *tokenizer.encode(" 🙂 b", special=False).tolist()]
+    prompt = tokenizer.encode("x").tolist()
+    format = LogprobsFormat(tokenizer, prompt)
+    top = tuple((token, -float(at)) for at, token in enumerate(tokens))
+    found = format.part(answer, [Logprobs(-9.0, top) for _ in answer], "max_new_tokens")
+    text = answer_text(tokenizer, prompt, answer)
+    assert "".join(found["tokens"]) == text
+    assert [text[at:][: len(part)] for at, part in zip(found["text_offset"], found["tokens"])] == found["tokens"]
+    for chosen, part, likeliest in zip(answer, found["tokens"], found["top_logprobs"]):
+        assert len(likeliest) == len({*tokens, chosen}) and part in likeliest
+    (one,) = LogprobsFormat(tokenizer, prompt).part([tokens[1]], [Logprobs(-1.0, top)])["top_logprobs"]
+    assert {" the", "the", r"bytes:\xf0"} < one.keys()
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer):
+    for text in TEXTS:
+        ids = tokenizer.encode(f"x{text}", special=False).tolist()
+        assert b"".join(map(tokenizer.token_bytes, ids)).removeprefix(b" ") == f"x{text}".encode()
+
+
+WORDS = ("true", " true", "日本", "🙂", "e", "ing the", "aaa", "\n", "A")
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return Vocabulary(tokenizer.pieces, tokenizer._tokenizer.get_vocab_size())
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, vocabulary, word):
+    """The tokens that are forbidden are just those behind which the text has the word, and all others are not."""
+    numbers, size = random.Random(word), tokenizer._tokenizer.get_vocab_size()
+    prompt = tokenizer.encode("x").tolist()
+    parts = sorted({token for text in (word, f" {word}", f"\n{word}", f"x{word}y") for token in tokenizer.encode(text)})
+    parts += [byte_token(tokenizer, byte) for byte in word.encode()]
+    held = 0
+    for _ in range(4):
+        answer, found = [], BadWordFilter(vocabulary, [word, "zzzz"], prompt)
+        for _ in range(8):
+            forbidden = found.tokens()
+            for token in (*parts, *numbers.sample(range(size), 5)):
+                text = answer_text(tokenizer, prompt, [*answer, token])
+                assert (word in text) == (token in forbidden), (answer, token)
+                held += token in forbidden
+            answer.append(numbers.choice([token for token in parts if token not in forbidden] or [1]))
+            found.push(answer[-1])
+    assert held
+
+
+def test_a_word_that_the_prompt_begins_inside_a_character_is_found(tekken):
+    vocabulary = Vocabulary(tekken.pieces, tekken._tokenizer.get_vocab_size())
+    prompt, rest = ([byte_token(tekken, byte) for byte in part] for part in ("é".encode()[:1], "é".encode()[1:]))
+    assert rest[0] in BadWordFilter(vocabulary, ["é"], prompt).tokens()
+    assert rest[0] not in BadWordFilter(vocabulary, ["é"]).tokens()
+
+
+def test_a_bad_word_of_any_length_costs_little(tokenizer, vocabulary):
+    words = ["a" * 4000, *("ab" * 3 + str(number) for number in range(63))]
+    found = BadWordFilter(vocabulary, words)
+    (token,) = tokenizer.encode("\na", special=False).tolist()[-1:]
+    began = time.thread_time()
+    for _ in range(1000):
+        found.push(token)
+        found.tokens()
+    assert time.thread_time() - began < 2  # 1,000 tokens
+
+
+def test_a_word_has_the_tokens_of_each_place_that_it_may_stand_in(sentencepiece):
+    names = sentencepiece._tokenizer.id_to_token
+    found = [[names(token) for token in tokens] for tokens in sentencepiece.spellings("true")]
+    assert ["▁true"] in found and ["true"] in found
+    assert np.all([len(tokens) for tokens in found])
