@@ -181,12 +181,12 @@ def _triton(draw: _Draw) -> _Made:
 
 
 def _tokenize(draw: _Draw) -> _Made:
-    """A text, a document of some 30,000 tokens, or one far beyond any model; or tokens."""
+    """A text, a document of some 10,000 tokens, or one far beyond any model; or tokens."""
     match int(draw.integers(4)):
         case 0:
             return "/tokenize", {"prompt": _text(draw), "return_token_strs": True}, 200
         case 1:
-            return "/tokenize", {"prompt": f"{_text(draw)} " * 4_000}, 200
+            return "/tokenize", {"prompt": f"{_text(draw)} " * 1_500}, 200
         case 2:
             return "/tokenize", {"prompt": "~|" * 1_750_000}, 400
     return "/detokenize", {"tokens": draw.integers(16, 256, int(draw.integers(1, 20_000))).tolist()}, 200

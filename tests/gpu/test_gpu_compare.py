@@ -19,4 +19,6 @@ def test_engines_compute_what_their_graphs_do(demo, tmp_path, precision, attenti
     engines = backends.build(assembly, "tensorrt", tmp_path / "engines" / "engines.json", options)
     report = read_json(compare.run(assembly, tensors, engines, tolerance, Limits(), tmp_path / "compare.json"))
     assert set(report["engines"]) == {name for name in read_json(engines)["engines"] if not name.endswith(".rotary")}
-    assert [run["profile"] for run in report["engines"]["middle"]["runs"]] == [0, 1, 2]
+    profiles = {run["profile"] for run in report["engines"]["middle"]["runs"]}
+    # Of blocks with TensorRT's products three, by size; of cut ones (fp16 with 8.6) what the limits ask for.
+    assert profiles == set(range(len(profiles))) and (precision == "fp16" or len(profiles) == 3)

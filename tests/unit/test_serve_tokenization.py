@@ -147,7 +147,7 @@ def test_a_model_without_a_template_has_no_chats(other: RealServer) -> None:
 
 def test_a_long_text_holds_up_nobody(server: RealServer, tokenizer: Tokenizer) -> None:
     """Other requests are answered while it is encoded, and while its tokens are decoded."""
-    text = "Once upon a time there was a text. " * 3_000
+    text = "Once upon a time there was a text. " * 2_000
 
     def send(path: str, **body: Any) -> Any:
         with ThreadPoolExecutor(4) as pool:
