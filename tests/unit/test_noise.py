@@ -187,7 +187,9 @@ def test_an_engine_that_is_a_little_wrong_everywhere_is_refused_by_its_rms(train
         return logits + np.float32(noise) * np.sign(random.standard_normal(logits.shape, np.float32))
 
     monkeypatch.setattr(Model, "step", wrong)
-    with pytest.raises(CheckError, match=r"expected an rms error of the logits of \d+ steps of at most "):
+    with pytest.raises(
+        CheckError, match=r"expected an rms error of at most \S+ of the logits of the median of \d+ steps, "
+    ):
         check(trained, tmp_path / "wrong.json")
 
 

@@ -9,7 +9,6 @@ others, pauses, rows that come and go.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from lockstep.verify.noise import LogitBounds
 
 _SEED = 0
 _LONGEST_CHUNK = 8  # tokens of a short prompt, when it comes in pieces
+_ENOUGH = 8  # rows whose median is no single draw of roundings
 _PAUSE = 0.25  # how often a request sits a step out
 
 
@@ -47,13 +47,13 @@ class Errors:
     """The errors of one request's logits.
 
     worst: the largest absolute error, None where one is NaN or infinite. first: (number of tokens, what is wrong) where
-    an error was too large first.
+    an error was too large first. rms: of the error of each row.
     """
 
     bounds: LogitBounds
     worst: float | None = 0.0
     first: tuple[int, str] | None = None
-    squares: dict[int, float] = field(default_factory=dict)
+    rms: dict[int, float] = field(default_factory=dict)
 
     def add(self, count: int, expected: np.ndarray, found: np.ndarray) -> None:
         """Take the logits behind so many tokens."""
@@ -63,17 +63,17 @@ class Errors:
         if self.first is None and not error.within(bound):
             self.first = count, off(error, bound)
         if error.max_abs_error is not None:
-            self.squares[count] = float(np.mean(np.square(found.astype(np.float64) - expected)))
+            self.rms[count] = float(np.sqrt(np.mean(np.square(found.astype(np.float64) - expected))))
 
     def wrong(self) -> tuple[int, str] | None:
         """Return where an error was too large first, or all together: (number of tokens, what is wrong)."""
-        if self.first or not self.squares:
+        if self.first or len(self.rms) < _ENOUGH:
             return self.first
-        rms, bound = math.sqrt(sum(self.squares.values()) / len(self.squares)), self.bounds.rms(self.squares)
-        if rms <= bound:
+        found, bound = float(np.median(list(self.rms.values()))), self.bounds.rms(self.rms)
+        if found <= bound:
             return None
-        rows = f"the logits of {len(self.squares)} steps"
-        return max(self.squares), f"expected an rms error of {rows} of at most {bound:.3g}, found {rms:.3g}"
+        what = f"an rms error of at most {bound:.3g} of the logits of the median of {len(self.rms)} steps"
+        return max(self.rms), f"expected {what}, found {found:.3g}"
 
 
 @dataclass

@@ -131,9 +131,14 @@ class TorchModel:
             return _numpy(self.model.get_input_embeddings()(torch.from_numpy(np.ascontiguousarray(token_ids))))
 
     def noisy_embed(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return the same of a model whose embedding is rounded to fp16."""
-        with Rounded(torch.float16):
-            return self.embed(token_ids)
+        """Return the same of a model in fp16; beyond its range the errors are those of bf16, scaled."""
+        found = exact = self.embed(token_ids)
+        for dtype, rounding in NOISE_DTYPES:
+            with Rounded(dtype):
+                found = exact + (self.embed(token_ids) - exact) / np.float32(rounding)
+            if np.isfinite(found).all():
+                break
+        return found
 
     def record(
         self,
