@@ -185,8 +185,8 @@ def test_a_bad_word_is_in_no_text_of_an_engine_that_draws(model: Model, tokenize
 def test_an_answer_that_goes_on_after_an_interruption_does_not_complete_a_bad_word(
     model: Model, tokenizer: Tokenizer
 ) -> None:
-    given = [tokenizer.spellings(text)[-1][-1] for text in ("t", "ru")]
-    (last,) = tokenizer.spellings("e")[-1]
+    whole = lambda text: next(way[0] for way in tokenizer.spellings(text) if tokenizer.token_text(way[0]) == text)
+    *given, last = map(whole, ("t", "ru", "e"))
     for words, completes in ((), True), (("true",), False):
         prompt, sampling = [1] * BANS_AT, Sampling(logit_bias={last: 1e6}, bad_words=words)
         (made,) = Engine(model).run([Request(prompt, len(given) + 1, sampling=sampling, answer_ids=given)])
