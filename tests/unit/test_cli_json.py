@@ -145,7 +145,7 @@ def test_lock(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     (entry,) = found["locks"]
     path = Path("locks/demo-llama.lock.json")
     about = {"path": str(path), "sha256": sha256_file(path), "size": path.stat().st_size}
-    assert code == 0 and entry == {"model": "demo-llama", **about}
+    assert code == 0 and entry == {"model": "demo-llama", "changes": [], **about}
 
 
 def test_triton_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

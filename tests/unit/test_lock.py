@@ -20,6 +20,7 @@ from lockstep.artifacts.manifest_files import failed_path
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
+from lockstep.pipeline import engine_jobs
 from lockstep.pipeline.stages import step, steps
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity, diff, explain
@@ -281,7 +282,7 @@ def test_engines_without_a_record_are_not_gone_on_with(copy: Results) -> None:
         lambda: [
             pytest.fail("they were there")
             if made.output.exists()
-            else backends.build(made.inputs["assembly"], "onnxruntime", made.output)
+            else engine_jobs.build(str(made.inputs["assembly"]), "onnxruntime", str(made.output), {}, owns_folder=True)
         ],
     )
     assert {finding.status for finding in verify(copy.root)} == {"same"}

@@ -74,7 +74,7 @@ def build(
     )
     graphs, costs = list(library.graphs(assembly, manifest.options)), {}
     names = {library.file(name) for name, _ in graphs}
-    stale = stale_files(out, names)
+    stale = [path for path in stale_files(out, names) if path.suffix in library.suffixes]
     engines: dict[str, EngineFile] = {}
     library.start(out.parent, manifest, [name for name, _ in graphs])
     recorded = _reusable(out, manifest, library)
