@@ -14,7 +14,7 @@ from demo_model import CONFIG, DEMO
 from hypothesis import settings
 
 import fake_gpu
-from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.files import read_json, sha256_file
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, tokenizer_file
 from lockstep.checkpoint.resolve import SIDE_FILES
@@ -109,7 +109,9 @@ def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
             PASSED.add(content)
 
     def load(folder: Path) -> tokenizer_file.TokenizerOfTransformers:
-        files = tuple(sha256_file(path) if path.is_file() else "" for path in map(folder.joinpath, SIDE_FILES))
+        paths = map(folder.joinpath, sorted({*SIDE_FILES} - {"config.json"}))
+        files = tuple(sha256_file(path) if path.is_file() else "" for path in paths)
+        files += (str(read_json(folder / "config.json").get("model_type")),)  # what it says to AutoTokenizer
         if files not in LOADED:
             LOADED[files] = tokenizer_file.load_as_transformers(folder)
         return LOADED[files]

@@ -86,6 +86,7 @@ def resolved(folder: Path) -> Path | None:
     """The architecture's manifest, None where the checkpoint is refused in one line, which says what to do."""
     try:
         resolve(str(folder), folder, folder.parent / "checkpoint.json")
+        return resolve_architecture(str(folder), folder, folder.parent / "architecture.json")
     except InputError as error:
         assert (
             str(error).startswith(str(folder))
@@ -94,7 +95,6 @@ def resolved(folder: Path) -> Path | None:
             and len(str(error)) < 600
         )
         return None
-    return resolve_architecture(str(folder), folder, folder.parent / "architecture.json")
 
 
 @pytest.mark.parametrize("key", [*CONFIG, *OTHERS])
