@@ -342,7 +342,7 @@ def test_a_fault_of_the_weights_is_no_rounding_of_the_checkpoint(shared, tmp_pat
 def test_engines_on_other_weights_than_the_reference_fail(shared, tmp_path, fault):
     """As if the runtime bound, or the library read, the weights in another way than the reference."""
     results = damaged(demo(shared, "w4a16"), tmp_path / "results", fault)
-    with pytest.raises(CheckError, match="expected a logit error of at most 0.02, found 0|expected token"):
+    with pytest.raises(CheckError, match=r"expected a logit error of at most \S+, found 0|expected token"):
         check(results, "w4a16", 2, LIMITS, tmp_path)
 
 

@@ -23,7 +23,7 @@ def stale_files(manifest: Path, names: Collection[str]) -> list[Path]:
     own = _own(manifest)
     for name in sorted(names):
         path = manifest.with_name(name)
-        if name not in own and (path.exists() or path.is_symlink()):
+        if name not in own and (path.is_file() or path.is_symlink()):  # a folder is refused where it is written
             raise InputError(
                 f"{path}: expected to write a file here, found one that no earlier {manifest.name} names; choose a "
                 "folder of its own, or delete the file"
