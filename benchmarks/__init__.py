@@ -26,8 +26,10 @@ INSIDE = {
     "step.pages": "a pool of pages for the scheduler alone",
     # `decode`, `small_weights` and `tiny`: exports of shapes and of tiny models, which are no checkpoints.
     "config.backends": "which precisions a backend has here",
+    "export": "activations like those of trained models",
     "export.parity": "depths at which a model has all its kinds of layers",
     "export.quiet": "transformers says nothing while it is timed",
+    "export.random_model": "a tokenizer of bytes",
     "export.small_configs": "a config as small as its class takes it",
     "export.torch_model": "transformers' model beside ours",
     "export.tracer": "a model without weights, to see its layers",
@@ -49,6 +51,7 @@ INSIDE = {
     "backends.tensorrt.compat": "what this version of the library can do",
     "backends.tensorrt.layers": "layers in which two builds differ",
     "backends.tensorrt.program": "an engine of a graph that is no block",
+    "backends.tensorrt.timing": "microseconds of a graph of sums, by events",
     "backends.tensorrt.tactics": "records of tactics",
     "onnx_tools.metrics": "how far logits are apart",
     "weights.adapters": "adapters that lie in memory",

@@ -225,7 +225,7 @@ def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path
         adapters or lora.adapters("demo-llama"),
         reference,
         Target("demo-llama", precision, "all", "onnxruntime"),
-        CONFIG.tolerance("demo-llama", precision),
+        CONFIG.tolerance("demo-lora", precision),
         CONFIG.limits.plain(),
         folder / "report.json",
     )

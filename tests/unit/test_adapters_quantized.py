@@ -95,7 +95,7 @@ def checked(results: Results, precision: str, out: Path) -> AdaptedReport:
             results.adapters("model"),
             results.quantized_adapted_reference("model", precision, "all"),
             Target("model", precision, "all", "onnxruntime"),
-            CONFIG.tolerance("demo-llama", precision),
+            CONFIG.tolerance("demo-lora", precision),
             Limits(**LIMITS),
             out,
         )

@@ -287,7 +287,7 @@ def test_who_leaves_takes_the_process_from_nobody() -> None:
 
     async def asked() -> tuple[list[str], bool]:
         chat = Chat(
-            ChatTemplate(PLAIN + "{% for a in range(300) %}{% for b in range(999) %}{% endfor %}{% endfor %}", {})
+            ChatTemplate(PLAIN + "{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}", {})
         )
         await chat.start()
         process = chat._process

@@ -15,6 +15,7 @@ from lockstep import backends
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.checkpoint import resolve_architecture
 from lockstep.errors import InputError
+from lockstep.pipeline import engine_jobs
 from lockstep.pipeline.stages import step
 from lockstep.provenance import code_identity
 from lockstep.provenance import run as stage
@@ -98,7 +99,8 @@ SCHEMA = {
 
 def build(results: Results) -> Path:
     made = step("build", CONFIG, results, NAMES)
-    stage.run(made, lambda: backends.build(made.inputs["assembly"], "onnxruntime", made.output))
+    paths = str(made.inputs["assembly"]), "onnxruntime", str(made.output)
+    stage.run(made, lambda: engine_jobs.build(*paths, {}, owns_folder=True))
     return provenance_path(made.output)
 
 

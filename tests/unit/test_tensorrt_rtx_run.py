@@ -122,7 +122,7 @@ def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
         assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
         QUANTIZED, LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
     )  # fmt: skip
-    compare.run(assembly, weights, path, QUANTIZED.block, LIMITS, tmp_path / "compare.json", seconds=0)
+    compare.run(assembly, weights, path, QUANTIZED.beside_graph, LIMITS, tmp_path / "compare.json", seconds=0)
     assert read_json(tmp_path / "compare.json")["relative_error"] <= 16 * 2**-24
 
 

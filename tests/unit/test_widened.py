@@ -70,7 +70,7 @@ def test_a_fault_in_a_bf16_graph_is_found_in_its_layer(bf16, tmp_path):
     with pytest.raises(
         CheckError,
         match=r"layer 0 \(block entry, attention\): hidden: expected an error of "
-        r"at most 0.08",
+        r"at most 0\.0[89]",  # 6 times what bf16 costs here
     ):
         validated(bf16, "all", tmp_path / "v.json")
 

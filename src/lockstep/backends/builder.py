@@ -24,7 +24,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
-from lockstep.artifacts.own_files import stale_files
+from lockstep.artifacts.own_files import replacing
 from lockstep.backends.base import Backend, Built, CutsGraphs, get_backend
 from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
@@ -72,37 +72,46 @@ def build(
         device=library.describe_device(),
         options={**library.default_options(), **(options or {})},
     )
-    graphs, costs = list(library.graphs(assembly, manifest.options)), {}
+    graphs, costs = list(library.graphs(assembly, manifest.options)), dict[str, Any]()
     names = {library.file(name) for name, _ in graphs}
-    stale = [path for path in stale_files(out, names) if path.suffix in library.suffixes]
-    engines: dict[str, EngineFile] = {}
-    library.start(out.parent, manifest, [name for name, _ in graphs])
-    recorded = _reusable(out, manifest, library)
-    _remove_temporary(out.parent, names)
-    there = {name for name in names if (out.parent / name).exists()}
-    try:
-        for number, (name, graph) in enumerate(graphs, start=1):
-            graph_path = graph_file(assembly_path.parent, graph)
-            entry = recorded.get(name)
-            if entry is None or entry.graph_sha256 != graph.sha256:
-                with _progress(library, number, len(graphs), name) as cost:
-                    entry, built = _build_one(
-                        graph_path, graph, out.parent / library.file(name), library, manifest.options
-                    )
-                    cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
-                costs[name] = cost
-            engines[name] = entry
-    except BaseException:
-        for name in names - there:  # no manifest names them
-            (out.parent / name).unlink(missing_ok=True)
-        raise
-    manifest = replace(manifest, engines=engines, details=library.finish(list(engines)))
-    replace(manifest, digest=manifest.digest_for(library.device_key(manifest.device))).save(out)
+    with replacing(out, names) as stale:
+        library.start(out.parent, manifest, [name for name, _ in graphs])
+        engines = _engines(assembly_path, graphs, out, manifest, library, costs)
+        manifest = replace(manifest, engines=engines, details=library.finish(list(engines)))
+        replace(manifest, digest=manifest.digest_for(library.device_key(manifest.device))).save(out)
     if costs and library.takes_long:
         write_json(out.parent / COSTS, {"format": formats.BUILD_COSTS, "engines": costs})
-    for path in stale:  # engines of an earlier assembly
-        path.unlink()
+    for path in stale:
+        if path.suffix in library.suffixes:  # engines of an earlier assembly
+            path.unlink()
     return out
+
+
+def _engines(
+    assembly: Path,
+    graphs: Iterable[tuple[str, GraphFile]],
+    out: Path,
+    manifest: EngineSetManifest,
+    library: Backend,
+    costs: dict[str, Any],
+) -> dict[str, EngineFile]:
+    """Build the engines of `graphs` that an earlier engine set at `out` does not have; return all their entries.
+
+    costs: gets those of each that is built.
+    """
+    recorded, engines = _reusable(out, manifest, library), {}
+    graphs = list(graphs)
+    _remove_temporary(out.parent, {library.file(name) for name, _ in graphs})
+    for number, (name, graph) in enumerate(graphs, start=1):
+        graph_path = graph_file(assembly.parent, graph)
+        entry = recorded.get(name)
+        if entry is None or entry.graph_sha256 != graph.sha256:
+            with _progress(library, number, len(graphs), name) as cost:
+                entry, built = _build_one(graph_path, graph, out.parent / library.file(name), library, manifest.options)
+                cost.update(peak_memory_bytes=built.peak_memory, note=built.note)
+            costs[name] = cost
+        engines[name] = entry
+    return engines
 
 
 @contextlib.contextmanager

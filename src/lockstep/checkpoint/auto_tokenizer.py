@@ -56,15 +56,18 @@ def load_auto(folder: Path) -> AutoTokenized:
     Raises TokenizerError for a tokenizer that transformers cannot load, that loses texts which tokenizer.json keeps, or
     that no tokenizer.json can hold.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     plain = _bare(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
     try:
         auto: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # damaged settings of a tokenizer fail anywhere in its class
-        raise TokenizerError(
-            f"found none that transformers loads: {' '.join(str(error).split())[:300]}; correct tokenizer_config.json"
-        ) from None
+        said = " ".join(str(error).split())[:300]
+        try:
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception:  # then it is the model's settings, which tell which tokenizer is meant
+            raise TokenizerError(f"found a config.json that it refuses: {said}; correct config.json") from None
+        raise TokenizerError(f"found none that it loads: {said}; correct tokenizer_config.json") from None
     eos = auto.eos_token_id if isinstance(auto.eos_token_id, int) else None
     special = set(map(str, auto.all_special_tokens)) | set(auto.get_added_vocab())
     own = {token.content for token in plain.get_added_tokens_decoder().values()}

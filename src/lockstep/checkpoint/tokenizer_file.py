@@ -95,7 +95,10 @@ def ties_head(folder: Path) -> bool:
     try:
         return bool(json.loads(_run(str(script), folder, folder / "config.json", TIME_LIMIT)))
     except _Failed as error:
-        raise InputError(f"{folder / 'config.json'}: expected a config that transformers loads, {error}") from None
+        raise InputError(
+            f"{folder / 'config.json'}: expected a config that transformers loads, found one that it refuses: {error}; "
+            "correct it"
+        ) from None
 
 
 class _Failed(Exception):

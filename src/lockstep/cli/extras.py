@@ -9,6 +9,7 @@ from lockstep.errors import InputError
 
 # By the name that it is imported under. httptools is in `load` too, whose command names that one itself.
 EXTRAS = {
+    "gguf": "workflow",
     "google.protobuf": "grpc",
     "grpc": "grpc",
     "httptools": "serve",

@@ -10,9 +10,10 @@ Two exports of one checkpoint are byte-identical. Needs torch and transformers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock, 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE, PRECISION_NAMES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, write_bytes
-from lockstep.artifacts.own_files import stale_files
+from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.artifacts.packing import check_precision, packing_of
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
@@ -113,8 +114,8 @@ def export(
         tokenizer=entry("tokenizer.json"),
         chat_template=entry(chat_template.FILE) if template else None,
     )
-    _write(files, out)
-    assembly.save(out)
+    with _written(files, out):
+        assembly.save(out)
     return out
 
 
@@ -134,23 +135,25 @@ def export_config(
     """
     files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size, residual=residual)
     assembly = replace(assembly, eos_token_ids=tuple(ids_of(config.get("eos_token_id"), Path("config.json"))))
-    _write(files, folder / "assembly.json")
-    files["assembly.json"] = dump_json(assembly.to_json()).encode()
-    write_bytes(folder / "assembly.json", files["assembly.json"])
+    with _written(files, folder / "assembly.json"):
+        files["assembly.json"] = dump_json(assembly.to_json()).encode()
+        write_bytes(folder / "assembly.json", files["assembly.json"])
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
-def _write(files: Mapping[str, bytes], out: Path) -> None:
-    """Write the files of the assembly `out` beside it, in place of those of an earlier one.
+@contextlib.contextmanager
+def _written(files: Mapping[str, bytes], out: Path) -> Iterator[None]:
+    """Write the files of the assembly `out` beside it, in place of those of an earlier one; it is for the body.
 
     Raises InputError for a file there that is not an earlier one's.
     """
-    stale = stale_files(out, files)
-    out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
-    for path in stale:
-        path.unlink()
-    for name, data in sorted(files.items()):
-        write_bytes(out.parent / name, data)
+    with replacing(out, set(files)) as stale:
+        out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
+        for path in stale:
+            path.unlink()
+        for name, data in sorted(files.items()):
+            write_bytes(out.parent / name, data)
+        yield
 
 
 def _proven(

@@ -9,6 +9,7 @@ Of w8a16 and w4a16 the tensors that the assembly names are integers with scales 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import COMPUTE_NAMES, FLOAT_DTYPES, PRECISION_DTYPES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import remove_leftovers
-from lockstep.artifacts.own_files import stale_files
+from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
@@ -56,12 +57,15 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
         for path in stale:  # of an earlier checkpoint; nothing names it any more
             path.unlink()
     else:
-        # Gone before the weights it describes are replaced: a kill in between must not leave it beside others.
-        file, tensors = write_cast(
-            source, dtype, out.with_name(WEIGHTS), lambda: out.unlink(missing_ok=True), quantized
-        )
-        remember(out.with_name(WEIGHTS), file.sha256)
-        WeightsManifest(precision, (file,), tensors, quantized.group_size if quantized else None).save(out)
+        with contextlib.ExitStack() as stack:
+
+            def before_replaced() -> None:
+                stack.enter_context(replacing(out, (WEIGHTS,)))
+                out.unlink(missing_ok=True)  # a kill must not leave it beside weights that it does not describe
+
+            file, tensors = write_cast(source, dtype, out.with_name(WEIGHTS), before_replaced, quantized)
+            remember(out.with_name(WEIGHTS), file.sha256)
+            WeightsManifest(precision, (file,), tensors, quantized.group_size if quantized else None).save(out)
     return out
 
 

@@ -36,7 +36,7 @@ from lockstep.onnx_tools.without_adapters import without_adapters
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.host_runner import HostRunner
-from lockstep.verify.compare.judge import Error, judge
+from lockstep.verify.compare.judge import NotFiniteError, judge
 from lockstep.verify.compare.sweep import GROUP, Arrays, Sweep, sweep_of
 from lockstep.verify.metrics import largest
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
@@ -130,10 +130,8 @@ class Pair:
     def _run_case(self, case: inputs.Case, tolerance: float) -> ComparedRun:
         feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._variant)
         expected = self._run_graph(feed)
-        if not all(np.isfinite(array).all() for array in expected.values()):
-            raise CheckError(f"{self.file}: {self._not_finite(feed)}")
         with self._engine(case.profile) as engine:
-            return self._judged(case, expected, engine.infer(OrderedDict(feed), check_inputs=False), tolerance)
+            return self._judged(case, feed, expected, engine.infer(OrderedDict(feed), check_inputs=False), tolerance)
 
     def _run_sizes(
         self, sweep: Sweep, tolerance: float, seconds: float, stack: contextlib.ExitStack
@@ -160,7 +158,9 @@ class Pair:
                 tried += 1
                 if sweep.is_row_wise and known.has(trial.rows, found):
                     continue
-                run = self._judged(replace(trial.case, profile=number), right, found, tolerance, sweep.beyond(trial))
+                run = self._judged(
+                    replace(trial.case, profile=number), feed, right, found, tolerance, sweep.beyond(trial)
+                )
                 if self.failures:
                     return tried, run
                 worst = run if worst is None or _worse(run, worst) else worst
@@ -169,19 +169,25 @@ class Pair:
         return tried, worst
 
     def _judged(
-        self, case: inputs.Case, expected: Arrays, found: Arrays, tolerance: float, beyond: np.ndarray | None = None
+        self,
+        case: inputs.Case,
+        feed: Arrays,
+        expected: Arrays,
+        found: Arrays,
+        tolerance: float,
+        beyond: np.ndarray | None = None,
     ) -> ComparedRun:
-        """Judge what an engine gave; what is wrong is added to `failures`."""
+        """Judge what an engine made of `feed`; what is wrong is added to `failures`."""
         shapes = [{name: tuple(values.shape) for name, values in outputs.items()} for outputs in (expected, found)]
         if shapes[0] != shapes[1]:
             raise CheckError(
                 f"{self.file}: expected the outputs {shapes[0]} as of the graph, found {shapes[1]}; build the engines "
                 "again"
             )
-        errors: dict[str, Error] = {
-            name: judge(array, found[name], tolerance, f"{self.file}: {name}", beyond)
-            for name, array in expected.items()
-        }
+        try:
+            errors = {name: judge(array, found[name], tolerance, beyond) for name, array in expected.items()}
+        except NotFiniteError:
+            raise CheckError(f"{self.file}: {self._not_finite(feed)}") from None
         self.failures += [
             f"{self.file}: engine {self.name}, profile {case.profile} ({case}), {output}: {error}"
             for output, error in errors.items()

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
-from lockstep.artifacts.own_files import stale_files
+from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.artifacts.reference import FileBeside, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.checkpoint.stops import stop_ids
 from lockstep.errors import InputError
@@ -114,16 +114,17 @@ def save_reference(
     tensors |= {f"noise.{i}": answer.noise for i, answer in enumerate(reference.answers)}
     if long:
         tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits, "long.noise": long.noise}
-    write_bytes(logits_path, save(tensors))
-    ReferenceManifest(
-        layers=layers,
-        max_new_tokens=max_new_tokens,
-        eos_token_ids=reference.eos_token_ids,
-        logits=FileBeside(logits_path.name, sha256_file(logits_path)),
-        prompts=tuple(map(entry, reference.answers)),
-        long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
-        drift=FileBeside(drift.name, sha256_file(drift)) if drift else None,
-    ).save(out)
+    with replacing(out, (logits_path.name,)):
+        write_bytes(logits_path, save(tensors))
+        ReferenceManifest(
+            layers=layers,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=reference.eos_token_ids,
+            logits=FileBeside(logits_path.name, sha256_file(logits_path)),
+            prompts=tuple(map(entry, reference.answers)),
+            long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
+            drift=FileBeside(drift.name, sha256_file(drift)) if drift else None,
+        ).save(out)
     return out
 
 
