@@ -93,7 +93,7 @@ oldest-test: setup $(OLDEST_ENV)/.pinned
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy src
+	$(BIN)/mypy
 	$(BIN)/snakefmt --check Snakefile workflow/rules
 
 gpu: setup

@@ -754,13 +754,10 @@ def serving_gpu(
     from benchmarks.serving import Place, run
 
     others = dict(each.partition("=")[::2] for each in beside)
-    place = Place(
-        *(str(work / name) for name in ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")),
-        LIMITS,
-        None,
-        python,
-        kv_bytes,
+    engines, assembly, weights = (
+        str(work / name) for name in ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")
     )
+    place = Place(engines, assembly, weights, LIMITS, None, python, kv_bytes)
     found = {"benchmark": "serving-gpu", **run(place, (16, 64), rates, requests, rounds, True, others)}
     click.echo(dump_json(found), nl=False)
 

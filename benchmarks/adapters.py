@@ -138,18 +138,16 @@ def _steps(
 ) -> dict[str, Any]:
     """Seconds of a decode step, and of a prompt, in each of three ways."""
     base, model = _open(plain, batch, threads), _open(taking, batch, threads)
-    ways: dict[str, tuple[Model, Sequence[str | None]]] = {
+    ways: dict[str, Any] = {
         _NONE: (base, [None] * batch),
         _ROOM: (model, [None] * batch),
         _EACH: (model, [names[slot % len(names)] for slot in range(batch)]),
     }
     decode: dict[str, Callable[[], float]] = {
-        way: lambda given=given: _decode(*given, clock)
-        for way, given in ways.items()  # type: ignore[misc]
+        way: lambda given=given: _decode(given[0], given[1], clock) for way, given in ways.items()
     }
     prompt: dict[str, Callable[[], float]] = {
-        way: lambda given=given: _prompt(*given, clock)
-        for way, given in ways.items()  # type: ignore[misc]
+        way: lambda given=given: _prompt(given[0], given[1], clock) for way, given in ways.items()
     }
     return {"decode_step": _compared(in_turn(decode, rounds)), "prompt": _compared(in_turn(prompt, rounds))}
 
@@ -245,7 +243,7 @@ def _forms(
             call()
         return (clock() - began) / _STEPS
 
-    contestants = {name: lambda call=call: timed(call) for name, call in runs.items()}  # type: ignore[misc]
+    contestants = {name: lambda call=call: timed(call) for name, call in runs.items()}
     return {name: spread(values, 7) for name, values in in_turn(contestants, rounds).items()}
 
 

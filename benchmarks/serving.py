@@ -78,7 +78,8 @@ def model(name: str, batch: int, threads: int) -> Iterator[Place]:
             folder = make_random_checkpoint(SHAPES / f"{name}.json", 0, Path(work) / name)
         paths = prepare(folder, "fp32", Path(work) / "results")
         limits = {"max_batch_size": batch, "max_seq_len": 512, "max_num_tokens": 512, "max_input_len": 512}
-        yield Place(*(str(paths[key]) for key in ("engines", "assembly", "weights")), limits, threads)
+        engines, assembly, weights = (str(paths[key]) for key in ("engines", "assembly", "weights"))
+        yield Place(engines, assembly, weights, limits, threads)
 
 
 def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: int, rounds: int, long: bool,

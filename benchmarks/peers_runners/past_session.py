@@ -8,6 +8,7 @@ Each step's `present.*` outputs become the next step's `past_key_values.*` input
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -24,7 +25,7 @@ def decode(job: dict) -> Start:
     empty = {name: _value(np.zeros((1, inputs[name].shape[1], 0, inputs[name].shape[3]), np.float32)) for name in past}
 
     def start(prompt: np.ndarray):
-        state = {"length": 0, "past": empty}
+        state: dict[str, Any] = {"length": 0, "past": empty}
 
         def run(tokens: np.ndarray) -> np.ndarray:
             """tokens [n] int64 -> logits [vocab_size] behind the last."""

@@ -75,7 +75,7 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
     hidden, weight = (
         random.standard_normal(shape, np.float32).astype(np.float16) for shape in ((rows, 8192), (128, 8192))
     )
-    program = TensorRTProgram(tmp_path / "block.engine", [IO("weight", "float16", (128, 8192))])
+    program = TensorRTProgram(TENSORRT, tmp_path / "block.engine", [IO("weight", "float16", (128, 8192))])
     stream, out = program.device.stream, np.empty((rows, 128), np.float16)
     on_device = {
         name: cuda.empty(array.shape, array.dtype)

@@ -123,7 +123,7 @@ class Rows:
 
     def __init__(self, spec, rows: int, pages_per_row: int):
         self.spec, random, self.pages_per_row = spec, np.random.default_rng(0), pages_per_row
-        normal = lambda *shape, of=spec.dtype: random.standard_normal(shape, np.float32).astype(numbers(of))
+        normal = lambda *shape, of=spec.dtype: np.asarray(random.standard_normal(shape, np.float32), numbers(of))
         self.query, self.key = (
             normal(rows, heads, spec.head_dim, of=spec.given) for heads in (spec.heads, spec.kv_heads)
         )
@@ -231,8 +231,9 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
         Scratch([spec], count),
     )
     tables = DeviceRopeTables(*(device.up(array) for array in (made.own, made.other, made.partner)))
-    given = [device.up(array) for array in (made.query, made.key, made.value)]
+    query, key, value = (device.up(array) for array in (made.query, made.key, made.value))
     caches, rope_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
+    (keys, values), (rope_keys, rope_values) = caches, rope_caches
     rows, positions, table = (
         device.up(np.zeros(count, np.int32)),
         device.up(np.zeros(count, np.int64 if spec.wide else np.int32)),
@@ -242,17 +243,19 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
     outs = [device.up(np.zeros((count, spec.heads, spec.value_dim), numbers(spec.dtype))) for _ in range(2)]
     with device.stream.capture() as graph:
         for out in outs:
-            kernel.launch(device.stream, *given, out, *caches, tables, rows, positions, table, made.SCALE, scratch)
+            kernel.launch(
+                device.stream, query, key, value, out, keys, values, tables, rows, positions, table, made.SCALE, scratch
+            )
     for held in lengths:
         before = made.caches(held)
         host = (
             np.where(np.array(held) > 0, np.arange(count), -1).astype(np.int32),
             np.maximum(0, np.array(held) - 1).astype(positions.dtype),
         )
-        for array, values in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rope_caches, before)):
-            device.stream.upload(array, values)
+        for array, given in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rope_caches, before)):
+            device.stream.upload(array, given)
         device.stream.synchronize()
-        rope.launch(device.stream, *given, query_out, *rope_caches, tables, rows, positions, table)
+        rope.launch(device.stream, query, key, value, query_out, rope_keys, rope_values, tables, rows, positions, table)
         after = [device.down(cache) for cache in rope_caches]
         graph.launch(device.stream)
         for cache, exact in zip(caches, after):
@@ -286,9 +289,10 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     integer = np.int64 if wide else np.int32
     on_device = [device.up(array.astype(np.int32 if name == "found" else integer)) for name, array in before.items()]
-    given = [device.up(array) for array in (logits, slots, held.astype(integer))]
+    row_logits, row_slots, lengths = (device.up(array) for array in (logits, slots, held.astype(integer)))
     greedy = device.up(np.zeros(12, SAMPLING))
-    Kernels(wide).advance(device.stream, *given, limit, greedy, *on_device)
+    found, tokens, positions = on_device
+    Kernels(wide).advance(device.stream, row_logits, row_slots, lengths, limit, greedy, found, tokens, positions)
     best = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -315,16 +319,18 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ran
     integer = np.int64 if wide else np.int32
     slots, held, limit = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32), (np.arange(9) % 7).astype(integer), 7
     told = np.zeros((9, ranks, 2), np.float32)
-    given = [device.up(array) for array in (slots, held)]
+    row_slots, lengths = (device.up(array) for array in (slots, held))
     for rank in range(ranks):
         part = device.up(np.ascontiguousarray(logits[:, rank * columns : (rank + 1) * columns]))
         own = device.up(np.zeros((9, 2), np.float32))
-        kernels.largest(device.stream, part, rank * columns, given[0], own)
+        kernels.largest(device.stream, part, rank * columns, row_slots, own)
         told[:, rank] = device.down(own)
     outs = [[device.up(np.full(9, 77, kind)) for kind in (np.int32, integer, integer)] for _ in range(2)]
-    kernels.choose(device.stream, device.up(told.reshape(9, -1)), *given, limit, *outs[0])
+    stream, (found, tokens, positions) = device.stream, outs[0]
+    kernels.choose(stream, device.up(told.reshape(9, -1)), row_slots, lengths, limit, found, tokens, positions)
     greedy = device.up(np.zeros(9, SAMPLING))
-    kernels.advance(device.stream, device.up(logits), *given, limit, greedy, *outs[1])
+    found, tokens, positions = outs[1]
+    kernels.advance(stream, device.up(logits), row_slots, lengths, limit, greedy, found, tokens, positions)
     first, second = ([device.down(array).tolist() for array in each] for each in outs)
     assert first == second
     assert first[0][8] == 3 and first[0][0] == ranks * columns - 3 and first[0][2:5] == [-1, -1, -1]
@@ -339,12 +345,19 @@ class Drawing:
         self.device, self.count, self.limit = OnDevice(), len(logits), int(positions.max()) + 1
         self._kernels, zeros = Kernels(False), np.zeros(self.count, np.int32)
         slots, held = np.arange(self.count, dtype=np.int32), (positions - 1).astype(np.int32)
-        self._given = [self.device.up(array) for array in (logits.astype(numbers(dtype)), slots, held)]
-        self._samplings, *self._outs = (self.device.up(array) for array in (records, zeros, zeros, zeros))
+        self._logits, self._slots, self._held = (
+            self.device.up(array) for array in (logits.astype(numbers(dtype)), slots, held)
+        )
+        self._samplings, self._found, self._tokens, self._positions = (
+            self.device.up(array) for array in (records, zeros, zeros, zeros)
+        )
 
     def found(self) -> np.ndarray:
-        self._kernels.advance(self.device.stream, *self._given, self.limit, self._samplings, *self._outs)
-        return self.device.down(self._outs[0])
+        self._kernels.advance(
+            *(self.device.stream, self._logits, self._slots, self._held, self.limit),
+            *(self._samplings, self._found, self._tokens, self._positions),
+        )
+        return self.device.down(self._found)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from test_gpu_run import PROMPTS, decode
@@ -145,7 +147,8 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
     assert np.array_equal(decode(model, prompts), expected)
     model.warm_up()
     assert np.array_equal(decode(model, prompts), expected)
-    assert {"sum", "gather", "attention", "gaps"} < set(model._executor.breakdown(len(prompts)))
+    executor: Any = model._executor
+    assert {"sum", "gather", "attention", "gaps"} < set(executor.breakdown(len(prompts)))
     # What the ranks tell of their parts of the logits is what the whole logits say, gathered behind the same step.
     for more in (False, True):
         tokens = model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)], more)
@@ -162,5 +165,5 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
         assert tokens[0] == draw(logits[0], sampling, 0, model.length(0))
     model.release(0)
     model.step_tokens([Advance(0, prompts[0], 0)])
-    assert {"sum", "gather"} < set(model._executor.breakdown_prefill())
+    assert {"sum", "gather"} < set(executor.breakdown_prefill())
     assert np.array_equal(decode(model, prompts), expected)

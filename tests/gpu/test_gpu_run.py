@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -43,7 +45,8 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, precision, attention):
     # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is
     # forgotten.
     assert model.in_flight and not reference.in_flight
-    assert {"block", "attention", "exit", "gaps"} < set(model._executor.breakdown(len(prompts)))
+    executor: Any = model._executor
+    assert {"block", "attention", "exit", "gaps"} < set(executor.breakdown(len(prompts)))
     model.step_tokens([Advance(0, prompts[0], 0)])
-    assert {"block", "attention", "exit"} < set(model._executor.breakdown_prefill())
+    assert {"block", "attention", "exit"} < set(executor.breakdown_prefill())
     assert np.array_equal(decode(model, prompts), expected)

@@ -269,6 +269,20 @@ def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple
     assert len(process.stderr.splitlines()) == 1 and message in process.stderr
 
 
+@pytest.mark.parametrize("of", ["engines/onnxruntime/engines.json", "weights.json"])
+def test_what_has_no_record_is_not_run(demo: Checkout, of: str) -> None:
+    manifest = demo.folder / "results" / "demo-llama" / "fp16" / of
+    record = manifest.with_name(f"{manifest.name.removesuffix('.json')}.build.json")
+    assert record.is_file()
+    record.unlink()
+    for command in (("generate", "--prompt", "A", "--target"), ("serve",)):
+        process = demo.call("lockstep", *command, "demo-llama/fp16/all", check=False)
+        assert process.returncode == 2 and process.stdout == "" and len(process.stderr.splitlines()) == 1
+        assert f"{of}: expected beside it {record.name}, the record" in process.stderr
+    demo.finish()
+    assert generate(demo, "--target", "demo-llama/fp16/all", "--prompt", "A").returncode == 0
+
+
 def test_a_stage_by_hand_names_the_targets_there_are(fresh: Checkout) -> None:
     process = fresh.call("lockstep", "export", "demo-llama/fp64", check=False)
     assert process.returncode == 2 and "demo-llama/fp16/all" in process.stderr and len(process.stderr.splitlines()) == 1

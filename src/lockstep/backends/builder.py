@@ -24,7 +24,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
-from lockstep.artifacts.own_files import replacing
+from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.backends.base import Backend, Built, CutsGraphs, get_backend
 from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
@@ -74,8 +74,9 @@ def build(
     )
     graphs, costs = list(library.graphs(assembly, manifest.options)), dict[str, Any]()
     names = {library.file(name) for name, _ in graphs}
+    stale_files(out, names)
+    library.start(out.parent, manifest, [name for name, _ in graphs])
     with replacing(out, names) as stale:
-        library.start(out.parent, manifest, [name for name, _ in graphs])
         engines = _engines(assembly_path, graphs, out, manifest, library, costs)
         manifest = replace(manifest, engines=engines, details=library.finish(list(engines)))
         replace(manifest, digest=manifest.digest_for(library.device_key(manifest.device))).save(out)

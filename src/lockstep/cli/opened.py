@@ -103,4 +103,22 @@ def _of_target(name: str, tree: Results) -> Runnable:
         tree.adapters(target.model) if config.models[target.model].adapters else None,
         tree.checkpoint(target.model),
     )
+    _check_recorded(tree, place)
     return Runnable(place, config.interpreter(target.backend))
+
+
+def _check_recorded(tree: Results, place: Opened) -> None:
+    """Raise InputError where, in a tree of the workflow, a record of what is run is gone or is of another file.
+
+    A tree that was made by calls alone has no records.
+    """
+    from lockstep.provenance.record import read_record, record_path
+
+    if not record_path(tree.config()).is_file():
+        return
+    for path in (place.assembly, place.weights, place.engines):
+        if path.is_file() and read_record(path) is None:
+            raise InputError(
+                f"{path}: expected beside it {record_path(path).name}, the record of how it was made, found none or "
+                "that of another file; run snakemake again"
+            )
