@@ -10,6 +10,7 @@ In: a graph, the limits, a seed. Out: trials, each with its feed and what is exp
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,19 +76,21 @@ def sweep_of(
     seed: int,
     graph: Run,
     prefill: Callable[[], tuple[onnx.ModelProto, Run]],
+    largest: float,
 ) -> Sweep:
     """Return the sweep of a graph; its trials lie in a seeded order in which small ones tend to come first.
 
-    prefill: gives the prefill graph of the same attention.
+    prefill: gives the prefill graph of the same attention. largest: number in the engine's activations, where its type
+    is narrower than the graph's; else infinity.
     """
     ranges = inputs.ranges(model, limits)
     draw, sweep = random.Random(seed), Sweep()
     if "past_capacity" in ranges:
-        sweep = _AttentionSweep(model, assembly, limits, ranges, draw, *prefill())
+        sweep = _AttentionSweep(model, assembly, limits, ranges, draw, largest, *prefill())
     elif {"num_tokens", "num_requests"} <= set(ranges):
-        sweep = _ExitSweep(model, slots, assembly, limits, ranges, draw, graph)
+        sweep = _ExitSweep(model, slots, assembly, limits, ranges, draw, largest, graph)
     else:
-        sweep = _TokenSweep(model, slots, assembly, limits, ranges, draw, graph)
+        sweep = _TokenSweep(model, slots, assembly, limits, ranges, draw, largest, graph)
     # One that is needed whatever the time comes first; else a trial's chance grows as it gets cheaper.
     sweep.trials.sort(key=lambda trial: -1.0 if trial.scaled else trial.cost * draw.random())
     return sweep
@@ -106,12 +109,13 @@ class _TokenSweep(Sweep):
         limits: Limits,
         ranges: Mapping[str, tuple[int, int]],
         draw: random.Random,
+        largest: float,
         graph: Run,
     ):
         ((self._dim, (least, most)),) = ranges.items() or ((("", (1, 1)),))
         looks_up = any(value.name == "token_ids" for value in model.graph.input)
         count = max(most, assembly.vocab_size) if looks_up else most
-        self._whole, self._large = _rows(model, slots, assembly, limits, {self._dim: count}, draw)
+        self._whole, self._large = _rows(model, slots, assembly, limits, {self._dim: count}, draw, largest)
         self._graph, self._count, self._most = graph, count, most
         self._pieces: dict[int, Arrays] = {}
         starts = [(size, draw.randrange(most - size + 1)) for size in range(least, most + 1)]
@@ -161,11 +165,12 @@ class _ExitSweep(Sweep):
         limits: Limits,
         ranges: Mapping[str, tuple[int, int]],
         draw: random.Random,
+        largest: float,
         graph: Run,
     ):
         (_, self._tokens), (_, requests) = ranges["num_tokens"], ranges["num_requests"]
         self._whole, self._large = _rows(
-            model, slots, assembly, limits, {"num_tokens": self._tokens, "num_requests": 1}, draw
+            model, slots, assembly, limits, {"num_tokens": self._tokens, "num_requests": 1}, draw, largest
         )
         self._graph = graph
         counts = [draw.sample(range(1, requests + 1), requests) for _ in range(-(-self._tokens // requests))]
@@ -209,6 +214,7 @@ class _AttentionSweep(Sweep):
         limits: Limits,
         ranges: Mapping[str, tuple[int, int]],
         draw: random.Random,
+        largest: float,
         prefill: onnx.ModelProto,
         run: Run,
     ):
@@ -219,7 +225,8 @@ class _AttentionSweep(Sweep):
         self._whole = inputs.arrays(prefill, (), case, assembly, limits)
         self._run, self._reference = run, dict[str, np.ndarray]()
         # Standard normal values stay below 8.
-        self._up = min(2.0 ** (np.finfo(self._whole["value"].dtype).maxexp - 3), _LARGEST_SQUARED)
+        end = min(float(np.finfo(self._whole["value"].dtype).max), largest)
+        self._up = min(2.0 ** (math.frexp(end)[1] - 3), _LARGEST_SQUARED)
         self._decodes = "num_requests" in ranges
         capacity = ranges["past_capacity"][1]
         if self._decodes:
@@ -309,11 +316,12 @@ def _rows(
     limits: Limits,
     sizes: Sizes,
     draw: random.Random,
+    largest: float,
 ) -> tuple[dict[str, tuple[np.ndarray, bool]], np.ndarray]:
     """Return the whole input of a graph of rows, and which rows go to the end of the precision.
 
     The input is {name: (array, has the rows)}. Every fourth row of activations has an outlier, every fourth is large:
-    of the residual stream up to the end of its precision. Token ids are the whole vocabulary; two of three rows have an
+    of the residual stream up to `largest`. Token ids are the whole vocabulary; two of three rows have an
     adapter, each in turn.
     """
     shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
@@ -331,18 +339,18 @@ def _rows(
             places = np.array(draw.sample(range(assembly.adapters.max_adapters), assembly.adapters.max_adapters))
             array = np.where(number % 3 == 0, -1, np.resize(places, count))
         elif array.dtype.kind == "f" and wide:
-            array = _activations(array, name == "hidden", draw)
+            array = _activations(array, largest if name == "hidden" else None, draw)
         found[name] = array, wide
     return found, number % 4 == 3
 
 
-def _activations(array: np.ndarray, residual: bool, draw: random.Random) -> np.ndarray:
-    """Return standard normal rows with outliers in some, and with others made large."""
+def _activations(array: np.ndarray, largest: float | None, draw: random.Random) -> np.ndarray:
+    """Return standard normal rows with outliers in some, and with others made large: up to `largest`, if given, or its type's."""
     found = array.astype(np.float64).reshape(len(array), -1)
     found[1::4, draw.randrange(found.shape[1])] *= _OUTLIER
     large = found[3::4]
-    end = min(float(np.finfo(array.dtype).max), _LARGEST_SQUARED) if residual else _LARGE
-    if residual:
+    end = _LARGE if largest is None else min(float(np.finfo(array.dtype).max), largest, _LARGEST_SQUARED)
+    if largest is not None:
         large /= np.abs(large).max(1, keepdims=True)
     large *= np.resize(np.geomspace(4, 0.98 * end, _LEVELS), len(large))[:, None]
     return found.reshape(array.shape).astype(array.dtype)
