@@ -50,9 +50,12 @@ def test_a_number_of_the_config_takes_the_place_of_what_is_measured():
     assert block_bound(Spread(0.01, 0.002), replace(FP16, block=0.3)) == Spread(0.3, np.inf)
 
 
-def test_a_row_is_held_to_its_own_noise_or_to_that_of_the_usual_row():
+def test_a_row_is_held_to_its_own_noise_or_to_three_times_that_of_the_usual_row():
+    """But to no more than any row has."""
     bounds = LogitBounds(LogitNoise({1: (1.0, 0.1), 2: (0.1, 0.01), 3: (0.001, 0.001)}), FP16)
-    assert [bounds.at(count) for count in (1, 2, 3)] == pytest.approx([NOISE * 1.0, NOISE * 0.1, NOISE * 0.1])
+    assert [bounds.at(count) for count in (1, 2, 3)] == pytest.approx([NOISE * 1.0, NOISE * 0.3, NOISE * 0.3])
+    bounds = LogitBounds(LogitNoise({1: (0.2, 0.1), 2: (0.1, 0.01), 3: (0.001, 0.001)}), FP16)
+    assert bounds.at(3) == pytest.approx(NOISE * 0.2)
 
 
 def test_a_precision_with_finer_rounding_is_held_to_less():

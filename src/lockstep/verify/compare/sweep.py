@@ -345,7 +345,10 @@ def _rows(
 
 
 def _activations(array: np.ndarray, largest: float | None, draw: random.Random) -> np.ndarray:
-    """Return standard normal rows with outliers in some, and with others made large: up to `largest`, if given, or its type's."""
+    """Return standard normal rows with outliers in some, and with others made large.
+
+    largest: of a residual stream the number up to which, or to its type's.
+    """
     found = array.astype(np.float64).reshape(len(array), -1)
     found[1::4, draw.randrange(found.shape[1])] *= _OUTLIER
     large = found[3::4]
