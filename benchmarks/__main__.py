@@ -430,6 +430,12 @@ _SETTING = click.option(
     help="Scratch folder.  [default: the system's]",
 )
 @_DOCS
+@click.option(
+    "--checkpoint",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="A checkpoint of Llama's kind in place of the demo's, as `make real` leaves one; takes the demo's faults.",
+)
 def faults(
     backend: str, only: tuple[str, ...], models: tuple[str, ...], limit: int | None, docs: Path | None, **settings: Any
 ) -> None:
@@ -444,6 +450,8 @@ def faults(
         if docs is not None:
             write_json(docs / "bench" / f"{record['benchmark']}.json", record)
 
+    if settings["checkpoint"] is not None:
+        models = ("demo",)
     record = benchmark.run(benchmark.choose(backend, only, limit, models), backend, progress=keep, **settings)
     _deliver(record, docs)
     if docs is not None:

@@ -112,20 +112,20 @@ MODELS = {
 }
 
 
-def source_of(name: str, work: Path) -> Path:
-    """Return the checkpoint's folder, made where its weights are random."""
+def source_of(name: str, work: Path, checkpoint: Path | None = None) -> Path:
+    """Return the checkpoint's folder, made where its weights are random. checkpoint: in place of the demo's."""
     config = MODELS[name].config
     if config is None:
-        return _REPOSITORY / "resources" / "demo-llama"
+        return checkpoint or _REPOSITORY / "resources" / "demo-llama"
     folder = work / "sources" / name
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     write_json(folder / "shape.json", dict(config))
     return lockstep.make_random_checkpoint(folder / "shape.json", 0, folder)
 
 
-def start(name: str, work: Path) -> None:
-    """Make a model's checkpoint, its manifest and its reference, under `work`/right."""
-    results, model, source = right(work), MODELS[name], source_of(name, work)
+def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
+    """Make a model's checkpoint, its manifest and its reference, under `work`/right. checkpoint: as `source_of`."""
+    results, model, source = right(work), MODELS[name], source_of(name, work, checkpoint)
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(name))
     make_reference(results, name, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
     if model.adapters:

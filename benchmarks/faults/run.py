@@ -72,6 +72,7 @@ def run(
     work: Path | None = None,
     progress: Progress | None = None,
     loosen: float = 1.0,
+    checkpoint: Path | None = None,
 ) -> dict[str, Any]:
     """Plant and try `faults`.
 
@@ -79,7 +80,7 @@ def run(
 
     python: the interpreter that the backend's engines run in (worker.call), None for this one. options: of the build.
     work: a scratch folder.
-    loosen: so many times the default tolerances for the gates.
+    loosen: so many times the default tolerances for the gates. checkpoint: of Llama's kind, in place of the demo's.
     """
     defaults = {precision: Tolerances.of(precision) for precision in precisions}
     judged = {precision: HARMLESS[precision] for precision in precisions}
@@ -107,7 +108,7 @@ def run(
         here = backend in LOCAL_BACKENDS and python is None
         with _workers(jobs) as each:
             models = sorted({(FAULTS[fault].model, precision) for fault, precision in cases})
-            for _ in each(start, [(name, Path(scratch)) for name in sorted({name for name, _ in models})]):
+            for _ in each(start, [(name, Path(scratch), checkpoint) for name in sorted({name for name, _ in models})]):
                 pass
             for _ in each(_make, [(setting, *model, here) for model in models]):
                 pass
