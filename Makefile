@@ -2,8 +2,8 @@
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make real                     the same with a trained model that was not made here: SmolLM2-135M-Instruct, 94 MB, downloaded by digest (envs/smollm2.txt),
-#                                 in every precision of config/smollm2.yaml on both CPU backends; all in .real, 3 GB;
-#                                 REAL_CONFIG=... changes its config, as Snakemake's --config does
+#                                 in every precision of config/smollm2.yaml on both CPU backends; all in .real, 2 GB;
+#                                 REAL_CONFIG=FILE changes keys of its config
 #   make test                     runs the tests, in a process more than there are cores; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
@@ -55,9 +55,9 @@ demo: setup
 	$(BIN)/snakemake --cores $(CORES)
 	@$(BIN)/lockstep summary
 
-# REAL_CONFIG: what to change in config/smollm2.yaml, as Snakemake's --config takes it; lists take the place of the file's.
+# REAL_CONFIG: a config file whose keys take the place of those of config/smollm2.yaml.
 real: setup $(REAL)/.pinned
-	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(if $(REAL_CONFIG),--config '$(REAL_CONFIG)')
+	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(REAL_CONFIG)
 	@cd $(REAL) && $(abspath $(BIN))/lockstep summary
 	LOCKSTEP_REAL=$(abspath $(REAL)) $(BIN)/python -m pytest -n 0 -q tests/real
 

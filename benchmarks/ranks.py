@@ -29,6 +29,7 @@ from benchmarks.gpu import (
     ready_seconds,
     references,
 )
+from benchmarks.markdown import paragraph
 from benchmarks.measure import read_json, write_json
 from lockstep import Assembly
 
@@ -206,9 +207,11 @@ def page(record: Mapping[str, Any]) -> str:
     lines = [
         "# Several GPUs",
         "",
-        f"fp16, random weights, on {case['device']['name']} with TensorRT {case['tensorrt']}, behind 512 tokens, a "
-        "prompt of 2048. Made by `python -m benchmarks ranks --work FOLDER --write docs`. ready: from the start of a "
-        "process, with the weights in the page cache. vLLM: 0.23.0 on another machine of this kind.",
+        paragraph(
+            f"fp16, random weights, on {case['device']['name']} with TensorRT {case['tensorrt']}, behind 512 tokens, a "
+            "prompt of 2048. Made by `python -m benchmarks ranks --work FOLDER --write docs`. ready: from the start of "
+            "a process, with the weights in the page cache. vLLM: 0.23.0 on another machine of this kind."
+        ),
     ]
     if record["ranks_on_one_gpu"]:
         lines += ["", "**All ranks ran on one GPU: a check of the command; its speeds say nothing.**"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
-from benchmarks import batches, models, peers_table
+from benchmarks import batches, models, peers_table, ranks
 from benchmarks.__main__ import bench
 from benchmarks.faults import page as faults
 
@@ -70,7 +70,8 @@ def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
     assert (docs / "faults.md").read_text() == faults.render(planted)
     models.write_page(read_json(docs / "bench" / "models.json"), tmp_path / "models.md")
     assert (docs / "models.md").read_text() == (tmp_path / "models.md").read_text()
-    assert (docs / "gpu" / "batches.md").read_text() == batches.page(read_json(docs / "gpu" / "batches.json"))
+    for module, name in ((batches, "batches"), (ranks, "ranks")):
+        assert (docs / "gpu" / f"{name}.md").read_text() == module.page(read_json(docs / "gpu" / f"{name}.json"))
     (tmp_path / "benchmarks.md").write_text((docs / "benchmarks.md").read_text())
     peers_table.write(read_json(docs / "bench" / "peers.json"), tmp_path)
     assert (docs / "benchmarks.md").read_text() == (tmp_path / "benchmarks.md").read_text()
