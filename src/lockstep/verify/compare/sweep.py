@@ -56,6 +56,7 @@ class Sweep:
 
     trials: list[Trial]
     is_row_wise = False  # outputs are of rows that a trial has side by side
+    _large: np.ndarray | None = None
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
         raise NotImplementedError
@@ -64,8 +65,8 @@ class Sweep:
         raise NotImplementedError
 
     def beyond(self, trial: Trial) -> np.ndarray | None:
-        """Return for each row whether its inputs go to the end of the precision."""
-        return None
+        """Return for each row whether its inputs go to the end of the precision; None where no row's do."""
+        return None if self._large is None else self._large[trial.rows]
 
 
 def sweep_of(
@@ -150,9 +151,6 @@ class _TokenSweep(Sweep):
             self._pieces[low] = piece
         return piece
 
-    def beyond(self, trial: Trial) -> np.ndarray:
-        return self._large[trial.rows]
-
 
 class _ExitSweep(Sweep):
     """An exit: each number of tokens and each of requests, in seeded pairs."""
@@ -199,9 +197,6 @@ class _ExitSweep(Sweep):
             {name: array[end - len(trial.rows) : end] for name, array in made.items()}
             for trial, end in zip(trials, ends)
         ]
-
-    def beyond(self, trial: Trial) -> np.ndarray:
-        return self._large[trial.rows]
 
 
 class _AttentionSweep(Sweep):
