@@ -62,7 +62,10 @@ class Edit:
 
     def slot(self, text: str) -> Value:
         """Return the weight input whose name holds `text`."""
-        return next(value.name for value in self.graph.input if text in value.name)
+        found = next((value.name for value in self.graph.input if text in value.name), None)
+        if found is None:
+            raise ValueError(f"graph {self.graph.name}: expected a slot {text}, found none")
+        return found
 
     def product(self, text: str) -> NodeProto:
         """Return the Gemm that reads the slot whose name holds `text`."""
