@@ -138,7 +138,7 @@ def _steps(
 ) -> dict[str, Any]:
     """Seconds of a decode step, and of a prompt, in each of three ways."""
     base, model = _open(plain, batch, threads), _open(taking, batch, threads)
-    ways: dict[str, Any] = {
+    ways: dict[str, tuple[Model, Sequence[str | None]]] = {
         _NONE: (base, [None] * batch),
         _ROOM: (model, [None] * batch),
         _EACH: (model, [names[slot % len(names)] for slot in range(batch)]),

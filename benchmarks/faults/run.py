@@ -101,7 +101,7 @@ def run(
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
     def found() -> dict[str, Any]:
-        return _report(backend, judged, [row for case in cases for row in rows.get(case, ())])
+        return _report(backend, judged, [row for case in cases for row in rows.get(case, ())], checkpoint is not None)
 
     with tempfile.TemporaryDirectory(dir=work) as scratch:
         setting = Setting(scratch, backend, dict(options or {}), given, judged)
@@ -266,7 +266,9 @@ def _row(fault: Fault, precision: str, record: Mapping[str, Any], validated: str
     }
 
 
-def _report(backend: str, judged: Mapping[str, float], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _report(
+    backend: str, judged: Mapping[str, float], rows: Sequence[dict[str, Any]], of_checkpoint: bool
+) -> dict[str, Any]:
     harmful = [row for row in rows if row["harmful"]]
     caught = sum(bool(row["caught_by"]) for row in harmful)
     names = ["faults", *([backend] if backend != "onnxruntime" else [])]
@@ -274,6 +276,8 @@ def _report(backend: str, judged: Mapping[str, float], rows: Sequence[dict[str, 
         names.append("quantized")
     if rows and all(row["model"] == "ranks" for row in rows):
         names.append("ranks")
+    if of_checkpoint:
+        names.append("checkpoint")
     return {
         "benchmark": "-".join(names),
         "backend": backend,

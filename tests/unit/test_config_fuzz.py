@@ -145,7 +145,12 @@ REFUSED = [
         "tensor 'model.layers.0.mlp.down_proj.weight': expected shape [144, 1000000000], found [144, 400]",
     ),
     ("attention_bias", True, "expected tensor 'model.layers.0.self_attn.k_proj.bias' [80], found none of this name"),
-    ("attention_bias", "no", "found a config.json that it refuses: "),
+    (
+        "attention_bias",
+        "no",
+        "found a config.json that it refuses: Validation error for field 'attention_bias': TypeError: "
+        "Field 'attention_bias' expected bool",
+    ),
     ("hidden_act", "unknown", "expected the config of a 'llama' model, found one that it refuses: KeyError: "),
     (
         "rope_parameters",

@@ -140,7 +140,7 @@ def test_a_slow_answer_delays_no_later_request(server: ScriptedServer) -> None:
 def test_the_first_token_is_the_first_text_and_not_the_role(server: ScriptedServer) -> None:
     server.script = lambda body, number: iter((0.1, "a ", 0.1, "b "))
     (record,) = records_of(server, LoadSpec([Prompt("hello there", 2)], {}, endpoint="chat", warmup=0))
-    assert record.ttft is not None and record.ttft > 0.05 and len(record.gaps) == 1 and record.gaps[0] > 0.05
+    assert record.ttft is not None and record.ttft >= 0.1 and len(record.gaps) == 1 and record.gaps[0] > 0.05
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello there"}]
 
 

@@ -14,6 +14,8 @@ import pytest
 import yaml
 from checkout import REPOSITORY, Checkout
 
+from lockstep.artifacts.manifest_files import record_path
+
 
 @pytest.mark.parametrize("snakefile", ["Snakefile", "workflow/Snakefile"])
 def test_lint_is_clean(fresh: Checkout, snakefile: str) -> None:
@@ -272,8 +274,7 @@ def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple
 @pytest.mark.parametrize("of", ["engines/onnxruntime/engines.json", "weights.json"])
 def test_what_has_no_record_is_not_run(demo: Checkout, of: str) -> None:
     manifest = demo.folder / "results" / "demo-llama" / "fp16" / of
-    record = manifest.with_name(f"{manifest.name.removesuffix('.json')}.build.json")
-    assert record.is_file()
+    record = record_path(manifest)
     record.unlink()
     for command in (("generate", "--prompt", "A", "--target"), ("serve",)):
         process = demo.call("lockstep", *command, "demo-llama/fp16/all", check=False)

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ def build(
     stale_files(out, names)
     library.start(out.parent, manifest, [name for name, _ in graphs])
     with replacing(out, names) as stale:
+        _remove_temporary(out.parent, names)
         engines = _engines(assembly_path, graphs, out, manifest, library, costs)
         manifest = replace(manifest, engines=engines, details=library.finish(list(engines)))
         replace(manifest, digest=manifest.digest_for(library.device_key(manifest.device))).save(out)
@@ -90,7 +91,7 @@ def build(
 
 def _engines(
     assembly: Path,
-    graphs: Iterable[tuple[str, GraphFile]],
+    graphs: Sequence[tuple[str, GraphFile]],
     out: Path,
     manifest: EngineSetManifest,
     library: Backend,
@@ -101,8 +102,6 @@ def _engines(
     costs: gets those of each that is built.
     """
     recorded, engines = _reusable(out, manifest, library), {}
-    graphs = list(graphs)
-    _remove_temporary(out.parent, {library.file(name) for name, _ in graphs})
     for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = graph_file(assembly.parent, graph)
         entry = recorded.get(name)

@@ -24,7 +24,7 @@ from lockstep.targets import Tolerances
 # Where nothing is rounded but the result, it is still off by half of the last bit of fp16: at most 2^-11 of its size,
 # rms a quarter of that.
 _FLOOR, _FLOOR_RMS = 2.0**-11, 2.0**-13
-_TAIL = 3
+_TAIL = 3  # see `LogitNoise.at`
 _RMS = 1 / 3  # of `Tolerances.noise`: see above
 
 
@@ -96,7 +96,7 @@ class LogitNoise:
         """Return the largest error that is to be expected of a row.
 
         Its own, or what other rows have where that is larger, up to `_TAIL` times the usual row: on a trained model a
-        row that one draw of roundings left alone another throws off (12 times was seen, on a GPU).
+        row that one draw of roundings left alone another may throw off (an engine on a GPU was off by 12 times).
         """
         return max(self._rows[count].largest, min(self.largest, _TAIL * self._usual))
 

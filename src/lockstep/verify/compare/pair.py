@@ -104,10 +104,8 @@ class Pair:
         else:
             bound: Any = engines.load(name, threads).bind(source if built else None, built)
             self._engine = lambda profile: HostRunner("engine", self._signature, bound)
-        library, dtype = engines.backend, engines.assembly.dtype
-        self._is_narrow = (
-            isinstance(library, HasActivations) and library.activations(engines.assembly.precision) != dtype
-        )
+        library, of = engines.backend, engines.assembly
+        self._is_narrow = isinstance(library, HasActivations) and library.activations(of.precision) != of.dtype
         self.failures: list[str] = []
 
     def compare(self, tolerance: float, seconds: float) -> ComparedEngine:
@@ -193,8 +191,9 @@ class Pair:
             )
         if self._is_narrow and beyond is not None:  # there its float16 may overflow where the graph's float32 does not
             lost = ~np.all([np.isfinite(array.reshape(len(beyond), -1)).all(1) for array in found.values()], axis=0)
-            expected, found = ({n: a[~(beyond & lost)] for n, a in each.items()} for each in (expected, found))
-            beyond = beyond[~(beyond & lost)]
+            kept = ~(beyond & lost)
+            expected, found = ({name: array[kept] for name, array in each.items()} for each in (expected, found))
+            beyond = beyond[kept]
         try:
             errors = {name: judge(array, found[name], tolerance, beyond) for name, array in expected.items()}
         except NotFiniteError:

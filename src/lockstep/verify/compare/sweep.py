@@ -316,8 +316,8 @@ def _rows(
     """Return the whole input of a graph of rows, and which rows go to the end of the precision.
 
     The input is {name: (array, has the rows)}. Every fourth row of activations has an outlier, every fourth is large:
-    of the residual stream up to `largest`. Token ids are the whole vocabulary; two of three rows have an
-    adapter, each in turn.
+    of the residual stream up to the end of its precision, or to `largest`. Token ids are the whole vocabulary; two of
+    three rows have an adapter, each in turn.
     """
     shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
     dim = "num_tokens" if "num_tokens" in sizes else next(iter(sizes))
@@ -342,7 +342,7 @@ def _rows(
 def _activations(array: np.ndarray, largest: float | None, draw: random.Random) -> np.ndarray:
     """Return standard normal rows with outliers in some, and with others made large.
 
-    largest: of a residual stream the number up to which, or to its type's.
+    largest: up to which a residual stream goes, where its type does not end before. None: it is no residual stream.
     """
     found = array.astype(np.float64).reshape(len(array), -1)
     found[1::4, draw.randrange(found.shape[1])] *= _OUTLIER
