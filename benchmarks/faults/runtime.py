@@ -154,9 +154,9 @@ def _last_layer_not_written(right):
 
 def _gaps_closed(right):
     def write_decoded(self, decoded):
-        for part, tokens, new in zip(self.layout.decoding, self.layout.slices(), self._new):
+        for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
-            starts = self.position_ids[tokens][rows - part.low]
+            starts = self.tokens.position_ids[tokens][rows - part.low]
             for group, (keys, values) in enumerate(new):
                 self._cache.write_each(group, part.capacity, rows, starts, keys[:, : len(rows)], values[:, : len(rows)])
 
@@ -166,8 +166,8 @@ def _gaps_closed(right):
 def _chunks_from_zero(right):
     def pack(self, made, advances):
         rows = right(self, made, advances)
-        for chunk, tokens in zip(made.layout.chunks, made.layout.slices()[len(made.layout.decoding) :]):
-            made.position_ids[tokens] = np.arange(chunk.count)
+        for chunk, tokens in zip(made.layout.chunks, made.slices[len(made.layout.decoding) :]):
+            made.tokens.position_ids[tokens] = np.arange(chunk.count)
         return rows
 
     return pack
