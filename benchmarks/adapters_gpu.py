@@ -253,8 +253,8 @@ def _load(model: Model, names: Sequence[str], rounds: int) -> dict[str, Any]:
 
 def _forms(hidden: int, slots: LoraSlots, folder: Path, rounds: int) -> dict[int, dict[str, dict[str, float]]]:
     """By tokens microseconds of q, k and v of one layer, in each form."""
-    from lockstep.backends.tensorrt import cuda
     from lockstep.backends.tensorrt.program import TensorRTProgram
+    from lockstep.gpu import cuda
 
     backend: Any = get_backend("tensorrt")
     options = {**backend.default_options(), **LIMITS}
@@ -293,7 +293,7 @@ def _forms(hidden: int, slots: LoraSlots, folder: Path, rounds: int) -> dict[int
 
 def _in_a_graph(call: Callable[[], None], stream: Any) -> Callable[[], float]:
     """Seconds of a call, the median of several graphs of FORM_CALLS."""
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     call()
     stream.synchronize()

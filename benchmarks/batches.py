@@ -121,7 +121,7 @@ def sums(model: Model) -> dict[str, Any]:
 
     Measured in graphs of SUMS_IN_A_GRAPH sums.
     """
-    from lockstep.backends.tensorrt.timing import microseconds
+    from lockstep.gpu.timing import microseconds
 
     executor: Any = model._executor
     (hidden,) = {
@@ -246,7 +246,7 @@ def mixed(model: Model, rows: int, rounds: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def waits() -> Iterator[list[float]]:
     """Seconds that this process waits for steps of the device inside."""
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     found: list[float] = []
     wait = cuda.Event.wait

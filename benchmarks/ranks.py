@@ -87,7 +87,7 @@ def count_gpus(ranks: int) -> int:
 
     `ranks` where all are to run on the first, for checks.
     """
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     return ranks if os.environ.get(ONE_GPU) else cuda.device_count()
 

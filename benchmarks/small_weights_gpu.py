@@ -31,7 +31,6 @@ from lockstep.backends.builder import build
 PRECISIONS = ("fp16", "w8a16", "w4a16")
 SHAPE, GROUP = "llama-2-7b", 128
 LIMITS = {"max_batch_size": 16, "max_num_tokens": 2048, "max_seq_len": 2048}
-OPTIONS = {"tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
 BATCHES, PROMPTS, PARTS_OF = (1, 4, 8, 16), (512, 2048), (1, 8, 16)
 CONTEXT, WARM, STEPS, ROUNDS = 512, 8, 64, 3
 PRODUCTS = (((4096,) * 3, 4096), ((4096,), 4096), ((11008,) * 2, 4096), ((4096,), 11008))  # of a layer
@@ -75,13 +74,8 @@ def _times(record: dict[str, Any], precision: str) -> dict[str, float]:
 
 
 def measure(folder: Path, work: Path, precision: str) -> None:
-    """Measure one precision.
-
-    "fp16-cublas" is fp16 with products between the pieces of blocks, as small weights have them.
-    """
-    of, _, products = precision.partition("-")
-    assembly_json, own = folder / of / "assembly.json", work / precision
-    options = {**LIMITS, **OPTIONS} | ({"products": products} if products else {})
+    """Measure one precision."""
+    assembly_json, own = folder / precision / "assembly.json", work / precision
     assembly, record, began = Assembly.load(assembly_json), dict[str, Any](), time.perf_counter()
     own.mkdir(parents=True, exist_ok=True)
 
@@ -91,14 +85,14 @@ def measure(folder: Path, work: Path, precision: str) -> None:
         print(f"bench: {precision}: {time.perf_counter() - began:.0f} s: {parts}", file=sys.stderr, flush=True)
 
     weights = random_weights(assembly, own / "weights", alike=True)
-    seconds, engines = timed(lambda: build(assembly_json, "tensorrt", own / "engines.json", options))
+    seconds, engines = timed(lambda: build(assembly_json, "cuda", own / "engines.json", LIMITS))
     manifest = read_json(engines)
     sizes = [(own / entry["file"]).stat().st_size for entry in manifest["engines"].values()]
     note(build_seconds=round(seconds, 1), engine_bytes=sum(sizes))
-    note(device=manifest["device"], tensorrt=manifest["backend_version"], layers=len(assembly.layers))
     seconds, model = timed(lambda: Model.open(engines, assembly_json, weights))
+    note(device=model.engines.backend.describe_hardware(), layers=len(assembly.layers))
     more, _ = timed(model._executor.group.wait_for_weights)
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     note(open_seconds=round(seconds + more, 1), weight_bytes=_weight_bytes(assembly), used_bytes=cuda.memory_used())
     note(decode={str(batch): spread([_decode(model, batch) for _ in range(ROUNDS)], 3) for batch in BATCHES})
@@ -112,8 +106,8 @@ def products(out: Path) -> None:
     By the kernel and by cuBLAS, a small weight made fp16 before, for each form of weights. Each of LAYERS layers has
     weights of its own.
     """
-    from lockstep.backends.tensorrt import cuda
-    from lockstep.backends.tensorrt import products as of
+    from lockstep.gpu import cuda
+    from lockstep.gpu.kernels import products as of
 
     stream, random, found = cuda.Stream(), np.random.default_rng(0), dict[str, dict[str, dict[str, float]]]()
     multiply = of.Products(stream)

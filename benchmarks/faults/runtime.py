@@ -197,7 +197,7 @@ def _in_order_of_slots(right):
 
 def _fused(name: str, wrap: Wrap) -> Callable[[], AbstractContextManager[None]]:
     def opened() -> AbstractContextManager[None]:
-        from lockstep.backends.tensorrt.fused_attention import FusedAttention  # loads cuDNN
+        from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
 
         return _wrapped(FusedAttention, name, wrap)
 

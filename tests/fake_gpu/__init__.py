@@ -24,53 +24,28 @@ apart from this GPU.)
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import onnx
 
 from fake_gpu import cublas, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
-from lockstep.backends.tensorrt.v8_6 import needs
-from lockstep.backends.tensorrt_rtx import gpu as rtx_gpu
+from lockstep.gpu import describe, libraries
+from lockstep.provenance.code_identity import SOURCES as PACKAGE
 
 __all__ = ["Fault", "Gpu", "installed"]
 
 CAPABILITY = "8.9"  # as TensorRT-RTX asks the driver; what only TensorRT reads says 9.8
-
-# Modules of a backend that cannot be imported without CUDA: bound to the fake one for as long as it is installed.
-BOUND = (
-    "cuda",
-    "kernels",
-    "fused_spec",
-    "paged_decode_attention",
-    "rope_kernel",
-    "rank_device",
-    "device_weights",
-    "program",
-    "cublas",
-    "products",
-    "cut_program",
-    "attention",
-    "fused_attention",
-    "staging",
-    "decode_state",
-    "prompts",
-    "prompt_attention",
-    "prompt_blocks",
-    "all_reduce",
-    "rank",
-    "resident_adapters",
-    "rank_group",
-    "timing",
-    "executor",
-    "comparison",
-)
 
 # What a `Library` keeps of the module that it has loaded.
 OWN = ("api", "_logger", "_runtime", "_caches")
@@ -81,45 +56,66 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     """Put the fake GPU in place of what the machine has, or has not, until the end of the `with`.
 
     Args:
-        version: of the library.
-        name: of the backend: `tensorrt` or `tensorrt_rtx`.
+        version: of TensorRT's library.
+        name: of the backend: `tensorrt`, `tensorrt_rtx` or `cuda`.
     """
-    backend = importlib.import_module(f"lockstep.backends.{name}.backend").BACKEND
     gpu, bindings, outer = Gpu(), ModuleType("cuda.bindings"), ModuleType("cuda")
     parts = {"runtime": cuda.runtime(gpu), "nvrtc": cuda.nvrtc(), "driver": cuda.driver(gpu)}
     vars(bindings).update(parts)
     outer.bindings = bindings
-    module = backend.library.module
-    trt = tensorrt.tensorrt(gpu, version, module)
-    modules = {"cuda": outer, "cuda.bindings": bindings, "cudnn": cudnn.cudnn(gpu), module: trt}
+    modules = {"cuda": outer, "cuda.bindings": bindings, "cudnn": cudnn.cudnn(gpu)}
     modules |= {f"cuda.bindings.{name}": part for name, part in parts.items()}
-    bound = [f"lockstep.backends.{package}.{name}" for package in {"tensorrt", name} for name in BOUND]
-    before = {name: _remove(name) for name in (*modules, *bound)}
+    fake_cublas = cublas.cublas(gpu)
+    with contextlib.ExitStack() as stack:
+        if name != "cuda":
+            backend = importlib.import_module(f"lockstep.backends.{name}.backend").BACKEND
+            api = modules[backend.library.module] = tensorrt.tensorrt(gpu, version, backend.library.module)
+            stack.enter_context(_as_library(backend, api))
+        before = {name: _remove(name) for name in (*modules, *bound())}
+        sys.modules.update(modules)
+        stack.enter_context(mock.patch.object(describe, "compute_capability", lambda: CAPABILITY))
+        stack.enter_context(mock.patch.object(libraries, "open_library", lambda name: fake_cublas))
+        _reload_in_polygraphy()
+        try:
+            yield gpu
+        finally:
+            for key, held in before.items():
+                _remove(key)
+                if held is not None:
+                    _restore(key, held)
+    _reload_in_polygraphy()
+
+
+@contextlib.contextmanager
+def _as_library(backend: Any, api: ModuleType) -> Iterator[None]:
+    """Have a backend of TensorRT's kind take `api` for its package, and build without it."""
     library, build = backend.library, backend.build
     old = dict(vars(library))
-    sys.modules.update(modules)
-    vars(library).update(api=trt, _logger=None, _runtime=None)
-    if name == "tensorrt_rtx":
-        vars(library).update(_caches={})
-    capability = rtx_gpu.compute_capability
-    rtx_gpu.compute_capability = lambda: CAPABILITY
+    vars(library).update(api=api, _logger=None, _runtime=None, **({"_caches": {}} if "_caches" in old else {}))
     backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)
-    open_library, fake_cublas = needs.open_library, cublas.cublas(gpu)
-    needs.open_library = lambda name: fake_cublas
-    _reload_in_polygraphy()
     try:
-        yield gpu
+        yield
     finally:
-        backend.build, rtx_gpu.compute_capability, needs.open_library = build, capability, open_library
+        backend.build = build
         for key in {*vars(library)} - {*old}:
             if key in OWN:
                 del vars(library)[key]
         vars(library).update({key: value for key, value in old.items() if key in OWN})
-        for name, held in before.items():
-            _remove(name)
-            if held is not None:
-                _restore(name, held)
-        _reload_in_polygraphy()
+
+
+@functools.cache
+def bound() -> tuple[str, ...]:
+    """Return the modules that import CUDA where they are imported: they are bound to the fake one."""
+    imports = {}
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(("lockstep", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom) and node.module]
+        imports[module] = {node.module for node in found}
+        imports[module] |= {f"{node.module}.{alias.name}" for node in found for alias in node.names}
+    reached: set[str] = set()
+    while more := {module for module, names in imports.items() if names & {"lockstep.gpu.cuda", *reached}} - reached:
+        reached |= more
+    return ("lockstep.gpu.cuda", *sorted(reached))
 
 
 def _remove(name: str) -> ModuleType | None:
@@ -150,26 +146,16 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     profiles. A build again, in a folder `again`, chooses another tactic for one layer of `middle`."""
     from lockstep.artifacts.files import sha256_file, write_bytes
     from lockstep.backends.base import Built
-    from lockstep.backends.profiles import LIMITS, built_limits
-    from lockstep.backends.tensorrt.cut_engine import pack
+    from lockstep.backends.profiles import LIMITS
     from lockstep.backends.tensorrt.layers import ChosenLayer
-    from lockstep.backends.tensorrt.row_kernels import RowKernel
     from lockstep.onnx_tools.dequantized import dequantize_products
 
     if out.suffix != ".engine":
         return real(backend, graph, out, options)
     model = onnx.load(graph)
-    limits = json.dumps({name: options[name] for name in LIMITS})
-    cut = backend.pieces(model, options) if hasattr(backend, "_tactics") else None
-    dequantize_products(model, str(out)) if cut is None else None
-    plans = []
-    for plan in [model] if cut is None else cut.pieces:
-        if isinstance(plan, RowKernel):
-            plans.append(plan)
-            continue
-        plan.metadata_props.add(key="limits", value=limits)
-        plans.append(plan.SerializeToString())
-    write_bytes(out, plans[0] if cut is None else pack(model, cut.graph, plans, built_limits(options)))
+    dequantize_products(model, str(out))
+    model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
+    write_bytes(out, model.SerializeToString())
     if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none
         return Built()
     tactic = "another" if out.parent.name == "again" and out.stem == "middle" else "one"

@@ -312,7 +312,7 @@ KERNELS: dict[str, Callable] = {
 }
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
-for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep.backends.tensorrt") / "small_weights.cu").read_text(), re.M):
+for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep.gpu.kernels") / "small_weights.cu").read_text(), re.M):
     _bits, _outputs, _, _most = map(int, _name.split("_")[1:])
     KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, most=_most)
 for _bits in (4, 8):

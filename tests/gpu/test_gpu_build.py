@@ -65,9 +65,9 @@ def test_an_engine_is_built_and_small(graph):
 @pytest.mark.parametrize("rows", [1, 3, 64])  # one for each profile
 def test_products_are_summed_in_fp32(tmp_path, rows):
     """Of 8192 products: rounding the result alone leaves 3e-4 of its size, sums in fp16 leave 5e-3."""
-    from lockstep.backends.tensorrt import cuda
-    from lockstep.backends.tensorrt.device_weights import Uploads
     from lockstep.backends.tensorrt.program import TensorRTExecutable, TensorRTProgram
+    from lockstep.gpu import cuda
+    from lockstep.gpu.weights import Uploads
 
     onnx.save(onnx.parser.parse_model(BLOCK.replace("64]", "8192]", 2)), tmp_path / "block.onnx")
     build(tmp_path / "block.onnx")

@@ -21,7 +21,7 @@ class OnDevice:
     """Host arrays on the device, and back."""
 
     def __init__(self):
-        from lockstep.backends.tensorrt import cuda
+        from lockstep.gpu import cuda
 
         self.cuda, self.stream = cuda, cuda.Stream()
         self._held = []  # a kernel that was launched may still read them
@@ -55,8 +55,8 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
 @pytest.mark.parametrize("given", ["float16", "float32"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
-    from lockstep.backends.tensorrt.fused_spec import AttentionKernelSpec, DeviceRopeTables
-    from lockstep.backends.tensorrt.rope_kernel import RopeKernel
+    from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables
+    from lockstep.gpu.attention.rope_kernel import RopeKernel
 
     device, random = OnDevice(), np.random.default_rng(0)
     own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
@@ -98,7 +98,7 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
 # 16 bytes at a time, 2 at a time
 @pytest.mark.parametrize(("dtype", "dim"), [("float16", 16), ("float16", 12), ("float32", 16)])
 def test_keys_and_values_are_cached_in_rows(dtype, dim):
-    from lockstep.backends.tensorrt.kernels import Kernels
+    from lockstep.gpu.kernels.step_kernels import Kernels
 
     device, random = OnDevice(), np.random.default_rng(0)
     key, value = (random.standard_normal((len(AT), KV_HEADS, dim), np.float32).astype(dtype) for _ in range(2))
@@ -217,10 +217,10 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
 )
 def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, spec, lengths, multiprocessors):
     """Captured once, and launched for other lengths too."""
-    from lockstep.backends.tensorrt import cuda
-    from lockstep.backends.tensorrt.fused_spec import AttentionKernelSpec, DeviceRopeTables
-    from lockstep.backends.tensorrt.paged_decode_attention import DecodeAttention, Scratch
-    from lockstep.backends.tensorrt.rope_kernel import RopeKernel
+    from lockstep.gpu import cuda
+    from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables
+    from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
+    from lockstep.gpu.attention.rope_kernel import RopeKernel
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda number: multiprocessors)
     device, spec, count = OnDevice(), AttentionKernelSpec(**spec), len(lengths[0])
@@ -273,7 +273,7 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
 def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     import ml_dtypes
 
-    from lockstep.backends.tensorrt.kernels import Kernels
+    from lockstep.gpu.kernels.step_kernels import Kernels
 
     device, random = OnDevice(), np.random.default_rng(0)
     logits = random.uniform(-5, 5, (10, size)).astype(np.float32)
@@ -307,7 +307,7 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
 @pytest.mark.parametrize("wide", [False, True])
 def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ranks, columns):
     """As `advance` of the whole logits, to the bit: equals across ranks, NaN, infinity, rows without a slot."""
-    from lockstep.backends.tensorrt.kernels import Kernels
+    from lockstep.gpu.kernels.step_kernels import Kernels
 
     device, kernels = OnDevice(), Kernels(wide)
     logits = np.random.default_rng(0).uniform(-5, 5, (9, ranks * columns)).astype(np.float32)
@@ -340,7 +340,7 @@ class Drawing:
     """Rows of logits on the device, row i of slot i, and what the kernel finds of them."""
 
     def __init__(self, logits: np.ndarray, dtype: str, records: np.ndarray, positions: np.ndarray):
-        from lockstep.backends.tensorrt.kernels import Kernels
+        from lockstep.gpu.kernels.step_kernels import Kernels
 
         self.device, self.count, self.limit = OnDevice(), len(logits), int(positions.max()) + 1
         self._kernels, zeros = Kernels(False), np.zeros(self.count, np.int32)
@@ -381,8 +381,8 @@ def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do():
 
 
 def test_bits_of_the_noise_are_numpys():
-    from lockstep.backends.tensorrt import cuda
-    from lockstep.backends.tensorrt.kernels import SOURCE
+    from lockstep.gpu import cuda
+    from lockstep.gpu.kernels.step_kernels import SOURCE
 
     device, blocks, position, seed, choice = OnDevice(), 4000, 2**31 - 1, 2**63 + 5, 255
     source = (

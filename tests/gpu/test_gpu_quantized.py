@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep import backends
-from lockstep.backends.tensorrt.cut_engine import multiply
+from lockstep.backends.cuda.kernels_file import multiply
 from lockstep.onnx_tools.cut_products import Product
 from lockstep.runtime import Advance, Model
 
@@ -24,8 +24,8 @@ TOLERANCE = 0.1
 @pytest.mark.parametrize("bits, group", FORMS)
 @pytest.mark.parametrize("outs, columns", SHAPES)
 def test_products_are_those_of_numpy(bits, group, outs, columns):
-    from lockstep.backends.tensorrt import cuda
-    from lockstep.backends.tensorrt.products import SCALES_TIMES, Products, SmallWeight
+    from lockstep.gpu import cuda
+    from lockstep.gpu.kernels.products import SCALES_TIMES, Products, SmallWeight
 
     if group and columns % group:
         pytest.skip("no whole number of groups")

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many there are."""
-    from lockstep.backends.tensorrt import cuda, rank_device
+    from lockstep.gpu import cuda
+    from lockstep.gpu import device as rank_device
 
     count = cuda.device_count()
     if count < 2:
@@ -41,8 +42,9 @@ def test_sums_are_those_of_numpy_to_the_bit(
 ) -> None:
     """In CUDA graphs, again and again, of sizes that change between them."""
     from lockstep.artifacts.dtypes import named_dtype
-    from lockstep.backends.tensorrt import all_reduce, cuda
-    from lockstep.backends.tensorrt.rank_device import Device
+    from lockstep.gpu import cuda
+    from lockstep.gpu.device import Device
+    from lockstep.gpu.ranks import all_reduce
 
     if 1 < devices < world:
         pytest.skip(f"{devices} GPUs")
@@ -88,8 +90,9 @@ def test_sums_are_those_of_numpy_to_the_bit(
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 384), (5, 100), (256, 16000)])
 def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
-    from lockstep.backends.tensorrt import all_reduce, cuda
-    from lockstep.backends.tensorrt.rank_device import Device
+    from lockstep.gpu import cuda
+    from lockstep.gpu.device import Device
+    from lockstep.gpu.ranks import all_reduce
 
     ranks = [Device.get(rank) for rank in range(2)]
     exchanges = all_reduce.connect(ranks, 16, rows * columns * 2)
@@ -113,8 +116,9 @@ def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.backends.tensorrt import all_reduce, cuda
-    from lockstep.backends.tensorrt.rank_device import Device
+    from lockstep.gpu import cuda
+    from lockstep.gpu.device import Device
+    from lockstep.gpu.ranks import all_reduce
 
     monkeypatch.setattr(all_reduce, "_SECONDS", 2)
     first, _ = exchanges = all_reduce.connect([Device.get(rank) for rank in range(2)], 8192, 16)

@@ -23,10 +23,10 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import EngineSet, build
 from lockstep.backends.profiles import profiles
-from lockstep.backends.tensorrt.rope_tables import read_rope_tables
 from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
+from lockstep.gpu.attention.rope_tables import read_rope_tables
 from lockstep.onnx_tools import rope
 from lockstep.pipeline import worker
 from lockstep.pipeline.stages import steps

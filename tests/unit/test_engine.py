@@ -19,9 +19,9 @@ from lockstep.backends import EngineSet, build, builder, engine_set, get_backend
 from lockstep.backends.base import Built
 from lockstep.backends.cpu import THREADS_VARIABLE, describe_cpu, thread_count
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.backends.tensorrt.device import gpu_key
 from lockstep.config.backends import backends
 from lockstep.errors import CheckError, InputError
+from lockstep.gpu.describe import gpu_key
 from lockstep.onnx_tools.prepare import Prepared, check_same
 from lockstep.runtime import Advance, Model
 from lockstep.weights import Weights

@@ -18,11 +18,11 @@ import torch
 from families import FAMILIES
 
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.backends.tensorrt.fused_variants import can_fuse
-from lockstep.backends.tensorrt.rope_tables import RopeTables, check_rope_tables, read_rope_tables
 from lockstep.errors import CheckError
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
+from lockstep.gpu.attention.rope_tables import RopeTables, check_rope_tables, read_rope_tables
+from lockstep.gpu.attention.variants import can_fuse
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.sessions import open_session
 
@@ -286,7 +286,7 @@ def test_an_encoding_that_depends_on_the_length_is_refused(tmp_path, limit) -> N
 def test_rope_is_applied_in_pieces(tmp_path, monkeypatch) -> None:
     run = executable(handmade(), tmp_path)
     whole = read_rope_tables(run, POSITIONS, "here")
-    monkeypatch.setattr("lockstep.backends.tensorrt.rope_tables._NUMBERS", 7 * 12)
+    monkeypatch.setattr("lockstep.gpu.attention.rope_tables._NUMBERS", 7 * 12)
     check_rope_tables(run, POSITIONS, "here")
     for name, values in vars(read_rope_tables(run, POSITIONS, "here")).items():
         # sine of one number or of eight at a time: the last bit

@@ -23,7 +23,7 @@ import numpy as np
 import onnx.parser
 import pytest
 
-import lockstep.backends.tensorrt
+import lockstep.gpu
 from lockstep.artifacts.files import read_json, sha256_file, sha256_json
 from lockstep.backends.profiles import decode_ranges, profiles, prompt_ranges
 from lockstep.backends.tensorrt import backend as tensorrt_backend
@@ -31,7 +31,6 @@ from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.backend import TensorRTBackend
 from lockstep.backends.tensorrt.compat import TENSORRT, Tensor
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
-from lockstep.backends.tensorrt.device import driver_version, gpu_key
 from lockstep.backends.tensorrt.layers import (
     check_precision,
     datatype,
@@ -43,9 +42,10 @@ from lockstep.backends.tensorrt.layers import (
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
 from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics, compare
-from lockstep.backends.tensorrt.v8_6.needs import require_capability, require_cudnn
 from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
+from lockstep.gpu.describe import driver_version, gpu_key
+from lockstep.gpu.libraries import require_capability, require_cudnn
 from lockstep.targets import Limits
 
 LIMITS = Limits(max_batch_size=8, max_num_tokens=64, max_seq_len=32)
@@ -920,9 +920,9 @@ def raises(error):
 def test_what_fused_attention_lacks_is_one_line_of_package_and_library(monkeypatch, module, found):
     monkeypatch.setitem(sys.modules, "cudnn", module)
     with pytest.raises(InputError) as error:
-        require_cudnn()
+        require_cudnn("build with attention: traced")
     assert str(error.value) == (
-        f"attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9{found}"
+        "expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, which compute attention" + found
     )
 
 
@@ -930,10 +930,9 @@ def test_a_gpu_that_is_too_old_for_fused_attention_is_one_line():
     require_capability({"name": "NVIDIA A100", "compute_capability": "8.0"})
     require_capability({"name": "NVIDIA B200", "compute_capability": "10.0"})
     with pytest.raises(InputError) as error:
-        require_capability({"name": "Tesla T4", "compute_capability": "7.5"})
+        require_capability({"name": "Tesla T4", "compute_capability": "7.5"}, "build with attention: traced")
     assert str(error.value) == (
-        "attention: fused: expected a GPU of compute capability 8.0 or higher, found Tesla T4 of 7.5; build "
-        "with attention: traced"
+        "expected a GPU of compute capability 8.0 or higher, found Tesla T4 of 7.5; build with attention: traced"
     )
 
 
@@ -952,7 +951,7 @@ def test_without_nvrtc_no_engines_are_opened(monkeypatch):
     with pytest.raises(InputError) as error:
         TensorRTBackend.executor(None, None, 1, 1, 1, None)  # before anything of the backend is looked at
     assert str(error.value) == (
-        "backend tensorrt: expected the library NVRTC of the CUDA toolkit (nvidia-cuda-nvrtc), which "
+        "expected the package cuda-bindings and the library NVRTC of the CUDA toolkit (nvidia-cuda-nvrtc), which "
         "compiles the kernels of attention and of the KV cache, "
         'found: Failure finding "libnvrtc.so.13 or libnvrtc.so.12"; install it for this Python, or name its '
         "folder in LD_LIBRARY_PATH"
@@ -978,18 +977,21 @@ def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatc
             raise answer
         return answer
 
-    module = ModuleType("lockstep.backends.tensorrt.cuda")
+    module = ModuleType("lockstep.gpu.cuda")
     module.memory_used = memory_used
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(lockstep.backends.tensorrt, "cuda", module, raising=False)
+    monkeypatch.setattr(lockstep.gpu, "cuda", module, raising=False)
     with PeakMemory() as peak:
         assert looked.wait(60)
     assert peak.nbytes == found and not capfd.readouterr().err
 
 
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
-    modules = "backend compat contract device features layers memory v8_6.needs settings tactics".split()
+    modules = [
+        *(f"backends.tensorrt.{name}" for name in "backend compat contract features layers memory tactics".split()),
+        *("backends.cuda.backend", "gpu.describe", "gpu.libraries"),
+    ]
     code = ("import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n") + "".join(
-        f"import lockstep.backends.tensorrt.{name}\n" for name in modules
+        f"import lockstep.{name}\n" for name in modules
     )
     subprocess.run([sys.executable, "-c", code], check=True)

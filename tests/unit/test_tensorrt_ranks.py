@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,8 @@ from shared import Shared
 
 MODEL = "demo-llama"
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
-# version of TensorRT, precision, attention, ranks
-FORMS = [("8.6.0", "fp32", "traced", 2), ("10.9.0", "fp16", "fused", 2), ("10.9.0", "fp16", "fused", 4)]
+# version of TensorRT, or cuda; precision, attention, ranks
+FORMS = [("8.6.0", "fp32", "traced", 2), ("10.9.0", "fp16", "fused", 2), ("cuda", "fp16", "fused", 4)]
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # as of one rank, test_tensorrt_run.py
 
 
@@ -64,10 +65,14 @@ def form(request: pytest.FixtureRequest) -> tuple[str, str, str, int]:
     return request.param
 
 
+def _installed(version: str) -> AbstractContextManager[fake_gpu.Gpu]:
+    return fake_gpu.installed(name="cuda") if version == "cuda" else fake_gpu.installed(version)
+
+
 @pytest.fixture
 def gpu(form: tuple[str, str, str, int]) -> Iterator[fake_gpu.Gpu]:
-    with fake_gpu.installed(form[0]) as found, pytest.MonkeyPatch.context() as patch:
-        from lockstep.backends.tensorrt import device_weights
+    with _installed(form[0]) as found, pytest.MonkeyPatch.context() as patch:
+        from lockstep.gpu import weights as device_weights
 
         patch.setattr(device_weights, "_PIECE", 1 << 12)  # several pieces of small weights, of rows and of columns
         found.devices = form[3]
@@ -82,9 +87,10 @@ def engines(split: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
     for version, precision, attention, degree in FORMS:
         assembly, whole, _ = split[precision, degree]
         out = folder / f"{precision}-{degree}"
-        with fake_gpu.installed(version):
-            options = {"attention": attention, **SIZES}
-            found[version, precision, attention, degree] = build(assembly, "tensorrt", out / "ranks.json", options)
+        with _installed(version):
+            options = SIZES if version == "cuda" else {"attention": attention, **SIZES}
+            backend = "cuda" if version == "cuda" else "tensorrt"
+            found[version, precision, attention, degree] = build(assembly, backend, out / "ranks.json", options)
         found[precision, degree] = build(whole, "onnxruntime", out / "one" / "engines.json")
     return found
 
@@ -277,7 +283,7 @@ def test_logits_that_are_none_end_their_request_alone(open_model, gpu) -> None:
     model = open_model()
     model.step_tokens([Advance(0, np.array([3, 4]), 0)])
     for rank in model._executor.ranks:
-        (table,) = rank.network.embedding.run._weights.values()
+        (table,) = rank.network.embedding.run.weights.values()
         gpu.array(table.address, table.shape, table.dtype)[9] = np.nan
     advances = [Advance(0, np.array([5]), 2), Advance(1, np.array([9]), 0), Advance(2, np.array([5]), 0)]
     tokens, logits = model.step_with_logits(advances, [0, 1, 2])
@@ -287,7 +293,7 @@ def test_logits_that_are_none_end_their_request_alone(open_model, gpu) -> None:
 
 @pytest.mark.parametrize("fails", [1, 6])
 def test_a_step_that_fails_half_way_leaves_no_rank_waiting(open_model, gpu, fails: int, monkeypatch) -> None:
-    from lockstep.backends.tensorrt import all_reduce
+    from lockstep.gpu.ranks import all_reduce
 
     model, made, launch = open_model(), [], all_reduce.Exchange.sum
 
@@ -318,7 +324,8 @@ def test_a_rank_that_does_not_come_is_named(open_model) -> None:
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypatch, capfd) -> None:
     """The first rank's never comes back, so nobody would see what the second one notes."""
-    from lockstep.backends.tensorrt import cuda, rank_watch
+    from lockstep.gpu import cuda
+    from lockstep.gpu.ranks import watch as rank_watch
 
     model, released, codes = open_model(), threading.Event(), []
 
@@ -350,7 +357,7 @@ def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypa
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_a_step_that_ended_is_no_device_that_hangs(open_model, monkeypatch, capfd) -> None:
     """A rank was given up, the step said so, and the caller goes on without the model."""
-    from lockstep.backends.tensorrt import rank_watch
+    from lockstep.gpu.ranks import watch as rank_watch
 
     codes: list[int] = []
     monkeypatch.setattr(rank_watch, "_GRACE", 0.1)
@@ -372,7 +379,7 @@ def test_ranks_that_differ_are_told_when_asked_for(open_model, gpu, monkeypatch:
     monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
     model = open_model()
     model.step([Advance(0, np.arange(6), 0)])
-    (table,) = model._executor.ranks[1].network.embedding.run._weights.values()
+    (table,) = model._executor.ranks[1].network.embedding.run.weights.values()
     gpu.array(table.address, table.shape, table.dtype)[3] *= 2
     with pytest.raises(CheckError, match=r"rank 1 \(GPU 1\): expected the values behind the last layer of rank 0 to"):
         model.step([Advance(0, np.array([3]), 6)])
@@ -418,8 +425,9 @@ def test_too_little_memory_on_one_of_two_names_that_gpu(open_model, gpu, number:
 
 def test_large_sums_are_made_in_two_shots(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank its part, sent to all: the same numbers, to the bit, as in one."""
-    from lockstep.backends.tensorrt import all_reduce, cuda
-    from lockstep.backends.tensorrt.rank_device import Device
+    from lockstep.gpu import cuda
+    from lockstep.gpu.device import Device
+    from lockstep.gpu.ranks import all_reduce
 
     world, random = gpu.devices, np.random.default_rng(0)
     devices = [Device.get(rank) for rank in range(world)]

@@ -68,7 +68,7 @@ def tensorrt_version(form):
 
 @pytest.fixture
 def gpu(gpu, monkeypatch):
-    from lockstep.backends.tensorrt import device_weights
+    from lockstep.gpu import weights as device_weights
 
     monkeypatch.setattr(device_weights, "_PIECE", 1 << 15)  # several pieces of the demo's small weights
     return gpu
@@ -269,7 +269,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
 
 def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu, monkeypatch):
     """And whatever is asked for in its place gets what it should."""
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     both = Both(demo, open_model, form[1], following=True)
     both.step(prompts=[(0, 8), (1, 5), (2, 50)])
@@ -319,7 +319,7 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
 
 def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form, gpu, monkeypatch):
     """No memory for the step ahead; an interrupt while its predecessor is waited for."""
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     both = Both(demo, open_model, form[1], following=True)
     both.step(prompts=[(0, 61), (1, 5)])
@@ -396,7 +396,7 @@ def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, f
 
 def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeypatch):
     """The blocks run once; only tokens come back, and the step behind sends no token or position."""
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     both, sent, fetched = Both(demo, open_model, form[1]), [], []
     both.step(prompts=[(0, 8), (1, 5)])
@@ -620,7 +620,7 @@ def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model,
 
 
 def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, open_model, form, gpu, monkeypatch):
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     both = Both(demo, open_model, form[1], following=True)
     both.found._executor.warm_up()
@@ -628,7 +628,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
     capture = cuda.Stream.capture
     monkeypatch.setattr(cuda.Stream, "capture", lambda stream: (captures.append(1), capture(stream))[1])
     if form[2] == "fused":
-        from lockstep.backends.tensorrt import prompt_attention
+        from lockstep.gpu.attention import prompt as prompt_attention
 
         monkeypatch.setattr(prompt_attention, "_CudnnPlan", None)
     both.step(prompts=[(0, 8), (1, 5), (2, 3)])
@@ -648,7 +648,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 @pytest.mark.parametrize("refused", [False, True])
 def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, refused):
-    from lockstep.backends.tensorrt import prompt_attention
+    from lockstep.gpu.attention import prompt as prompt_attention
 
     made, init = [], prompt_attention._CudnnPlan.__init__
 
@@ -678,7 +678,7 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, r
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
     """However far the host is ahead of the device."""
-    from lockstep.backends.tensorrt import cuda, staging
+    from lockstep.gpu import cuda, staging
 
     stream, sender = cuda.Stream(), staging.Staging(20, 2)
     arrays = [(cuda.zeros((3,), "i4"), cuda.zeros((1,), "i8")) for _ in range(6)]
@@ -765,7 +765,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
 ):
     """A new request and one that goes on, with a row that decodes: the rows hold what they held, and the next step
     finds nothing of it."""
-    from lockstep.backends.tensorrt import prompt_blocks
+    from lockstep.gpu import prompt_blocks
 
     both = Both(demo, open_model, form[1], "all")
     both.step(prompts=[(0, 8), (1, 5)])
@@ -828,7 +828,7 @@ def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, form,
     # What the process keeps: the memory that contexts work in, and with fused attention cuDNN's; of cut blocks more,
     # which the next model uses again.
     assert lefts[1] <= lefts[0] <= (24 if form == FORMS[0] else 2) and lefts[0] < held
-    from lockstep.backends.tensorrt.rank_device import Device
+    from lockstep.gpu.device import Device
 
     Device.get().stream.synchronize()  # nothing is at work any more in what was freed
 
@@ -903,7 +903,7 @@ RULES = [Sampling(1.2, seed=2**64 - 1), Sampling(), Sampling(0.8, top_p=0.95, se
 
 def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_model, form, gpu, monkeypatch):
     """The tokens that the host draws from the same logits (`logprobs` asks for them), in slots that others had."""
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     model, fetched = open_model(), set()
     prompts = [np.random.default_rng(seed).integers(0, 768, count) for seed, count in enumerate((5, 70, 9, 30, 3, 100))]
@@ -934,7 +934,7 @@ def test_choices_of_a_sampled_request_draw_for_themselves(open_model, form, gpu)
 
 
 def test_only_the_logits_of_requests_that_need_them_come_back(open_model, form, gpu, monkeypatch):
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     model = open_model()
     first = [Advance(slot, np.arange(2, 9 + slot), 0) for slot in range(3)]
@@ -991,7 +991,7 @@ def test_what_is_swapped_out_comes_back_in_other_pages(demo, open_model, form, g
 
 def down(array) -> np.ndarray:
     """What a device array holds, once the uploads before are through."""
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     host, stream = np.empty(array.shape, array.dtype), cuda.Stream()
     stream.download(host, array)
@@ -1000,7 +1000,7 @@ def down(array) -> np.ndarray:
 
 
 def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, gpu):
-    from lockstep.backends.tensorrt import device_weights
+    from lockstep.gpu import weights as device_weights
 
     weights, DeviceWeights = Weights.open(demo.weights(MODEL, form[1])), device_weights.DeviceWeights
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -1025,7 +1025,7 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
 
 
 def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch):
-    from lockstep.backends.tensorrt import device_weights
+    from lockstep.gpu import weights as device_weights
 
     weights, go_on = Weights.open(demo.weights(MODEL, form[1])), threading.Event()
     copy = device_weights._Uploader._copy
@@ -1038,7 +1038,7 @@ def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch)
 
 
 def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monkeypatch):
-    from lockstep.backends.tensorrt import device_weights
+    from lockstep.gpu import weights as device_weights
 
     def fail(*arguments):
         raise CheckError("CUDA: cudaErrorUnknown")
@@ -1095,7 +1095,7 @@ def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu)
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
-    from lockstep.backends.tensorrt import cuda
+    from lockstep.gpu import cuda
 
     executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
     (attention,) = executor.ranks[0].attentions

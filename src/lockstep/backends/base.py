@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-import onnx
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
@@ -89,10 +88,19 @@ class Backend(Protocol):
     # a request's logits are the same bits whatever runs beside it, and where its prompt was found
     batch_invariant: bool
     takes_long: bool  # a build is worth a line of progress for each engine, and a record of what each took
+    activations: str | None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
+    takes_canonical: bool  # `build` is given graphs as the assembly has them, with room for adapters
     rank_devices: bool  # each rank of a split model runs on a device of its own, by `executor`; else all on the host
 
     def version(self) -> str:
         """Return the library's version; an engine is for exactly this one."""
+        ...
+
+    def libraries(self, runs: bool) -> dict[str, str]:
+        """Return the version of each library here that computes beside its own, by name.
+
+        runs: of those that run engines; else of those that take part in a build.
+        """
         ...
 
     def describe_device(self) -> dict[str, Any]:
@@ -201,39 +209,6 @@ class Backend(Protocol):
         """Return an executor of a network's steps, on the devices of all its ranks.
 
         The network is of this backend's engines. None: the runtime's own executor, on host arrays.
-        """
-        ...
-
-
-@runtime_checkable
-class HasActivations(Protocol):
-    """A backend whose engines may have other activations than their graphs."""
-
-    def activations(self, precision: str) -> str:
-        """Return the dtype of activations in engines of a precision, by NumPy's name."""
-        ...
-
-
-@runtime_checkable
-class HasLibraries(Protocol):
-    """A backend that computes with other libraries beside its own."""
-
-    def libraries(self, runs: bool) -> dict[str, str]:
-        """Return the version of each that is here, by name.
-
-        runs: of those that run engines; else of those that take part in a build.
-        """
-        ...
-
-
-@runtime_checkable
-class CutsGraphs(Protocol):
-    """A backend that rewrites some graphs by itself."""
-
-    def takes_as_it_is(self, model: onnx.ModelProto) -> bool:
-        """Return whether `build` is given the canonical graph.
-
-        It has room for adapters then, if the graph has some.
         """
         ...
 

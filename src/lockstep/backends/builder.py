@@ -25,7 +25,7 @@ from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.own_files import replacing, stale_files
-from lockstep.backends.base import Backend, Built, CutsGraphs, get_backend
+from lockstep.backends.base import Backend, Built, get_backend
 from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.onnx_tools.cut_products import has_quantized_products
@@ -154,9 +154,7 @@ def _build_one(
     base = without_adapters(canonical) if isinstance(graph, BaseGraph) else None
     rows = isinstance(graph, RowsGraph)
     # A graph with quantised products, which opset 17 has not, is brought into form by the backend itself.
-    as_it_is = cut or has_quantized_products(canonical)
-    if isinstance(library, CutsGraphs):
-        as_it_is = as_it_is or library.takes_as_it_is(base or canonical)
+    as_it_is = cut or has_quantized_products(canonical) or library.takes_canonical
     prepared = None if as_it_is else prepare(base or canonical, graph.signature.slots, options, rows)
     rewritten = cut or (prepared.model if prepared else base)
     if rewritten is None:

@@ -14,7 +14,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.signature import IO
-from lockstep.backends.base import Backend, HasLibraries, Program, get_backend
+from lockstep.backends.base import Backend, Program, get_backend
 from lockstep.errors import CheckError
 
 
@@ -80,7 +80,7 @@ class EngineSet:
 
     def libraries(self) -> dict[str, str]:
         """Return the version of each library here that computes beside the backend's own."""
-        return self.backend.libraries(True) if isinstance(self.backend, HasLibraries) else {}
+        return self.backend.libraries(True)
 
     def names(self) -> list[str]:
         """Return the engines: classes, and phases of attention as `<variant>.<phase>`."""

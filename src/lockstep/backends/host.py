@@ -27,6 +27,11 @@ class HostBackend:
     ending: str  # of the name of an engine's file
     takes_long = False
     rank_devices = False
+    activations: str | None = None
+    takes_canonical = False
+
+    def libraries(self, runs: bool) -> dict[str, str]:
+        return {}
 
     def describe_device(self) -> dict[str, Any]:
         return {"type": "cpu", **describe_cpu()}

@@ -33,8 +33,6 @@ class Lora:
 
     It is (input times a) times b, of a row's own adapter.
 
-    It is (input times a) times b, of a row's own adapter.
-
     a, b: inputs [in_features, columns] and [columns, out_features]; `columns` are `rank` for each adapter. rows: the
     input by which rows of `IDS` are taken; "" where the product's rows are tokens.
     """
@@ -232,8 +230,7 @@ class _Cut:
         if not rest or any(not isinstance(size, int) or not size for size in rest):
             raise CheckError(
                 f"graph {self._model.graph.name}: value {name}: expected rows [{' or '.join(_NAMES)}, sizes ...] "
-                f"between two products, found {list(self._shapes.get(name, ()))}; this backend cannot run this model "
-                "with quantised weights"
+                f"between two products, found {list(self._shapes.get(name, ()))}"
             )
         return (first if first in _NAMES else self._rows(), *rest)
 

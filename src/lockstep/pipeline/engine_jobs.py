@@ -26,7 +26,6 @@ def identity(name: str, runs: bool = True) -> dict[str, Any]:
     That is what a build key and a lock hold of a backend. runs: whether engines run, and are not only built.
     """
     from lockstep.backends import get_backend  # loads the library: only where something is built or run
-    from lockstep.backends.base import HasLibraries
 
     library = get_backend(name)
     device = library.describe_device()
@@ -37,7 +36,7 @@ def identity(name: str, runs: bool = True) -> dict[str, Any]:
         "device": library.device_key(device),
         "options": library.default_options(),
     }
-    if isinstance(library, HasLibraries) and (libraries := library.libraries(runs)):
+    if libraries := library.libraries(runs):
         found["libraries"] = libraries
     return {**found, "driver": device["driver"]} if "driver" in device else found
 

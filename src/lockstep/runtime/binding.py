@@ -18,7 +18,7 @@ from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import Signature
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel, attention_shards
 from lockstep.backends import EngineSet
-from lockstep.backends.base import HasActivations, Program
+from lockstep.backends.base import Program
 from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable, HasAdapterRows
@@ -84,10 +84,8 @@ def open_network(
 
 def _as_run(engines: EngineSet) -> Assembly:
     """Return the assembly with the activations that the engines have."""
-    backend, assembly = engines.backend, engines.assembly
-    if not isinstance(backend, HasActivations):
-        return assembly
-    return with_activations(assembly, backend.activations(assembly.precision))
+    dtype, assembly = engines.backend.activations, engines.assembly
+    return with_activations(assembly, dtype) if dtype else assembly
 
 
 def _network(

@@ -14,24 +14,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 
-from lockstep.artifacts.activations import with_activations
 from lockstep.artifacts.assembly import Assembly, GraphFile
-from lockstep.artifacts.dtypes import COMPUTE_NAMES, QUANTIZATIONS
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.signature import IO
-from lockstep.backends.base import Built, CanonicalBytes, Program
-from lockstep.backends.graphs import RopeGraph, base_graphs, with_rows
+from lockstep.backends.base import Built, Program
+from lockstep.backends.gpu_backend import GpuBackend, build_rope, with_fused_attention
+from lockstep.backends.graphs import base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import built_limits, profiles
 from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
-from lockstep.backends.tensorrt.cut_engine import MAGIC, CutBlock, cuts, is_cut, pack, plans_of, prepare_pieces
-from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
-from lockstep.backends.tensorrt.fused_variants import ATTENTIONS, can_fuse
 from lockstep.backends.tensorrt.layers import (
     Layer,
     check_precision,
@@ -41,30 +36,20 @@ from lockstep.backends.tensorrt.layers import (
     read_layers,
 )
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.rope_tables import check_rope_tables
-from lockstep.backends.tensorrt.row_kernels import RowKernel
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
-from lockstep.backends.tensorrt.v8_6.needs import (
-    library_versions,
-    require_capability,
-    require_cublas,
-    require_cudnn,
-    require_nvrtc,
-)
 from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
 from lockstep.backends.tensorrt.v8_6.regions import region_layers, region_notes
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.cut_products import has_quantized_products
-from lockstep.onnx_tools.half_activations import halve_activations
-from lockstep.step.advance import Executor
-from lockstep.step.network import Network
+from lockstep.gpu.attention.variants import why_not_fused
+from lockstep.gpu.describe import describe_gpu, gpu_key
+from lockstep.gpu.libraries import library_versions, require_capability, require_cudnn, require_nvrtc
 from lockstep.targets import Limits
 
 # Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not
 # ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
 _PLAN, _GRAPH = ".engine", ".onnx"
-PRODUCTS = ("cublas", "tensorrt")
+_ATTENTIONS, _INSTEAD = ("fused", "traced"), "build with attention: traced"
 
 
 @dataclass(frozen=True)
@@ -81,7 +66,7 @@ class _Made:
     refused: str = ""
 
 
-class TensorRTBackend:
+class TensorRTBackend(GpuBackend):
     """TensorRT 8.6, 10.x or 11.x.
 
     Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays float32.
@@ -90,10 +75,8 @@ class TensorRTBackend:
     library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 10
-    batch_invariant = False
+    revision = 11
     takes_long = True
-    rank_devices = True
 
     def __init__(self) -> None:
         TENSORRT.require()
@@ -101,30 +84,21 @@ class TensorRTBackend:
         self._timing: Any = None
         self._whole = True
         self._tactics: Tactics | None = None
-        self._quantized = False
-        self._products = "tensorrt"  # see `graphs`
         self._host = OnnxRuntimeBackend()
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        return ("fp32", "fp16", *(("bf16",) if TENSORRT.has("bf16") else ()), *QUANTIZATIONS)
-
-    def activations(self, precision: str) -> str:
-        """Return float16 where weights are quantised, else the precision's own dtype.
-
-        See `HasActivations`.
-        """
-        return "float16" if precision in QUANTIZATIONS else COMPUTE_NAMES[precision]
+        return ("fp32", "fp16", *(("bf16",) if TENSORRT.has("bf16") else ()))
 
     def version(self) -> str:
         return TENSORRT.version_text()
 
     def libraries(self, runs: bool) -> dict[str, str]:
-        """Return the versions of cuBLAS, cuDNN and NVRTC, which builds may call."""
+        """Return the versions of cuBLAS, cuDNN and NVRTC, which builds call too."""
         return library_versions()
 
     def describe_device(self) -> dict[str, Any]:
-        return describe_gpu()
+        return describe_gpu(self.name)
 
     def device_key(self, device: Mapping[str, Any]) -> Any:
         return gpu_key(device)
@@ -132,16 +106,14 @@ class TensorRTBackend:
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded.
 
-        opset: None takes the graph as it is. products: what multiplies with fp16 weights (`PRODUCTS`); None: what was
-        measured to be faster. one_region: only where `TENSORRT` has it. tactic_sources: None takes the library's own.
-        Limits: what the profiles are made for. compiler_flags: there only where the user has set some
+        opset: None takes the graph as it is. one_region: only where `TENSORRT` has it. tactic_sources: None takes the
+        library's own. Limits: what the profiles are made for. compiler_flags: there only where the user has set some
         (`Library.compiler_flags`).
         """
         flags = TENSORRT.users_flags()
         return {
             "opset": None if TENSORRT.has("opset_18") else 17,
             "fuse_projections": True,
-            "products": None,
             "workspace_mb": 4096,
             "optimization_level": 4,
             "one_region": True,
@@ -166,34 +138,17 @@ class TensorRTBackend:
 
         Of attention variants that fused attention can run, only RoPE is needed. Blocks that take adapters are built
         twice: with the adapters' first products as rows of weights, and without room for adapters. Raises InputError
-        for unknown values of options, and for adapters beside quantised weights.
+        for unknown values of options.
         """
-        if options.get("attention") not in ATTENTIONS:
-            raise InputError(f"attention: expected one of {', '.join(ATTENTIONS)}, found {options.get('attention')!r}")
-        if assembly.adapters is not None and assembly.quantization is not None:
-            raise InputError(
-                f"backend tensorrt: expected no adapters in {assembly.precision}, found room for "
-                f"{assembly.adapters.max_adapters}; export without, or in fp16"
-            )
-        if options.get("products") not in (None, *PRODUCTS):
-            raise InputError(f"products: expected one of {', '.join(PRODUCTS)}, found {options.get('products')!r}")
-        # Measured on one H200: not yet with ranks, nor with another version.
-        faster = "cublas" if TENSORRT.has("one_region") and assembly.tensor_parallel is None else "tensorrt"
-        self._products = options["products"] or faster
-        run = with_activations(assembly, self.activations(assembly.precision))
+        if options.get("attention") not in _ATTENTIONS:
+            raise InputError(f"attention: expected one of {', '.join(_ATTENTIONS)}, found {options.get('attention')!r}")
         fused = {
             name
-            for name, variant in run.variants.items()
-            if options["attention"] == "fused" and can_fuse(variant, run.dtype)
+            for name, variant in assembly.variants.items()
+            if options["attention"] == "fused" and not why_not_fused(variant, assembly.dtype)
         }
-        ranks = assembly.tensor_parallel
-        variants = assembly.variants if ranks is None else ranks.variants
-        for name, graph in assembly.engine_graphs():
-            variant, _, phase = name.rpartition(".")
-            if variant not in fused:
-                yield name, with_rows(assembly, name, graph)
-            elif phase == "decode":
-                yield (f"{variant}.rotary", RopeGraph(graph.file, graph.sha256, graph.signature, variants[variant]))
+        for name, graph in with_fused_attention(assembly, fused):
+            yield name, with_rows(assembly, name, graph)
         yield from base_graphs(assembly)
 
     def file(self, name: str) -> str:
@@ -202,12 +157,9 @@ class TensorRTBackend:
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         if any(name.endswith(".rotary") for name in names):
-            require_capability(manifest.device)
-            require_cudnn()
+            require_capability(manifest.device, _INSTEAD)
+            require_cudnn(_INSTEAD)
         require_nvrtc()
-        self._quantized = manifest.precision in QUANTIZATIONS
-        if self._quantized or (self._products == "cublas" and manifest.precision == "fp16"):
-            require_cublas()
         device, options = self.device_key(manifest.device), self.options_key(manifest.options)
         made_by = {"version": manifest.backend_version, "device": device, "options": options, "revision": self.revision}
         self._tactics = Tactics(manifest.options["tactics"], folder, made_by)
@@ -227,61 +179,31 @@ class TensorRTBackend:
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         if out_path.suffix == _GRAPH:
-            check_rope_tables(
-                self._host.load(graph_path, (), None, False).bind(None, {}), options["max_seq_len"], str(out_path)
-            )
-            write_bytes(out_path, graph_path.read_bytes())
+            build_rope(graph_path, out_path, options["max_seq_len"])
             return Built()
         where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
-        cut = self.pieces(model, options)
-        pieces, layers, refused, config = list[bytes | RowKernel](), list[Layer](), list[_Made](), None
         with PeakMemory() as peak:
-            for piece in [model] if cut is None else cut.pieces:
-                if isinstance(piece, RowKernel):
-                    pieces.append(piece)
-                    continue
-                made = self._piece(piece, options, tactics, where)
-                config = made.config
-                pieces.append(made.plan)
-                layers += made.layers
-                refused += [made] if made.refused else []
-        digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
-        if config is not None:
-            tactics.take_cache(TENSORRT.serialize_timing_cache(config), TENSORRT.cached_tactics(config), where)
-        write_bytes(out_path, made.plan if cut is None else pack(model, cut.graph, pieces, built_limits(options)))
-        sums = fp16_sums(layers)
-        notes = [f"not built as one region, but as it is at level {each.level}: {each.refused}" for each in refused]
+            made = self._made(model, options, tactics, where)
+        digest = tactics.take(name, sha256_file(graph_path), fingerprint(made.layers), where)
+        cache = TENSORRT.serialize_timing_cache(made.config)
+        tactics.take_cache(cache, TENSORRT.cached_tactics(made.config), where)
+        write_bytes(out_path, made.plan)
+        sums, notes = fp16_sums(made.layers), list[str]()
+        if made.refused:
+            notes.append(f"not built as one region, but as it is at level {made.level}: {made.refused}")
         if sums:
             notes.append(f"products that TensorRT accumulates in fp16: {', '.join(sums)}")
         if TENSORRT.has("hidden_regions"):
-            notes += region_notes(layers, self._whole, self.version())
-        about = {"fp16_sums": sums, "not_one_region": "; ".join(each.refused for each in refused)}
+            notes += region_notes(made.layers, self._whole, self.version())
+        about = {"fp16_sums": sums, "not_one_region": made.refused}
         return Built(
             {"tactics_sha256": digest, **{key: said for key, said in about.items() if said}},
             peak.nbytes,
             "; ".join(notes) or None,
         )
 
-    def takes_as_it_is(self, model: onnx.ModelProto) -> bool:
-        """Return whether a graph is cut at its products.
-
-        It is with quantised weights, or where `products` says so.
-        """
-        return has_quantized_products(model) or (self._products == "cublas" and cuts(model))
-
-    def pieces(self, model: onnx.ModelProto, options: Mapping[str, Any]) -> CutBlock | None:
-        """Return the pieces that a graph is cut into, or None for one that is not cut.
-
-        The activations of a graph that is not cut become float16 in place where it is of a set with quantised weights.
-        """
-        if self.takes_as_it_is(model):
-            return prepare_pieces(model, options["opset"])
-        if self._quantized:
-            halve_activations(model)
-        return None
-
-    def _piece(self, model: onnx.ModelProto, options: Mapping[str, Any], tactics: Tactics, where: str) -> _Made:
+    def _made(self, model: onnx.ModelProto, options: Mapping[str, Any], tactics: Tactics, where: str) -> _Made:
         """Build a graph as one region if possible, else as it is."""
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
         region = (
@@ -340,48 +262,19 @@ class TensorRTBackend:
             return self._host.layer_information(engine_path)
         return [asdict(layer) for layer in self._read(engine_path)]
 
-    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        """Return the engine plan as it is.
-
-        Names made from pointers lie in places that only TensorRT knows, and R4 then says that bytes differ.
-        """
-        return CanonicalBytes(engine_path.read_bytes())
-
     def _read(self, engine_path: Path) -> list[Layer]:
         where, data = str(engine_path), engine_path.read_bytes()
-        describe_gpu()  # without a GPU, TensorRT 8.6 ends the process
-        plans = plans_of(data, where)
-        return [layer for plan in plans for layer in _layers(TENSORRT.deserialize(plan, where), plan, where)]
+        describe_gpu(self.name)  # without a GPU, TensorRT 8.6 ends the process
+        return _layers(TENSORRT.deserialize(data, where), data, where)
 
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> Program:
         if engine_path.suffix == _GRAPH:
             return self._host.load(engine_path, slots, None, low_memory)
-        with engine_path.open("rb") as file:
-            cut = is_cut(file.read(len(MAGIC)))
-        if cut:
-            require_cublas()
-            from lockstep.backends.tensorrt.cut_program import CutProgram
-
-            return CutProgram(TENSORRT, engine_path, slots, rank)
         from lockstep.backends.tensorrt.program import TensorRTProgram
 
         return TensorRTProgram(TENSORRT, engine_path, slots, rank)
-
-    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
-        from lockstep.backends.tensorrt import cuda
-
-        return cuda.empty(shape, dtype)
-
-    def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
-    ) -> Executor:
-        assert max_num_tokens is not None  # engines of this backend are built for one: see default_options
-        require_nvrtc()
-        from lockstep.backends.tensorrt.executor import GpuExecutor
-
-        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
 
 
 BACKEND = TensorRTBackend

@@ -7,7 +7,6 @@ runtime along, and all else here uses that one: Polygraphy is given it too.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from polygraphy.exception import PolygraphyException
 from lockstep.artifacts.adapters import IDS, mask_rank, rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt.compat import TENSORRT
-from lockstep.backends.tensorrt.cuda import check
-from lockstep.backends.tensorrt.cut_engine import is_cut
-from lockstep.backends.tensorrt.cut_program import CutExecutable, CutProgram
 from lockstep.errors import CheckError
+from lockstep.gpu.cuda import check
 from lockstep.onnx_tools.adapter_mask import mask_of
 from lockstep.onnx_tools.comparator import metadata, one_line
 
@@ -38,11 +35,7 @@ def open_engine(
 
     See `lockstep.verify.compare.run`.
     """
-    data = file.read_bytes()
-    if is_cut(data):
-        run = _cut_executable(file, inputs, weights)
-        return lambda profile: CutRunner("engine", inputs, run)
-    engine = TENSORRT.deserialize(data, str(file))
+    engine = TENSORRT.deserialize(file.read_bytes(), str(file))
     return lambda profile: EngineRunner("engine", str(file), inputs, engine, weights, profile)
 
 
@@ -129,55 +122,3 @@ def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dic
         name: array.astype(types[name], copy=False) if array.dtype.kind == "i" or narrow(name, array) else array
         for name, array in arrays.items()
     }
-
-
-class _Arrays:
-    """Weights by slot, as arrays: see `weights.Tensors`."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
-        self._arrays = arrays
-
-    @property
-    def checkpoint(self) -> object:
-        return self
-
-    def identity(self, name: str) -> str:
-        return name
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-    def location(self, name: str) -> None:
-        return None
-
-
-def _cut_executable(file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray]) -> CutExecutable:
-    slots = [IO(name, array.dtype.name, array.shape) for name, array in weights.items()]
-    return CutProgram(TENSORRT, file, slots).bind(_Arrays(weights), {name: [name] for name in weights})
-
-
-class CutRunner(BaseRunner):
-    """Runner of a cut engine, which runs as in the runtime.
-
-    Each piece runs on the first of its profiles that takes the sizes. Adapters' A are written to where the engine has
-    them.
-    """
-
-    def __init__(self, name: str, inputs: Sequence[IO], run: CutExecutable):
-        super().__init__(name=name)
-        self._declared, self._run = inputs, run
-
-    def get_input_metadata_impl(self) -> TensorMetadata:
-        return metadata(self._declared)
-
-    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        program, began = self._run.program, time.perf_counter()
-        for name, rows in self._run.adapter_rows.items():
-            program.device.stream.upload(rows, np.ascontiguousarray(feed_dict[name].T))
-        program.device.stream.synchronize()
-        feed_dict = {name: array for name, array in feed_dict.items() if name not in self._run.adapter_rows}
-        sizes = program.sizes({name: array.shape for name, array in feed_dict.items()})
-        outputs = {name: program.filled(name, sizes) for name in program.cut.outputs}
-        found = self._run.run_once(feed_dict, {name: np.empty(shape, np.float16) for name, shape in outputs.items()})
-        self.inference_time = time.perf_counter() - began  # Polygraphy accumulates them
-        return found

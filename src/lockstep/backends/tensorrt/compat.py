@@ -12,14 +12,12 @@ import importlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.backends.tensorrt.features import FEATURES, Version, available
 from lockstep.errors import CheckError, InputError
+from lockstep.gpu.tensor import Tensor
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -73,20 +71,6 @@ class Log:
         """Return the first error, else the first warning, on one line."""
         said = self.errors or self.warnings or ["no message"]
         return " ".join(said[0].split())
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """An input or output of an engine.
-
-    shape: -1 where it is dynamic. profiles: (min, opt, max) of each optimization profile, for inputs.
-    """
-
-    name: str
-    is_input: bool
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    profiles: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Library:

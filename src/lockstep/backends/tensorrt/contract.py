@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 import onnx
 
 from lockstep.backends.profiles import Profile
-from lockstep.backends.tensorrt.compat import GraphRefusedError, Tensor
+from lockstep.backends.tensorrt.compat import GraphRefusedError
 from lockstep.errors import CheckError
+from lockstep.gpu.tensor import Tensor
 from lockstep.onnx_tools.graph_types import typed_values
 from lockstep.onnx_tools.signature import dtype_name
 

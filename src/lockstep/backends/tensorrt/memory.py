@@ -19,7 +19,7 @@ class PeakMemory:
     nbytes: int | None = 0
 
     def __enter__(self) -> PeakMemory:
-        from lockstep.backends.tensorrt.cuda import memory_used
+        from lockstep.gpu.cuda import memory_used
 
         self._used, self._stop = memory_used, threading.Event()
         self._before = self._used()

@@ -11,22 +11,21 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.signature import IO
-from lockstep.backends.tensorrt import cuda
-from lockstep.backends.tensorrt.compat import Library, Tensor
-from lockstep.backends.tensorrt.device_weights import DeviceWeights, Uploads, WeightCast
-from lockstep.backends.tensorrt.rank_device import Device
+from lockstep.backends.tensorrt.compat import Library
 from lockstep.errors import CheckError
+from lockstep.gpu import cuda
+from lockstep.gpu.device import Device
+from lockstep.gpu.program import Bound, Shapes, run_once
+from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
 from lockstep.onnx_tools.dequantized import sign_of
 from lockstep.step.executable import Run
 from lockstep.weights import Tensors
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -60,15 +59,6 @@ class Context:
                 known[name] = address
 
 
-class Bound(Protocol):
-    """A call of an engine whose arrays are fixed.
-
-    The context, of `context_for`, and the shapes of inputs are given each time.
-    """
-
-    def __call__(self, context: Any, shapes: Shapes) -> None: ...
-
-
 def first_profile(
     profiles: Iterable[Mapping[str, Sequence[Sequence[int]]]], shapes: Mapping[str, Sequence[int]], where: Path
 ) -> int:
@@ -90,23 +80,17 @@ def first_profile(
 
 
 class TensorRTProgram:
-    """An engine file on a rank's device, without weights.
-
-    plan: the engine plan, where it is not all of the file. by_profiles: a call takes as long as the largest size of a
-    profile, whatever the size.
-    """
+    """An engine plan on a rank's device, without weights: see `GpuProgram`."""
 
     by_profiles = True
 
-    def __init__(
-        self, library: Library, engine_path: Path, slots: Sequence[IO], rank: int = 0, plan: bytes | None = None
-    ):
+    def __init__(self, library: Library, engine_path: Path, slots: Sequence[IO], rank: int = 0):
         self.library, self.path = library, engine_path
         self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self.device = Device.get(rank)
         self.device.use()
         cuda.leave_at_exit(self)
-        self.engine = library.deserialize(engine_path.read_bytes() if plan is None else plan, str(engine_path))
+        self.engine = library.deserialize(engine_path.read_bytes(), str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
         self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
         missing = set(self.slots) - set(self.tensors)
@@ -115,7 +99,8 @@ class TensorRTProgram:
                 f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for "
                 f"{sorted(missing)}; build the engines again"
             )
-        self.device.reserve(library.device_memory_size(self.engine))
+        self._scratch = _Scratch.of(self.device)
+        self._scratch.reserve(library.device_memory_size(self.engine))
         self._contexts: dict[tuple, Context] = {}
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
@@ -165,6 +150,11 @@ class TensorRTProgram:
         taken = self.tensors[slot].dtype
         return WeightCast(taken) if (self.slots[slot][1].name, taken.name) == ("float32", "float16") else None
 
+    def tuned_for(self, shapes: Shapes) -> Shapes:
+        """Return the shapes that the profile is tuned for in which a call takes these: see `GpuProgram`."""
+        profile = self.profile_for(shapes)
+        return {name: self.tensors[name].profiles[profile][1] for name in shapes}
+
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """Return the first profile that takes these input shapes.
 
@@ -182,8 +172,36 @@ class TensorRTProgram:
         profile = self.profile_for(shapes)
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
         if key not in self._contexts:
-            self._contexts[key] = Context(*self.device.context(self.library, self.engine, profile, str(self.path), own))
+            self._contexts[key] = self.new_context(profile, own)
         return self._contexts[key]
+
+    def new_context(self, profile: int, own: bool) -> Context:
+        """Return a new context of a profile. own: its shapes will not change."""
+        native, scratch = self.library.create_context(self.engine, str(self.path), own), self._scratch.memory
+        self.library.set_device_memory(native, scratch.address, scratch.nbytes)
+        self.library.set_profile(native, profile, self.device.stream.handle)
+        return Context(native, scratch)
+
+
+class _Scratch:
+    """The memory that all contexts of a device work in: calls follow each other."""
+
+    _instances: dict[Device, _Scratch] = {}
+
+    def __init__(self) -> None:
+        self.memory = cuda.empty((1,), "u1")
+
+    @classmethod
+    def of(cls, device: Device) -> _Scratch:
+        return cls._instances.setdefault(device, cls())
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the memory large enough for the contexts to come.
+
+        Those that are there, and graphs captured with them, keep what they have.
+        """
+        if nbytes > self.memory.nbytes:
+            self.memory = cuda.empty((nbytes,), "u1", "engines to work in")
 
 
 class TensorRTExecutable:
@@ -202,7 +220,7 @@ class TensorRTExecutable:
         self.program = program
         self.uploads = uploads
         self.adapter_rows = adapter_rows or {}
-        self._weights = weights
+        self.weights = weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
         """Return a call that reads `inputs` and writes `outputs` on the device's stream.
@@ -220,7 +238,7 @@ class TensorRTExecutable:
         engine does not take.
         """
         program, library, tensors = self.program, self.program.library, self.program.tensors
-        declared = {name for name in tensors if name not in self._weights}
+        declared = {name for name in tensors if name not in self.weights}
         if declared != {*inputs, *outputs}:
             raise CheckError(
                 f"{program.path}: expected arrays for {sorted(declared)}, found {sorted({*inputs, *outputs})}"
@@ -230,13 +248,13 @@ class TensorRTExecutable:
                 raise CheckError(
                     f"{program.path}: {name!r}: expected {tensors[name].dtype.name}, found {array.dtype.name}"
                 )
-        addresses = {name: array.address for name, array in {**self._weights, **inputs, **outputs}.items()}
+        addresses = {name: array.address for name, array in {**self.weights, **inputs, **outputs}.items()}
         stream = program.device.stream.handle
 
         def run(
             context: Context,
             shapes: Shapes,
-            held: object = (*inputs.values(), *outputs.values(), *self._weights.values()),
+            held: object = (*inputs.values(), *outputs.values(), *self.weights.values()),
         ) -> None:
             """Run the engine; `held` keeps the memory alive: a context holds addresses."""
             context.resize(library, shapes)
@@ -250,41 +268,4 @@ class TensorRTExecutable:
 
         like: arrays of the shapes and dtypes of the outputs.
         """
-        return run_once(self, self.program.device, self.program.tensors, inputs, like)
-
-
-class _Prepares(Protocol):
-    """An engine that runs on a device's arrays."""
-
-    uploads: Uploads
-
-    def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
-        """Return a call of the engine: see `TensorRTExecutable.prepare`."""
-        ...
-
-
-def run_once(
-    executable: _Prepares,
-    device: Device,
-    tensors: Mapping[str, Tensor],
-    inputs: Mapping[str, np.ndarray],
-    like: Mapping[str, np.ndarray],
-) -> dict[str, np.ndarray]:
-    """Return the outputs of an engine for arrays of the host: see `DeviceExecutable`.
-
-    tensors: those of the engine. like: arrays of the shapes and dtypes of the outputs.
-    """
-    executable.uploads.wait()
-    device.use()
-    stream = device.stream
-    host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
-    given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
-    made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-    found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-    for name in host:
-        stream.upload(given[name], host[name])
-    executable.prepare(given, made)()
-    for name in made:
-        stream.download(found[name], made[name])
-    stream.synchronize()
-    return {name: array.astype(like[name].dtype) for name, array in found.items()}
+        return run_once(self, inputs, like)

@@ -40,14 +40,6 @@ class TensorRTConfig(Section):
         "which are then accumulated in fp32 but for a few that the build names. A graph that TensorRT cannot "
         "build so, and every one with `false`, is built at `optimization_level`. Ignored by other versions.",
     )
-    products: Literal["cublas", "tensorrt"] | None = Field(
-        default=None,
-        description="What multiplies with the weights of fp16 blocks: `tensorrt`, inside its engines, or `cublas`, "
-        "with kernels of our own, between what else a block computes, which is then kernels of our own too; needs "
-        "cuBLAS 12 or 13. A block that has an operator without such a kernel, such as experts, stays with TensorRT. "
-        "None: `cublas` with TensorRT 8.6 for a model that is not split over ranks, where it was measured to be "
-        "faster; else `tensorrt`.",
-    )
     tactic_sources: Annotated[tuple[TacticSource, ...], AsTuple] | None = Field(
         default=None,
         json_schema_extra=UNIQUE,
@@ -92,13 +84,12 @@ def _missing() -> str | None:
 SETTINGS = BackendSettings(
     missing=_missing,
     module="tensorrt",
-    precisions=("fp32", "fp16", "bf16", "w8a16", "w4a16"),
+    precisions=("fp32", "fp16", "bf16"),
+    lacks="weights of 8 and 4 bits are for the backend cuda",
     section=TensorRTConfig,
     takes_limits=True,
     runs_ranks=True,
     runs_adapters=("fp32", "fp16", "bf16"),
-    zero_points=False,
-    fp16_activations=("w8a16", "w4a16"),
     gpus=1,
     # 8.6 on an H200: keys behind a RoPE angle of 250 rad are off by 6e-5 of their magnitude.
     fp32_part=1.0,

@@ -13,26 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lockstep.artifacts.assembly import Assembly, GraphFile
-from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.signature import IO
-from lockstep.backends.base import Built, CanonicalBytes, Program
+from lockstep.backends.base import Built, Program
+from lockstep.backends.gpu_backend import GpuBackend
 from lockstep.backends.profiles import LIMITS
 from lockstep.backends.tensorrt_rtx.compiler import Compiler
 from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
 from lockstep.errors import InputError
-from lockstep.step.advance import Executor
-from lockstep.step.network import Network
+from lockstep.gpu.describe import describe_gpu
 from lockstep.targets import Limits
 
 _PLAN = ".engine"
 
 
-class TensorRTRTXBackend:
+class TensorRTRTXBackend(GpuBackend):
     """TensorRT-RTX 1.7 and later.
 
     Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays float32. w8a16 and w4a16 are
@@ -44,8 +41,6 @@ class TensorRTRTXBackend:
     suffixes = (_PLAN,)
     revision = 4
     precisions = ("fp32", "fp16", "bf16", "w8a16", "w4a16")
-    batch_invariant = False
-    takes_long = False
     rank_devices = False
 
     def __init__(self) -> None:
@@ -60,11 +55,7 @@ class TensorRTRTXBackend:
 
         Builds are of the library alone, so that they are the same anywhere.
         """
-        if not runs:
-            return {}
-        from lockstep.backends.tensorrt.v8_6.needs import library_versions
-
-        return {name: version for name, version in library_versions().items() if name == "nvrtc"}
+        return {name: version for name, version in super().libraries(runs).items() if name == "nvrtc"}
 
     def describe_device(self) -> dict[str, Any]:
         """Return what engines are for: no one device.
@@ -75,8 +66,6 @@ class TensorRTRTXBackend:
 
     def describe_hardware(self) -> dict[str, Any]:
         """Return the description of the GPU here, which runs engines."""
-        from lockstep.backends.tensorrt.device import describe_gpu
-
         return describe_gpu(self.name)
 
     def device_key(self, device: Mapping[str, Any]) -> Any:
@@ -89,21 +78,12 @@ class TensorRTRTXBackend:
         """
         return {"compute_capabilities": None, **{name: getattr(Limits(), name) for name in LIMITS}}
 
-    def options_key(self, options: Mapping[str, Any]) -> Any:
-        return dict(options)
-
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """Return all graphs: attention is the model's own graph."""
         yield from assembly.engine_graphs()
 
     def file(self, name: str) -> str:
         return name + _PLAN
-
-    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
-        pass
-
-    def keeps(self, name: str, entry: EngineFile) -> bool:
-        return True
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         self._compiler.end()
@@ -143,24 +123,6 @@ class TensorRTRTXBackend:
         The library tells layers where a GPU loads the engine, and there is not always one.
         """
         return {"serialization": sha256_file(engine_path)}
-
-    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        return CanonicalBytes(engine_path.read_bytes())
-
-    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
-        from lockstep.backends.tensorrt import cuda
-
-        return cuda.empty(shape, dtype)
-
-    def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
-    ) -> Executor:
-        assert max_num_tokens is not None  # engines of this backend are built for one: see default_options
-        from lockstep.backends.tensorrt.executor import GpuExecutor
-        from lockstep.backends.tensorrt.v8_6.needs import require_nvrtc
-
-        require_nvrtc()
-        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
 
 
 BACKEND = TensorRTRTXBackend

@@ -14,9 +14,9 @@ from polygraphy.backend.base import BaseRunner
 from polygraphy.common import TensorMetadata
 
 from lockstep.artifacts.signature import IO
-from lockstep.backends.tensorrt import cuda
 from lockstep.backends.tensorrt.program import TensorRTProgram
 from lockstep.backends.tensorrt_rtx.backend import TensorRTRTXBackend
+from lockstep.gpu import cuda
 from lockstep.onnx_tools.comparator import metadata
 from lockstep.onnx_tools.dequantized import sign_of
 
@@ -53,7 +53,8 @@ class EngineRunner(BaseRunner):
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         program, library = self._program, self._program.library
         # A context of its own for these shapes, as a step has: with the kernels that are compiled for them.
-        context, scratch = program.device.context(library, program.engine, self._profile, str(program.path), True)
+        held = program.new_context(self._profile, True)
+        context = held.native
         given = _upload(program, feed_dict)
         for name, array in given.items():
             library.set_input_shape(context, name, array.shape)
@@ -68,7 +69,7 @@ class EngineRunner(BaseRunner):
         for name, array in made.items():
             program.device.stream.download(found[name], array)
         program.device.stream.synchronize()
-        del scratch  # which had to live until here
+        del held  # whose memory had to live until here
         self.inference_time = time.perf_counter() - start  # Polygraphy accumulates them
         return found
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.files import sha256_json, write_bytes
 from lockstep.backends.tensorrt.compat import Library
-from lockstep.backends.tensorrt.device import describe_gpu, gpu_key
 from lockstep.backends.tensorrt.features import Version
 from lockstep.errors import CheckError, InputError
+from lockstep.gpu.describe import describe_gpu, gpu_key
 
 if TYPE_CHECKING:
     import tensorrt_rtx_bindings as trt

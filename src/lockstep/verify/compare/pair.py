@@ -25,7 +25,6 @@ from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
 from lockstep.artifacts.signature import IO
-from lockstep.backends.base import HasActivations
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
@@ -104,8 +103,7 @@ class Pair:
         else:
             bound: Any = engines.load(name, threads).bind(source if built else None, built)
             self._engine = lambda profile: HostRunner("engine", self._signature, bound)
-        library, of = engines.backend, engines.assembly
-        self._is_narrow = isinstance(library, HasActivations) and library.activations(of.precision) != of.dtype
+        self._is_narrow = engines.backend.activations not in (None, engines.assembly.dtype)
         self.failures: list[str] = []
 
     def compare(self, tolerance: float, seconds: float) -> ComparedEngine:

@@ -1,0 +1,138 @@
+"""The CUDA backend: kernels generated from a block's graph, products by cuBLAS, on NVIDIA GPUs, one a rank.
+
+Engine: text of a few kilobytes, without weights, the same bytes on every machine; a build needs no GPU. Attention is
+fused (`lockstep.gpu.attention`): of a variant only its RoPE is needed, whose graph lies beside the engines and runs on
+the host. What has no kernel is refused, never run in another way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from lockstep.artifacts.activations import with_activations
+from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.files import write_bytes
+from lockstep.artifacts.signature import IO
+from lockstep.backends.base import Built, Program
+from lockstep.backends.cuda.gpu import PRECISIONS, why_not
+from lockstep.backends.cuda.kernels_file import compile_block
+from lockstep.backends.gpu_backend import GpuBackend, build_rope, with_fused_attention
+from lockstep.backends.graphs import base_graphs
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.backends.profiles import LIMITS
+from lockstep.errors import InputError
+from lockstep.gpu.attention.variants import why_not_fused
+from lockstep.gpu.describe import describe_gpu
+from lockstep.gpu.libraries import require_capability, require_cublas, require_cudnn, require_nvrtc
+from lockstep.targets import Limits
+
+_KERNELS, _GRAPH = ".kernels", ".onnx"
+REVISION = 1  # of the kernels and of what runs them: engines are for exactly this one
+
+
+class CudaBackend(GpuBackend):
+    """Kernels of our own and cuBLAS, on GPUs of compute capability 8.0 and higher.
+
+    Activations are float16; w8a16 and w4a16 are dequantised inside their products.
+    """
+
+    name = "cuda"
+    suffixes = (_KERNELS, _GRAPH)
+    revision = REVISION
+    precisions = PRECISIONS
+    activations = "float16"
+    takes_canonical = True
+
+    def __init__(self) -> None:
+        self._host = OnnxRuntimeBackend()
+
+    def version(self) -> str:
+        return str(REVISION)
+
+    def describe_device(self) -> dict[str, Any]:
+        """Return what engines are for: no one device."""
+        return {"type": "gpu", "name": "NVIDIA GPUs of compute capability 8.0 and higher"}
+
+    def describe_hardware(self) -> dict[str, Any]:
+        """Return the description of the GPU here, which runs engines."""
+        return describe_gpu(self.name)
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        return {"name": device.get("name")}
+
+    def default_options(self) -> dict[str, Any]:
+        """Return the build options as they are recorded: the limits that engines are opened with."""
+        return {name: getattr(Limits(), name) for name in LIMITS}
+
+    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
+        """Yield the engine names and graphs of an assembly: see `Backend.graphs`.
+
+        Blocks that take adapters are built twice: with them and without. Raises InputError for an attention variant
+        that fused attention does not run, and for adapters beside quantised weights.
+        """
+        if assembly.adapters is not None and assembly.quantization is not None:
+            raise InputError(
+                f"backend cuda: expected no adapters in {assembly.precision}, found room for "
+                f"{assembly.adapters.max_adapters}; export without, or in fp16"
+            )
+        run = with_activations(assembly, "float16")
+        for name, variant in run.variants.items():
+            if reason := why_not_fused(variant, run.dtype):
+                raise InputError(
+                    f"backend cuda: {name}: expected attention that its kernels run, found {reason}; use the backend "
+                    "tensorrt"
+                )
+        yield from with_fused_attention(assembly, assembly.variants)
+        yield from base_graphs(assembly)
+
+    def file(self, name: str) -> str:
+        return name + (_GRAPH if name.endswith(".rotary") else _KERNELS)
+
+    def finish(self, names: Sequence[str]) -> dict[str, Any]:
+        return {"attention": "fused"}
+
+    def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
+        if out_path.suffix == _GRAPH:
+            build_rope(graph_path, out_path, options["max_seq_len"])
+        else:
+            write_bytes(out_path, compile_block(onnx.load(graph_path)).to_bytes())
+        return Built()
+
+    def load(
+        self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
+    ) -> Program:
+        """Load an engine file.
+
+        Raises InputError where there is no GPU for it, or a library is missing.
+        """
+        if engine_path.suffix == _GRAPH:
+            return self._host.load(engine_path, slots, None, low_memory)
+        self.require()
+        from lockstep.backends.cuda.program import KernelsProgram
+
+        return KernelsProgram(engine_path, slots, rank)
+
+    def require(self) -> None:
+        """Raise InputError where engines cannot run here."""
+        if reason := why_not():
+            raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
+        require_capability(self.describe_hardware())
+        for require in (require_nvrtc, require_cublas, require_cudnn):
+            require()
+
+    def choices(self, engine_path: Path) -> Any:
+        """Return the kernels and products: nothing is chosen, the text is all there is."""
+        return self.layer_information(engine_path)
+
+    def layer_information(self, engine_path: Path) -> Any:
+        if engine_path.suffix == _GRAPH:
+            return self._host.layer_information(engine_path)
+        return json.loads(engine_path.read_bytes())
+
+
+BACKEND = CudaBackend

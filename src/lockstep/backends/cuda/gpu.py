@@ -1,0 +1,30 @@
+"""Whether engines of the `cuda` backend run here, by the CUDA driver alone: no library is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from lockstep.gpu import describe
+
+PRECISIONS = ("fp16", "w8a16", "w4a16")
+_PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
+
+
+def why_not() -> str | None:
+    """Return why engines cannot run here, None where they can; by the driver alone, no library is loaded."""
+    found = describe.compute_capability()
+    if found is None or int(found.partition(".")[0]) < 8:
+        return "no GPU of compute capability 8.0 or higher" + (f" (found one of {found})" if found else "")
+    missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]
+    if missing:
+        return f"no {' and no '.join(missing)} in this Python: pip install 'lockstep[cuda]'"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
+    except ValueError:  # it is imported, and has no file
+        return True

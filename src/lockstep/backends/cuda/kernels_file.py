@@ -1,0 +1,174 @@
+"""The engine file of a block: its kernels and its products, in the order in which they run.
+
+In: a float16 graph, or a float32 graph of quantised products. Out: JSON. It has `inputs` and `outputs` {name: [dtype,
+shape]} of all but weights, `inner` {name: shape} of what lies between two steps (float16), and `steps`: a kernel
+(`gpu.kernels.row_kernels`), or products of one input (`onnx_tools.cut_products`). The same graph gives the same bytes
+anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from lockstep.artifacts import formats
+from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
+from lockstep.artifacts.files import read_json
+from lockstep.errors import CheckError, InputError
+from lockstep.gpu.kernels.row_kernels import RowKernel, row_kernel
+from lockstep.onnx_tools.cut_products import CutGraph, Product, cut_products, run_cut
+from lockstep.onnx_tools.half_activations import halve_activations
+from lockstep.onnx_tools.metrics import max_abs_error, peak
+from lockstep.onnx_tools.prepare import random_inputs
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.signature import dtype_name
+from lockstep.weights.groups import dequantize
+
+_TOLERANCE = 1e-2  # as of fp16 engines in `onnx_tools.prepare`, of what is rounded between steps too
+Shape = tuple[int | str, ...]
+Group = tuple[Product, ...]  # products of one input
+Step = RowKernel | Group
+
+
+@dataclass(frozen=True)
+class KernelsFile:
+    """A block's kernels and products.
+
+    inputs, outputs: {name: (dtype, shape)} of all but weights; a dimension is a number or a name. inner: {name: shape}
+    of what lies between two steps.
+    """
+
+    inputs: Mapping[str, tuple[str, Shape]]
+    outputs: Mapping[str, tuple[str, Shape]]
+    inner: Mapping[str, Shape]
+    steps: Sequence[Step]
+
+    def to_bytes(self) -> bytes:
+        step = lambda of: (
+            {"kernel": of.to_json()}
+            if isinstance(of, RowKernel)
+            else {"products": [product.to_json() for product in of]}
+        )
+        value = {
+            "format": formats.KERNELS,
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "inner": self.inner,
+            "steps": [step(of) for of in self.steps],
+        }
+        return json.dumps(value, sort_keys=True, indent=1).encode()
+
+    @classmethod
+    def load(cls, path: Path) -> KernelsFile:
+        """Read an engine file.
+
+        Raises CheckError for one that is damaged or of another version.
+        """
+        named = lambda values: {name: (dtype, tuple(shape)) for name, (dtype, shape) in values.items()}
+        step = lambda of: (
+            RowKernel.from_json(of["kernel"]) if "kernel" in of else tuple(map(Product.from_json, of["products"]))
+        )
+        try:
+            value = read_json(path, formats.KERNELS)
+            inner = {name: tuple(shape) for name, shape in value["inner"].items()}
+            return cls(named(value["inputs"]), named(value["outputs"]), inner, [step(of) for of in value["steps"]])
+        except InputError as error:
+            raise CheckError(f"{str(error).partition(';')[0]}; build it again") from None
+        except (TypeError, ValueError, KeyError) as error:
+            raise CheckError(f"{path}: expected kernels and products, found {error!r}; build it again") from None
+
+
+def compile_block(model: onnx.ModelProto) -> KernelsFile:
+    """Return the kernels and products of a graph.
+
+    Raises CheckError for an operator without a kernel, for zero points of their own, which the kernels do not read, and
+    where kernels and products give something else than the graph does.
+    """
+    name = model.graph.name
+    try:
+        cut = cut_products(model)
+        for piece in cut.pieces:
+            halve_activations(piece)
+        kernels = [row_kernel(piece, f"piece_{number}") for number, piece in enumerate(cut.pieces)]
+    except CheckError as error:
+        raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
+    for product in _products(cut):
+        if len(product.slots) > 2:
+            raise CheckError(
+                f"graph {name}: expected quantised weights whose zero points are the middle, found "
+                f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
+            )
+    _check_same(model, cut)
+    slots = {slot for product in _products(cut) for slot in product.slots}
+    inputs = [value for value in model.graph.input if value.name not in slots and _is_given(value)]
+    steps = [kernels[step] if isinstance(step, int) else step for step in cut.steps]
+    return KernelsFile(_told(inputs), _told(model.graph.output), cut.inner, steps)
+
+
+def _products(cut: CutGraph) -> list[Product]:
+    return [product for step in cut.steps if not isinstance(step, int) for product in step]
+
+
+def _is_given(value: onnx.ValueInfoProto) -> bool:
+    """Return whether an input is no weight; A of adapters is rows of one."""
+    if value.name.endswith(A_SUFFIX):
+        return False
+    return value.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in _shape(value))
+
+
+def _shape(value: onnx.ValueInfoProto) -> Shape:
+    return tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
+
+
+def _told(values: Sequence[onnx.ValueInfoProto]) -> dict[str, tuple[str, Shape]]:
+    half = lambda dtype: "float16" if dtype == "float32" else dtype
+    return {value.name: (half(dtype_name(value.type.tensor_type.elem_type)), _shape(value)) for value in values}
+
+
+def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
+    feeds = random_inputs(model)
+    for product in _products(cut):
+        if product.bits < 16:  # weights as large as of full precision
+            scales = feeds[product.slots[1]]
+            feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
+    session = open_session(model.SerializeToString())
+    names = [value.name for value in session.get_outputs()]
+    expected = dict(zip(names, session.run(None, feeds)))
+    sessions = [open_session(piece.SerializeToString()) for piece in cut.pieces]
+
+    def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        own = sessions[number]
+        half = lambda array: array.astype(np.float16) if array.dtype == np.float32 else array
+        given = {value.name: half(values[value.name]) for value in own.get_inputs()}
+        return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
+
+    found = run_cut(cut.steps, feeds, run_piece, multiply)
+    for name in names:
+        allowed = _TOLERANCE * peak(expected[name])
+        error = max_abs_error(expected[name], found[name].astype(np.float64))
+        if not error <= allowed:
+            raise CheckError(
+                f"graph {model.graph.name}: output {name}: expected the kernels and products to give the same within "
+                f"{allowed:.1e}, found {error:.1e}; please report it"
+            )
+
+
+def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return a product in NumPy, of float16 rows, with its result in float16.
+
+    values: by name.
+    """
+    half = lambda array: array.astype(np.float16).astype(np.float32)
+    rows, parts = half(values[product.input]), [values[slot] for slot in product.slots]
+    weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
+    exact = half(rows @ half(weight).T)
+    if (lora := product.lora) is not None:
+        ids = values[IDS][values[lora.rows]] if lora.rows else values[IDS]
+        own = np.arange(lora.columns) // lora.rank == ids[:, None]
+        exact += np.where(own, half(rows @ half(values[lora.a])), 0) @ half(values[lora.b])
+    return exact.astype(np.float16)

@@ -1,0 +1,328 @@
+"""A block's kernels and products on a device, bound and called as one: see `kernels_file` for its file.
+
+What lies between two steps is in buffers that all blocks of a device share.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.adapters import IDS
+from lockstep.artifacts.signature import IO
+from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
+from lockstep.errors import CheckError
+from lockstep.gpu import cuda
+from lockstep.gpu.device import Device
+from lockstep.gpu.kernels.products import SCALES_TIMES, Adapters, Products, SmallWeight, StridedView
+from lockstep.gpu.kernels.row_kernels import INDEX, PRELUDE, ROWS, WEIGHT, RowKernel
+from lockstep.gpu.program import Arrays, Bound, Shapes, run_once
+from lockstep.gpu.tensor import Tensor
+from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
+from lockstep.step.executable import Run
+from lockstep.weights import Tensors
+
+_HALF = np.dtype(np.float16)
+_AS_HALF, _AS_SCALES = WeightCast(_HALF), WeightCast(_HALF, SCALES_TIMES)
+Sizes = Mapping[str, int]  # of dimensions, by name
+
+
+class _Shared:
+    """Products and buffers that the blocks of a device share.
+
+    They are of blocks that run one after another: those of decode steps (`own`), or of prompts. They go with the last
+    call that uses them.
+    """
+
+    _instances: weakref.WeakValueDictionary[tuple[int, bool], _Shared] = weakref.WeakValueDictionary()
+
+    def __init__(self, device: Device):
+        self.products = Products(device.stream)
+        self._buffers: dict[tuple, cuda.Array] = {}
+
+    @classmethod
+    def of(cls, device: Device, own: bool) -> _Shared:
+        key = id(device), own
+        shared = cls._instances.get(key)
+        if shared is None:
+            shared = cls._instances[key] = cls(device)
+        return shared
+
+    def buffer(self, number: int, rows: int, width: Sequence[int]) -> cuda.Array:
+        """Return fp16 [rows, *width], the `number`th buffer of its width.
+
+        Buffers given before stay valid.
+        """
+        key = number, *width
+        array = self._buffers.get(key)
+        if array is None or array.shape[0] < rows:
+            array = self._buffers[key] = cuda.empty((rows, *width), _HALF, "the values of a step")
+        return array[:rows]
+
+
+class KernelsProgram:
+    """A block on a rank's device, without weights: see `GpuProgram`."""
+
+    by_profiles = False  # products take as long as their size says
+
+    def __init__(self, path: Path, slots: Sequence[IO], rank: int = 0):
+        self.path, self.device = path, Device.get(rank)
+        self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
+        self.block = block = KernelsFile.load(path)
+        self.kernels = [step for step in block.steps if isinstance(step, RowKernel)]
+        self.groups = [step for step in block.steps if not isinstance(step, RowKernel)]
+        read = {slot for group in self.groups for product in group for slot in product.slots}
+        read |= {name for kernel in self.kernels for name, kind in kernel.arguments if kind == WEIGHT}
+        if missing := set(self.slots) - read:
+            raise CheckError(
+                f"{path}: expected weight inputs {sorted(self.slots)}, found none for {sorted(missing)}; build the "
+                "engines again"
+            )
+        self.functions = self._compiled()
+        self.tensors = {name: _tensor(name, True, *told) for name, told in block.inputs.items()}
+        self.tensors |= {name: _tensor(name, False, *told) for name, told in block.outputs.items()}
+        self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
+
+    def _compiled(self) -> dict[str, cuda.Kernel]:
+        """Compile the kernels; return them by name."""
+        if not self.kernels:
+            return {}
+        self.device.use()
+        module = cuda.compile_kernels(PRELUDE + "".join(kernel.source for kernel in self.kernels))
+        return {kernel.name: module[kernel.name] for kernel in self.kernels}
+
+    def lies_beside(self, group: Group) -> bool:
+        """Return whether the results of a group may lie beside each other in one buffer.
+
+        They may where kernels alone read all of them.
+        """
+        made, by_products = {product.output for product in group}, {group[0].input for group in self.groups}
+        return len(group) > 1 and made.isdisjoint({*self.block.outputs, *by_products})
+
+    def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> KernelsExecutable:
+        """Return the block with its weights, whose uploads may still go on.
+
+        Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's.
+        """
+        if set(slots) != set(self.slots):
+            raise CheckError(
+                f"{self.path}: expected weights for the slots {sorted(self.slots)}, found {sorted(slots)}; export and "
+                "build again"
+            )
+        assert weights is not None  # every block has some
+        self.device.use()
+        store, rows = _Store(self, DeviceWeights.of(weights, self.device), weights, slots), dict[str, cuda.Array]()
+        groups = {group: store.group(group, self.lies_beside(group), rows) for group in self.groups}
+        own = {name for kernel in self.kernels for name, kind in kernel.arguments if kind == WEIGHT}
+        return KernelsExecutable(self, groups, {name: store.plain(name) for name in own}, store.uploads, rows)
+
+    def tuned_for(self, shapes: Shapes) -> Shapes:
+        """Return `shapes`: any size costs what it is."""
+        return shapes
+
+    def context_for(self, shapes: Shapes, own: bool) -> Sizes:
+        """Return the sizes of dimensions by name, which is all that calls need."""
+        return self.sizes(shapes)
+
+    def declared(self, name: str) -> Shape:
+        """Return the shape of an input, of an output or of what lies between two steps."""
+        told = self.block.inputs.get(name) or self.block.outputs.get(name)
+        return told[1] if told else self.block.inner[name]
+
+    def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Return the sizes of dimensions by name.
+
+        shapes: of inputs and outputs.
+        """
+        return {
+            dim: size
+            for name, shape in shapes.items()
+            for dim, size in zip(self.declared(name), shape)
+            if isinstance(dim, str)
+        }
+
+    def filled(self, name: str, sizes: Sizes) -> tuple[int, ...]:
+        """Return a declared shape with sizes in place of its dimensions' names."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.declared(name))
+
+
+def _tensor(name: str, is_input: bool, dtype: str, shape: Shape) -> Tensor:
+    return Tensor(name, is_input, np.dtype(dtype), tuple(-1 if isinstance(size, str) else size for size in shape))
+
+
+class _Store:
+    """The weights of a block on its device."""
+
+    def __init__(
+        self, program: KernelsProgram, store: DeviceWeights, weights: Tensors, slots: Mapping[str, Sequence[str]]
+    ):
+        self._program, self._store, self._weights, self._names = program, store, weights, slots
+        self.uploads = store.uploads
+
+    def plain(self, slot: str) -> cuda.Array:
+        """Return a weight that kernels read, in fp16."""
+        return self._put([slot], self._program.slots[slot][0], self._cast(slot))
+
+    def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
+        """Return the weights of a group's products, one behind the other.
+
+        With adapters A is further rows of them, transposed. rows: gets where these go.
+        """
+        first, outs = group[0], tuple(product.out_features for product in group)
+        columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
+        more, whole, deep = sum(columns.values()), sum(outs), first.in_features
+        if first.bits < 16:  # a set with quantised weights takes no adapters
+            data, scales = self._part(group, 0, None, None), self._part(group, 1, None, _AS_SCALES)
+            together = (whole,) if beside else outs
+            return SmallWeight(data, scales, first.bits, first.group_size, deep, together)
+        data = self._part(group, 0, (whole + more, deep), self._cast(first.slots[0]), room=bool(more))
+        at = whole
+        for name, count in columns.items():
+            rows[name] = data[at : at + count]
+            at += count
+        return SmallWeight(data, data, 16, 0, deep, (whole + more,) if beside or more else outs)
+
+    def _part(
+        self, group: Group, part: int, shape: tuple[int, ...] | None, cast: WeightCast | None, room: bool = False
+    ) -> cuda.Array:
+        slots = [product.slots[part] for product in group]
+        sizes = [self._program.slots[slot][0] for slot in slots]
+        return self._put(slots, shape or (sum(rows for rows, *_ in sizes), *sizes[0][1:]), cast, room)
+
+    def _put(
+        self, slots: Sequence[str], shape: Sequence[int], cast: WeightCast | None, room: bool = False
+    ) -> cuda.Array:
+        names = [name for slot in slots for name in self._names[slot]]
+        where, dtype = f"{self._program.path}: slot {', '.join(slots)}", self._program.slots[slots[0]][1]
+        return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, cast=cast)
+
+    def _cast(self, slot: str) -> WeightCast | None:
+        return _AS_HALF if self._program.slots[slot][1] != _HALF else None
+
+
+class KernelsExecutable:
+    """A block with its weights: see `GpuExecutable`.
+
+    groups: the weights of products. weights: those that kernels read.
+    """
+
+    def __init__(
+        self,
+        program: KernelsProgram,
+        groups: Mapping[Group, SmallWeight],
+        weights: Arrays,
+        uploads: Uploads,
+        adapter_rows: Arrays,
+    ):
+        self.program, self.uploads, self.adapter_rows = program, uploads, adapter_rows
+        self.groups, self.weights = groups, weights
+
+    def prepare(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Run:
+        shapes = {name: array.shape for name, array in inputs.items() if name in self.program.dynamic}
+        return functools.partial(self._bind(inputs, outputs, own), self.program.sizes(shapes), shapes)
+
+    def bind(self, inputs: Arrays, outputs: Arrays) -> Bound:
+        return self._bind(inputs, outputs, False)
+
+    def _bind(self, inputs: Arrays, outputs: Arrays, own: bool) -> Bound:
+        program = self.program
+        given = {**inputs, **outputs}
+        if set(program.tensors) != set(given):
+            raise CheckError(f"{program.path}: expected arrays for {sorted(program.tensors)}, found {sorted(given)}")
+        for name, array in given.items():
+            expected = program.tensors[name].dtype
+            if array.dtype != expected:
+                raise CheckError(f"{program.path}: {name!r}: expected {expected.name}, found {array.dtype.name}")
+        call = _Call(self, given, own)
+
+        def run(sizes: Sizes, shapes: Shapes) -> None:
+            for step in call.steps:
+                step(sizes)
+
+        return run
+
+    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return run_once(self, inputs, like)
+
+
+Step = Callable[[Sizes], None]
+
+
+class _Call:
+    """The steps of an executable on arrays."""
+
+    def __init__(self, run: KernelsExecutable, given: Arrays, own: bool):
+        self._run, self._program, block = run, run.program, run.program.block
+        self._shared = _Shared.of(run.program.device, own)
+        self._largest = run.program.sizes({name: array.shape for name, array in given.items()})
+        self._given, self._counts = given, dict[tuple[int, ...], int]()
+        self._values = {name: StridedView.of(array) for name, array in given.items()}
+        for group in run.program.groups:
+            if run.program.lies_beside(group) and not any(product.lora for product in group):
+                self._put_beside(group)
+        for name, shape in block.inner.items():
+            if name not in self._values:
+                self._values[name] = StridedView.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
+        self.steps: list[Step] = []
+        for step in block.steps:
+            self.steps += [self._kernel(step)] if isinstance(step, RowKernel) else self._group(step)
+
+    def _buffer(self, rows: str, *width: int) -> cuda.Array:
+        self._counts[width] = self._counts.get(width, 0) + 1
+        return self._shared.buffer(self._counts[width], self._largest[rows], width)
+
+    def _put_beside(self, group: Group) -> None:
+        """Give a group's results one buffer."""
+        total, at = sum(product.out_features for product in group), 0
+        whole = self._buffer(self._rows(group), total)
+        for product in group:
+            self._values[product.output] = _part_of(whole, at)
+            at += product.out_features
+
+    def _rows(self, group: Group) -> str:
+        return str(self._program.declared(group[0].input)[0])
+
+    def _kernel(self, kernel: RowKernel) -> Step:
+        arguments: list[cuda.Array | int] = []
+        for name, kind in kernel.arguments:
+            if kind == WEIGHT:
+                arguments.append(self._run.weights[name])
+                continue
+            view = self._values[name]
+            arguments += [view.array, view.stride if kind == ROWS else int(view.array.dtype.itemsize == 8)]
+            assert kind in (ROWS, INDEX)
+        for name in kernel.outputs:
+            arguments += [self._values[name].array, self._values[name].stride]
+        stream = self._program.device.stream
+        launch = cuda.Launch(self._program.functions[kernel.name], stream, kernel.threads, *arguments, overlaps=True)
+        rows, blocks = kernel.rows, kernel.blocks
+        return lambda sizes: launch(sizes[rows] * blocks)
+
+    def _group(self, group: Group) -> list[Step]:
+        weight, rows = self._run.groups[group], self._rows(group)
+        x, products = self._values[group[0].input].array, self._shared.products
+        if not any(product.lora for product in group):
+            outs = [self._values[product.output].array for product in group]
+            if self._program.lies_beside(group):
+                outs = [outs[0].reshape(self._largest[rows], sum(product.out_features for product in group))]
+            multiply = products.bind(weight, x, outs)
+            return [lambda sizes: multiply(sizes[rows])]
+        made = self._buffer(rows, *weight.out_features)
+        multiply = products.bind(weight, x, [made])
+        shrunk = _part_of(made, sum(product.out_features for product in group))
+        lora = next(product.lora for product in group if product.lora)
+        adapters = Adapters(self._given[IDS], self._given[lora.rows] if lora.rows else None, lora.rank)
+        outs = [self._values[product.output].array for product in group]
+        matrices = [self._given[product.lora.b] if product.lora else None for product in group]
+        expand = products.expand(StridedView.of(made), shrunk, adapters, matrices, outs)
+        return [lambda sizes: multiply(sizes[rows]), lambda sizes: expand(sizes[rows])]
+
+
+def _part_of(whole: cuda.Array, column: int) -> StridedView:
+    """Return the columns of [rows, columns] from one on."""
+    rows, columns = whole.shape
+    return StridedView(whole.reshape(rows * columns)[column:], columns)

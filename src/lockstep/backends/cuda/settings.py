@@ -1,0 +1,19 @@
+"""What the config knows of the `cuda` backend."""
+
+from __future__ import annotations
+
+from lockstep.backends.cuda.gpu import PRECISIONS, why_not
+from lockstep.config.backends import BackendSettings
+
+SETTINGS = BackendSettings(
+    precisions=PRECISIONS,
+    lacks="its kernels compute with float16 activations",
+    takes_limits=True,
+    runs_ranks=True,
+    runs_adapters=("fp16",),
+    zero_points=False,
+    fp16_activations=("w8a16", "w4a16"),
+    gpus=1,
+    unpinned=("cuda", "cudnn"),
+    cannot_run=lambda options: why_not(),
+)

@@ -1,0 +1,88 @@
+"""The common part of backends whose engines run on NVIDIA GPUs, by `lockstep.gpu`.
+
+A backend derives from `GpuBackend` and adds the rest of `lockstep.backends.base.Backend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.engines import EngineFile, EngineSetManifest
+from lockstep.artifacts.files import write_bytes
+from lockstep.backends.base import CanonicalBytes
+from lockstep.backends.graphs import RopeGraph
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.gpu.attention.rope_tables import check_rope_tables
+from lockstep.gpu.libraries import library_versions, require_nvrtc
+from lockstep.step.advance import Executor
+from lockstep.step.network import Network
+
+
+class GpuBackend:
+    """A backend whose engines run on a GPU, one device a rank."""
+
+    batch_invariant = False
+    takes_long = False
+    rank_devices = True
+    activations: str | None = None
+    takes_canonical = False
+
+    def libraries(self, runs: bool) -> dict[str, str]:
+        """Return the versions of cuBLAS, cuDNN and NVRTC, which run beside engines, or instead of them."""
+        return library_versions() if runs else {}
+
+    def options_key(self, options: Mapping[str, Any]) -> Any:
+        return dict(options)
+
+    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
+        pass
+
+    def keeps(self, name: str, entry: EngineFile) -> bool:
+        return True
+
+    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
+        return CanonicalBytes(engine_path.read_bytes())
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        from lockstep.gpu import cuda
+
+        return cuda.empty(shape, dtype)
+
+    def executor(
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
+    ) -> Executor:
+        assert max_num_tokens is not None  # it is among the options of these backends
+        require_nvrtc()
+        from lockstep.gpu.executor import GpuExecutor
+
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
+
+
+def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator[tuple[str, GraphFile]]:
+    """Yield the engine names and graphs of an assembly whose attention variants `fused` are the runtime's.
+
+    Of those only RoPE is needed.
+    """
+    ranks = assembly.tensor_parallel
+    variants = assembly.variants if ranks is None else ranks.variants
+    for name, graph in assembly.engine_graphs():
+        variant, _, phase = name.rpartition(".")
+        if variant not in fused:
+            yield name, graph
+        elif phase == "decode":
+            yield f"{variant}.rotary", RopeGraph(graph.file, graph.sha256, graph.signature, variants[variant])
+
+
+def build_rope(graph_path: Path, out_path: Path, max_seq_len: int) -> None:
+    """Keep a RoPE graph as an engine.
+
+    Raises CheckError where RoPE tables do not give what it computes.
+    """
+    rope = OnnxRuntimeBackend().load(graph_path, (), None, False).bind(None, {})
+    check_rope_tables(rope, max_seq_len, str(out_path))
+    write_bytes(out_path, graph_path.read_bytes())

@@ -1,0 +1,89 @@
+"""What attention over a KV cache offers to a rank.
+
+Both implementations have one signature: `reserve`, `reset`, `begin`, `calls`. `traced.TracedAttention` runs the
+exported graphs as engines: any attention variant, three to ten times slower than fused kernels at long contexts.
+`fused.FusedAttention` has a paged cache: rows that decode are one kernel of our own a layer; a prompt's tokens get
+their RoPE from a kernel and then go through cuDNN's attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from lockstep.gpu import cuda
+from lockstep.step.network import LayerAttention
+
+SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
+LARGEST_BATCH = 4  # prompts that fused attention takes in one call
+Call = Callable[[], None]
+Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
+
+
+def padded(tokens: int) -> int:
+    """Return the size to which fused attention pads a chunk of so many tokens."""
+    return max(SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
+
+
+class Attention(Protocol):
+    """The KV cache of some layers, and attention over it."""
+
+    capacity: int  # a decode graph that was captured holds for this capacity only
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+        """Make room for a step.
+
+        Row `r` will hold `ends[r]` tokens after the step; lengths: of all rows before it. Returns whether arrays were
+        moved that the calls of steps hold.
+        """
+        ...
+
+    def reset(self, row: int, stream: cuda.Stream) -> None:
+        """Forget a row."""
+        ...
+
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
+        """Prepare a pass of chunks, before its first layer."""
+        ...
+
+    def calls(
+        self,
+        index: int,
+        layer_attention: LayerAttention,
+        values: Mapping[str, cuda.Array],
+        rows: cuda.Array,
+        chunks: Chunks,
+        buffer: Callable[..., cuda.Array],
+        stream: cuda.Stream,
+        own: bool,
+    ) -> list[tuple[str, Call]]:
+        """Return the calls of one layer, each with the name that its time goes to.
+
+        They compute attention of the packed tokens ("attention") and write keys and values into the cache. Without
+        chunks each token is of a request of its own, that of row `i` at i.
+        """
+        ...
+
+
+class PagedAttention(Attention, Protocol):
+    """Attention over pages, whose content can be moved."""
+
+    def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
+        """Copy what a slot holds behind its full pages to the pages of another.
+
+        length: the tokens that `slot` holds.
+        """
+        ...
+
+    def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
+        """Put copies of the pages of `length` tokens on the stream.
+
+        Returns the page-locked memory that they go to.
+        """
+        ...
+
+    def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
+        """Put copies of what `save` gave into a slot's pages on the stream."""
+        ...

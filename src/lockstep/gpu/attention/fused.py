@@ -1,0 +1,208 @@
+"""Fused attention over a paged KV cache.
+
+A row that decodes is one kernel of our own (paged_decode.py), with the variant's RoPE (rope_tables.py) in it.
+A prompt's tokens get their RoPE from another kernel (rope_kernel.py) and then go through cuDNN's attention
+(prompt.py).
+
+A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]. One table for all layers says which pages a
+row has: step/pages.py allocates them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+
+from lockstep.gpu import cuda
+from lockstep.gpu.attention.base import Call, Chunks
+from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables
+from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
+from lockstep.gpu.attention.prompt import PromptAttention
+from lockstep.gpu.attention.rope_kernel import RopeKernel
+from lockstep.gpu.attention.rope_tables import read_rope_tables
+from lockstep.gpu.kernels.step_kernels import Kernels
+from lockstep.gpu.staging import Staging
+from lockstep.step.executable import HostExecutable
+from lockstep.step.network import LayerAttention
+from lockstep.step.pages import PageTables
+
+
+class FusedAttention:
+    """Fused attention of the layers `layers` (by number).
+
+    It has the signature of `base.Attention`.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerAttention],
+        dtype: np.dtype,
+        tables: PageTables,
+        rows: int,
+        max_seq_len: int,
+        kernels: Kernels,
+        stream: cuda.Stream,
+    ):
+        self._dtype, self._tables = np.dtype(dtype), tables
+        pages_per_row, pages = -(-max_seq_len // PAGE), tables.pool.num_pages
+        self.capacity = pages_per_row * PAGE
+        self._host_table = np.zeros((rows, pages_per_row), np.int32)
+        self._sent = [0] * rows  # pages of each row that the table on the device has
+        self._table = cuda.zeros(self._host_table.shape, "i4")
+        self._table_staging = Staging(self._table.nbytes, 1)
+        attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
+        self._rope_tables = {
+            key: _device_rope_tables(layer_attention, max_seq_len) for key, layer_attention in attentions.items()
+        }
+        specs = self._specs = {
+            key: _spec(layer_attention, self._dtype, bool(kernels.wide)) for key, layer_attention in attentions.items()
+        }
+        self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
+        self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
+        self._scratch = Scratch(specs.values(), rows)
+        self._cache = {}
+        for index, layer_attention in layers.items():
+            heads = layer_attention.cache.num_kv_heads
+            self._cache[index] = tuple(
+                cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache")
+                for dim in (layer_attention.cache.head_dim, layer_attention.cache.value_head_dim)
+            )
+        self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+        """Send the page tables of rows that grew since the last call; return False.
+
+        Nothing moves: the table's contents change, not its address.
+        """
+        grown = [row for row in ends if len(self._tables[row]) != self._sent[row]]
+        for row in grown:
+            pages = self._tables[row]
+            self._host_table[row, : len(pages)] = pages
+            self._sent[row] = len(pages)
+        if grown:
+            self._table_staging.send(stream, [(self._table, self._host_table)])
+        return False
+
+    def reset(self, row: int, stream: cuda.Stream) -> None:
+        """Forget the row's pages on the device.
+
+        What the pages hold is never read: the kernels look at a row's length before its pages.
+        """
+        self._sent[row] = 0
+
+    def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
+        """Copy the page that is not full; the full ones stand in both tables."""
+        self._sent[other] = 0
+        full = length // PAGE
+        if length % PAGE:
+            source, to = self._tables[slot][full], self._tables[other][full]
+            for array in self._arrays():
+                page = array[source : source + 1]
+                stream.copy_rows(array[to : to + 1].address, page.nbytes, page.address, page.nbytes, page.nbytes, 1)
+
+    def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
+        """Return the slot's pages in page-locked memory.
+
+        The array is [pages, bytes of a page of all layers] uint8, layer by layer, keys before values. The copies are
+        put on the stream.
+        """
+        pages = self._tables[slot][: -(-length // PAGE)]
+        saved = cuda.pinned((len(pages), self._tables.pool.page_nbytes), "u1")
+        for host, array in self._places(saved, pages):
+            stream.download(host, array)
+        return saved
+
+    def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
+        self._sent[slot] = 0
+        for host, array in self._places(saved, self._tables[slot]):
+            stream.upload(array, host)
+
+    def _places(self, saved: np.ndarray, pages: Sequence[int]) -> Iterator[tuple[np.ndarray, cuda.Array]]:
+        """Yield the views of each page of each array, in `saved` and on the device."""
+        for row, page in zip(saved, pages):
+            at = 0
+            for array in self._arrays():
+                place = array[page : page + 1]
+                yield row[at : at + place.nbytes], place
+                at += place.nbytes
+
+    def _arrays(self) -> list[cuda.Array]:
+        """Return keys and values of all layers, [pages, num_kv_heads, 64, dim]."""
+        return [array for pair in self._cache.values() for array in pair]
+
+    def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
+        """Send the lengths and pages of chunks."""
+        self._prompts.begin(chunks, self._host_table)
+
+    def calls(
+        self,
+        index: int,
+        layer_attention: LayerAttention,
+        values: Mapping[str, cuda.Array],
+        rows: cuda.Array,
+        chunks: Chunks,
+        buffer: Callable[..., cuda.Array],
+        stream: cuda.Stream,
+        own: bool,
+    ) -> list[tuple[str, Call]]:
+        variant, shape, total = layer_attention.variant, layer_attention.cache, values["attention"].shape[0]
+        keys, cached = self._cache[index]
+        query = values["query"].reshape(total, variant.num_heads, shape.head_dim)
+        key = values["key"].reshape(total, shape.num_kv_heads, shape.head_dim)
+        value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
+        out = values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
+        positions, tables, scale = values["position_ids"], self._rope_tables[id(layer_attention)], variant.scale
+        if not chunks:  # the executor puts row i into request i, or nothing
+            decode, scratch, table = self._decode[id(layer_attention)], self._scratch, self._table
+            arrays = (query, key, value, out, keys, cached, tables, rows, positions, table)
+            return [("attention", lambda: decode.launch(stream, *arrays, scale, scratch))]
+        query_out = buffer("query_out", query.shape, self._dtype)
+        apply_rope = functools.partial(
+            self._rope[id(layer_attention)].launch,
+            stream,
+            query,
+            key,
+            value,
+            query_out,
+            keys,
+            cached,
+            tables,
+            rows,
+            positions,
+            self._table,
+        )
+        attend = self._prompts.calls(self._specs[id(layer_attention)], scale, query_out, keys, cached, out)
+        return [("rotary and cache", apply_rope), *(("attention", call) for call in attend)]
+
+
+def _device_rope_tables(layer_attention: LayerAttention, positions: int) -> DeviceRopeTables:
+    """Return the RoPE tables of a layer, on the device."""
+    rope = cast(HostExecutable, layer_attention.engines["rotary"])  # the backend loads it with ONNX Runtime
+    tables = read_rope_tables(rope, positions, "attention: fused")
+    return DeviceRopeTables(_up(tables.own), _up(tables.other), _up(tables.partner))
+
+
+def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> AttentionKernelSpec:
+    """Return what the kernels of a layer are compiled for."""
+    variant, shape = layer_attention.variant, layer_attention.cache
+    (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
+    return AttentionKernelSpec(
+        dtype=dtype.name,
+        given=given,
+        wide=wide,
+        heads=variant.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_head_dim,
+        window=variant.window,
+    )
+
+
+def _up(host: np.ndarray) -> cuda.Array:
+    array, stream = cuda.empty(host.shape, host.dtype), cuda.Stream()
+    stream.upload(array, host)
+    stream.synchronize()
+    return array

@@ -1,0 +1,124 @@
+"""The kernels of fused attention: what they are compiled for, and shared CUDA C++.
+
+The kernels are paged_decode.py for rows that decode and rope_kernel.py for tokens of prompts. Both need
+compute capability 8.0 or higher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.gpu.cuda import Array
+from lockstep.gpu.kernels.step_kernels import NUMBERS
+
+PAGE = 64  # tokens of a page of the cache
+THREADS = 128  # of a block
+# In CUDA C++, with the macros of AttentionKernelSpec.options.
+WORDS = r"""
+typedef unsigned short Bits;  // a number of KIND
+struct __align__(16) Vec8 { unsigned w[4]; };  // 8 numbers of KIND
+struct __align__(16) Four { float w[4]; };
+
+#if GIVEN == 0
+typedef float Given;
+#else
+typedef unsigned short Given;
+#endif
+
+__device__ __forceinline__ float number(float given) { return given; }
+__device__ __forceinline__ float number(unsigned short given) {
+    float result;
+    if (GIVEN == 1) asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(given));
+    else result = __uint_as_float((unsigned)given << 16);
+    return result;
+}
+
+#if KIND == 1
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned result;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+
+// RoPE of one element, by intrinsics that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
+__device__ __forceinline__ float rope(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
+"""  # noqa: E501
+
+
+@dataclass(frozen=True)
+class DeviceRopeTables:
+    """RoPE tables (`rope_tables.RopeTables`) on the device.
+
+    The result is `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads. own, other
+    [positions, head_dim] float32; partner [head_dim] int32.
+    """
+
+    own: Array
+    other: Array
+    partner: Array
+
+
+@dataclass(frozen=True)
+class AttentionKernelSpec:
+    """What an attention kernel is compiled for.
+
+    dtype: of the cache, and of all but queries and keys, whose dtype is `given`; both by NumPy's names. wide: positions
+    are int64. window: the number of tokens that a token sees, itself among them; 0: all before it.
+    """
+
+    dtype: str
+    given: str
+    wide: bool
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        values = {
+            "KIND": NUMBERS[self.dtype],
+            "GIVEN": NUMBERS[self.given],
+            "WIDE": int(self.wide),
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.heads // self.kv_heads,
+            "HEADS": self.block_heads,
+            "DIM": self.head_dim,
+            "VALUE_DIM": self.value_dim,
+            "WINDOW": self.window,
+            "PAGE": PAGE,
+            "THREADS": THREADS,
+        }
+        return tuple(f"-D{name}={value}" for name, value in values.items())
+
+    @property
+    def block_heads(self) -> int:
+        """Return the query heads of a block.
+
+        These are the eight columns of a product, or, for heads of more than 128 numbers, four: as many as the registers
+        hold. It is never more than the query heads of a KV head.
+        """
+        return min(self.heads // self.kv_heads, 4 if self.head_dim > 128 else 8)
+
+    @property
+    def blocks(self) -> int:
+        """Return the blocks of a request and split.
+
+        These are the KV heads times the chunks of their query heads.
+        """
+        return self.kv_heads * -(-self.heads // self.kv_heads // self.block_heads)
+
+    def splits(self, requests: int, multiprocessors: int) -> int:
+        """Return into how many splits a row is divided: a power of two from 2 to 16.
+
+        It is the largest with at most two blocks for each of the GPU's multiprocessors.
+        """
+        splits = 2
+        while splits < 16 and 2 * splits * requests * self.blocks <= 2 * multiprocessors:
+            splits *= 2
+        return splits

@@ -1,0 +1,60 @@
+"""The attention that each layer of a network was built for, and the page tables of its cache."""
+
+from __future__ import annotations
+
+from lockstep.errors import CheckError
+from lockstep.gpu import cuda
+from lockstep.gpu.attention.base import Attention
+from lockstep.gpu.attention.traced import TracedAttention
+from lockstep.gpu.kernels.step_kernels import Kernels
+from lockstep.step.network import Network
+from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
+
+
+def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: float | None, free: int) -> PageTables:
+    """Return the page tables of all slots, the same on each device.
+
+    kv_bytes: memory of each device for keys and values of all slots, or below 1 the share of what is free; None: for
+    the longest requests in all slots, or nine tenths of what is free. free: bytes that the device with the least has
+    free. Where some attention is traced, whose cache has no pages, each slot has room for the longest request. Raises
+    CheckError where there is room for no page.
+    """
+    pages, fused = num_slots * -(-max_seq_len // PAGE_SIZE), _fused(network)
+    nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.layers[index][1].cache.size for index in fused)
+    if len(fused) < len(network.layers):
+        return PageTables(PagePool(pages, nbytes), num_slots, shares=None)
+    share = 0.9 if kv_bytes is None else kv_bytes
+    room = min(pages * nbytes, int(free * share)) if share < 1 else int(share)
+    if room < nbytes:
+        raise CheckError(
+            f"KV cache: expected room for a page of {PAGE_SIZE} tokens, {nbytes} bytes, found {room} "
+            f"({'kv_bytes' if kv_bytes else f'of {free} free on the GPU'}); raise kv_bytes, or end what else uses it"
+        )
+    return PageTables(PagePool(room // nbytes, nbytes), num_slots)
+
+
+def _fused(network: Network) -> list[int]:
+    """Return the layers whose attention variant was built for fused attention."""
+    return [index for index, (_, layer_attention) in enumerate(network.layers) if "rotary" in layer_attention.engines]
+
+
+def make_attention(
+    network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels, stream: cuda.Stream
+) -> list[Attention]:
+    """Return for each layer the attention that it was built for, on a device's stream.
+
+    Fused layers share one object, and so do traced ones.
+    """
+    fused, attentions = set(_fused(network)), [layer_attention for _, layer_attention in network.layers]
+    made: dict[bool, Attention] = {}
+    for is_fused in sorted({index in fused for index in range(len(attentions))}):
+        layers = {
+            index: layer_attention for index, layer_attention in enumerate(attentions) if (index in fused) == is_fused
+        }
+        if is_fused:
+            from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
+
+            made[True] = FusedAttention(layers, network.dtype, tables, num_slots, max_seq_len, kernels, stream)
+        else:
+            made[False] = TracedAttention(layers, network.dtype, num_slots, max_seq_len, kernels)
+    return [made[index in fused] for index in range(len(attentions))]

@@ -1,0 +1,103 @@
+"""The paged decode attention kernel: RoPE, the cache write and attention at once.
+
+One launch a layer. cuDNN's attention, with the kernels in front of it, takes two and more: at one token a row the
+launches, and the reads that wait for each other, cost more than the cache. Needs compute capability 8.0 or higher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from lockstep.gpu import cuda
+from lockstep.gpu.attention.kernel_spec import THREADS, WORDS, AttentionKernelSpec, DeviceRopeTables
+
+# Compiled for each spec, behind the common words.
+_SOURCE = WORDS + Path(__file__).with_name("paged_decode.cu").read_text(encoding="utf-8")
+
+
+class Scratch:
+    """Memory in which the thread blocks of a row pass partial results to each other.
+
+    It is enough for each of `specs` with up to `rows` requests. Launches that follow each other share it.
+    """
+
+    def __init__(self, specs: Iterable[AttentionKernelSpec], rows: int):
+        multiprocessors = cuda.multiprocessors(cuda.current_device())
+        groups = max(rows * spec.blocks for spec in specs)
+        heads = [
+            (
+                spec,
+                spec.block_heads
+                * max(count * spec.blocks * spec.splits(count, multiprocessors) for count in range(1, rows + 1)),
+            )
+            for spec in specs
+        ]
+        self.partials = cuda.empty(
+            (max(count * spec.value_dim for spec, count in heads),), "f4", "attention to work in"
+        )
+        self.stats = cuda.empty((max(count for _, count in heads), 2), "f4", "attention to work in")
+        self.counters = cuda.zeros((groups,), "i4")
+
+
+class DecodeAttention:
+    """The decode attention kernel of a spec, compiled for this GPU."""
+
+    def __init__(self, spec: AttentionKernelSpec):
+        self._spec, self._multiprocessors = spec, cuda.multiprocessors(cuda.current_device())
+        self._kernel = cuda.compile_kernels(_SOURCE, spec.options)["decode_attention"]
+
+    def launch(
+        self,
+        stream: cuda.Stream,
+        query: cuda.Array,
+        key: cuda.Array,
+        value: cuda.Array,
+        out: cuda.Array,
+        keys: cuda.Array,
+        values: cuda.Array,
+        tables: DeviceRopeTables,
+        rows: cuda.Array,
+        positions: cuda.Array,
+        pages: cuda.Array,
+        scale: float,
+        scratch: Scratch,
+    ) -> None:
+        """Put the attention of each request's new token on the stream.
+
+        query [num_requests, num_heads, head_dim], key, value [num_requests, num_kv_heads, dim] -> out [num_requests,
+        num_heads, value_dim]: the attention of each request's new token, at `positions[i]`, to all tokens of its row
+        that it sees, the new one among them.
+
+        Queries and keys get their RoPE first and are rounded. The new key and value go into keys, values [pages,
+        num_kv_heads, 64, dim] as `RopeKernel` writes them, to the bit. Request i is row i: rows[i] (int32) is i, or -1
+        for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows, pages_per_row]
+        int32: the page table.
+
+        Products are of numbers of the cache's dtype with fp32 accumulation. Scores, largest scores and sums of weights
+        are fp32; weights are rounded to the cache's dtype.
+        """
+        spec, requests = self._spec, out.shape[0]
+        self._kernel.launch(
+            stream,
+            (spec.splits(requests, self._multiprocessors), spec.blocks, requests),
+            THREADS,
+            query,
+            key,
+            value,
+            out,
+            keys,
+            values,
+            tables.own,
+            tables.other,
+            tables.partner,
+            rows,
+            positions,
+            pages,
+            pages.shape[1],
+            scale * math.log2(math.e),
+            scratch.partials,
+            scratch.stats,
+            scratch.counters,
+        )

@@ -1,0 +1,296 @@
+"""cuDNN's attention of prompts over a paged KV cache.
+
+A call is for one chunk, or for several as packed sequences. Chunks are padded to the next power of two of tokens
+(`base.padded`), so that few of cuDNN's plans serve all; what is beyond a chunk's last token costs next to nothing,
+so that those of a call are padded to the longest of them. Needs the package nvidia-cudnn-frontend and the library cuDNN
+9; no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import CheckError
+from lockstep.gpu import cuda
+from lockstep.gpu.attention.base import LARGEST_BATCH, Call, Chunks, padded
+from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec
+from lockstep.gpu.libraries import require_cudnn
+from lockstep.gpu.staging import Staging
+
+cudnn = require_cudnn()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Chunks first to last of a pass, all padded to `tokens` tokens.
+
+    at: where its offsets begin among all.
+    """
+
+    tokens: int
+    first: int
+    last: int
+    at: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of cuDNN on these packed tokens.
+
+    more: offsets, of several chunks.
+    """
+
+    plan: _CudnnPlan
+    tokens: slice
+    table: cuda.Array
+    new: cuda.Array
+    held: cuda.Array
+    more: tuple[list[cuda.Array], ...] = ()
+
+
+class PromptAttention:
+    """Attention of the chunks of a pass, over caches of `pages` pages.
+
+    A row has up to `pages_per_row` pages.
+    """
+
+    def __init__(
+        self, specs: Sequence[AttentionKernelSpec], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream
+    ):
+        self._pages, self._stream = pages, stream
+        self._new, self._held = (cuda.zeros((rows,), "i4") for _ in range(2))
+        self._table = cuda.zeros((rows, pages_per_row), "i4")
+        widths = {spec.heads * dim for spec in specs for dim in (spec.head_dim, spec.value_dim)}
+        # where each chunk of a batch begins, and where its last one ends, in numbers of so many a token
+        self._offsets = {width: cuda.zeros((2 * rows,), "i4") for width in sorted(widths)}
+        arrays = (self._new, self._held, self._table, *self._offsets.values())
+        self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
+        self._batches: list[_Batch] = []
+        self._planned: dict[tuple[int, float], list[_Call]] = {}  # of this pass, by spec and scale
+        self._chunks: Chunks = ()
+
+    def begin(self, chunks: Chunks, table: np.ndarray) -> None:
+        """Send what the calls of a pass read of its chunks.
+
+        These are the numbers of new tokens and of all tokens, pages and offsets. table [rows, pages_per_row]: the pages
+        of each row.
+        """
+        self._chunks, self._batches, self._planned = chunks, [], {}
+        offsets: list[int] = []
+        for first in range(0, len(chunks), LARGEST_BATCH):
+            batch = chunks[first : first + LARGEST_BATCH]
+            tokens = padded(max(high - low for _, _, low, high in batch))
+            self._batches.append(_Batch(tokens, first, first + len(batch), len(offsets)))
+            offsets += [low for _, _, low, _ in batch] + [batch[-1][3]]
+        count, starts = len(chunks), np.array(offsets)
+        pairs = [
+            (self._new[:count], np.array([high - low for _, _, low, high in chunks])),
+            (self._held[:count], np.array([start + high - low for _, start, low, high in chunks])),
+            (self._table[:count], table[[row for row, *_ in chunks]]),
+        ]
+        pairs += [(array[: len(starts)], starts * width) for width, array in self._offsets.items()]
+        self._staging.send(self._stream, pairs)
+
+    def calls(
+        self,
+        spec: AttentionKernelSpec,
+        scale: float,
+        query: cuda.Array,
+        keys: cuda.Array,
+        values: cuda.Array,
+        out: cuda.Array,
+    ) -> list[Call]:
+        """Return the calls of attention of queries with RoPE.
+
+        query [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim], over keys, values [pages,
+        num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what is before it.
+        """
+        planned = self._planned.get((id(spec), scale))
+        if planned is None:
+            planned = self._planned[id(spec), scale] = list(self._plan_pass(spec, scale))
+        return [
+            call.plan.call(
+                query[call.tokens], keys, values, call.table, call.new, call.held, out[call.tokens], *call.more
+            )
+            for call in planned
+        ]
+
+    def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[_Call]:
+        """Yield the calls of a pass, which all layers of this spec share."""
+        for batch in self._batches:
+            size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], batch.last - batch.first)
+            plan = _batch_plan(size, self._stream) if size.batch > 1 else None
+            if plan is not None:
+                chosen = slice(batch.first, batch.last)
+                offsets = [
+                    self._offsets[spec.heads * dim][batch.at : batch.at + size.batch + 1]
+                    for dim in (spec.head_dim, spec.value_dim)
+                ]
+                arrays = self._table[chosen], self._new[chosen], self._held[chosen]
+                yield _Call(plan, slice(None), *arrays, (offsets,))
+                continue
+            for number in range(batch.first, batch.last):
+                _, _, low, high = self._chunks[number]
+                one = slice(number, number + 1)
+                plan = _plan(replace(size, batch=1, tokens=padded(high - low)), self._stream)
+                yield _Call(plan, slice(low, high), self._table[one], self._new[one], self._held[one])
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What a plan of cuDNN is made for: `batch` chunks of up to `tokens` tokens."""
+
+    spec: AttentionKernelSpec
+    scale: float
+    tokens: int
+    pages: int
+    pages_per_row: int
+    batch: int
+
+
+@functools.cache
+def _handle(stream: cuda.Stream) -> Any:
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=stream.handle)
+    return handle
+
+
+@functools.cache
+def _plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan:
+    return _CudnnPlan(size, stream)
+
+
+@functools.cache
+def _batch_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
+    """Return cuDNN's plan of several chunks, or None where it has none.
+
+    This cuDNN then has no attention of packed sequences over pages: they are taken one by one.
+    """
+    try:
+        return _CudnnPlan(size, stream)
+    except CheckError:
+        return None
+
+
+class _CudnnPlan:
+    """cuDNN's plan of one size, with its workspace.
+
+    Each token sees itself and what is before it (bottom right). A batch of several is packed: offsets say where each
+    begins; one alone may begin anywhere.
+    """
+
+    _workspaces: dict[int, cuda.Array] = {}  # by stream: each has its device
+
+    def __init__(self, size: _Size, stream: cuda.Stream):
+        spec, batch = size.spec, size.batch
+        kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[spec.dtype]
+        handle = _handle(stream)
+        graph = cudnn.pygraph(
+            io_data_type=kind,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            handle=handle,
+        )
+
+        def packed(dim: int) -> dict[str, list[int]]:
+            width = spec.heads * dim
+            return {"dim": [batch, spec.heads, size.tokens, dim], "stride": [size.tokens * width, dim, width, 1]}
+
+        def paged(name: str, dim: int) -> Any:
+            page = PAGE * dim
+            return graph.tensor(
+                name=name,
+                dim=[size.pages, spec.kv_heads, PAGE, dim],
+                stride=[spec.kv_heads * page, page, dim, 1],
+                data_type=kind,
+            )
+
+        def integers(name: str, requests: int, count: int) -> Any:
+            return graph.tensor(
+                name=name, dim=[requests, 1, count, 1], stride=[count, count, 1, 1], data_type=cudnn.data_type.INT32
+            )
+
+        inputs = {
+            "query": graph.tensor(name="query", data_type=kind, **packed(spec.head_dim)),
+            "keys": paged("keys", spec.head_dim),
+            "values": paged("values", spec.value_dim),
+            "key_table": integers("key_table", batch, size.pages_per_row),
+            "value_table": integers("value_table", batch, size.pages_per_row),
+            "new": integers("new", batch, 1),
+            "held": integers("held", batch, 1),
+        }
+        if batch > 1:
+            inputs |= {name: integers(name, batch + 1, 1) for name in ("query_offsets", "out_offsets")}
+        window = {"diagonal_band_left_bound": spec.window} if spec.window else {}
+        try:
+            if batch > 1:
+                inputs["query"].set_ragged_offset(inputs["query_offsets"])
+            out, _ = graph.sdpa(
+                name="attention",
+                q=inputs["query"],
+                k=inputs["keys"],
+                v=inputs["values"],
+                generate_stats=False,
+                attn_scale=size.scale,
+                use_padding_mask=True,
+                seq_len_q=inputs["new"],
+                seq_len_kv=inputs["held"],
+                paged_attention_k_table=inputs["key_table"],
+                paged_attention_v_table=inputs["value_table"],
+                paged_attention_max_seq_len_kv=size.pages_per_row * PAGE,
+                diagonal_alignment=cudnn.diagonal_alignment.BOTTOM_RIGHT,
+                diagonal_band_right_bound=0,
+                **window,
+            )
+            layout = packed(spec.value_dim)
+            out.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"]).set_data_type(kind)
+            if batch > 1:
+                out.set_ragged_offset(inputs["out_offsets"])
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([cudnn.heur_mode.A])
+            graph.check_support()
+            graph.build_plans()
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+            raise CheckError(
+                f"cuDNN {cudnn.backend_version()}: no attention for {size}: "
+                f"{' '.join(str(error).split())}; build with attention: traced"
+            ) from error
+        # By number: a tensor in their place would be asked for its number in each call.
+        self._inputs, self._out = {name: tensor.get_uid() for name, tensor in inputs.items()}, out.get_uid()
+        self._graph, self._handle = graph, handle
+        nbytes = max(1, graph.get_workspace_size())
+        held = _CudnnPlan._workspaces.get(stream.handle)
+        if held is None or held.nbytes < nbytes:
+            # plans that hold a smaller one keep it
+            held = _CudnnPlan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
+        self._work = held
+
+    def call(
+        self,
+        query: cuda.Array,
+        keys: cuda.Array,
+        values: cuda.Array,
+        table: cuda.Array,
+        new: cuda.Array,
+        held: cuda.Array,
+        out: cuda.Array,
+        offsets: Sequence[cuda.Array] = (),
+    ) -> Call:
+        arrays = {
+            "query": query,
+            "keys": keys,
+            "values": values,
+            "key_table": table,
+            "value_table": table,
+            "new": new,
+            "held": held,
+            **dict(zip(("query_offsets", "out_offsets"), offsets)),
+        }
+        addresses = {self._inputs[name]: array.address for name, array in arrays.items()} | {self._out: out.address}
+        return lambda: self._graph.execute(addresses, self._work.address, handle=self._handle)

@@ -1,0 +1,100 @@
+"""What an engine depends on in a GPU: name, compute capability and driver.
+
+Nothing here needs CUDA to be imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError
+
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def describe_gpu(backend: str, ordinal: int = 0) -> dict[str, Any]:
+    """Return the description of a CUDA device.
+
+    It is {"type", "name", "compute_capability", "driver", "memory"} (memory in bytes). ordinal: the device's number,
+    the first one's by default. backend: opens the line of an error.
+
+    Raises InputError where there is no CUDA driver or no GPU.
+    """
+    try:
+        from cuda.bindings import driver
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"backend {backend}: needs the Python package cuda-python (module {error.name}), "
+            f"which is not installed here; install it"
+        ) from None
+    try:
+        _call(driver, driver.cuInit(0))
+        number = _call(driver, driver.cuDeviceGet(ordinal))
+        name = _call(driver, driver.cuDeviceGetName(128, number))
+        attribute = driver.CUdevice_attribute
+        capability = [
+            _call(driver, driver.cuDeviceGetAttribute(which, number))
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        ]
+        memory = _call(driver, driver.cuDeviceTotalMem(number))
+        cuda = _call(driver, driver.cuDriverGetVersion())
+    except RuntimeError as error:  # cuda-bindings raises it where there is no libcuda
+        raise InputError(
+            f"backend {backend}: expected an NVIDIA GPU with its driver, found none: {' '.join(str(error).split())}"
+        ) from None
+    return {
+        "type": "gpu",
+        "name": name.partition(b"\0")[0].decode(),
+        "compute_capability": ".".join(map(str, capability)),
+        "driver": driver_version(cuda),
+        "memory": int(memory),
+    }
+
+
+@functools.cache
+def compute_capability() -> str | None:
+    """Return the compute capability of the first CUDA device ("8.9").
+
+    None where there is no driver or no device.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    ok = not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), 0)
+    for number, attribute in zip(numbers, (_MAJOR, _MINOR)):
+        ok = ok and not cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+    return ".".join(str(number.value) for number in numbers) if ok else None
+
+
+def driver_version(cuda: int, text: str | None = None) -> str:
+    """Return the version of the NVIDIA kernel module (550.54.15).
+
+    Where Linux does not tell it, that of CUDA is returned (`cuda` is 12040 for 12.4).
+    """
+    if text is None:
+        text = _DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return found[1] if found else f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+
+
+def gpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for an engine to be loaded."""
+    return {key: device.get(key) for key in ("name", "compute_capability", "driver")}
+
+
+def _call(driver: Any, result: tuple) -> Any:
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(str(error).rpartition(".")[2])
+    return values[0] if values else None

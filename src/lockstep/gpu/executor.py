@@ -1,0 +1,570 @@
+"""The executor on GPUs: a CPU step's engines in the same order, values on devices.
+
+Rows that decode are one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention,
+cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not decode is
+written nowhere. Tokens of prompts are a pass that is put on the stream call by call, as the calls are made: the device
+is at the first layers while the host prepares the next ones. Rows that decode beside them go through the blocks in the
+same pass, which reads the weights once, where that is no slower; each part has the attention that it has alone.
+
+The device chooses the tokens, greedy or drawn: where these alone are asked for, no logits come back, and the device
+holds what the next step goes on with. A caller that knows the next step says so, prompts and all, and it is launched
+speculatively: put on the stream before this one's tokens are back, so that the device does not wait for the host. Rows
+of it that are not asked for after all are dropped, and prompts that come on top follow it in a pass of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.errors import CheckError, InputError
+from lockstep.gpu import cuda
+from lockstep.gpu.attention.base import LARGEST_BATCH, padded
+from lockstep.gpu.ranks.group import RankGroup
+from lockstep.gpu.ranks.rank import Rank, StepCalls
+from lockstep.gpu.resident_adapters import ResidentAdapters
+from lockstep.gpu.timing import ROUNDS, microseconds, microseconds_by_name
+from lockstep.step.advance import FOUND, Advance
+from lockstep.step.network import Network
+from lockstep.step.packing import split
+from lockstep.step.sampling import Sampling
+from lockstep.weights.adapters import AdapterWriter, LoraArrays
+
+_WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights take to be read (7B shape, H200, fp16)
+
+
+@dataclass
+class _Flight:
+    """A step in flight: the device runs it, or has finished it.
+
+    ends: by slot, the tokens that it holds after the step. chunks: by slot its prompts.
+    """
+
+    ends: dict[int, int]
+    chunks: dict[int, Advance]
+    passes: list[list[StepCalls]]  # by pass, by rank
+    rows: list[dict[int, cuda.Array]]  # by rank, by slot: its logits [1, vocab_size], there until the next step
+    fetched: list[tuple[np.ndarray, cuda.Event]]  # by rank, page-locked: what it finds, by slot, behind the event
+    given: np.ndarray | None = None  # of a step that was not asked for yet: the tokens that it went on with, by slot
+    loads: np.ndarray | None = None  # likewise: by slot, which load of an adapter (GpuExecutor._loads)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Return the first rank's tokens, by slot."""
+        return self.fetched[0][0]
+
+
+class GpuExecutor:
+    """An executor of the steps of a Network whose engines are GPU programs.
+
+    `lengths[slot]`: tokens that a slot holds. Several ranks run the same step, each on its device; the first one's
+    tokens and logits come back.
+    """
+
+    async_scheduling = True
+
+    def __init__(
+        self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None = None
+    ):
+        """Allocate the ranks' KV cache and buffers.
+
+        kv_bytes: memory for keys and values, of each device; None: for the longest requests in all slots, or nine
+        tenths of what is free. Raises CheckError where that is no page.
+        """
+        cuda.leave_at_exit(self)
+        self.num_slots, self.max_seq_len = num_slots, max_seq_len
+        self.lengths = np.zeros(num_slots, np.int64)
+        # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
+        self._written: set[int] = set()
+        self.group = RankGroup(network, num_slots, max_seq_len, max_num_tokens, kv_bytes)
+        self.ranks, self.tables = self.group.ranks, self.group.tables
+        self._max_num_tokens = max_num_tokens
+        self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
+        # the step with one prompt that was taken last, and its slots
+        self._prompt: tuple[list[StepCalls], list[int]] | None = None
+        self._host_logits: np.ndarray | None = None
+        self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
+
+    def __del__(self) -> None:
+        if hasattr(self, "group"):
+            self.group.drain()  # what is freed now may be at work still
+
+    @property
+    def in_flight(self) -> bool:
+        """Return whether a step was launched that has not been asked for yet."""
+        return self._in_flight is not None
+
+    def reset(self, slot: int) -> None:
+        """Forget what a slot holds and release its pages."""
+        if slot in self._written:
+            for rank in self.group.each():
+                for attention in rank.attentions:
+                    attention.reset(slot, rank.stream)
+        self._written.discard(slot)
+        self._leave_flight(slot)
+        self.tables.release(slot)
+        self.lengths[slot] = 0
+
+    def share(self, slot: int, pages: Sequence[int]) -> None:
+        """Let the slot's page table begin with `pages`; nothing is copied."""
+        self._written.add(slot)
+
+    def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        raise AssertionError("a prefix is not copied: its pages are in the slot's table")
+
+    def fork(self, slot: int, other: int) -> None:
+        """Copy what is behind the slot's full pages."""
+        self._written.add(other)
+        for rank in self.group.each():
+            for attention in rank.paged:
+                attention.fork(slot, other, int(self.lengths[slot]), rank.stream)
+
+    def swap_out(self, slot: int) -> list[list[np.ndarray]]:
+        """Copy the slot's pages to page-locked memory, by rank, and reset it."""
+        length = int(self.lengths[slot])
+        swapped = [
+            [attention.save(slot, length, rank.stream) for attention in rank.paged] for rank in self.group.each()
+        ]
+        self.group.synchronize()
+        self.reset(slot)
+        return swapped
+
+    def swap_in(self, slot: int, swapped: Sequence[Sequence[np.ndarray]]) -> None:
+        """Copy pages back into those that the slot has now."""
+        self._written.add(slot)
+        for rank, saved in zip(self.group.each(), swapped, strict=True):
+            for attention, pages in zip(rank.paged, saved, strict=True):
+                attention.restore(slot, pages, rank.stream)
+        self.group.synchronize()
+
+    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
+        """Choose a slot's tokens so in steps that are launched from now on.
+
+        See `Executor.set_sampling`.
+        """
+        changed = [rank.state.set_sampling(slot, sampling, choice) for rank in self.ranks]
+        if changed[0]:
+            self._leave_flight(slot)
+
+    def take_adapters(
+        self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
+    ) -> AdapterWriter:
+        """Take the arrays of resident adapters: see `Executor.take_adapters`.
+
+        There is one rank then: a model that is split over ranks takes no adapters.
+        """
+        (rank,) = self.ranks
+        rank.state.adapters = adapter_slots
+        self._resident = ResidentAdapters(arrays, max_lora_rank, rank.stream)
+        return self._resident
+
+    def _loads(self) -> np.ndarray | None:
+        """Return for each slot which load brought its adapter.
+
+        It is the number of the load, -1 for none; None where blocks take no adapters.
+        """
+        adapter_slots = self.ranks[0].state.adapters
+        return None if self._resident is None or adapter_slots is None else self._resident.loads[adapter_slots]
+
+    def _leave_flight(self, slot: int) -> None:
+        """Drop a slot's result from the step in flight.
+
+        That step was launched for another request.
+        """
+        if self._in_flight is not None:
+            self._in_flight.ends.pop(slot, None)
+
+    def logits(self, advances: Sequence[Advance]) -> np.ndarray:
+        """Run a step that is checked already and return its logits.
+
+        They are [len(advances), vocab_size] float32, in the order of the list.
+        """
+        return self.tokens_and_logits(advances, range(len(advances)))[1]
+
+    def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
+        """Run a step and return just the tokens that `set_sampling` asks for.
+
+        They are [len(advances)] int64, -1 where the largest logit is NaN or infinite. following: the step that is
+        launched speculatively behind this one: `Model.step_tokens`.
+        """
+        with self.group.waiting():
+            flight = self._put(advances)
+            slots = [advance.slot for advance in advances]
+            launched = self._put_ahead(following, _ends(advances)) if following else None
+            self._wait(flight)
+            found = flight.tokens.copy()
+            if launched is None:
+                self._tell(slots, found)
+            else:
+                launched.given = found
+            self._in_flight = launched
+            return found[slots].astype(np.int64)
+
+    def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Run a step and return its tokens and the logits of some of the requests.
+
+        See `Executor.tokens_and_logits`.
+        """
+        with self.group.waiting():
+            flight = self._put(advances)
+            self._gather(flight)
+            found = [[by_slot[advances[number].slot] for number in wanted] for by_slot in flight.rows]
+            if self._host_logits is None:
+                some = next(iter(flight.rows[0].values()))
+                self._host_logits = cuda.pinned((self.num_slots, some.shape[1]), some.dtype)
+            logits = self._fetch_logits(self._host_logits, self.ranks[0], found[0])
+            self._wait(flight)
+            if self.group.compares:
+                logits = logits.copy()
+                for rank, each in zip(self.group.each(), found):
+                    self.group.compare("logits", rank, self._fetch_logits(self._host_logits, rank, each), logits)
+            slots = [advance.slot for advance in advances]
+            self._tell(slots, flight.tokens)
+            return flight.tokens[slots].astype(np.int64), logits.astype(np.float32)
+
+    def _fetch_logits(self, host: np.ndarray, rank: Rank, rows: Sequence[cuda.Array]) -> np.ndarray:
+        """Copy rows of logits into `host`."""
+        for at, row in enumerate(rows):
+            rank.stream.download(host[at : at + 1], row)
+        rank.stream.synchronize()
+        return host[: len(rows)]
+
+    def _tell(self, slots: Sequence[int], tokens: np.ndarray) -> None:
+        for rank in self.ranks:
+            rank.state.tell(slots, tokens)
+
+    def _wait(self, flight: _Flight) -> None:
+        """Wait until a step has finished.
+
+        Raises CheckError where a rank did not come, or found something else.
+        """
+        for rank, (tokens, done) in zip(self.ranks, flight.fetched):
+            done.wait()
+            if rank.exchange is not None:
+                rank.exchange.check()
+            if self.group.compares:
+                self.group.compare("tokens", rank, tokens, flight.tokens)
+        if self.group.compares:
+            self.group.compare_values()
+
+    def _put(self, advances: Sequence[Advance]) -> _Flight:
+        """Put a step on the streams, as far as it is not in flight."""
+        decoding, chunks = _split(advances)
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None and not self._goes_on(flight, decoding, chunks):
+            flight = None  # nobody asks for it any more
+        if flight is None:
+            self._begin(advances, self.lengths)
+            return self._put_passes(decoding, chunks)
+        left = [] if flight.chunks else chunks
+        if not left:
+            return flight
+        self._begin(left, self._behind(flight.ends))
+        behind = self._put_passes([], left)
+        behind.passes += flight.passes
+        behind.rows = [before | after for before, after in zip(flight.rows, behind.rows)]
+        return behind
+
+    def _goes_on(self, flight: _Flight, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
+        """Return whether the step in flight can stand for the one that is asked for.
+
+        It has all of the rows that decode, with these tokens, and, if it has prompts, all of these prompts.
+        """
+        given, slots = flight.given, [advance.slot for advance in (*decoding, *chunks)]
+        if given is None or not (decoding or flight.chunks):
+            return False
+        loads = self._loads()
+        if loads is not None and flight.loads is not None and (loads[slots] != flight.loads[slots]).any():
+            return False
+        return all(
+            advance.slot not in flight.chunks
+            and flight.ends.get(advance.slot) == advance.start + 1
+            and given[advance.slot] == advance.tokens[0]
+            for advance in decoding
+        ) and all(
+            chunk.slot in flight.ends and _is_same(chunk, flight.chunks.get(chunk.slot))
+            for chunk in (chunks if flight.chunks else ())
+        )
+
+    def _put_ahead(self, following: Sequence[Advance], ends: Mapping[int, int]) -> _Flight | None:
+        """Put the next step on the streams, behind one in which slots come to hold `ends`.
+
+        Returns None for what is no step behind it, or goes on with other tokens than the device finds, and where there
+        is no room.
+        """
+        decoding, chunks = _split(following)
+        lengths = self._behind(ends)
+        if not self._can_follow(decoding, chunks, ends, lengths):
+            return None
+        try:
+            self._begin(following, lengths)
+            flight = self._put_passes(decoding, chunks)
+        except (CheckError, InputError):  # no memory for a step that may never be asked for; whoever asks is told
+            return None
+        finally:
+            self._prompt = None  # that was asked for
+        flight.loads = self._loads()
+        return flight
+
+    def _can_follow(
+        self, decoding: Sequence[Advance], chunks: Sequence[Advance], ends: Mapping[int, int], lengths: np.ndarray
+    ) -> bool:
+        after, vocab_size = _ends((*decoding, *chunks)), self.ranks[0].network.vocab_size
+        return (
+            len(after) == len(decoding) + len(chunks)
+            and max(after.values()) <= self.max_seq_len
+            and len(decoding) + sum(len(chunk.tokens) for chunk in chunks) <= self._max_num_tokens
+            and all(each.tokens[0] == FOUND[0] and each.start == ends.get(each.slot) for each in decoding)
+            and all(
+                0 <= each.slot < self.num_slots
+                and each.start == lengths[each.slot]
+                and 0 <= each.tokens.min() <= each.tokens.max() < vocab_size
+                for each in chunks
+            )
+        )
+
+    def _put_passes(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> _Flight:
+        """Put a step for which there is room on the streams, in one pass or in two."""
+        self._prompt = None
+        ends = _ends((*decoding, *chunks))
+        passes, rows = [], [dict[int, cuda.Array]() for _ in self.ranks]
+        if self._goes_in_one_pass(decoding, chunks):
+            steps = self._mixed(decoding, chunks)
+            passes.append(steps)
+            rows = [{slot: step.logits[slot : slot + 1] for slot in ends} for step in steps]
+        else:
+            if decoding:
+                passes.append(self._decode(decoding))
+            if chunks:
+                passes.append(self._prefill(chunks))
+            for number, (rank, by_slot) in enumerate(zip(self.ranks, rows)):
+                by_slot |= {advance.slot: rank.decode_logits(advance.slot) for advance in decoding}
+                for at, chunk in enumerate(chunks):
+                    by_slot[chunk.slot] = passes[-1][number].logits[at : at + 1]
+        return _Flight(ends, {chunk.slot: chunk for chunk in chunks}, passes, rows, self._fetch())
+
+    def _gather(self, flight: _Flight) -> None:
+        """Gather the logits of a step on the streams where ranks have parts of them."""
+        with self.group.together():
+            for steps in flight.passes:
+                for rank, step in zip(self.group.each(), steps):
+                    if step.part is not None:
+                        rank.gather(step)
+
+    def _fetch(self) -> list[tuple[np.ndarray, cuda.Event]]:
+        """Copy the tokens of the last step on the streams to the host."""
+        for rank in self.group.each():
+            rank.fetched.reverse()
+            tokens, done = rank.fetched[0]
+            rank.stream.download(tokens, rank.state.found)
+            done.record(rank.stream)
+        return [rank.fetched[0] for rank in self.ranks]
+
+    def _behind(self, ends: Mapping[int, int]) -> np.ndarray:
+        """Return each slot's tokens behind a step in which some slots come to hold `ends`."""
+        lengths = self.lengths.copy()
+        lengths[list(ends)] = list(ends.values())
+        return lengths
+
+    def warm_up(self) -> None:
+        """Run the calls of all steps once, so that no request waits for it.
+
+        This captures the decode graph of each number of rows, takes prompts of each power of two of tokens, alone and
+        several at a time, and products of many numbers of tokens. Caches stay as they are.
+        """
+        self.group.wait_for_weights()
+        self.group.reserve({}, self.lengths)
+        for rank in self.group.each():
+            rank.state.decode([], None, [], rank.stream)
+        ways = (False, True) if self._resident is not None and self.ranks[0].has_base else (False,)
+        draws = (False, True) if self.ranks[0].splits_logits else (False,)
+        for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
+            for adapted, drawn in itertools.product(ways, draws):
+                steps = self._decode_calls(count, adapted, drawn)
+                while steps[0].graph is None:
+                    self.group.launch(steps)
+        longest = min(self._max_num_tokens, self.max_seq_len)
+        for tokens in sorted({min(1 << power, longest) for power in range(1, longest.bit_length() + 1)}):
+            for batch in range(1, 1 + min(LARGEST_BATCH, self.num_slots)):
+                counts = [2] * (batch - 1) + [min(tokens, self._max_num_tokens - 2 * (batch - 1))]
+                if counts[-1] > 1 and padded(counts[-1]) == padded(tokens):
+                    chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
+                    for adapted in ways:
+                        self._pass(chunks, write=False, adapted=adapted)
+        for rank, adapted in itertools.product(self.ranks, ways):
+            rank.warm_products(adapted)
+        self.group.synchronize()
+        self.group.check()
+
+    def _begin(self, advances: Sequence[Advance], lengths: np.ndarray) -> None:
+        """Make room for a step, before which slots hold `lengths` tokens."""
+        self.group.wait_for_weights()
+        ends = _ends(advances)
+        self.group.reserve(ends, lengths)
+        self._written |= ends.keys()
+
+    def _decode(self, decoding: Sequence[Advance]) -> list[StepCalls]:
+        """Put one token of each slot on the streams; return each rank's calls."""
+        slots, positions = zip(*((advance.slot, advance.start) for advance in decoding))
+        tokens = None if _go_on(decoding) else [advance.tokens[0] for advance in decoding]
+        steps = self._decode_calls(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
+        for rank in self.group.each():
+            rank.state.decode(slots, tokens, positions, rank.stream)
+        self.group.launch(steps)
+        return steps
+
+    def _decode_calls(self, count: int, adapted: bool, drawn: bool) -> list[StepCalls]:
+        return [rank.decode_calls(count, adapted, drawn) for rank in self.group.each()]
+
+    def _adapted(self, slots: Iterable[int]) -> bool:
+        """Return whether one of these slots is computed with an adapter."""
+        adapter_slots = self.ranks[0].state.adapters
+        return adapter_slots is not None and bool((adapter_slots[list(slots)] >= 0).any())
+
+    def _drawn(self, slots: Iterable[int]) -> bool:
+        """Return whether the whole logits are needed to choose the tokens of these slots.
+
+        They are where ranks have parts of the logits and a token is drawn.
+        """
+        return self.ranks[0].splits_logits and self.ranks[0].state.draws(slots)
+
+    def _goes_in_one_pass(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
+        """Return whether rows that decode and prompts are as fast in one pass as in two.
+
+        Blocks take as long as at the size that their profile is tuned for: 15 rows beside 512 tokens of prompts may
+        cost more than both alone, and beside 500 nothing.
+        """
+        if not decoding or not chunks:
+            return False
+        rows, tokens = 1 + max(each.slot for each in decoding), sum(len(each.tokens) for each in chunks)
+        together, first, second = (
+            max(_WEIGHTS_BOUND, self.ranks[0].tuned_for(count))
+            for count in (rows + tokens, _bucket(rows, self.num_slots), tokens)
+        )
+        return together <= first + second
+
+    def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[StepCalls]:
+        """Put rows that decode and prompts on the streams in one pass.
+
+        Returns each rank's calls, which have the logits by slot. The rows are all up to the highest: engines take a
+        token more for each than `max_num_tokens` (`profiles`).
+        """
+        ends = _ends((*decoding, *chunks))
+        for rank in self.group.each():
+            rank.state.send_samplings(rank.stream)
+            rank.state.advance(list(ends), list(ends.values()))
+        how = self._adapted(ends), self._drawn(ends)
+        return self.group.run_pass(
+            [rank.prompt_calls(*rank.send_mixed(decoding, chunks), *how) for rank in self.group.each()]
+        )
+
+    def _prefill(self, chunks: Sequence[Advance]) -> list[StepCalls]:
+        """Put a pass of prompts on the streams.
+
+        Returns each rank's calls, which have the logits of `chunks`, in their order.
+        """
+        slots = [chunk.slot for chunk in chunks]
+        for rank in self.group.each():
+            rank.state.send_samplings(rank.stream)
+            rank.state.advance(slots, [chunk.start + len(chunk.tokens) for chunk in chunks])
+        steps = self._pass(chunks)
+        if len(chunks) == 1:
+            self._prompt = steps, slots
+        return steps
+
+    def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[StepCalls]:
+        """Put a pass of chunks on the streams.
+
+        write: see `PromptInputs.send`. adapted: run the blocks that take adapters; None: if a chunk has an adapter.
+        """
+        if adapted is None:
+            adapted = self._adapted(chunk.slot for chunk in chunks)
+        how = adapted, self._drawn(chunk.slot for chunk in chunks)
+        return self.group.run_pass(
+            [rank.prompt_calls(*rank.send_prompts(chunks, write), *how) for rank in self.group.each()]
+        )
+
+    def breakdown(self, batch: int) -> dict[str, float]:
+        """Return the microseconds of a decode step of rows 0 to `batch`-1, by their part.
+
+        The rows have the tokens that they hold. Each kind of call is repeated alone in a graph; "gaps": the rest of the
+        step. The rows hold afterwards what they held.
+
+        Raises InputError where a row has no room: what is repeated goes on, token after token, in the cache behind what
+        the row holds.
+        """
+        held, count = self.lengths[:batch], _bucket(batch, self.num_slots)
+        end = int(held.max()) + 2 + 2 * (ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
+        if end > self.max_seq_len:
+            raise InputError(
+                f"breakdown: expected room for {end - held.max()} more tokens in each row, at "
+                f"most {self.max_seq_len} (max_seq_len), found a row of {held.max()}"
+            )
+        self._prompt = self._in_flight = None
+        self.group.reserve(dict.fromkeys(range(batch), end), self.lengths)
+        steps = self._decode_calls(count, self._adapted(range(batch)), self._drawn(range(batch)))
+        for rank in self.group.each():
+            rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
+        while steps[0].graph is None:
+            self.group.launch(steps)
+        try:
+            found = microseconds_by_name(self.group, steps)
+            whole = microseconds(self.group, [step.graph for step in steps if step.graph])
+        finally:
+            for rank in self.ranks:
+                rank.state.forget()
+        found["gaps"] = round(whole - sum(found.values()), 1)
+        found["step"] = round(whole, 1)
+        return found
+
+    def breakdown_prefill(self) -> dict[str, float]:
+        """Return the microseconds of the prompt of the last step, by their part.
+
+        Its slot is reset: what is repeated spoils its cache.
+
+        Raises InputError where that step did not bring one prompt.
+        """
+        if self._prompt is None:
+            raise InputError("breakdown: expected a step with one prompt just before, found none")
+        (steps, slots), self._prompt, self._in_flight = self._prompt, None, None
+        try:
+            return microseconds_by_name(self.group, steps)
+        finally:
+            for rank in self.ranks:
+                rank.state.forget()
+            for slot in slots:
+                self.reset(slot)
+
+
+def _bucket(count: int, rows: int) -> int:
+    """Return the next power of two, at most `rows`."""
+    return min(1 << (count - 1).bit_length(), rows)
+
+
+def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
+    """Split a step, its chunks sorted by length.
+
+    Attention takes prompts of about one length together.
+    """
+    decoding, chunks = split(advances)
+    return decoding, sorted(chunks, key=lambda chunk: len(chunk.tokens))
+
+
+def _ends(advances: Sequence[Advance]) -> dict[int, int]:
+    """Return by slot the number of tokens that it holds behind the step."""
+    return {advance.slot: advance.start + len(advance.tokens) for advance in advances}
+
+
+def _go_on(decoding: Sequence[Advance]) -> bool:
+    """Return whether all rows go on with what the step before finds (`FOUND`).
+
+    Else none does.
+    """
+    return bool(decoding[0].tokens[0] < 0)
+
+
+def _is_same(chunk: Advance, other: Advance | None) -> bool:
+    return other is not None and chunk.start == other.start and np.array_equal(chunk.tokens, other.tokens)

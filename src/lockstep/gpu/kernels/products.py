@@ -1,0 +1,243 @@
+"""Products of activations with weights on a device, and what adapters add to them.
+
+They stand between the kernels of a block. A few rows are multiplied by a kernel that reads the weight
+as it is stored (small_weights.cu), up to 16 at a time; more, and weights of shapes that the kernel does not take, by
+cuBLAS, a small weight made fp16 before, in memory that all of them share.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.gpu import cuda
+from lockstep.gpu.kernels.cublas import Gemm
+from lockstep.gpu.kernels.row_kernels import COMMON, PRELUDE
+
+SOURCE = COMMON + Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
+LORA_SOURCE = PRELUDE + Path(__file__).with_name("lora_expand.cu").read_text(encoding="utf-8")
+SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
+_ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
+# Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
+MOST_ROWS = {4: 32, 8: 32, 16: 16}
+_WIDTHS = (8192, 16384)  # out_features from which a product is wide, and very wide
+# The kernel's form for a product that is not wide, wide and very wide, by bits and most rows: outputs and warps of a
+# block.
+_FORMS = {
+    (16, 8): ((32, 16), (64, 4), (16, 8)),
+    (16, 16): ((32, 16), (64, 8), (128, 8)),
+    (8, 8): ((16, 16), (32, 8), (32, 8)),
+    (8, 16): ((32, 16), (16, 4), (64, 4)),
+    (4, 8): ((32, 16), (64, 8), (64, 8)),
+    (4, 16): ((32, 16), (32, 4), (64, 4)),
+}
+_DEQUANTIZE_THREADS = 256
+# Of what adapters add: threads as in lora_expand.cu; rows from which a block makes several, mostly of one adapter.
+_EXPAND_THREADS, _ROWS_TOGETHER, _MANY_ROWS = 256, 8, 64
+
+
+# Of so many rows: put the products of arrays that are bound on the stream.
+Multiplier = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class StridedView:
+    """The rows of a value, and the stride from one to the next.
+
+    array: [rows, ...], or of a value beside others all that is behind its first number. stride: numbers from one row to
+    the next.
+    """
+
+    array: cuda.Array
+    stride: int
+
+    @classmethod
+    def of(cls, array: cuda.Array) -> StridedView:
+        return cls(array, math.prod(array.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Which adapter each row of a product has.
+
+    ids: integers [tokens], each token's adapter slot, -1 for none. rows: which of them a row of a
+    product has; None: in order. rank: numbers of each adapter between its two products.
+    """
+
+    ids: cuda.Array
+    rows: cuda.Array | None
+    rank: int
+
+
+@dataclass(frozen=True)
+class SmallWeight:
+    """Weights [out_features[i], in_features] one behind the other, quantised or fp16.
+
+    data: uint8 [sum of out_features, in_features * bits / 8], or fp16 at 16 bits. scales: fp16 [sum of out_features,
+    num_groups], `SCALES_TIMES` as large; at 16 bits data again, which is not read.
+    """
+
+    data: cuda.Array
+    scales: cuda.Array
+    bits: int
+    group_size: int
+    in_features: int
+    out_features: tuple[int, ...]
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Return whether 16 bytes of a row are of one group, and start where 16 bytes do."""
+        columns = 128 // self.bits
+        grouped = self.bits == 16 or self.group_size % columns == 0
+        return grouped and self.in_features % columns == 0 and len(self.out_features) <= _MOST_OUTPUTS
+
+
+class Products:
+    """The kernels and cuBLAS on one stream, and the memory that they share.
+
+    Calls follow each other on that stream.
+    """
+
+    def __init__(self, stream: cuda.Stream):
+        self._stream, self._module, self._gemm = stream, cuda.compile_kernels(SOURCE), Gemm(stream)
+        # For a weight as fp16: the last is as large as any that is bound; captured graphs may use those before.
+        self._scratch = [cuda.empty((1,), "f2")]
+        self._largest = 1
+        self._kernels: dict[str, cuda.Kernel] = {}
+
+    def bind(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+        """Return a call that multiplies rows of `x` with weights.
+
+        outs[i] [..., out_features[i]] = x [..., in_features] times weight i, transposed, of as many rows as a call is
+        given. Captured graphs of it are valid as long as it lives, and these `Products`.
+        """
+        if weight.bits < 16:
+            self._largest = max(self._largest, sum(weight.out_features) * weight.in_features)
+        few = MOST_ROWS[weight.bits] if weight.fits_kernel else 0
+        by_kernel, by_cublas = functools.cache(functools.partial(self._few, weight, x, outs)), list[Multiplier]()
+        size = _ROWS[-1]
+
+        def multiply(rows: int) -> None:
+            if rows > few:
+                if not by_cublas:
+                    by_cublas.append(self._many(weight, x, outs))
+                return by_cublas[0](rows)
+            for first in range(0, rows, size):
+                count = min(rows - first, size)
+                launch, blocks = by_kernel(first, next(most for most in _ROWS if count <= most))
+                launch(blocks, count)
+
+        return multiply
+
+    def _few(
+        self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], first: int, most: int
+    ) -> tuple[cuda.Launch, int]:
+        """Return a launch of the kernel for a few rows, and its blocks.
+
+        They are the rows from `first` on, at most `most`.
+        """
+        total, ends = sum(weight.out_features), list(itertools.accumulate(weight.out_features))
+        outputs, warps = _FORMS[weight.bits, most][sum(total >= width for width in _WIDTHS)]
+        to = [out[first:] for out in outs]
+        to += [to[-1]] * (_MOST_OUTPUTS - len(to))
+        ends = (ends + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
+        sizes = total, weight.in_features, weight.group_size or weight.in_features
+        kernel = self._kernel(f"gemv_{weight.bits}_{outputs}_{warps}_{most}")
+        given: tuple[cuda.Array | int, ...]
+        given = weight.data, weight.scales, x[first:], *to, *ends, *sizes, most
+        return cuda.Launch(kernel, self._stream, 32 * warps, *given, overlaps=True), -(-total // outputs)
+
+    def _many(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+        """Return a call of cuBLAS.
+
+        It is made with the first call, when all products are bound that share the memory.
+        """
+        total, whole = sum(weight.out_features), weight.data
+        if weight.bits < 16:
+            whole = self._room().reshape(total, weight.in_features)
+        ends = list(itertools.accumulate(weight.out_features))
+        starts = [0, *ends[:-1]]
+        calls = [self._gemm.bind(whole[low:high], x, out) for low, high, out in zip(starts, ends, outs, strict=True)]
+        if weight.bits < 16:
+            kernel = self._kernel(f"dequantize_{weight.bits}")
+            made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
+            dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *made)
+            blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
+
+        def multiply(rows: int) -> None:
+            if weight.bits < 16:
+                dequantize(blocks)
+            for call in calls:
+                call(rows)
+
+        return multiply
+
+    def expand(
+        self,
+        made: StridedView,
+        shrunk: StridedView,
+        adapters: Adapters,
+        matrices: Sequence[cuda.Array | None],
+        outs: Sequence[cuda.Array],
+    ) -> Callable[[int], None]:
+        """Return a call that adds what a row's adapter adds to the products `made`.
+
+        outs[i] = product i of `made`, where they lie one behind the other, and what the adapter adds. shrunk: the input
+        times A of all resident adapters, for each product whose B is in `matrices` [columns, out_features], one behind
+        the other. The call is given the number of rows.
+        """
+        module, calls = cuda.compile_kernels(LORA_SOURCE), list[tuple[dict[int, cuda.Launch], int]]()
+        starts, columns = [0], list[int]()
+        at = 0
+        for b, out in zip(matrices, outs, strict=True):
+            starts.append(starts[-1] + out.shape[1])
+            columns.append(-1 if b is None else at)
+            at += 0 if b is None else b.shape[0]
+        some = next(b for b in matrices if b is not None)
+        ids, of_rows = adapters.ids, adapters.rows
+        whose = ids, int(ids.dtype.itemsize == 8), of_rows or ids, int(of_rows.dtype.itemsize == 8) if of_rows else -1
+        for first in range(0, len(outs), _MOST_OUTPUTS):
+            few = slice(first, first + _MOST_OUTPUTS)
+            fill = _MOST_OUTPUTS - len(outs[few])
+            bs = [some if b is None else b for b in matrices[few]] + [some] * fill
+            to, of = [*outs[few], *[outs[first]] * fill], [*columns[few], *[-1] * fill]
+            ends = [end - starts[first] for end in starts[first + 1 : first + 1 + len(outs[few])]]
+            total = ends[-1]
+            ends = (ends + [total] * fill)[: _MOST_OUTPUTS - 1]
+            own = made.array.reshape(math.prod(made.array.shape))[starts[first] :]
+            given: tuple[cuda.Array | int, ...]
+            given = own, made.stride, shrunk.array, shrunk.stride, *whose, *bs, *to, *ends, total, *of, adapters.rank
+            wide = 8 if all(size % 8 == 0 for size in (*ends, total, made.stride, starts[first])) else 1
+            blocks = -(-total // wide // _EXPAND_THREADS)
+            launches = {
+                count: cuda.Launch(
+                    module[f"lora_expand_{wide}_{count}"], self._stream, _EXPAND_THREADS, *given, 0, overlaps=True
+                )
+                for count in (1, _ROWS_TOGETHER)
+            }
+            calls.append((launches, blocks))
+
+        def run(rows: int) -> None:
+            count = _ROWS_TOGETHER if rows >= _MANY_ROWS else 1
+            for launches, blocks in calls:
+                launches[count](-(-rows // count) * blocks, rows)
+
+        return run
+
+    def _room(self) -> cuda.Array:
+        """Return memory for the largest weight as fp16.
+
+        It is made with the first call, when all products are bound.
+        """
+        if math.prod(self._scratch[-1].shape) < self._largest:
+            self._scratch.append(cuda.empty((self._largest,), "f2", "a weight as fp16"))
+        return self._scratch[-1]
+
+    def _kernel(self, name: str) -> cuda.Kernel:
+        if name not in self._kernels:
+            self._kernels[name] = self._module[name]
+        return self._kernels[name]

@@ -1,0 +1,590 @@
+"""CUDA kernels of what stands between products: sums, activation functions, norms.
+
+In: a piece of a graph that was cut at its products (`onnx_tools.cut_products`), whose values are rows, one of each
+token or request. Out: CUDA C++ of one kernel that computes the piece: a row in a block of threads where something is
+accumulated over the row, else in several. Values are float32 inside, and rounded where they are stored. Each value that
+is read twice is read twice from the cache: rows are a few kilobytes.
+
+The text depends on the graph alone: no library chooses, and the same graph gives the same bytes anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from lockstep.errors import CheckError
+
+# What kernels begin with that are launched with `cuda.Launch.overlaps`: the next one may be brought onto the device
+# while this one runs, and what the one before has written, or still reads, is touched behind `wait_for_previous` alone.
+COMMON = r"""
+#ifndef ON_HOST  // where the test has its own
+__device__ __forceinline__ float number(unsigned short half) {
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(half));
+    return r;
+}
+__device__ __forceinline__ unsigned short half(float value) {
+    unsigned short r;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
+    return r;
+}
+__device__ __forceinline__ void next_may_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+#endif
+"""
+PRELUDE = (
+    COMMON
+    + r"""
+#ifndef ON_HOST  // where the test has its own
+// The pieces of a row, or of a part of it, that a thread has.
+#define EACH(v, count) for (int v = chunk * THREADS + threadIdx.x; v < count; v += BLOCKS * THREADS)
+#define EACH_GROUP(group, count) for (int group = threadIdx.x / 32; group < count; group += THREADS / 32)
+#define EACH_OF_GROUP(v, count) for (int v = threadIdx.x % 32; v < count; v += 32)
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
+    return value;
+}
+template <int WARPS> __device__ __forceinline__ float block_sum(float value) {
+    __shared__ float sums[WARPS];
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+    __syncthreads();
+    float total = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) total += sums[warp];
+    __syncthreads();
+    return total;
+}
+#endif
+struct alignas(16) Eight { unsigned short v[8]; };
+
+__device__ __forceinline__ void load8(const unsigned short* __restrict__ from, float* to) {
+    Eight held = *(const Eight*)from;
+#pragma unroll
+    for (int j = 0; j < 8; j++) to[j] = number(held.v[j]);
+}
+__device__ __forceinline__ void store8(unsigned short* to, const float* from) {
+    Eight held;
+#pragma unroll
+    for (int j = 0; j < 8; j++) held.v[j] = half(from[j]);
+    *(Eight*)to = held;
+}
+__device__ __forceinline__ long long integer(const void* values, int wide, long long i) {
+    return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
+}
+"""
+)
+ROWS, INDEX, WEIGHT = "rows", "index", "weight"  # kinds of arguments
+_WIDE = 8  # fp16 numbers of 16 bytes
+_THREADS, _MOST_THREADS = 256, 1024
+_BINARY = {"Add": "{} + {}", "Sub": "{} - {}", "Mul": "{} * {}", "Div": "{} / {}"}
+_UNARY = {
+    "Identity": "{0}",
+    "Neg": "-{0}",
+    "Sqrt": "sqrtf({0})",
+    "Reciprocal": "1.0f / {0}",
+    "Exp": "expf({0})",
+    "Tanh": "tanhf({0})",
+    "Sigmoid": "1.0f / (1.0f + expf(-{0}))",
+    "Erf": "erff({0})",
+    "Relu": "({0} < 0.0f ? 0.0f : {0})",  # NaN stays NaN
+    "Abs": "fabsf({0})",
+}
+_GELU = {
+    b"none": "0.5f * {0} * (1.0f + erff({0} * 0.707106781f))",
+    b"tanh": "0.5f * {0} * (1.0f + tanhf(0.797884561f * ({0} + 0.044715f * {0} * {0} * {0})))",
+}
+_POWERS = {1.0: "{0}", 2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "sqrtf({0})", -0.5: "1.0f / sqrtf({0})"}
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+_SHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
+
+
+@dataclass(frozen=True)
+class RowKernel:
+    """A kernel of a piece, as CUDA C++, and its arguments.
+
+    arguments: (name, kind) in order: of rows, an fp16 array [rows, ...] and how many numbers lie between two rows; an
+    index, integers [rows] and whether they are 64 bits wide; a weight, an fp16 array. outputs: as rows, behind them.
+    rows: the name of the dimension that is their number. blocks: of threads, for each row.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[tuple[str, str], ...]
+    outputs: tuple[str, ...]
+    rows: str
+    blocks: int
+    threads: int
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RowKernel:
+        arguments = tuple((name, kind) for name, kind in value["arguments"])
+        return cls(**{**value, "arguments": arguments, "outputs": tuple(value["outputs"])})
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "arguments": [list(each) for each in self.arguments], "outputs": list(self.outputs)}
+
+
+class _HasNoKernel(Exception):
+    """The piece computes what has no kernel here; of an operator that never has one, its name."""
+
+
+def row_kernel(piece: onnx.ModelProto, name: str) -> RowKernel:
+    """Return the kernel of a piece whose inputs and outputs are fp16.
+
+    Raises CheckError for a piece with an operator, or a form of one, that has none here.
+    """
+    try:
+        return _Writer(piece, name, _WIDE).written()
+    except _HasNoKernel:
+        pass
+    try:
+        return _Writer(piece, name, 1).written()
+    except _HasNoKernel as error:
+        operators = sorted({node.op_type for node in piece.graph.node})
+        found = f"the operator {error}" if error.args else f"a form of one of {', '.join(operators)} that has none"
+        raise CheckError(
+            f"graph {piece.graph.name}: expected operators that have a CUDA kernel, found {found}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Where in a row: `base`, and with `unit` the numbers behind it."""
+
+    base: str
+    unit: bool
+
+    def plus(self, offset: int) -> _Index:
+        return self if not offset else _Index(f"{self.base} + {offset}", self.unit)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What a name of the graph is.
+
+    rows: whether there is one of each row, of `sizes`; else `sizes` are all.
+    """
+
+    rows: bool
+    sizes: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.sizes)
+
+
+class _Writer:
+    def __init__(self, given: onnx.ModelProto, name: str, wide: int):
+        piece = _plain_norms(given)
+        self._graph, self._name, self._wide = piece.graph, name, wide
+        graph = onnx.shape_inference.infer_shapes(piece, strict_mode=True).graph
+        self._declared = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
+        self._given = {value.name for value in self._graph.input}
+        self._maker = {out: node for node in self._graph.node for out in node.output}
+        self._constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self._graph.initializer}
+        for node in self._graph.node:
+            if node.op_type == "Constant":
+                self._constants[node.output[0]] = numpy_helper.to_array(helper.get_attribute_value(node.attribute[0]))
+        self._index = {
+            node.input[1] for node in self._graph.node if node.op_type == "Gather" and node.input[1] in self._given
+        }
+        self._values: dict[str, _Value] = {}
+        self._used: dict[str, None] = {}
+        self._sums: dict[str, str] = {}  # what is accumulated over a row, by name: how it is read
+        self._shared: list[str] = []
+        self._lines: list[str] = []
+        self._memo: dict[tuple[str, _Index, str], tuple[str, bool]] = {}
+        self._count = 0
+
+    def written(self) -> RowKernel:
+        outputs = [value.name for value in self._graph.output]
+        found = {name: self._value(name) for name in outputs}
+        rows = {self._dims(name)[0] for name in outputs}
+        if len(rows) != 1 or not all(value.rows and value.width for value in found.values()):
+            raise _HasNoKernel
+        if any(self._element(name) != TensorProto.FLOAT16 for name in outputs):
+            raise _HasNoKernel
+        sums = [node for node in self._graph.node if node.op_type in ("ReduceMean", "ReduceSum")]
+        widest = max([value.width for value in found.values()] + [self._value(node.input[0]).width for node in sums])
+        if any(value.width % self._wide for value in found.values()):
+            raise _HasNoKernel
+        vectors = -(-widest // self._wide)
+        if sums:
+            blocks, threads = 1, min(_MOST_THREADS, -(-vectors // 32) * 32)
+        else:
+            threads = min(_THREADS, -(-vectors // 32) * 32)
+            blocks = -(-vectors // threads)
+        for node in sums:
+            self._sum(node)
+        widths = dict.fromkeys(value.width for value in found.values())
+        for width in widths:
+            own = [name for name in outputs if found[name].width == width]
+            self._loop(width, functools.partial(self._store, own))
+        head = [f"constexpr int THREADS = {threads}, BLOCKS = {blocks};"]
+        head += ["long long row = blockIdx.x / BLOCKS;", "int chunk = blockIdx.x % BLOCKS;"]
+        head += ["next_may_start();", "wait_for_previous();"]
+        arguments = tuple((name, self._kind(name)) for name in self._used)
+        text = "\n".join("    " + line for line in [*head, *self._shared, *self._lines])
+        source = (
+            f'extern "C" __global__ void __launch_bounds__({threads}) {self._name}({self._declared_as(outputs)}) {{\n'
+            f"{text}\n}}\n"
+        )
+        (dim,) = rows
+        return RowKernel(self._name, source, arguments, tuple(outputs), str(dim), blocks, threads)
+
+    # What values are.
+
+    def _dims(self, name: str) -> list[int | str]:
+        value = self._declared.get(name)
+        if value is None or not value.type.tensor_type.HasField("shape"):
+            raise _HasNoKernel
+        return [dim.dim_value or dim.dim_param for dim in value.type.tensor_type.shape.dim]
+
+    def _element(self, name: str) -> int:
+        return self._declared[name].type.tensor_type.elem_type if name in self._declared else TensorProto.UNDEFINED
+
+    def _value(self, name: str) -> _Value:
+        if name not in self._values:
+            self._values[name] = self._found(name)
+        return self._values[name]
+
+    def _found(self, name: str) -> _Value:
+        if name in self._constants:
+            return _Value(False, self._constants[name].shape)
+        dims = self._dims(name)
+        if name not in self._given:
+            node = self._maker[name]
+            rows = any(self._value(each).rows for each in node.input if each and self._is_number(each))
+            rows = rows or (node.op_type == "Gather" and node.input[1] in self._index)
+        else:
+            rows = not all(isinstance(size, int) for size in dims)
+        sizes = dims[1:] if rows else dims
+        if rows and isinstance(dims[0], int):  # one row for all
+            raise _HasNoKernel
+        numbers = tuple(size for size in sizes if isinstance(size, int))
+        if len(numbers) != len(sizes) or 0 in numbers:
+            raise _HasNoKernel
+        return _Value(rows, numbers)
+
+    def _is_number(self, name: str) -> bool:
+        return name in self._constants or self._element(name) in _FLOATS
+
+    def _kind(self, name: str) -> str:
+        return INDEX if name in self._index else ROWS if self._value(name).rows else WEIGHT
+
+    def _declared_as(self, outputs: Sequence[str]) -> str:
+        texts = []
+        for number, name in enumerate(self._used):
+            half = f"const unsigned short* __restrict__ in{number}"
+            kinds = {
+                ROWS: f"{half}, int step{number}",
+                WEIGHT: half,
+                INDEX: f"const void* in{number}, int step{number}",
+            }
+            texts.append(kinds[self._kind(name)])
+        texts += [f"unsigned short* __restrict__ out{n}, int out_step{n}" for n, _ in enumerate(outputs)]
+        return ", ".join(texts)
+
+    def _argument(self, name: str) -> int:
+        self._used.setdefault(name)
+        return list(self._used).index(name)
+
+    # What is written.
+
+    def _new(self) -> str:
+        self._count += 1
+        return f"t{self._count}"
+
+    def _loop(self, width: int, body: Callable[[_Index], None]) -> None:
+        """Write a loop over a row's numbers, some of each thread."""
+        self._memo = {}
+        vectors = width // self._wide
+        self._lines.append(f"EACH(v, {vectors}) {{")
+        body(_Index(f"v * {self._wide}" if self._wide > 1 else "v", self._wide > 1))
+        self._lines.append("}")
+        self._memo = {}
+
+    def _store(self, names: Sequence[str], index: _Index) -> None:
+        outputs = [value.name for value in self._graph.output]
+        for name in names:
+            number = outputs.index(name)
+            text, vector = self._number(name, index, "row")
+            at = f"out{number} + row * out_step{number} + {index.base}"
+            if self._wide == 1:
+                self._lines.append(f"*({at}) = half({text});")
+                continue
+            if not vector:
+                text = self._each("{0}", [(text, False)])
+            self._lines.append(f"store8({at}, {text});")
+
+    def _each(self, form: str, operands: Sequence[tuple[str, bool]]) -> str:
+        """Write a vector of what `form` makes of operands; return its variable."""
+        made = self._new()
+        texts = [f"{text}[j]" if vector else text for text, vector in operands]
+        self._lines += [
+            f"float {made}[{self._wide}];",
+            "#pragma unroll",
+            f"for (int j = 0; j < {self._wide}; j++) {made}[j] = {form.format(*texts)};",
+        ]
+        return made
+
+    def _number(self, name: str, index: _Index, row: str) -> tuple[str, bool]:
+        """Return a value's numbers at `index` of `row`.
+
+        It is a variable, and whether that has a number for each of a vector's.
+        """
+        key = (name, index, row)
+        if key not in self._memo:
+            self._memo[key] = self._written(name, index, row)
+        return self._memo[key]
+
+    def _written(self, name: str, index: _Index, row: str) -> tuple[str, bool]:
+        if name in self._constants:
+            return self._constant(name), False
+        if name in self._given:
+            return self._load(name, index, row)
+        node, value = self._maker[name], self._value(name)
+        if name in self._sums:
+            if row != "row" or index.unit:
+                raise _HasNoKernel
+            return self._sums[name].format(index.base), False
+        if node.op_type == "Gather":
+            return self._gathered(node, index, row)
+        if node.op_type in ("Split", "Slice"):
+            return self._number(node.input[0], self._part(node, name, index), row)
+        if node.op_type in _SHAPING:
+            source = self._value(node.input[0])
+            if source.rows != value.rows or source.width != value.width:
+                raise _HasNoKernel
+            return self._number(node.input[0], index, row)
+        if node.op_type == "Cast":
+            if self._element(name) not in _FLOATS or not self._is_number(node.input[0]):
+                raise _HasNoKernel
+            return self._number(node.input[0], index, row)
+        operands = [self._number(each, self._place(each, value, index), row) for each in node.input]
+        form = self._form(node)
+        if any(vector for _, vector in operands):
+            return self._each(form, operands), True
+        made = self._new()
+        self._lines.append(f"float {made} = {form.format(*(text for text, _ in operands))};")
+        return made, False
+
+    def _form(self, node: onnx.NodeProto) -> str:
+        if node.op_type in _BINARY and len(node.input) == 2:
+            return _BINARY[node.op_type]
+        if node.op_type in _UNARY:
+            return _UNARY[node.op_type]
+        if node.op_type == "Gelu":
+            return _GELU[next((helper.get_attribute_value(each) for each in node.attribute), b"none")]
+        if node.op_type == "Pow" and node.input[1] in self._constants and self._constants[node.input[1]].size == 1:
+            power = float(self._constants[node.input[1]].reshape(-1)[0])
+            return _POWERS.get(power, "powf({0}, {1})")
+        raise _HasNoKernel(node.op_type)
+
+    def _constant(self, name: str) -> str:
+        values = self._constants[name]
+        if values.size != 1 or values.dtype.kind != "f":
+            raise _HasNoKernel
+        number = float(values.reshape(-1)[0])
+        if not math.isfinite(number):
+            raise _HasNoKernel
+        return f"{np.float32(number):.9e}f"
+
+    def _load(self, name: str, index: _Index, row: str) -> tuple[str, bool]:
+        if self._element(name) != TensorProto.FLOAT16:
+            raise _HasNoKernel
+        number, made = self._argument(name), self._new()
+        at = f"in{number} + {f'{row} * step{number} + ' if self._value(name).rows else ''}{index.base}"
+        if index.unit:
+            self._lines += [f"float {made}[{self._wide}];", f"load8({at}, {made});"]
+        else:
+            self._lines.append(f"float {made} = number(*({at}));")
+        return made, index.unit
+
+    def _gathered(self, node: onnx.NodeProto, index: _Index, row: str) -> tuple[str, bool]:
+        """Read rows of another number of rows, or of a weight, by an input of integers."""
+        axis = {each.name: helper.get_attribute_value(each) for each in node.attribute}.get("axis", 0)
+        source, ids = node.input
+        if axis or ids not in self._index or len(self._dims(ids)) != 1 or row != "row":
+            raise _HasNoKernel
+        key = (ids, _Index("", False), row)
+        if key not in self._memo:
+            number, made = self._argument(ids), self._new()
+            self._lines.append(f"long long {made} = integer(in{number}, step{number}, row);")
+            self._memo[key] = made, False
+        at, _ = self._memo[key]
+        if self._value(source).rows:
+            return self._number(source, index, at)
+        while source in self._maker and self._maker[source].op_type == "Cast":  # values are read as float32
+            source = self._maker[source].input[0]
+        if source not in self._given:
+            raise _HasNoKernel
+        width = math.prod(self._value(source).sizes[1:])
+        if index.unit and width % self._wide:
+            raise _HasNoKernel
+        return self._load(source, _Index(f"{at} * {width} + {index.base}", index.unit), row)
+
+    def _part(self, node: onnx.NodeProto, name: str, index: _Index) -> _Index:
+        """Return where in the input of a Split or Slice a number of its output is."""
+        source, value = self._value(node.input[0]), self._value(name)
+        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        if not source.rows:
+            raise _HasNoKernel
+        if node.op_type == "Split":
+            axis = attributes.get("axis", 0)
+            axis = axis - 1 if axis > 0 else axis + len(source.sizes) if axis < 0 else -1
+            if axis < 0:
+                raise _HasNoKernel
+            own = [self._value(out).sizes[axis] for out in node.output]
+            first = sum(own[: list(node.output).index(name)])
+        else:
+            starts, _, axes, *steps = (self._constants[each].tolist() for each in node.input[1:])
+            if len(axes) != 1 or (steps and steps[0] != [1]):
+                raise _HasNoKernel
+            axis = axes[0] - 1 if axes[0] > 0 else axes[0] + len(source.sizes) if axes[0] < 0 else -1
+            if axis < 0:
+                raise _HasNoKernel
+            first = starts[0] if starts[0] >= 0 else starts[0] + source.sizes[axis]
+        inner = math.prod(source.sizes[axis + 1 :])
+        whole, part, offset = source.sizes[axis] * inner, value.sizes[axis] * inner, first * inner
+        if index.unit and (offset % self._wide or whole % self._wide or part % self._wide):
+            raise _HasNoKernel
+        if math.prod(source.sizes[:axis]) == 1:
+            return index.plus(offset)
+        return _Index(f"({index.base}) / {part} * {whole} + {offset} + ({index.base}) % {part}", index.unit)
+
+    def _place(self, operand: str, value: _Value, index: _Index) -> _Index:
+        """Return where in an operand the number is that goes to `index` of a value.
+
+        Operands are broadcast as operators do.
+        """
+        given = self._value(operand)
+        sizes = given.sizes
+        if not given.rows and value.rows and len(sizes) > len(value.sizes):
+            if sizes[0] != 1:
+                raise _HasNoKernel
+            sizes = sizes[1:]
+        if math.prod(sizes) == 1:
+            return _Index("0", False)
+        sizes = (1,) * (len(value.sizes) - len(sizes)) + sizes
+        if given.rows and not value.rows or len(sizes) != len(value.sizes):
+            raise _HasNoKernel
+        if given.rows and len(given.sizes) != len(value.sizes):  # what is a row is another axis there
+            raise _HasNoKernel
+        if sizes == value.sizes:
+            return index
+        for cut in range(len(sizes)):
+            inner = math.prod(value.sizes[cut:])
+            if math.prod(sizes[:cut]) == 1 and sizes[cut:] == value.sizes[cut:]:
+                if index.unit and inner % self._wide:
+                    raise _HasNoKernel
+                return _Index(f"({index.base}) % {inner}", index.unit)
+            if sizes[:cut] == value.sizes[:cut] and math.prod(sizes[cut:]) == 1:
+                if index.unit and inner % self._wide:
+                    raise _HasNoKernel
+                return _Index(f"({index.base}) / {inner}", False)
+        raise _HasNoKernel
+
+    def _sum(self, node: onnx.NodeProto) -> None:
+        """Accumulate over the last dimensions.
+
+        All threads accumulate over the row; over a part of it a warp does.
+        """
+        source, (name,) = self._value(node.input[0]), node.output
+        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
+        rank = len(source.sizes) + 1
+        last = sorted(axis % rank - 1 for axis in axes)
+        if not source.rows or not last or last != list(range(last[0], rank - 1)) or last[0] < 0:
+            raise _HasNoKernel
+        groups, size = math.prod(source.sizes[: last[0]]), math.prod(source.sizes[last[0] :])
+        if size % self._wide:
+            raise _HasNoKernel
+        made, total = self._new(), self._new()
+        scale = f" * {np.float32(1 / size):.9e}f" if node.op_type == "ReduceMean" else ""
+        self._memo = {}
+
+        def add(index: _Index) -> None:
+            text, vector = self._number(node.input[0], index, "row")
+            if vector:
+                self._lines += ["#pragma unroll", f"for (int j = 0; j < {self._wide}; j++) {total} += {text}[j];"]
+            else:
+                self._lines.append(f"{total} += {text};" if self._wide == 1 else f"{total} += {self._wide} * {text};")
+
+        if groups == 1:
+            self._lines.append(f"float {total} = 0;")
+            self._loop(size, add)
+            self._lines.append(f"float {made} = block_sum<THREADS / 32>({total}){scale};")
+            self._sums[name] = made
+            return
+        self._shared.append(f"__shared__ float {made}[{groups}];")
+        vectors, unit = size // self._wide, self._wide > 1
+        self._lines += [f"EACH_GROUP(group, {groups}) {{", f"float {total} = 0;", f"EACH_OF_GROUP(v, {vectors}) {{"]
+        add(_Index(f"group * {size} + v * {self._wide}", unit))
+        self._lines += [
+            "}",
+            f"{total} = warp_sum({total}){scale};",
+            f"if (threadIdx.x % 32 == 0) {made}[group] = {total};",
+            "}",
+            "__syncthreads();",
+        ]
+        self._memo = {}
+        self._sums[name] = made + "[{}]"
+
+
+def _plain_norms(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with each LayerNormalization as the operators it is made of.
+
+    Those over the last dimension are meant; others stay.
+    """
+    norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
+    if not norms:
+        return model
+    copy, nodes = onnx.ModelProto(), list[onnx.NodeProto]()
+    copy.CopyFrom(model)
+    for node in model.graph.node:
+        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        if node not in norms or attributes.get("axis", -1) != -1 or len(node.output) != 1:
+            nodes.append(node)
+            continue
+        (out,) = node.output
+        part = lambda what, out=out: f"{out}/{what}"
+        epsilon = np.array(attributes.get("epsilon", 1e-5), np.float32)  # which fp16 may not have
+        constants: dict[str, np.ndarray] = {part("axes"): np.array([-1], np.int64), part("epsilon"): epsilon}
+        copy.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+        made = [
+            ("ReduceMean", [node.input[0], part("axes")], "mean"),
+            ("Sub", [node.input[0], part("mean")], "off"),
+            ("Mul", [part("off"), part("off")], "square"),
+            ("ReduceMean", [part("square"), part("axes")], "variance"),
+            ("Add", [part("variance"), part("epsilon")], "shifted"),
+            ("Sqrt", [part("shifted")], "root"),
+            ("Div", [part("off"), part("root")], "scaled"),
+            ("Mul", [part("scaled"), node.input[1]], "weighted"),
+        ]
+        if len(node.input) > 2:
+            made.append(("Add", [part("weighted"), node.input[2]], "shifted by the bias"))
+        names = [part(what) for *_, what in made[:-1]] + [out]
+        nodes += [helper.make_node(kind, inputs, [name]) for (kind, inputs, _), name in zip(made, names)]
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del copy.graph.node[:], copy.graph.value_info[:]
+    copy.graph.node.extend(kept)
+    return copy

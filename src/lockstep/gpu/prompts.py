@@ -1,0 +1,141 @@
+"""The inputs of a pass of prompts.
+
+They are the prompts' tokens, packed one prompt after another, and where each begins and goes. In front of them may
+stand a token of each of some slots that decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.artifacts.adapters import IDS
+from lockstep.gpu import cuda
+from lockstep.gpu.attention.base import Chunks
+from lockstep.gpu.staging import Staging
+from lockstep.step.advance import Advance
+from lockstep.step.packing import PackedTokens
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Device arrays that the engines and kernels of a pass read.
+
+    By token: token_ids, position_ids, rows (int32: the slot whose cache the token goes into, or -1) and adapter_ids
+    (the slot of its adapter, or -1). By request: logit_rows (the token whose logits are asked for), slots (int32:
+    whose next token they are, or -1) and held (that token's position). num_decoding: tokens in front, that of slot `i`
+    at i, which decode.
+    """
+
+    token_ids: cuda.Array
+    position_ids: cuda.Array
+    rows: cuda.Array
+    logit_rows: cuda.Array
+    slots: cuda.Array
+    held: cuda.Array
+    adapter_ids: cuda.Array
+    num_decoding: int = 0
+
+    def values(self) -> dict[str, cuda.Array]:
+        """Return what blocks read, by name."""
+        names = ("token_ids", "position_ids", "logit_rows", IDS)
+        return {name: getattr(self, name) for name in names}
+
+
+class PromptInputs:
+    """Device arrays for `num_tokens` tokens of up to `slots` requests."""
+
+    def __init__(self, num_tokens: int, slots: int, integer: np.dtype):
+        by_token, by_request = (num_tokens,), (slots,)
+        # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
+        self.arrays = Inputs(
+            token_ids=cuda.zeros(by_token, integer),
+            position_ids=cuda.zeros(by_token, integer),
+            rows=cuda.zeros(by_token, "i4"),
+            logit_rows=cuda.zeros(by_request, integer),
+            slots=cuda.zeros(by_request, "i4"),
+            held=cuda.zeros(by_request, integer),
+            adapter_ids=cuda.zeros(by_token, integer),
+        )
+        arrays = [array for array in vars(self.arrays).values() if isinstance(array, cuda.Array)]
+        self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
+
+    def send(
+        self, chunks: Sequence[Advance], stream: cuda.Stream, write: bool = True, adapters: np.ndarray | None = None
+    ) -> tuple[Inputs, Chunks]:
+        """Put the tokens of `chunks` on the device.
+
+        Returns what the pass reads, and each chunk as (slot, start, first packed token, token behind the last). write:
+        False for a pass that leaves caches and tokens as they are. adapters: the adapter slot of each request slot,
+        where blocks take them.
+        """
+        packed = PackedTokens.empty(sum(len(chunk.tokens) for chunk in chunks))
+        places = packed.pack([], [], 0, chunks)
+        last = np.array([high - 1 for _, high in places])
+        slots = np.array([chunk.slot if write else -1 for chunk in chunks])
+        rows = packed.slots if write else np.full_like(packed.slots, -1)
+        return self._send(stream, packed, rows, last, slots, adapters), _places(chunks, places)
+
+    def send_mixed(
+        self,
+        decoding: Sequence[Advance],
+        chunks: Sequence[Advance],
+        stream: cuda.Stream,
+        found: cuda.Array,
+        adapters: np.ndarray | None = None,
+    ) -> tuple[Inputs, Chunks]:
+        """Put a step on the device whose first tokens are of slots that decode.
+
+        These are the slots up to the highest that decodes, of which some may not decode; then come the tokens of
+        `chunks`. The requests are all slots up to the highest of the step. found: by slot what the step before finds,
+        which rows go on with whose token is `FOUND`. adapters, and what is returned: as of `send`; the chunks' packed
+        tokens are counted behind those that decode.
+        """
+        count, chosen = 1 + max(advance.slot for advance in decoding), [advance.slot for advance in decoding]
+        packed = PackedTokens.empty(count + sum(len(chunk.tokens) for chunk in chunks))
+        places = packed.pack(decoding, chosen, count, chunks)
+        in_step = [*chosen, *(chunk.slot for chunk in chunks)]
+        requests = 1 + max(in_step)
+        last, slots = np.zeros(requests, np.int64), np.full(requests, -1)
+        last[in_step], slots[in_step] = [high - 1 for _, high in places], in_step
+        inputs = self._send(stream, packed, packed.slots, last, slots, adapters, count)
+        if decoding[0].tokens[0] < 0:
+            nbytes = found[:count].nbytes
+            stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
+        return inputs, _places(chunks, [(low - count, high - count) for low, high in places[len(decoding) :]])
+
+    def _send(
+        self,
+        stream: cuda.Stream,
+        packed: PackedTokens,
+        rows: np.ndarray,
+        last: np.ndarray,
+        slots: np.ndarray,
+        adapters: np.ndarray | None,
+        num_decoding: int = 0,
+    ) -> Inputs:
+        """Put a packed step on the device.
+
+        rows by token, last and slots by request: `Inputs`.
+        """
+        values = {
+            "token_ids": packed.token_ids,
+            "position_ids": packed.position_ids,
+            "rows": rows,
+            "logit_rows": last,
+            "slots": slots,
+            "held": np.where(slots >= 0, packed.position_ids[last], 0),
+        }
+        if adapters is not None:
+            values[IDS] = packed.adapter_ids(adapters)
+        arrays = {name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()}
+        self._staging.send(stream, [(arrays[name], array) for name, array in values.items()])
+        unsent = {IDS: self.arrays.adapter_ids[: len(rows)]}
+        return Inputs(**unsent | arrays, num_decoding=num_decoding)
+
+
+def _places(chunks: Sequence[Advance], places: Sequence[tuple[int, int]]) -> Chunks:
+    """Return each chunk as (slot, start, first packed token, token behind the last)."""
+    return [(chunk.slot, chunk.start, low, high) for chunk, (low, high) in zip(chunks, places)]

@@ -1,0 +1,140 @@
+"""All-reduce and all-gather over the ranks of a model, by one kernel on each.
+
+The kernel is our own (all_reduce.cu). The ranks run in one process, on devices that reach each other's memory.
+
+The kernels of all ranks wait for each other. So each rank's host calls must be on its stream before the host waits for
+any: the executor makes them rank by rank, call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.errors import CheckError
+from lockstep.gpu import cuda
+from lockstep.gpu.device import Device
+from lockstep.gpu.kernels.step_kernels import NUMBERS
+
+_SOURCE = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
+_BLOCKS = 128  # all_reduce.cu, BLOCKS
+_UNIT = 16  # bytes
+_GIVEN_UP = 0xFFFFFFFF
+# That a rank waits for another one: less than the server waits for a sign of life (serve's --stall), so that the rank
+# is named first.
+_SECONDS = 30
+# Bytes above which each of more than two ranks accumulates its part and sends that to all, instead of all of all: fewer
+# bytes, one more wait. Above it, on four H200, NCCL was faster than one shot.
+_ONE_SHOT = 1 << 20
+
+
+class Exchange:
+    """A rank's end of the exchange.
+
+    What it is asked for is put on its device's stream; all ranks must be asked for the same.
+    """
+
+    def __init__(self, device: Device, rank: int, world: int, slot: int, outbox: int):
+        """Allocate the inbox, outbox and flags of a rank.
+
+        slot: units (of 16 bytes) of a rank's part of an inbox; outbox: units of the outbox.
+        """
+        self.device, self.rank, self.world, self._slot = device, rank, world, slot
+        device.use()
+        module = cuda.compile_kernels(_SOURCE)
+        self._reduce, self._gather = module["all_reduce"], module["all_gather"]
+        what = "sums over ranks"
+        self.inbox = cuda.empty((2 * world * slot * _UNIT,), "u1", what)
+        self.outbox = cuda.empty((max(1, outbox) * _UNIT,), "u1", what)
+        self.flags = cuda.zeros((2 * world * _BLOCKS,), "u4")
+        self._state = cuda.zeros((3,), "u4")
+        self._peers = cuda.empty((3 * world,), "u8")
+        self._host_lost = cuda.pinned((1,), "u4")
+        self._host_lost[0] = 0
+        # Page-locked memory has one address on the host and on all devices.
+        self._lost = cuda.Array(self._host_lost.ctypes.data, (1,), "u4", self._host_lost)
+
+    def meet(self, others: Sequence[Exchange]) -> None:
+        """Send the addresses of all ranks' memory to the device.
+
+        others: the exchanges of all ranks, this one too, in their order.
+        """
+        self.device.use()
+        places = [[getattr(each, of).address for each in others] for of in ("inbox", "flags", "outbox")]
+        self.device.stream.upload(self._peers, np.array(places, np.uint64).reshape(-1))
+        self.device.stream.synchronize()
+        self._numbers = [each.device.number for each in others]
+
+    def sum(self, values: cuda.Array) -> None:
+        """Replace values by their sum over the ranks.
+
+        They are float32, float16 or bfloat16, and their memory goes on to a multiple of 16 bytes. The sum is
+        accumulated in the ranks' order in float32.
+        """
+        units = -(-values.nbytes // _UNIT)
+        shots = shots_for(units, self.world)
+        share = units if shots == 1 else -(-units // self.world)
+        self._reduce.launch(
+            self.device.stream, *_grid(share), values, *self._group(), units, NUMBERS[values.dtype.name], shots
+        )
+
+    def gather(self, part: cuda.Array, whole: cuda.Array) -> None:
+        """Put the parts [rows, columns] of all ranks side by side.
+
+        whole: [rows, world * columns]. The part's memory goes on to a multiple of 16 bytes.
+        """
+        (rows, columns), size = part.shape, part.dtype.itemsize
+        if columns * size % _UNIT == 0:
+            columns, size = columns * size // _UNIT, _UNIT
+        units = -(-part.nbytes // _UNIT)
+        self._gather.launch(self.device.stream, *_grid(units), part, whole, *self._group(), units, rows, columns, size)
+
+    def _group(self) -> tuple[cuda.Array | int, ...]:
+        return self._peers, self._state, self._lost, self.world, self.rank, self._slot, _SECONDS
+
+    def give_up(self) -> None:
+        """Let no rank wait any more: a step ended half way."""
+        self._host_lost[0] = self._host_lost[0] or _GIVEN_UP
+
+    def check(self) -> None:
+        """Raise CheckError where a rank did not come.
+
+        All that was computed since is worth nothing then.
+        """
+        lost = int(self._host_lost[0])
+        if lost == _GIVEN_UP:
+            raise CheckError("tensor_parallel: expected whole steps, found one that ended half way; start again")
+        if lost:
+            raise CheckError(
+                f"tensor_parallel: expected rank {lost - 1} (GPU {self._numbers[lost - 1]}) at a sum, found that rank "
+                f"{self.rank} waited {_SECONDS} s for it; see what that GPU does (nvidia-smi), and start again"
+            )
+
+
+def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[Exchange]:
+    """Return the exchanges of the ranks on these devices.
+
+    most_sum, most_gather: bytes that one call has at most.
+    """
+    world, units = len(devices), -(-most_sum // _UNIT)
+    part = -(-units // world)
+    two = shots_for(units, world) == 2
+    slot = max(min(units, _ONE_SHOT // _UNIT) if two else units, part, -(-most_gather // _UNIT))
+    found = [Exchange(device, rank, world, slot, part * world if two else 0) for rank, device in enumerate(devices)]
+    for exchange in found:
+        exchange.meet(found)
+    return found
+
+
+def shots_for(units: int, world: int) -> int:
+    """Return 1 or 2, see all_reduce.cu, for so many units of 16 bytes."""
+    return 1 if world == 2 or units * _UNIT <= _ONE_SHOT else 2
+
+
+def _grid(units: int) -> tuple[int, int]:
+    """Return (blocks, threads), as was fastest for one shot on two and four H200."""
+    if units <= 1024:
+        return 4, 128
+    return min(_BLOCKS, max(8, 1 << (units // 1024 - 1).bit_length())), 512

@@ -1,0 +1,481 @@
+"""A rank: one device's engines, buffers and cache, and the calls of a step.
+
+A model on one GPU has one rank. Several run the same calls, each on its device, with sums between them; whoever makes
+the calls (`executor.GpuExecutor`) uses the rank's device first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from lockstep.artifacts.adapters import IDS, mask_rank
+from lockstep.artifacts.signature import IO
+from lockstep.gpu import cuda
+from lockstep.gpu.attention.base import SMALLEST_CHUNK, Chunks, PagedAttention
+from lockstep.gpu.attention.make import make_attention
+from lockstep.gpu.decode_state import DecodeState
+from lockstep.gpu.device import Device
+from lockstep.gpu.kernels.step_kernels import Kernels
+from lockstep.gpu.program import GpuExecutable
+from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks
+from lockstep.gpu.prompts import Inputs, PromptInputs
+from lockstep.gpu.ranks.all_reduce import Exchange
+from lockstep.step.advance import Advance
+from lockstep.step.network import Block, LayerAttention, Network, ShardCall
+from lockstep.step.pages import PageTables
+
+Call = Callable[[], None]
+_PRODUCTS_EVERY = 32  # tokens, of sizes whose products are warmed: kernels work in tiles of 64 tokens and more
+
+
+@dataclass
+class StepCalls:
+    """The calls of a step of one layout, on buffers that all steps share.
+
+    part: of several ranks, this one's part of the logits where the calls gather none; `logits` are then what
+    `Rank.gather` fills.
+    """
+
+    calls: list[Call]
+    names: list[str]  # what the time of each call goes to: embedding, block, attention ...
+    logits: cuda.Array
+    part: cuda.Array | None
+    whole: list[cuda.Array]  # what the exit reads that all ranks hold
+    graph: cuda.Graph | None = None
+    warm: bool = False
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A call of a piece's engine on arrays."""
+
+    piece: ShardCall
+    inputs: Mapping[str, cuda.Array]
+    outputs: Mapping[str, cuda.Array]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum over the ranks, in place of `values`.
+
+    dim: the name of their first dimension.
+    """
+
+    values: cuda.Array
+    dim: str
+
+
+class Rank:
+    """A rank that runs `network` on a device, with slots 0 to `num_slots`-1.
+
+    exchange: of several ranks, this one's end of the exchange.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        device: Device,
+        tables: PageTables,
+        num_slots: int,
+        max_seq_len: int,
+        max_num_tokens: int,
+        exchange: Exchange | None,
+    ):
+        self.network, self.device, self.stream, self.exchange = network, device, device.stream, exchange
+        self._num_slots, self._limit = num_slots, max_seq_len
+        self._largest_pass = max_num_tokens + num_slots
+        device.use()
+        integer = engine_of(network.embedding).program.tensors["token_ids"].dtype
+        self._kernels = Kernels(wide=integer.itemsize == 8)
+        self._buffers: dict[tuple, cuda.Array] = {}
+        self._tuned: dict[int, int] = {}  # each step with prompts asks for three
+        self.state = DecodeState(num_slots, max_seq_len, integer)
+        self._mask = _mask_of_engines(network)
+        (logits,) = (io for io in network.exit.signature.outputs if io.name == "logits")
+        self.splits_logits = logits.shape[1] != network.vocab_size
+        if exchange is not None:  # what this rank and all ranks tell of a step's tokens: `Kernels.largest`
+            self._told = cuda.empty((num_slots + 1, 2), "f4")  # sent on behind its end
+            self._told_by_all = cuda.empty((num_slots, 2 * exchange.world), "f4")
+        self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
+        self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
+        self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
+        self._prompts = PromptInputs(self._largest_pass, num_slots, integer)
+        self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
+        self.attentions = list(dict.fromkeys(self._attention))
+        self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
+        self.step_calls: dict[tuple, StepCalls] = {}
+        # of a step, and of the one behind it
+        self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
+
+    @property
+    def paged(self) -> list[PagedAttention]:
+        """Return all attention, where a slot's content can be moved (`PageTables.shares`)."""
+        return cast(list[PagedAttention], self.attentions)
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
+        """Make room for a step: see `Attention.reserve`."""
+        if any(attention.reserve(ends, lengths, self.stream) for attention in self.attentions):
+            self.step_calls.clear()
+
+    def tuned_for(self, num_tokens: int) -> int:
+        """Return the tokens for which a layer's block takes as long as for `num_tokens`.
+
+        They are what the profile is tuned for in which the block takes `num_tokens`.
+        """
+        if num_tokens not in self._tuned:
+            self._tuned[num_tokens] = self._tuned_for(num_tokens)
+        return self._tuned[num_tokens]
+
+    def _tuned_for(self, num_tokens: int) -> int:
+        piece = self.network.layers[-1][0].pieces[0]
+        program = engine_of(piece).program
+        inputs = [io for io in piece.signature.inputs if io.name in program.dynamic]  # none of adapters
+        shapes = {io.name: tuple(num_tokens if isinstance(size, str) else size for size in io.shape) for io in inputs}
+        tuned = program.tuned_for(shapes)
+        return max(tuned[io.name][io.shape.index("num_tokens")] for io in inputs)
+
+    def decode_logits(self, slot: int) -> cuda.Array:
+        """Return a slot's logits of the last decode step, [1, vocab_size]."""
+        return self._buffers["logits", "decode"][slot : slot + 1]
+
+    def gather(self, step: StepCalls) -> None:
+        """Gather the logits of a step from the ranks' parts, as its calls left them."""
+        assert step.part is not None
+        self._end.gather(step.part, step.logits)
+
+    def decode_calls(self, count: int, adapted: bool, drawn: bool) -> StepCalls:
+        """Return the calls that decode a token of the slots 0 to `count`-1.
+
+        Only those of them that decode (`state`) are written. adapted: some have an adapter. drawn: tokens of some are
+        drawn. Nothing is put on the stream.
+        """
+        key = (count, adapted, drawn, *(attention.capacity for attention in self.attentions))
+        step = self.step_calls.get(key)
+        if step is None:
+            state = self.state
+            inputs = Inputs(
+                state.token_ids[:count],
+                state.positions[:count],
+                state.rows[:count],
+                self._every_row[:count],
+                state.rows[:count],
+                state.positions[:count],
+                state.adapter_ids[:count],
+            )
+            step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn)
+        return step
+
+    def capture(self, step: StepCalls) -> None:
+        """Capture the graph of a step whose calls were made once."""
+        with self.stream.capture() as graph:
+            for call in step.calls:
+                call()
+        step.graph = graph
+
+    def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
+        """Send the inputs of a pass of chunks: see `PromptInputs.send`."""
+        return self._prompts.send(chunks, self.stream, write, self.state.adapters)
+
+    def send_mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> tuple[Inputs, Chunks]:
+        """Send the inputs of a pass with rows that decode: see `PromptInputs.send_mixed`."""
+        return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.token_ids, self.state.adapters)
+
+    def prompt_calls(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
+        """Make the calls of a pass of chunks, and yield the step after each.
+
+        The call is on the stream then, and the step has it. The rank's device is used for each, whatever was used
+        meanwhile. adapted, drawn: as of `decode_calls`.
+        """
+        self.device.use()
+        for attention in self.attentions:
+            attention.begin(chunks, self.stream)
+        calls = self._make_prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn)
+        while (step := next(calls, None)) is not None:
+            yield step
+            self.device.use()
+
+    def warm_products(self, adapted: bool) -> None:
+        """Run products with weights at many numbers of tokens.
+
+        They read what lies in the buffers of prompts. cuBLAS chooses a kernel by the size, and its first call loads it,
+        for which a request would wait.
+        """
+        self.device.use()
+        blocks = self._blocks_for_prompts(adapted)
+        for tokens in range(_PRODUCTS_EVERY, self._largest_pass + 1, _PRODUCTS_EVERY):
+            for call in blocks.begin(tokens, min(tokens, self._num_slots), 0).products():
+                call()
+
+    def _blocks_for_prompts(self, adapted: bool) -> PromptBlocks:
+        if adapted not in self._prompt_blocks:
+            self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
+        return self._prompt_blocks[adapted]
+
+    def _make_decode_calls(self, inputs: Inputs, adapted: bool, drawn: bool) -> StepCalls:
+        """Return the calls for rows of one token; nothing is put on the stream."""
+        total = inputs.token_ids.shape[0]
+        dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
+        values, mask, network = inputs.values(), self._mask_array(inputs, adapted), self.network
+
+        def prepare(name: str, block: Block) -> list[tuple[str, Call]]:
+            return [
+                ("sum", functools.partial(self._end.sum, step.values))
+                if isinstance(step, _Sum)
+                else (name, engine_of(step.piece).prepare(_by_engine(step, mask), step.outputs, own=True))
+                for step in self._steps(block.for_rows(adapted), values, dims, "decode")
+            ]
+
+        calls = self._mask_calls(inputs, mask) + prepare("embedding", network.embedding)
+        for index, (block, layer_attention) in enumerate(network.layers):
+            calls += prepare("block", block)
+            self._add_attention(layer_attention, values, total)
+            calls += self._attention[index].calls(
+                index, layer_attention, values, inputs.rows, [], self._buffer, self.stream, True
+            )
+        whole = _whole(network, values, total)
+        calls += prepare("exit", network.exit)
+        made = values["logits"]
+        logits = self._logits("decode", (total, network.vocab_size), made.dtype)
+        calls += self._last_calls(made, logits, inputs, drawn)
+        part = made if self.splits_logits and not drawn else None
+        return StepCalls([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
+
+    def _mask_array(self, inputs: Inputs, adapted: bool) -> cuda.Array | None:
+        """Return the mask that engines read in place of `IDS`; None where none does."""
+        if not adapted or self._mask is None:
+            return None
+        columns, _, dtype = self._mask
+        return self._buffer("adapter mask", (inputs.token_ids.shape[0], columns), dtype)
+
+    def _mask_calls(self, inputs: Inputs, mask: cuda.Array | None) -> list[tuple[str, Call]]:
+        if mask is None or self._mask is None:
+            return []
+        kernels, stream, ids, rank = self._kernels, self.stream, inputs.adapter_ids, self._mask[1]
+        return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
+
+    def _make_prompt_calls(
+        self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool
+    ) -> Iterator[StepCalls]:
+        total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
+        a_pass = blocks.begin(total, num_requests, inputs.num_decoding)
+        decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
+        logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
+        own = blocks.logits[:num_requests] if self.splits_logits and not drawn else None
+        step = StepCalls([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total))
+
+        def add(name: str, call: Call) -> StepCalls:
+            call()
+            step.calls.append(call)
+            step.names.append(name)
+            return step
+
+        for name, call in self._mask_calls(inputs, self._mask_array(inputs, adapted)):
+            yield add(name, call)
+        for name, call in a_pass.embedding():
+            yield add(name or "embedding", call)
+        for index, (_, layer_attention) in enumerate(self.network.layers):
+            calls, values = a_pass.layer(index)
+            for name, call in calls:
+                yield add(name or "block", call)
+            attention = self._attention[index]
+            for part in values:
+                which = (prompts, chunks) if part is values[-1] else (decoding, [])
+                for name, call in attention.calls(
+                    index, layer_attention, part, *which, self._buffer, self.stream, False
+                ):
+                    yield add(name, call)
+        calls, found = a_pass.exit()
+        for name, call in calls:
+            yield add(name or "exit", call)
+        for name, call in self._last_calls(found, logits, inputs, drawn):
+            yield add(name, call)
+
+    def _last_calls(self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool) -> list[tuple[str, Call]]:
+        """Return the calls from what the exit made to the next tokens.
+
+        made: the logits, or a rank's part of them. The logits are gathered where tokens are drawn; else each rank tells
+        its own most likely ones.
+        """
+        kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the step
+        state, slots, held = self.state, inputs.slots, inputs.held
+        found = state.found, state.token_ids, state.positions
+        draw = ("next token", lambda: kernels.advance(stream, logits, slots, held, limit, state.samplings, *found))
+        if not self.splits_logits:
+            return [draw]
+        end, (rows, columns) = self._end, made.shape
+        if drawn:
+            return [("gather", functools.partial(end.gather, made, logits)), draw]
+        told, by_all, first = self._told[:rows], self._told_by_all[:rows], end.rank * columns
+        return [
+            ("next token", lambda: kernels.largest(stream, made, first, slots, told)),
+            ("gather", functools.partial(end.gather, told, by_all)),
+            ("next token", lambda: kernels.choose(stream, by_all, slots, held, limit, *found)),
+        ]
+
+    def _bind_prompts(self, adapted: bool) -> Iterator[DeviceBlock]:
+        """Yield the blocks of a pass of prompts, bound to buffers for the largest."""
+        arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
+        values, mask = arrays.values(), self._mask_array(arrays, adapted)
+        dims = {"num_tokens": largest, "num_requests": self._num_slots}
+        for block, layer_attention in ((network.embedding, None), *network.layers, (network.exit, None)):
+            parts: list[BoundPiece | BoundSum] = []
+            for step in self._steps(block.for_rows(adapted), values, dims, "prompts"):
+                if isinstance(step, _Sum):
+                    parts.append(BoundSum(self._end.sum, step.values, step.dim))
+                else:
+                    engine = engine_of(step.piece)
+                    given, dynamic = _by_engine(step, mask), engine.program.dynamic
+                    declared: dict[str, tuple[int | str, ...]] = {
+                        io.name: io.shape for io in step.piece.signature.inputs
+                    }
+                    declared |= {name: ("num_tokens", *given[name].shape[1:]) for name in given if mask_rank(name)}
+                    shapes = tuple((name, declared[name]) for name in given if name in dynamic)
+                    parts.append(BoundPiece(engine.bind(given, step.outputs), engine.program, shapes))
+            if layer_attention is not None:
+                self._add_attention(layer_attention, values, largest)
+            yield DeviceBlock(parts, dict(values))
+
+    def _add_attention(self, layer_attention: LayerAttention, values: dict[str, cuda.Array], total: int) -> None:
+        width = tuple(int(size) for size in layer_attention.attention.shape[1:])  # all but the first are numbers
+        values["attention"] = self._buffer("attention", (total, *width), layer_attention.attention.numpy_dtype)
+
+    def _steps(
+        self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
+    ) -> list[_Run | _Sum]:
+        """Return what a block runs; `values` has its outputs afterwards.
+
+        of: whose logits an exit makes ("decode", "prompts").
+        """
+        step_inputs = [io for io in block.signature.inputs if io.name not in block.adapters]
+        read, made = {io.key for io in step_inputs}, {io.key for io in block.signature.outputs}
+        # Later pieces, and later blocks, may read what is there, but for what this block makes anew.
+        taken = {array.address for key, array in values.items() if key in read or key not in made}
+        known = {**block.adapters, **{io.name: values[io.key] for io in step_inputs}}
+        own = {io.name for io in block.signature.outputs}
+        steps: list[_Run | _Sum] = []
+        for piece in block.pieces:
+            inputs = {io.name: known[io.name] for io in piece.signature.inputs}
+            outputs = {}
+            for io in piece.signature.outputs:
+                name = piece.sums.get(io.name, io.name)
+                key = IO(name, io.dtype, io.shape).key if name in own else f"piece/{name}"
+                outputs[io.name] = self._output(key, io, dims, taken, of)
+                taken.add(outputs[io.name].address)
+            steps.append(_Run(piece, inputs, outputs))
+            known |= outputs
+            for io in piece.signature.outputs:
+                if io.name in piece.sums:
+                    known[piece.sums[io.name]] = outputs[io.name]
+                    steps.append(_Sum(outputs[io.name], str(io.shape[0])))
+        values.update({io.key: known[io.name] for io in block.signature.outputs})
+        return steps
+
+    def _output(self, key: str, io: IO, dims: Mapping[str, int], taken: set[int], of: str) -> cuda.Array:
+        shape = tuple(dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
+        if key == "logits":
+            return self._logits(of, shape, io.numpy_dtype)
+        number = 0
+        while True:
+            array = self._buffer(f"{key}/{number}" if number else key, shape, io.numpy_dtype)
+            if array.address not in taken:
+                return array
+            number += 1
+
+    def _logits(self, of: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
+        """Return the buffer of logits, [num_requests, vocab_size] or a rank's part of it.
+
+        A row for each slot is enough.
+        """
+        key: tuple[str, ...] = ("logits", of) if shape[1] == self.network.vocab_size else ("logits", of, "part")
+        if key not in self._buffers:
+            rows = self._num_slots + len(key) - 2  # what is sent to other ranks goes on behind its end
+            self._buffers[key] = cuda.empty((rows, *shape[1:]), dtype, "logits")
+        return self._buffers[key][: shape[0]]
+
+    def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
+        """Return the buffer of this name, as large as any step needs it.
+
+        All steps and layers use the same.
+        """
+        key = (name, tuple(shape[1:]), np.dtype(dtype))
+        array = self._buffers.get(key)
+        if array is None:
+            # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of
+            # two long: less than twice as long as it is, or as long as the smallest.
+            count = self._largest_pass + max(self._largest_pass, SMALLEST_CHUNK)
+            array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
+        return array[: shape[0]]
+
+    @property
+    def _end(self) -> Exchange:
+        assert self.exchange is not None  # sums and gathers are of several ranks
+        return self.exchange
+
+
+def _by_engine(step: _Run, mask: cuda.Array | None) -> Mapping[str, cuda.Array]:
+    """Return the inputs as the engine names them.
+
+    Of an engine that takes a mask, this has the name of its rank in place of `IDS`.
+    """
+    masks = [name for name in engine_of(step.piece).program.tensors if mask_rank(name)]
+    if mask is None or not masks:
+        return step.inputs
+    return {masks[0] if name == IDS else name: mask if name == IDS else a for name, a in step.inputs.items()}
+
+
+def _mask_of_engines(network: Network) -> tuple[int, int, np.dtype] | None:
+    """Return (columns, room of each adapter, dtype) of the mask that blocks take.
+
+    None where no block takes adapters.
+    """
+    for block in (*(block for block, _ in network.layers), network.exit):
+        for piece in block.pieces:
+            for name, tensor in engine_of(piece).program.tensors.items():
+                if rank := mask_rank(name):
+                    return int(tensor.shape[1]), rank, tensor.dtype
+    return None
+
+
+def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> list[cuda.Array]:
+    others = ("attention", "logit_rows", *network.exit.adapters)
+    names = [io.key for io in network.exit.signature.inputs if io.name not in others]
+    return [values[name][:total] for name in names]
+
+
+def engine_of(of: Block | ShardCall) -> GpuExecutable:
+    """Return the executable of a block or of a rank's call.
+
+    The executor is given networks of engines on GPUs alone.
+    """
+    return cast(GpuExecutable, of.run)
+
+
+def most_exchanged(network: Network, num_slots: int, max_num_tokens: int) -> tuple[int, int]:
+    """Return the most bytes that a sum and a gather exchange.
+
+    These are (bytes of a sum, bytes of a rank's part of what is gathered).
+    """
+    sizes = {"num_tokens": max_num_tokens + num_slots, "num_requests": num_slots}
+
+    def nbytes(io: IO) -> int:
+        dims = [sizes[size] if isinstance(size, str) else size for size in io.shape]
+        return math.prod(dims) * io.numpy_dtype.itemsize
+
+    blocks = (network.embedding, *(block for block, _ in network.layers), network.exit)
+    sums = [
+        nbytes(io)
+        for block in blocks
+        for piece in block.pieces
+        for io in piece.signature.outputs
+        if io.name in piece.sums
+    ]
+    told = 8 * num_slots
+    return max(sums, default=0), max(
+        told, *(nbytes(io) for io in network.exit.signature.outputs if io.name == "logits")
+    )

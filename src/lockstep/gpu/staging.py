@@ -1,0 +1,43 @@
+"""Uploads that nobody waits for, through page-locked memory.
+
+Small host arrays are copied to one of two pieces in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.gpu import cuda
+
+_ALIGNMENT = 16  # bytes
+
+
+class Staging:
+    """Page-locked memory for uploads of up to `nbytes` in `arrays` arrays.
+
+    A piece is written again once its last copies are through, which an event tells: the host waits only when it is two
+    uploads ahead of the device.
+    """
+
+    def __init__(self, nbytes: int, arrays: int):
+        size = nbytes + arrays * _ALIGNMENT
+        self._pieces = [(cuda.pinned((size,), np.uint8), cuda.Event()) for _ in range(2)]
+
+    def send(self, stream: cuda.Stream, pairs: Sequence[tuple[cuda.Array, np.ndarray]]) -> None:
+        """Put copies to device arrays on the stream.
+
+        pairs: a device array, and a host array of the same shape and of any integer or floating dtype. The host arrays
+        may change as soon as this returns.
+        """
+        self._pieces.reverse()
+        piece, sent = self._pieces[0]
+        sent.wait()
+        at = 0
+        for array, values in pairs:
+            host = piece[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+            host[...] = values
+            stream.upload(array, host)
+            at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        sent.record(stream)

@@ -1,0 +1,259 @@
+"""The CUDA backend on the fake GPU: kernels compiled for the host, cuBLAS and products of small weights in NumPy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+from benchmarks import small_weights_gpu
+from demo_model import CONFIG, LIMITS
+from families import FAMILIES
+from test_quantization import LIMIT, demo, random_family
+
+import fake_gpu
+from lockstep.artifacts.files import read_json
+from lockstep.backends import build
+from lockstep.backends.cuda import kernels_file
+from lockstep.backends.cuda.backend import CudaBackend
+from lockstep.errors import CheckError, InputError
+from lockstep.gpu import describe, libraries
+from lockstep.onnx_tools.cut_products import CutGraph, cut_products
+from lockstep.runtime import Engine, Model, Request
+from lockstep.targets import Limits, Results, Target
+from lockstep.verify import compare, golden
+
+SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
+TOLERANCE = CONFIG.tolerance("demo-llama", "w8a16", "cuda")
+
+
+@pytest.fixture
+def gpu() -> Iterator[fake_gpu.Gpu]:
+    with fake_gpu.installed(name="cuda") as found:
+        yield found
+    assert not found.faults
+
+
+def built(results: Results, precision: str, folder: Path, limits: Limits = LIMITS, model: str = "model"):
+    options = {name: getattr(limits, name) for name in SIZES}
+    return build(results.assembly(model, precision), "cuda", folder / "engines" / "engines.json", options)
+
+
+def checked(results: Results, precision: str, layers: int | str, engines: Path, limits: Limits, out: Path):
+    golden.check_engines(
+        results.assembly("model", precision),
+        results.weights("model", precision),
+        engines,
+        results.quantized_reference("model", precision, layers),
+        Target("model", precision, layers, "cuda"),
+        TOLERANCE,
+        limits,
+        out / "golden.json",
+        out / "speed.json",
+    )
+    return read_json(out / "golden.json")
+
+
+def test_tolerances_are_those_of_fp16_activations():
+    fp16, graphs = CONFIG.tolerance("demo-llama", "fp16"), CONFIG.tolerance("demo-llama", "w8a16")
+    assert TOLERANCE == fp16 and graphs.rounding < fp16.rounding
+    assert CONFIG.tolerance("demo-llama", "w8a16", "onnxruntime") == graphs
+
+
+@pytest.mark.parametrize(
+    # 8 bits run with gemma below
+    "precision, layers",
+    [pytest.param("w8a16", 2, marks=pytest.mark.long), ("w4a16", "all")],
+)
+def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, precision, layers):
+    results = demo(shared, precision)
+    engines = built(results, precision, tmp_path)
+    assert checked(results, precision, layers, engines, LIMITS, tmp_path)["result"] == "pass"
+    pair = results.assembly("model", precision), results.weights("model", precision)
+    out = compare.run(*pair, engines, TOLERANCE.beside_graph, LIMITS, tmp_path / "compare.json", seconds=8)
+    report = read_json(out)
+    assert set(report["engines"]) == {"embedding", "entry", "middle", "exit"}
+    # Also at the end of float16, which its activations are, not of float32 as in the graph.
+    assert all(engine["sizes"]["tried"] for engine in report["engines"].values())
+    assert 0 < report["relative_error"] <= TOLERANCE.beside_graph
+
+
+def test_the_warm_up_loads_products_of_every_size(shared, gpu, tmp_path):
+    """cuBLAS loads a kernel with its first call, and chooses it by the number of rows."""
+    results = demo(shared, "w8a16")
+    engines = built(results, "w8a16", tmp_path)
+    model = Model.open(engines, results.assembly("model", "w8a16"), results.weights("model", "w8a16"), 2)
+    model.warm_up()
+    largest = model.max_num_tokens + model.max_batch_size
+    assert all(any(rows in gpu.product_rows for rows in range(n, n + 32)) for n in range(33, largest - 31))
+
+
+def test_requests_are_served_as_ever(shared, gpu, tmp_path):
+    """The scheduler over a cut engine: requests that come and go, prompts in pieces, answers as of each alone."""
+    results = demo(shared, "w4a16")
+    paths = results.assembly("model", "w4a16"), results.weights("model", "w4a16")
+    engines, random = built(results, "w4a16", tmp_path), np.random.default_rng(0)
+    model = Model.open(engines, *paths, 2, **{name: getattr(LIMITS, name) for name in SIZES})
+    prompts = [random.integers(0, 768, size).tolist() for size in (3, 70, 1)]
+
+    def answers(requests: list[Request]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for token in Engine(model).run(requests):
+            found.setdefault(token.request, []).append(token.token)
+        return found
+
+    together = answers([Request(prompt, 4) for prompt in prompts])
+    assert list(map(len, together.values())) == [4] * 3
+    assert [together[number] for number in range(3)] == [answers([Request(prompt, 4)])[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "family, precision", [("gemma", "w8a16"), pytest.param("glm", "w4a16", marks=pytest.mark.long)]
+)
+def test_families_with_tied_heads_biases_and_partial_rope(shared, gpu, tmp_path, family, precision):
+    results = random_family(shared, family, precision)
+    engines = built(results, precision, tmp_path, LIMIT)
+    assert checked(results, precision, 2, engines, LIMIT, tmp_path)["result"] == "pass"
+
+
+def middle(shared) -> onnx.ModelProto:
+    return onnx.load(demo(shared, "w8a16").assembly("model", "w8a16").with_name("middle.onnx"))
+
+
+def test_a_llama_block_is_three_pieces_and_four_steps_of_products(shared):
+    cut = cut_products(middle(shared))
+    kinds = [step if isinstance(step, int) else len(step) for step in cut.steps]
+    assert (len(cut.pieces), kinds) == (3, [1, 0, 2, 1, 1, 2, 3])
+
+
+def test_a_block_that_computes_something_else_is_refused(shared, monkeypatch):
+    """Gate and up exchanged."""
+
+    def wrong(model: onnx.ModelProto) -> CutGraph:
+        cut = cut_products(model)
+        (at,) = (number for number, step in enumerate(cut.steps) if not isinstance(step, int) and len(step) == 2)
+        gate, up = cut.steps[at]
+        swapped = replace(gate, slots=up.slots), replace(up, slots=gate.slots)
+        return CutGraph(cut.pieces, (*cut.steps[:at], swapped, *cut.steps[at + 1 :]), cut.inner)
+
+    monkeypatch.setattr(kernels_file, "cut_products", wrong)
+    with pytest.raises(CheckError, match="graph middle: output hidden_out: expected the kernels and products to give"):
+        kernels_file.compile_block(middle(shared))
+
+
+@pytest.mark.parametrize(
+    "damage, found",
+    [
+        (lambda data: data[:-9], "expected JSON, found Expecting"),
+        (lambda data: data.replace(b"lockstep.kernels/1", b"lockstep.kernels/9"), "expected format .*kernels/1'"),
+        (lambda data: data.replace(b'"in_features"', b'"features"'), "expected kernels and products, found TypeError"),
+    ],
+)
+def test_a_damaged_engine_file_is_named(shared, tmp_path, damage, found):
+    engines = built(demo(shared, "w8a16"), "w8a16", tmp_path)
+    file = engines.parent / "middle.kernels"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckError, match=rf"middle.kernels: {found}.*; build it again$"):
+        kernels_file.KernelsFile.load(file)
+
+
+def test_a_build_needs_no_gpu_and_no_library_of_one(shared, tmp_path):
+    """The same bytes in a process in which neither can be imported."""
+    engines = built(demo(shared, "w8a16"), "w8a16", tmp_path)
+    assembly = demo(shared, "w8a16").assembly("model", "w8a16")
+    options = {name: getattr(LIMITS, name) for name in SIZES}
+    code = "import sys; sys.modules['cuda'] = sys.modules['cudnn'] = sys.modules['tensorrt'] = None\n"
+    code += f"from lockstep.backends import build; build({str(assembly)!r}, 'cuda', sys.argv[1], {options})"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "again" / "engines.json")], check=True)
+    names = {path.name for path in engines.parent.iterdir()}
+    assert {"embedding.kernels", "middle.kernels", "exit.kernels"} < names
+    assert all((tmp_path / "again" / name).read_bytes() == (engines.parent / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize(
+    "capability, installed, found",
+    [
+        (None, True, "no GPU of compute capability 8.0 or higher; its"),
+        ("7.5", True, r"no GPU of compute capability 8.0 or higher \(found one of 7.5\); its"),
+        ("9.0", False, "no cuda-bindings and no nvidia-cudnn-frontend in this Python: pip install"),
+    ],
+)
+def test_where_engines_cannot_run_is_said_before_they_are_opened(monkeypatch, tmp_path, capability, installed, found):
+    monkeypatch.setattr(describe, "compute_capability", lambda: capability)
+    monkeypatch.setattr("lockstep.backends.cuda.gpu._is_installed", lambda module: installed)
+    with pytest.raises(InputError, match=f"backend cuda: {found}"):
+        CudaBackend().load(tmp_path / "middle.kernels", (), None, False)
+
+
+def test_an_operator_without_a_kernel_is_named_with_the_backend_that_has_it(shared, tmp_path):
+    results = shared.assembled(dict(FAMILIES["mixtral"].config), "fp16")
+    model = onnx.load_model_from_string(results[0][results[1].classes["middle"].file])
+    with pytest.raises(CheckError, match="graph middle.*: expected .*, found .*; use the backend tensorrt"):
+        kernels_file.compile_block(model)
+
+
+def test_attention_with_a_soft_cap_is_refused_by_name(shared, tmp_path):
+    results = random_family(shared, "gemma2", "w8a16")
+    with pytest.raises(InputError, match="expected attention that its kernels run, found a soft cap of .*; use the "):
+        built(results, "w8a16", tmp_path, LIMIT)
+
+
+@pytest.mark.parametrize("layers", [2, "all"])
+def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path, layers):
+    results, name, tolerance = references, "demo-llama", CONFIG.tolerance("demo-llama", "fp16", "cuda")
+    engines = built(results, "fp16", tmp_path, model=name)
+    pair = results.assembly(name, "fp16"), results.weights(name, "fp16")
+    out, target = tmp_path / "golden.json", Target(name, "fp16", layers, "cuda")
+    reference = results.reference(name, layers)
+    golden.check_engines(*pair, engines, reference, target, tolerance, LIMITS, out, tmp_path / "speed.json")
+    assert read_json(out)["result"] == "pass"
+    if layers == "all":
+        report = read_json(compare.run(*pair, engines, tolerance.beside_graph, LIMITS, tmp_path / "c.json", seconds=8))
+        assert 0 < report["relative_error"] <= tolerance.beside_graph
+
+
+def test_a_machine_without_cublas_is_told_so(monkeypatch):
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(libraries, "open_library", refuse)
+    with pytest.raises(InputError, match="expected the library cuBLAS 12 or 13, which multiplies with weights"):
+        libraries.require_cublas()
+
+
+def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkeypatch):
+    from lockstep.gpu import cuda
+    from lockstep.gpu.kernels.cublas import Gemm
+
+    library = SimpleNamespace(_name="/opt/libcublas.so.12", cublasCreate_v2=lambda handle: 1)
+    monkeypatch.setattr(libraries, "open_library", lambda name: library)
+    with pytest.raises(CheckError) as error:
+        Gemm(cuda.Stream())
+    assert str(error.value) == (
+        "expected the library cuBLAS (/opt/libcublas.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free memory "
+        "of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["w8a16", "w4a16"])
+def test_the_benchmark_writes_what_each_precision_came_to(shared, gpu, tmp_path, monkeypatch, precision):
+    """On random weights whose numbers stay in fp16's range: else a token is -1, and the step behind it refused."""
+    for name, value in {
+        "LIMITS": {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 128}, "CONTEXT": 8, "WARM": 1, "STEPS": 2,
+        "ROUNDS": 1, "BATCHES": (1, 8), "PROMPTS": (12,), "PARTS_OF": (1,),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(small_weights_gpu, name, value)
+    graphs = demo(shared, precision).assembly("model", precision).parent
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / precision).symlink_to(graphs)
+    small_weights_gpu.measure(tmp_path / "graphs", tmp_path, precision)
+    record = read_json(tmp_path / f"{precision}.json")
+    assert set(record["decode"]) == {"1", "8"} and record["prompt"]["12"]["median"] > 0
+    assert record["microseconds"]["1"]["block"] > 0
