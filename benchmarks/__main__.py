@@ -260,17 +260,20 @@ def export(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | No
 
 @bench.command()
 @_SHAPES
+@click.option(
+    "--backend", type=click.Choice(["cuda", "tensorrt_rtx"]), default="tensorrt_rtx", show_default=True, help="Which builds without a GPU."  # noqa: E501
+)  # fmt: skip
 @_PRECISION
 @_ROUNDS
 @_DOCS
-def builds(shapes: tuple[str, ...], precision: str, rounds: int, docs: Path | None) -> None:
-    """Build engine sets of TensorRT-RTX for a model's shape, without a GPU.
+def builds(shapes: tuple[str, ...], backend: str, precision: str, rounds: int, docs: Path | None) -> None:
+    """Build engine sets for a model's shape, without a GPU.
 
     Measures seconds and bytes, and that two builds are the same bytes.
     """
     from benchmarks.builds import run
 
-    _deliver(run(shapes, precision, "tensorrt_rtx", rounds), docs)
+    _deliver(run(shapes, precision, backend, rounds), docs)
 
 
 @bench.command()
@@ -380,7 +383,7 @@ def _settings(context: click.Context, parameter: click.Parameter, given: tuple[s
 
 _SETTING = click.option(
     "--option", "options", multiple=True, metavar="NAME=JSON", callback=_settings,
-    help="A setting of backends.tensorrt, such as optimization_level=3; may be given several times.",
+    help="An option of the build, such as optimization_level=3 of tensorrt; may be given several times.",
 )  # fmt: skip
 
 
@@ -459,11 +462,25 @@ def faults(
     benchmark.check(record)
 
 
-_TENSORRT_PYTHON = click.option(
+_BACKEND = click.option("--backend", type=click.Choice(["cuda", "tensorrt"]), default="cuda", show_default=True)
+_PYTHON = click.option(
     "--python",
     metavar="INTERPRETER",
-    help="The Python that TensorRT runs in, as backends.tensorrt.python.  [default: this one]",
+    help="The Python that engines run in, such as backends.tensorrt.python.  [default: this one]",
 )
+
+
+def _require(python: str | None, backend: str) -> None:
+    """Raise InputError where engines do not run, before anything is made."""
+    lockstep.ask_python(python, "benchmarks.gpu:device", backend=backend)
+
+
+def _record(docs: Path | None, work: Path, name: str, backend: str) -> Path:
+    """Return where a record goes; that of TensorRT is named after it."""
+    own = name if backend == "cuda" else f"{name}-{backend}"
+    return (docs / "gpu" if docs else work).absolute() / f"{own}.json"
+
+
 _WORK = click.option(
     "--work",
     type=click.Path(file_okay=False, path_type=Path),
@@ -479,7 +496,8 @@ _WORK = click.option(
     show_default=True,
     help="A Llama shape that comes with the benchmark, or a config.json.",
 )
-@_TENSORRT_PYTHON
+@_BACKEND
+@_PYTHON
 @_WORK
 @_SETTING
 @click.option(
@@ -487,20 +505,22 @@ _WORK = click.option(
     "docs",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write the record to gpu/SHAPE.json in this folder.",
+    help="Write the record to gpu/SHAPE.json in this folder; of tensorrt to gpu/SHAPE-tensorrt.json.",
 )
 @_ROUNDS
-def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rounds: int, docs: Path | None) -> None:
-    """Measure TensorRT on one GPU: build, load, decode and prefill of a Llama in fp16.
+def gpu(
+    shape: str, backend: str, python: str | None, work: Path, options: dict[str, Any], rounds: int, docs: Path | None
+) -> None:
+    """Measure one GPU: build, load, decode and prefill of a Llama in fp16.
 
-    With random weights, beside transformers.
+    With random weights, beside transformers; of TensorRT its builder too.
     """
     from benchmarks.export import SHAPES
 
     path = SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape)
     config = _llama(path)
-    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
-    graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute() / f"{path.stem}.json"
+    _require(python, backend)
+    graphs, out = (work / "graphs").absolute(), _record(docs, work, path.stem, backend)
     lockstep.export_config(config, "fp16", graphs)
     names = {
         "assembly": str(graphs / "assembly.json"),
@@ -509,13 +529,16 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
         "python": python,
         "transformers": sys.executable,
     }
-    lockstep.run_in_python(python, "benchmarks.gpu:measure", **names, rounds=rounds, options=options, config=config)
+    lockstep.run_in_python(
+        python, "benchmarks.gpu:measure", **names, rounds=rounds, backend=backend, options=options, config=config
+    )
     click.echo(out)
 
 
 @bench.command()
 @click.option("--shape", default="llama-2-7b", show_default=True, help="A shape that comes with the benchmark.")
-@_TENSORRT_PYTHON
+@_BACKEND
+@_PYTHON
 @_WORK
 @_SETTING
 @click.option(
@@ -528,7 +551,8 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
     "docs",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write gpu/batches.json and gpu/batches.md into this folder; of N ranks gpu/batches-N.json and .md.",
+    help="Write gpu/batches.json and .md into this folder; of N ranks gpu/batches-N.json and .md, of tensorrt "
+    "gpu/batches-tensorrt.json and .md.",
 )
 @click.option(
     "--tensor-parallel",
@@ -541,6 +565,7 @@ def gpu(shape: str, python: str | None, work: Path, options: dict[str, Any], rou
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 def batches(
     shape: str,
+    backend: str,
     python: str | None,
     work: Path,
     options: dict[str, Any],
@@ -550,16 +575,16 @@ def batches(
     tensor_parallel: int,
     alike: bool,
 ) -> None:
-    """Measure TensorRT at every batch size.
+    """Measure one GPU at every batch size.
 
-    Decoding, prompts beside it, and many requests at once.
+    Decoding, prompts beside it, and many requests at once. What does not fit is left out and named.
     """
     from benchmarks.batches import page
     from benchmarks.export import SHAPES
 
-    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
-    graphs, out = (work / "graphs").absolute(), ((docs / "gpu") if docs else work).absolute()
-    out /= f"batches-{tensor_parallel}.json" if tensor_parallel > 1 else "batches.json"
+    _require(python, backend)
+    graphs, name = (work / "graphs").absolute(), f"batches-{tensor_parallel}" if tensor_parallel > 1 else "batches"
+    out = _record(docs, work, name, backend)
     lockstep.export_config(read_json(SHAPES / f"{shape}.json"), "fp16", graphs, tensor_parallel)
     names = {
         "assembly": str(graphs / "assembly.json"),
@@ -568,7 +593,9 @@ def batches(
         "python": python,
         "vllm": str(vllm.absolute()) if vllm else None,
     }
-    lockstep.run_in_python(python, "benchmarks.batches:measure", **names, rounds=rounds, options=options, alike=alike)
+    lockstep.run_in_python(
+        python, "benchmarks.batches:measure", **names, rounds=rounds, backend=backend, options=options, alike=alike
+    )
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
     click.echo(out)
 
@@ -576,11 +603,12 @@ def batches(
 @bench.command("adapters-gpu")
 @click.option("--shape", default="llama-2-7b", show_default=True, help="A shape that comes with the benchmark.")
 @click.option("--adapters", type=click.IntRange(1, 64), default=8, show_default=True, help="Resident together.")
-@_TENSORRT_PYTHON
+@_BACKEND
+@_PYTHON
 @_WORK
 @_SETTING
 @click.option("--graphs-only", is_flag=True, help="Export into the scratch folder, and measure nothing.")
-@click.option("--no-forms", is_flag=True, help="Leave out the forms of an adapter's products.")
+@click.option("--no-forms", is_flag=True, help="Leave out the forms of an adapter's products, of TensorRT.")
 @click.option(
     "--vllm",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
@@ -591,12 +619,13 @@ def batches(
     "docs",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write gpu/adapters.json into this folder.",
+    help="Write gpu/adapters.json into this folder; of tensorrt gpu/adapters-tensorrt.json.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 def adapters_gpu(
     shape: str,
     adapters: int,
+    backend: str,
     python: str | None,
     work: Path,
     options: dict[str, Any],
@@ -606,14 +635,16 @@ def adapters_gpu(
     docs: Path | None,
     rounds: int,
 ) -> None:
-    """Measure TensorRT with adapters of rank 16 in 16 rows.
+    """Measure one GPU with adapters of rank 16 in 16 rows.
 
     Beside none, and beside graphs without room for any.
     """
     from benchmarks.export import SHAPES
 
-    work, out = work.absolute(), ((docs / "gpu") if docs else work).absolute() / "adapters.json"
+    work, out = work.absolute(), _record(docs, work, "adapters", backend)
     config = read_json(SHAPES / f"{shape}.json")
+    if not graphs_only:
+        _require(python, backend)
     for folder, room in (("graphs-plain", None), ("graphs", {"max_adapters": adapters, "max_lora_rank": 16})):
         if not (work / folder / "assembly.json").is_file():
             lockstep.export_config(config, "fp16", work / folder, adapters=room)
@@ -627,8 +658,9 @@ def adapters_gpu(
         "out": str(out),
         "vllm": str(vllm.absolute()) if vllm else None,
     }
+    forms = backend == "tensorrt" and not no_forms
     lockstep.run_in_python(
-        python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, options=options, forms=not no_forms
+        python, "benchmarks.adapters_gpu:measure", **names, rounds=rounds, backend=backend, options=options, forms=forms
     )
     click.echo(out)
 
@@ -649,7 +681,8 @@ def adapters_gpu(
     type=click.IntRange(1, 16),
     help="How many ranks; may be given several times.  [default: 1, 2 and 4, of the 70B shape 4; what the GPUs allow]",
 )
-@_TENSORRT_PYTHON
+@_BACKEND
+@_PYTHON
 @_WORK
 @_SETTING
 @click.option(
@@ -657,19 +690,20 @@ def adapters_gpu(
     "docs",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write gpu/ranks.json and gpu/ranks.md into this folder.",
+    help="Write gpu/ranks.json and gpu/ranks.md into this folder; of tensorrt gpu/ranks-tensorrt.json and .md.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 def ranks(
     shapes: tuple[str, ...],
     degrees: tuple[int, ...],
+    backend: str,
     python: str | None,
     work: Path,
     options: dict[str, Any],
     docs: Path | None,
     rounds: int,
 ) -> None:
-    """Measure TensorRT on several GPUs.
+    """Measure several GPUs.
 
     Builds, readiness, decoding, prompts and logits beside transformers, with the aims beside the numbers. A run that
     was cut short goes on where it was, with the same folder.
@@ -680,7 +714,7 @@ def ranks(
     paths = [SHAPES / f"{shape}.json" if (SHAPES / f"{shape}.json").is_file() else Path(shape) for shape in shapes]
     wanted = {path: degrees or bench_ranks.RANKS.get(path.stem, (1, 2, 4)) for path in paths}
     configs = {path: _llama(path) for path in paths}
-    lockstep.ask_python(python, "identity", name="tensorrt")  # what is missing is said before anything is made
+    _require(python, backend)
     most = max(max(counts) for counts in wanted.values())
     gpus = lockstep.ask_python(python, "benchmarks.ranks:count_gpus", ranks=most)
     if gpus < (least := min(min(counts) for counts in wanted.values())):
@@ -692,7 +726,7 @@ def ranks(
     for path, counts in wanted.items():
         folder = (work / path.stem).absolute()
         for count in (count for count in counts if count <= gpus):
-            out, place = folder / f"{count}.json", folder / str(count)
+            out, place = _record(None, folder, str(count), backend), folder / backend / str(count)
             if not out.is_file():
                 lockstep.export_config(configs[path], "fp16", place / "graphs", count)
                 lockstep.run_in_python(
@@ -703,6 +737,7 @@ def ranks(
                     weights=str(folder / "weights"),
                     out=str(out),
                     rounds=rounds,
+                    backend=backend,
                     options=options,
                     python=python,
                     transformers=sys.executable,
@@ -712,7 +747,7 @@ def ranks(
                 )
             cases.setdefault(path.stem, {})[str(count)] = read_json(out)
             record = bench_ranks.record_of(cases, bool(os.environ.get(bench_ranks.ONE_GPU)))
-            written = (docs / "gpu" if docs else work).absolute() / "ranks.json"
+            written = _record(docs, work, "ranks", backend)
             write_json(written, record)
             written.with_suffix(".md").write_text(bench_ranks.page(record), encoding="utf-8")
     click.echo(written)
@@ -737,7 +772,8 @@ def _llama(path: Path) -> dict[str, Any]:
     required=True,
     help="The scratch folder of `batches`, with its engines and weights.",
 )
-@_TENSORRT_PYTHON
+@_BACKEND
+@_PYTHON
 @click.option("--kv-bytes", type=click.IntRange(min=1), help="Memory for the KV cache, where others need some too.")
 @click.option(
     "--beside", multiple=True, metavar="NAME=URL", help="A server that gets the same requests, such as vLLM's."
@@ -747,6 +783,7 @@ def _llama(path: Path) -> dict[str, Any]:
 @_ROUNDS
 def serving_gpu(
     work: Path,
+    backend: str,
     python: str | None,
     kv_bytes: int | None,
     beside: tuple[str, ...],
@@ -763,11 +800,12 @@ def serving_gpu(
 
     others = dict(each.partition("=")[::2] for each in beside)
     engines, assembly, weights = (
-        str(work / name) for name in ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")
+        str(work / name) for name in (f"{backend}/engines.json", "graphs/assembly.json", "weights/weights.json")
     )
     place = Place(engines, assembly, weights, LIMITS, None, python, kv_bytes)
-    found = {"benchmark": "serving-gpu", **run(place, (16, 64), rates, requests, rounds, True, others)}
-    click.echo(dump_json(found), nl=False)
+    about = lockstep.ask_python(python, "benchmarks.gpu:described", engines=engines)
+    found = run(place, (16, 64), rates, requests, rounds, True, others)
+    click.echo(dump_json({"benchmark": "serving-gpu", **about, **found}), nl=False)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
-"""What adapters cost with TensorRT.
+"""What adapters cost on a GPU.
 
 Decode steps and prompts of a model with an adapter in each row, with none, and of the same model whose graphs take
 none, in turn; how long one takes to load; and forms that their products could have.
 
-In: assemblies of a shape in fp16, one of which takes adapters; a scratch folder. Out: a record. In the scratch folder
-it is written after each part, so that a run that is cut short says what it came to.
+In: assemblies of a shape in fp16, one of which takes adapters; a scratch folder. Out: a record, which is written after
+each part, so that a run that is cut short says what it came to.
 
-The forms, of q, k and v of one layer beside the layers alone: as they are exported, two thin products for each layer
-and the resident adapters' columns of which a token's own are kept; with one first product for the three; with one of
-each, whose second matrix is block diagonal; the first and the third with the first product as further rows of the
-layers' own weights ("rows"), as they are exported; with one first product, and the second as further columns of the
-layers' weights ("columns"); and each token's matrices, gathered.
-"""
+The forms, in TensorRT, of q, k and v of one layer beside the layers alone: as they are exported, two thin products for
+each layer and the resident adapters' columns of which a token's own are kept; with one first product for the three;
+with one of each, whose second matrix is block diagonal; the first and the third with the first product as further rows
+of the layers' own weights ("rows"), as they are exported; with one first product, and the second as further columns of
+the layers' weights ("columns"); and each token's matrices, gathered."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,15 +25,14 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks import batches
-from benchmarks.gpu import random_weights
-from benchmarks.measure import in_turn, read_json, spread, write_json
+from benchmarks.gpu import described, random_weights
+from benchmarks.measure import in_turn, read_json, recorder, spread
 from lockstep import Advance, Assembly, Model, Sampling, build_engines
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.backends import get_backend
 from lockstep.weights.adapters import LoadedAdapter
 
-PARTS = "adapters.parts.json"  # of the record, while it is made
 ROWS, PROMPT, RANK, SMALL = 16, 512, 16, 8  # SMALL: the rank of the adapter that is loaded, 40 MB of the 7B
 LIMITS = {"max_batch_size": ROWS, "max_num_tokens": PROMPT, "max_seq_len": 1024}
 FORM_TOKENS, FORM_CALLS = (1, ROWS, PROMPT), 32
@@ -53,6 +50,7 @@ def run(
     work: Path,
     out: Path,
     rounds: int = 3,
+    backend: str = "cuda",
     options: Mapping[str, Any] | None = None,
     forms: bool = True,
     vllm: str | None = None,
@@ -60,12 +58,12 @@ def run(
     """Measure everything, and write the record.
 
     plain, taking: assemblies of one shape, the second with room for adapters of RANK of all linear layers. options: of
-    the builds. forms: measure those too. vllm: a record of vllm_adapters.py on the same machine, which is kept beside.
+    the builds. forms: measure those too, in TensorRT. vllm: a record of vllm_adapters.py on the same machine, which is
+    kept beside.
     """
     assembly = Assembly.load(taking)
     assert assembly.adapters is not None
     work.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
     record: dict[str, Any] = {
         "benchmark": "adapters-gpu",
         "layers": len(assembly.layers),
@@ -75,21 +73,16 @@ def run(
         "rank": RANK,
         "weights": "of one layer, for all",
     }
-
-    def note(**parts: Any) -> None:
-        record.update(parts)
-        write_json(work / PARTS, record)
-        print(f"bench: {time.perf_counter() - began:.0f} s: {', '.join(parts)}", file=sys.stderr, flush=True)
-
+    note = recorder(out, record)
     weights = work / "weights" / "weights.json"
     weights = weights if weights.is_file() else random_weights(assembly, work / "weights", alike=True)
     built, seconds = {}, {}
     for name, path in (("plain", plain), ("taking", taking)):
         started = time.perf_counter()
-        built[name] = build_engines(path, "tensorrt", work / name / "engines.json", {**LIMITS, **(options or {})})
+        engines = work / backend / name / "engines.json"
+        built[name] = build_engines(path, backend, engines, {**LIMITS, **(options or {})})
         seconds[name] = round(time.perf_counter() - started, 1)
-    manifest = read_json(built["taking"])
-    note(build_seconds=seconds, device=manifest["device"], tensorrt=manifest["backend_version"])
+    note(build_seconds=seconds, **described(built["taking"]))
     base = Model.open(built["plain"], plain, weights)
     model = Model.open(built["taking"], taking, weights)
     names = [f"a{number}" for number in range(assembly.adapters.max_adapters)]
@@ -116,7 +109,6 @@ def run(
         note(forms={str(t): found for t, found in _forms(hidden, assembly.adapters, work / "forms", rounds).items()})
     if vllm:
         note(vllm=of_vllm(read_json(Path(vllm))))
-    write_json(out, record)
 
 
 def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,17 @@
-"""TensorRT at every batch size, of a model's shape with random weights.
+"""A backend on a GPU at every batch size, of a model's shape with random weights.
 
 Decoding, steps that bring prompts beside rows that decode, prompts, and many requests at once.
 
-In: the assembly of a shape in fp16, a scratch folder with room for its weights. Out: a record, and its page. In the
-scratch folder the record is written after each part, so that a run that is cut short says what it came to.
+In: the assembly of a shape in fp16, a scratch folder with room for its weights. Out: a record, and its page. The record
+is written after each part, so that a run that is cut short says what it came to. What does not fit into the memory of
+the GPU is left out, and named with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import statistics
 import sys
 import time
@@ -19,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu import build_seconds, random_weights, timed
+from benchmarks.gpu import build_seconds, described, in_words, random_weights, timed
 from benchmarks.markdown import paragraph
-from benchmarks.measure import read_json, spread, write_json
-from lockstep import Advance, Assembly, Engine, InputError, Model, Request, Sampling
+from benchmarks.measure import read_json, recorder, spread
+from lockstep import Advance, Assembly, CheckError, Engine, InputError, Model, Request, Sampling
 
-PARTS = "batches.parts.json"  # of the record, while it is made
 LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
 BATCHES = (1, 4, 16, 64, 128, 256)
 ROWS, CHUNKS = (15, 63, 255), (64, 128, 256, 512, 1024, 1792)
@@ -45,6 +46,7 @@ def run(
     work: Path,
     out: Path,
     rounds: int = 3,
+    backend: str = "cuda",
     options: Mapping[str, Any] | None = None,
     python: str | None = None,
     vllm: str | None = None,
@@ -67,53 +69,68 @@ def run(
     if alike:
         record["weights"] = "of one layer, for all"
 
-    def note(**parts: Any) -> None:
-        record.update(parts)
-        write_json(work / PARTS, record)
-        print(f"bench: {', '.join(parts)}", file=sys.stderr, flush=True)
-
+    note = recorder(out, record)
     weights = work / "weights" / "weights.json"
     weights = weights if weights.is_file() else random_weights(assembly, work / "weights", alike)
-    engines = work / "engines" / "engines.json"
-    note(build_seconds=build_seconds(assembly_json, engines, {**LIMITS, **(options or {})}, python))
-    manifest = read_json(engines)
-    note(device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
+    engines = work / backend / "engines.json"
+    note(build_seconds=build_seconds(assembly_json, engines, backend, {**LIMITS, **(options or {})}, python))
+    note(**described(engines))
     model = Model.open(engines, assembly_json, weights)
     model._executor.group.wait_for_weights()
-    note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
+    left_out: dict[str, str] = {}
+    with unless_full(model, "warm-up", left_out, note):
+        note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
     if assembly.tensor_parallel is not None:
         note(ranks=assembly.tensor_parallel.degree, sums=sums(model))
-    steps(model, rounds, note)
-    note(requests=requests(model), sampled_requests=requests(model, SAMPLED))
+    steps(model, rounds, note, left_out)
+    for name, sampling in (("requests", Sampling()), ("sampled_requests", SAMPLED)):
+        with unless_full(model, name, left_out, note):
+            note(**{name: requests(model, sampling)})
     if vllm:
         note(vllm=of_vllm(read_json(Path(vllm))))
-    write_json(out, record)
 
 
-def steps(model: Model, rounds: int, note: Callable[..., None]) -> None:
-    """Measure steps of every kind and size for which the KV cache has room.
+@contextlib.contextmanager
+def unless_full(model: Model, part: str, left_out: dict[str, str], note: Callable[..., None]) -> Iterator[None]:
+    """Leave a part out for which the GPU has no memory: say so on stderr, and note it with the reason."""
+    try:
+        yield
+    except (InputError, CheckError) as error:
+        if not re.search("KV cache|memory", str(error), re.IGNORECASE):
+            raise
+        release(model)
+        left_out[part] = str(error)
+        print(f"bench: {part} does not fit: {error}", file=sys.stderr, flush=True)
+        note(left_out=left_out)
 
-    note: takes each part when it is there; `left_out` names the sizes without room, with the reason.
+
+def steps(model: Model, rounds: int, note: Callable[..., None], left_out: dict[str, str] | None = None) -> None:
+    """Measure steps of every kind and size for which the GPU has memory.
+
+    note: takes each part when it is there. left_out: gets the sizes without room, with the reason.
     """
-    left_out: dict[str, str] = {}
+    left_out = {} if left_out is None else left_out
     kinds: dict[str, tuple[Sequence[int], Callable[[Model, int, int], dict[str, Any]]]] = {
         "decode": (BATCHES, decode),
         "sampled": (SAMPLED_BATCHES, sampled),
         "prompts": (PROMPTS, prompt),
-        "mixed": (ROWS, mixed),
     }
     for name, (sizes, take) in kinds.items():
         found: dict[str, Any] = {}
         for size in sizes:
-            try:
+            with unless_full(model, f"{name} {size}", left_out, note):
                 found[str(size)] = take(model, size, rounds)
-            except InputError as error:
-                if "KV cache" not in str(error):
-                    raise
-                release(model)
-                left_out[f"{name} {size}"] = str(error)
-                note(left_out=left_out)
             note(**{name: found})
+    beside: dict[str, Any] = {}
+    for rows in ROWS:
+        for chunk in CHUNKS:
+            part = f"mixed {rows}" + (f" from {chunk} tokens on" if str(rows) in beside else "")
+            with unless_full(model, part, left_out, note):
+                times = mixed(model, rows, rounds, [chunk])
+                beside.setdefault(str(rows), {}).update(times)
+            if part in left_out:
+                break
+        note(mixed=beside)
 
 
 def sums(model: Model) -> dict[str, Any]:
@@ -208,14 +225,14 @@ def prompt(model: Model, tokens: int, rounds: int) -> dict[str, Any]:
     return {"milliseconds": spread([1e3 * value for value in seconds], 2)}
 
 
-def mixed(model: Model, rows: int, rounds: int) -> dict[str, Any]:
-    """Time steps of a prompt of each of CHUNKS beside `rows` rows that decode.
+def mixed(model: Model, rows: int, rounds: int, chunks: Sequence[int] = ()) -> dict[str, Any]:
+    """Time steps of a prompt of each of `chunks`, else of CHUNKS, beside `rows` rows that decode.
 
     They decode behind CONTEXT tokens; the parts alone are timed too. host: what of a step the host spends before it
     waits for tokens.
     """
     found: dict[str, Any] = {}
-    for chunk in CHUNKS:
+    for chunk in chunks or CHUNKS:
         given, samples = np.arange(chunk) % model.vocab_size, []
         tokens, position = begin(model, rows), CONTEXT
         for number in range(2 + rounds * MIXED_STEPS):
@@ -310,16 +327,17 @@ def page(record: Mapping[str, Any]) -> str:
     """Return the record as Markdown."""
     other = record.get("vllm")
     lines = [
-        "# TensorRT at every batch size",
+        f"# {'CUDA' if record.get('backend') == 'cuda' else 'TensorRT'} at every batch size",
         "",
         paragraph(
             f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
-            f"{record['device']['name']} with TensorRT {record['tensorrt']}. Made by `python -m benchmarks batches "
-            f"--work FOLDER --write docs{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}`."
+            f"{record['device']['name']} with {in_words(record)}. Made by `python -m benchmarks batches "
+            f"--work FOLDER --write docs{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}"
+            f"{' --backend tensorrt' if record.get('backend') == 'tensorrt' else ''}`."
         ),
         "",
-        f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s; warm-up "
-        f"takes {record['warm_up_seconds']} s.",
+        f"Engines for {record['options']['max_batch_size']} rows are built in {record['build_seconds']} s"
+        + (f"; warm-up takes {record['warm_up_seconds']} s." if "warm_up_seconds" in record else "."),
         "",
         f"Decoding behind {CONTEXT} tokens, tokens a second:",
         "",
@@ -367,7 +385,7 @@ def page(record: Mapping[str, Any]) -> str:
         ),
     ]
     if left_out := record.get("left_out"):
-        lines += ["", paragraph(f"Without room in this GPU's KV cache, and not measured: {', '.join(left_out)}.")]
+        lines += ["", paragraph(f"Without room in this GPU's memory, and not measured: {', '.join(left_out)}.")]
     if found := record.get("requests"):
         lines += [
             "",

@@ -1,9 +1,9 @@
-"""The TensorRT backend on one GPU, with a model's shape and random weights.
+"""A backend on one GPU, with a model's shape and random weights.
 
-Building, loading, decoding and prefill are measured.
+Building, loading, decoding and prefill are measured; of TensorRT its builder too (tensorrt_builds.py).
 
-In: the assembly of a shape, a scratch folder with room for its weights. Out: a record. In the scratch folder it is
-written after each part, so that a run that is cut short says what it came to. Runs in the Python that TensorRT runs in
+In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, which is written after each
+part, so that a run that is cut short says what it came to. Runs in the Python that the backend runs in
 (`lockstep.run_in_python`); a Python that has torch and transformers runs the same weights beside it
 (gpu_transformers.py): speeds, and logits to be held against.
 """
@@ -20,27 +20,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import lockstep
-from benchmarks.measure import read_json, spread, write_json
+from benchmarks.measure import read_json, recorder, spread, write_json
 from lockstep import Advance, Assembly, CheckError, InputError, Model
 from lockstep.artifacts import formats
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype
 from lockstep.artifacts.quantized import is_scales
-from lockstep.backends.builder import COSTS
-from lockstep.backends.tensorrt.compat import TENSORRT
-from lockstep.backends.tensorrt.layers import ChosenLayer, differences
-from lockstep.backends.tensorrt.tactics import CACHE, RECORD
+from lockstep.backends import get_backend
 from lockstep.onnx_tools.metrics import difference
 
 _DTYPES = {graph_dtype(name): name for name in DTYPE_BITS}  # safetensors' name of each
-PARTS = "parts.json"  # of the record, while it is made
 CONTEXT, PREFILL, WARM, STEPS = 512, 2048, 8, 64
 LIMITS = {"max_batch_size": 16, "max_num_tokens": PREFILL, "max_seq_len": PREFILL}
 BATCHES = (1, 16)
@@ -57,6 +53,7 @@ def run(
     work: Path,
     out: Path,
     rounds: int,
+    backend: str,
     options: Mapping[str, Any],
     python: str | None,
     transformers: str,
@@ -64,8 +61,8 @@ def run(
 ) -> None:
     """Measure everything once but speeds, which are medians of `rounds`.
 
-    python: what this runs in, as it was asked for. transformers: an interpreter that has it, which makes a model of
-    `config`.
+    options: of the build. python: what this runs in, as it was asked for. transformers: an interpreter that has it,
+    which makes a model of `config`.
 
     Raises InputError for an assembly in another precision than fp16 and for an interpreter without transformers and
     CUDA, before anything is made; CheckError, when all is measured, for logits too far from transformers'.
@@ -78,38 +75,33 @@ def run(
     probe(transformers)
     work.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"benchmark": "gpu", "layers": len(assembly.layers), "precision": "fp16", "rounds": rounds}
-
-    def note(**parts: Any) -> None:
-        record.update(parts)
-        write_json(work / PARTS, record)
-        print(f"bench: {', '.join(parts)}", file=sys.stderr, flush=True)
-
+    note = recorder(out, record)
     options = {**LIMITS, **options}
     weights = random_weights(assembly, work / "weights")
-    engines = work / "engines" / "engines.json"
-    for made in builds(assembly_json, engines, options, python):
-        note(build=made)
-    manifest = read_json(engines)
-    note(device=manifest["device"], tensorrt=manifest["backend_version"], options=manifest["options"])
+    engines = work / backend / "engines.json"
+    if backend == "tensorrt":
+        from benchmarks import tensorrt_builds
+
+        for made in tensorrt_builds.builds(assembly_json, engines, options, python):
+            note(build=made)
+    else:
+        note(build=built(assembly_json, engines, backend, options, python))
+    note(**described(engines))
     note(ready_seconds=ready_seconds(python, engines, assembly_json, weights))
     model = ready(engines, assembly_json, weights)
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
     note(prefill=prefill(model, rounds, assembly))
     note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
-    if manifest["options"]["one_region"] and TENSORRT.has("one_region"):
-        note(
-            as_they_are=as_they_are(
-                assembly_json, work / "as-they-are" / "engines.json", weights, options, python, assembly
-            )
-        )
+    if backend == "tensorrt" and tensorrt_builds.has_regions(engines):
+        again = work / "as-they-are" / "engines.json"
+        note(as_they_are=tensorrt_builds.as_they_are(assembly_json, again, weights, options, python, assembly))
     note(transformers=beside(transformers, work, weights, config))
     checks = {
         str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz")
         for layers in CHECK_LAYERS
     }
     note(check=checks)
-    write_json(out, record)
     for layers, found in checks.items():
         if not found["passes"]:
             ours, theirs = (
@@ -122,65 +114,51 @@ def run(
             )
 
 
-def builds(
-    assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None
-) -> Iterator[dict[str, Any]]:
-    """Build cold, and again from the record, each in a new process.
-
-    The cold build records tactics; the other is in another folder. Also returns what got other tactics there.
-    """
-    again = engines.parent.with_name("again") / engines.name
-    for path in (engines, again):
-        shutil.rmtree(path.parent, ignore_errors=True)
-    build = lambda out: build_seconds(assembly_json, out, {**options, "tactics": "record"}, python)
-    cold = build(engines)
-    files = [engines.with_name(entry["file"]) for entry in read_json(engines)["engines"].values()]
-    made = {
-        "cold_seconds": cold,
-        "engine_bytes": sum(path.stat().st_size for path in files),
-        "engines": len(files),
-        "costs": read_json(engines.with_name(COSTS))["engines"],
-    }
-    yield made
-    again.parent.mkdir()
-    for name in (CACHE, RECORD):
-        shutil.copy(engines.with_name(name), again.with_name(name))
-    cached = build(again)
-    recorded, found = (read_json(folder / RECORD)["engines"] for folder in (engines.parent, again.parent))
-    layers = lambda of: [ChosenLayer.from_json(layer) for layer in of["layers"]]
-    other = [line for name in recorded for line in differences(layers(recorded[name]), layers(found[name]), name)]
-    yield {**made, "cached_seconds": cached, "other_tactics": other}
-
-
-def as_they_are(
-    assembly_json: Path,
-    engines: Path,
-    weights: Path,
-    options: Mapping[str, Any],
-    python: str | None,
-    assembly: Assembly,
+def built(
+    assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any], python: str | None
 ) -> dict[str, Any]:
-    """Measure the same engines built without `one_region`.
-
-    They are built cold, in a new process. Of all blocks in the steps that are measured the microseconds are taken.
-    """
+    """Build in a new process, with nothing of an earlier build; return what it took, and what came of it."""
     shutil.rmtree(engines.parent, ignore_errors=True)
-    options = {**options, "one_region": False, "tactics": "free"}
-    seconds = build_seconds(assembly_json, engines, options, python)
-    model = ready(engines, assembly_json, weights)
-    blocks = {str(batch): decode(model, batch, 1)["microseconds"]["block"] for batch in BATCHES}
-    blocks["prompt"] = prefill_parts(model, prefill(model, 1, assembly), assembly)["microseconds"]["block"]
-    return {
-        "cold_seconds": seconds,
-        "optimization_level": read_json(engines)["options"]["optimization_level"],
-        "microseconds_of_blocks": blocks,
-    }
+    seconds = build_seconds(assembly_json, engines, backend, options, python)
+    files = [engines.with_name(entry["file"]) for entry in read_json(engines)["engines"].values()]
+    sizes = [path.stat().st_size for path in files]
+    return {"cold_seconds": seconds, "engine_bytes": sum(sizes), "engines": len(files)}
 
 
-def build_seconds(assembly_json: Path, engines: Path, options: Mapping[str, Any], python: str | None) -> float:
+def build_seconds(
+    assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any], python: str | None
+) -> float:
     """Of the build of an engine set, in a new process."""
-    request = {"assembly": str(assembly_json), "backend": "tensorrt", "options": dict(options), "out": str(engines)}
+    request = {"assembly": str(assembly_json), "backend": backend, "options": dict(options), "out": str(engines)}
     return round(timed(lambda: lockstep.run_in_python(python or sys.executable, "build", **request))[0], 1)
+
+
+def described(engines: str | Path) -> dict[str, Any]:
+    """Return what a record says of engines: backend, versions and device here, options of the build."""
+    manifest = read_json(Path(engines))
+    backend = get_backend(name := manifest["backend"])
+    versions = {name: manifest["backend_version"], **backend.libraries(True)}
+    return {"backend": name, "versions": versions, "device": device(name), "options": manifest["options"]}
+
+
+def device(backend: str) -> dict[str, Any]:
+    """Return the description of the GPU here.
+
+    Raises InputError where engines of the backend do not run.
+    """
+    library: Any = get_backend(backend)
+    if backend != "cuda":
+        return library.describe_device()
+    library.require()
+    return library.describe_hardware()
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """Return the backend and versions that a record was made with."""
+    if "backend" not in record:  # from before there were two
+        return f"TensorRT {record['tensorrt']}"
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"the backend {record['backend']} ({versions})"
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

@@ -7,9 +7,11 @@ package's, so that a manifest made here is sealed as one of the package.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import lockstep
@@ -23,6 +25,7 @@ __all__ = [
     "in_turn",
     "ratios",
     "read_json",
+    "recorder",
     "sha256_file",
     "spread",
     "surroundings",
@@ -67,6 +70,18 @@ def ratios(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str,
         for name, values in times.items()
         if name != of
     }
+
+
+def recorder(out: Path, record: dict[str, Any]) -> Callable[..., None]:
+    """Return what adds parts to a record and writes it, so that a run that is cut short says what it came to."""
+    began = time.perf_counter()
+
+    def note(**parts: Any) -> None:
+        record.update(parts)
+        write_json(out, record)
+        print(f"bench: {time.perf_counter() - began:.0f} s: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    return note
 
 
 def surroundings(*packages: str, threads: int | None = None) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from benchmarks.gpu import (
     build_seconds,
     check,
     decode,
+    described,
+    in_words,
     prefill,
     probe,
     random_weights,
@@ -30,7 +32,7 @@ from benchmarks.gpu import (
     references,
 )
 from benchmarks.markdown import paragraph
-from benchmarks.measure import read_json, write_json
+from benchmarks.measure import write_json
 from lockstep import Assembly
 
 RANKS = {"llama-2-7b": (1, 2, 4), "llama-3-70b": (4,)}
@@ -98,6 +100,7 @@ def measure(
     weights: str,
     out: str,
     rounds: int,
+    backend: str,
     options: Mapping[str, Any],
     python: str | None,
     transformers: str,
@@ -122,9 +125,8 @@ def measure(
     if missing:
         references(transformers, folder, file, config, missing)
     engines = Path(work) / "engines" / "engines.json"
-    record: dict[str, Any] = {"build_seconds": build_seconds(path, engines, {**LIMITS, **options}, python)}
-    manifest = read_json(engines)
-    record |= {"device": manifest["device"], "tensorrt": manifest["backend_version"], "options": manifest["options"]}
+    record: dict[str, Any] = {"build_seconds": build_seconds(path, engines, backend, {**LIMITS, **options}, python)}
+    record |= described(engines)
     _read(folder / "weights.bin")
     record["ready_seconds"] = ready_seconds(python, engines, path, file)
     model = ready(engines, path, file)
@@ -208,9 +210,10 @@ def page(record: Mapping[str, Any]) -> str:
         "# Several GPUs",
         "",
         paragraph(
-            f"fp16, random weights, on {case['device']['name']} with TensorRT {case['tensorrt']}, behind 512 tokens, a "
-            "prompt of 2048. Made by `python -m benchmarks ranks --work FOLDER --write docs`. ready: from the start of "
-            "a process, with the weights in the page cache. vLLM: 0.23.0 on another machine of this kind."
+            f"fp16, random weights, on {case['device']['name']} with {in_words(case)}, behind 512 tokens, a prompt of "
+            "2048. Made by `python -m benchmarks ranks --work FOLDER --write docs"
+            f"{' --backend tensorrt' if case.get('backend') == 'tensorrt' else ''}`. ready: from the start of a "
+            "process, with the weights in the page cache. vLLM: 0.23.0 on another machine of this kind."
         ),
     ]
     if record["ranks_on_one_gpu"]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu import random_weights, timed
+from benchmarks.gpu import described, random_weights, timed
 from benchmarks.measure import read_json, spread, write_json
 from lockstep import Advance, Assembly, Model
 from lockstep.backends.builder import build
@@ -86,11 +86,9 @@ def measure(folder: Path, work: Path, precision: str) -> None:
 
     weights = random_weights(assembly, own / "weights", alike=True)
     seconds, engines = timed(lambda: build(assembly_json, "cuda", own / "engines.json", LIMITS))
-    manifest = read_json(engines)
-    sizes = [(own / entry["file"]).stat().st_size for entry in manifest["engines"].values()]
-    note(build_seconds=round(seconds, 1), engine_bytes=sum(sizes))
+    sizes = [(own / entry["file"]).stat().st_size for entry in read_json(engines)["engines"].values()]
+    note(build_seconds=round(seconds, 1), engine_bytes=sum(sizes), layers=len(assembly.layers), **described(engines))
     seconds, model = timed(lambda: Model.open(engines, assembly_json, weights))
-    note(device=model.engines.backend.describe_hardware(), layers=len(assembly.layers))
     more, _ = timed(model._executor.group.wait_for_weights)
     from lockstep.gpu import cuda
 

@@ -120,18 +120,6 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
 import lockstep  # noqa: E402, F401  first: it switches off what other packages send when they are imported
 
 
-def _missing() -> str | None:
-    """Return what this machine lacks to build with TensorRT."""
-    from lockstep.backends import get_backend
-    from lockstep.errors import LockstepError
-
-    try:
-        get_backend("tensorrt").describe_device()
-    except LockstepError as error:
-        return str(error)
-    return None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # First what takes long: a process that is done with its part takes tests from the end of another's, where then are
     # short ones, and none whose fixtures it would make a second time.
@@ -139,8 +127,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "shared" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.exports)
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    reason = _missing() if on_gpu else None
-    if reason:
-        for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason=reason))

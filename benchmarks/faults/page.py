@@ -20,15 +20,16 @@ RECORDS = (
     "faults-quantized.json",
     "faults-openvino-quantized.json",
     "faults-ranks.json",
+    "faults-checkpoint.json",
+    "faults-quantized-checkpoint.json",
     "faults-tensorrt.json",
 )
-_LONGEST = 160  # characters of a message
 
 _TITLE = "# Planted faults"
 _HEAD = (
     "What the gates see, measured: `python -m benchmarks faults` plants mistakes, one at a time, and sends each "
     "through every gate of a backend. Digests are made right, so that only numbers can tell. This page is made by "
-    "that command (`--write docs`).",
+    "that command (`--write docs`); the records in `bench` have a row for each planting, with the message.",
     "A fault in a **graph** is an edit of the exported ONNX graph, with engines built from it: `validate` must "
     "see it in the graph, or `golden` in what the engines say. The same fault in an **engine** leaves the graph "
     "right: only the engine's file holds the mistake, and `compare` and `golden` can see it. Faults in the "
@@ -62,7 +63,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {r['backend']}{_over_ranks(r)} | {', '.join(r['tolerance'])} | {r['distinct']} | {r['planted']} | "
+        f"| {_title(r)} | {', '.join(r['tolerance'])} | {r['distinct']} | {r['planted']} | "
         f"{r['harmful']} | {r['harmful_caught']} | {100 * r['score']:.1f} % |"
         for r in records
     ]
@@ -71,7 +72,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         lines += [
             "",
-            f"## {record['backend']} in {', '.join(record['tolerance'])}{_over_ranks(record)}",
+            f"## {_title(record)} in {', '.join(record['tolerance'])}",
             "",
             *_by_gate(record),
             "",
@@ -80,8 +81,9 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _over_ranks(record: Mapping[str, Any]) -> str:
-    return ", over two ranks" if record["benchmark"].endswith("-ranks") else ""
+def _title(record: Mapping[str, Any]) -> str:
+    more = {"-ranks": ", over two ranks", "-checkpoint": ", a trained checkpoint in place of the demo's"}
+    return record["backend"] + "".join(text for end, text in more.items() if record["benchmark"].endswith(end))
 
 
 def _by_gate(record: Mapping[str, Any]) -> list[str]:
@@ -94,33 +96,24 @@ def _by_gate(record: Mapping[str, Any]) -> list[str]:
 
 
 def _table(record: Mapping[str, Any]) -> list[str]:
+    """A line for each fault, of all its plantings."""
     lines = [
-        "| fault | what is wrong | model | in | precision | largest logit difference | harmful | caught "
-        "by | message of the first |",
-        "|---|---|---|---|---|---:|---|---|---|",
+        "| fault | what is wrong | model | in | planted | harmful | largest logit difference | caught by |",
+        "|---|---|---|---|---:|---:|---:|---|",
     ]
-    for row in record["faults"]:
-        cells = [
-            row["fault"],
-            row["about"],
-            row["model"],
-            row["where"],
-            row["precision"],
-            _difference(row),
-            "yes" if row["harmful"] else "no",
-        ]
-        lines.append(
-            "| " + " | ".join([*cells, ", ".join(row["caught_by"]) or "none", _message(row["message"])]) + " |"
-        )
+    for name in dict.fromkeys(row["fault"] for row in record["faults"]):
+        rows = [row for row in record["faults"] if row["fault"] == name]
+        places = ", ".join(dict.fromkeys(row["where"] for row in rows))
+        caught = ", ".join(gate for gate in GATES if any(gate in row["caught_by"] for row in rows))
+        cells = [name, rows[0]["about"], rows[0]["model"], places, str(len(rows))]
+        cells += [str(sum(row["harmful"] for row in rows)), _difference(rows), caught or "none"]
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def _difference(row: Mapping[str, Any]) -> str:
-    if row["refused"]:
+def _difference(rows: Sequence[Mapping[str, Any]]) -> str:
+    run = [row for row in rows if not row["refused"]]
+    if not run:
         return "not built"
-    return "not finite" if row["largest_logit_difference"] is None else f"{row['largest_logit_difference']:.2g}"
-
-
-def _message(text: str | None) -> str:
-    short = (text or "").replace("|", "\\|")
-    return short if len(short) <= _LONGEST else f"{short[: _LONGEST - 3]}..."
+    found = [row["largest_logit_difference"] for row in run]
+    return "not finite" if None in found else f"{max(found):.2g}"

@@ -40,7 +40,8 @@ import onnx
 
 from fake_gpu import cublas, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
-from lockstep.gpu import describe, libraries
+from lockstep.backends import gpu as driver
+from lockstep.gpu import libraries
 from lockstep.provenance.code_identity import SOURCES as PACKAGE
 
 __all__ = ["Fault", "Gpu", "installed"]
@@ -73,7 +74,7 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
             stack.enter_context(_as_library(backend, api))
         before = {name: _remove(name) for name in (*modules, *bound())}
         sys.modules.update(modules)
-        stack.enter_context(mock.patch.object(describe, "compute_capability", lambda: CAPABILITY))
+        stack.enter_context(mock.patch.object(driver, "ask_driver", lambda: CAPABILITY))
         stack.enter_context(mock.patch.object(libraries, "open_library", lambda name: fake_cublas))
         _reload_in_polygraphy()
         try:

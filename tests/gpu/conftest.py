@@ -1,6 +1,7 @@
-"""The demo's graphs and weights for the tests on a GPU. torch, which exports them, may be in another Python than
-TensorRT: LOCKSTEP_PYTHON names it. LOCKSTEP_DEMOS names a folder in which they were made before, on this machine or
-another; what it lacks is made there.
+"""The demo's graphs and weights for the tests on a GPU, and which of these run here.
+
+torch, which exports them, may be in another Python than the engines run in: LOCKSTEP_PYTHON names it. LOCKSTEP_DEMOS
+names a folder in which they were made before, on this machine or another; what it lacks is made there.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.backends import get_backend
+from lockstep.backends.cuda.gpu import why_not
+from lockstep.errors import LockstepError
 from lockstep.targets import Results
 
 ROOT = Path(__file__).parents[2]
+# Graphs and weights are those of any backend: the one that is always there.
 CONFIG = """
 models:
   demo-llama:
     source: resources/demo-llama
-    precisions: [fp32, fp16]
-    backends: [tensorrt]
-    tensor_parallel: {ranks}
+    precisions: [{precisions}]
+    backends: [onnxruntime]
     golden: {{prompts: [{{text: Light}}]}}
 """
+RANKS = """
+    tensor_parallel: 2
+"""
 QUANTIZED = """
-models:
-  demo-llama:
-    source: resources/demo-llama
-    precisions: [w8a16, w4a16]
-    backends: [tensorrt]
     group_size: 16
-    golden: {prompts: [{text: Light}]}
 """
 ADAPTERS = """
     max_adapters: 2
@@ -41,41 +42,59 @@ ADAPTERS = """
 """
 
 
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> None:
+    """Skip where no GPU can be run on: whatever the backend, a step is the runtime's, which is cuda's."""
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def backend(request: pytest.FixtureRequest) -> str:
+    """Return the backend of a test's parameters; skip one whose library is not in this Python."""
+    try:
+        get_backend(request.param).describe_device()
+    except LockstepError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made(1, tmp_path_factory)
+    return made("1", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def demo_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made(2, tmp_path_factory)
+    return made("2", tmp_path_factory, more=RANKS)
 
 
 @pytest.fixture(scope="session")
 def demo_with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made(1, tmp_path_factory, ADAPTERS)
+    return made("adapters", tmp_path_factory, more=ADAPTERS)
 
 
 @pytest.fixture(scope="session")
 def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made(1, tmp_path_factory, config=QUANTIZED)
+    return made("quantized", tmp_path_factory, ("w8a16", "w4a16"), QUANTIZED)
 
 
-def made(ranks: int, tmp_path_factory: pytest.TempPathFactory | None, more: str = "", config: str = CONFIG) -> Results:
-    """Checkpoint, weights and graphs of the demo for so many ranks. more: of the config, for the model."""
-    given, quantized = os.environ.get("LOCKSTEP_DEMOS"), config == QUANTIZED
-    name = "adapters" if more else "quantized" if quantized else str(ranks)
+def made(
+    name: str, tmp_path_factory: pytest.TempPathFactory, precisions: tuple[str, ...] = ("fp32", "fp16"), more: str = ""
+) -> Results:
+    """Checkpoint, weights and graphs of the demo. more: of the config, for the model."""
+    given = os.environ.get("LOCKSTEP_DEMOS")
     folder = Path(given) / name if given else tmp_path_factory.mktemp("demo")
     results = Results(folder / "results")
-    if results.assembly("demo-llama", "w4a16" if quantized else "fp16").is_file():
+    if results.weights("demo-llama", precisions[-1]).is_file():  # which are made last
         return results
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text((config if quantized else config.format(ranks=ranks)) + more)
+    (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions)) + more)
     python, own = os.environ.get("LOCKSTEP_PYTHON", sys.executable), {"PYTHONPATH": str(ROOT / "src")}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | own
-    # Which weights are quantised the export decides.
-    middle = ["export", "convert"] if quantized else ["convert", *(["adapters"] if more else []), "export"]
-    for stage in ("resolve", *middle):
+    adapters = ["adapters"] if more == ADAPTERS else []
+    # Which weights are quantised the export decides: their conversion is behind it.
+    for stage in ("resolve", *adapters, "export", "convert"):
         command = [
             python,
             "-m",

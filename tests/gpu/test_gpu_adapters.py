@@ -6,51 +6,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_gpu_run import FORMS
 
 from lockstep import backends
 from lockstep.artifacts.files import read_json
 from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer
-from lockstep.targets import Limits
+from lockstep.targets import BESIDE_GRAPH, Limits
 from lockstep.verify import compare
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.parametrize("backend, precision, options", FORMS, indirect=["backend"], scope="module")
 
 PEFT = Path(__file__).parents[1] / "data" / "peft.npz"
 NAMES = (None, "captain", "shakespeare")
 PROMPTS = ("San Francisco is a", "Light", "Lake Zürich is long and narrow, and on clear days the snow")
 LIMITS = {"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 256}
-OPTIONS = {**LIMITS, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
 # Largest error of logits, whose standard deviation is 2.6; an adapter moves them by more than 1.
 TOLERANCE = {"fp32": 2e-3, "fp16": 0.1}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("fp32", "traced", "tensorrt"), ("fp16", "fused", "tensorrt"), ("fp16", "fused", "cublas")],
-    ids="-".join,
-)
-def models(request, demo_with_adapters, tmp_path_factory):
-    """ONNX Runtime's and TensorRT's, the precision, and the engines of the latter."""
-    precision, attention, products = request.param
+@pytest.fixture(scope="module")
+def models(backend, precision, options, demo_with_adapters, tmp_path_factory):
+    """ONNX Runtime's and the backend's, the precision, and the engines of the latter."""
     folder = tmp_path_factory.mktemp("engines")
     assembly = demo_with_adapters.assembly("demo-llama", precision)
-    built = {
-        "onnxruntime": backends.build(assembly, "onnxruntime", folder / "onnxruntime" / "engines.json"),
-        "tensorrt": backends.build(
-            assembly,
-            "tensorrt",
-            folder / "tensorrt" / "engines.json",
-            {**OPTIONS, "attention": attention, "products": products},
-        ),
-    }
-    weights, adapters = (
-        made("demo-llama", *rest)
-        for made, rest in ((demo_with_adapters.weights, (precision,)), (demo_with_adapters.adapters, ()))
-    )
-    reference, model = (
-        Model.open(engines, assembly, weights, adapters_json=adapters, **LIMITS) for engines in built.values()
-    )
-    return reference, model, precision, built["tensorrt"], assembly, weights
+    reference = backends.build(assembly, "onnxruntime", folder / "onnxruntime" / "engines.json")
+    built = backends.build(assembly, backend, folder / backend / "engines.json", {**LIMITS, **options})
+    weights, adapters = demo_with_adapters.weights("demo-llama", precision), demo_with_adapters.adapters("demo-llama")
+    pair = (Model.open(each, assembly, weights, adapters_json=adapters, **LIMITS) for each in (reference, built))
+    return *pair, precision, built, assembly, weights
 
 
 def test_logits_are_those_of_peft(models):
@@ -99,6 +82,6 @@ def test_steps_without_adapters_run_engines_without_room(models):
 
 def test_engines_compute_what_their_graphs_do(models, tmp_path):
     _, _, precision, engines, assembly, weights = models
-    tolerance = {"fp32": 1e-4, "fp16": 1e-2}[precision]
-    report = read_json(compare.run(assembly, weights, engines, tolerance, Limits(), tmp_path / "compare.json"))
+    out = compare.run(assembly, weights, engines, BESIDE_GRAPH[precision], Limits(), tmp_path / "compare.json")
+    report = read_json(out)
     assert {"middle", "middle.base", "exit", "exit.base"} < set(report["engines"])

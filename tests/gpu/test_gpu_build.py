@@ -13,7 +13,7 @@ from lockstep.backends import get_backend
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", ["tensorrt"], indirect=True)]
 
 BLOCK = """<ir_version: 8, opset_import: ["": 17]> g (float16[num_tokens, 64] hidden, float16[128, 64] weight) => (float16[num_tokens, 128] out)
 { product = Gemm<transB = 1>(hidden, weight)  wide = Cast<to = 1>(product)  mean = ReduceMean<axes = [-1], keepdims = 1>(wide)

@@ -8,8 +8,6 @@ import pytest
 from lockstep.step.sampling import Sampling
 from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
 
-pytestmark = pytest.mark.gpu
-
 POSITIONS, HEADS, KV_HEADS, DIM, PAGE = 200, 4, 2, 16, 64
 # the second token belongs to nobody; row 1 goes over to its second page
 ROWS = np.array([0, -1, 2, 1, 1, 1, 1, 1, 1], np.int32)

@@ -10,8 +10,6 @@ from lockstep.backends.cuda.kernels_file import multiply
 from lockstep.onnx_tools.cut_products import Product
 from lockstep.runtime import Advance, Model
 
-pytestmark = pytest.mark.gpu
-
 # (out_features of each, in_features): rows that are no multiple of what a block or a warp takes; several weights of one
 # input; as wide as two tiles of a warp.
 SHAPES = [((48,), 128), ((40, 24, 8), 288), ((100,), 144), ((8200,), 256), ((3, 5, 7, 9), 256)]
@@ -71,13 +69,13 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
             start += size
 
 
-@pytest.mark.parametrize("precision, attention", [("w8a16", "fused"), ("w4a16", "fused"), ("w8a16", "traced")])
-def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, precision, attention):
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("precision", ["w8a16", "w4a16"])
+def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, precision):
     assembly = quantized_demo.assembly("demo-llama", precision)
     tensors = quantized_demo.weights("demo-llama", precision)
-    options = {**LIMITS, "attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
     reference = backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
-    built = backends.build(assembly, "tensorrt", tmp_path / "tensorrt" / "engines.json", options)
+    built = backends.build(assembly, backend, tmp_path / backend / "engines.json", LIMITS)
     pair = [Model.open(engines, assembly, tensors, **LIMITS) for engines in (reference, built)]
     random = np.random.default_rng(0)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_gpu_run import PROMPTS, decode
+from test_gpu_run import FORMS, PROMPTS, decode
 
 from lockstep import backends
 from lockstep.errors import CheckError
 from lockstep.runtime import Advance, Model, Sampling, Tokenizer
 from lockstep.step.sampling import draw
 from lockstep.targets import Results
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
@@ -132,17 +131,22 @@ def test_a_rank_that_does_not_come_is_named_and_holds_nobody(monkeypatch: pytest
     exchanges[1].check()
 
 
-@pytest.mark.parametrize(("precision", "attention"), [("fp16", "fused"), ("fp32", "traced")])
+@pytest.mark.parametrize("backend, precision, options", FORMS, indirect=["backend"])
 def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
-    demo: Results, demo_of_two_ranks: Results, precision: str, attention: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+    demo: Results,
+    demo_of_two_ranks: Results,
+    backend: str,
+    precision: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
-    options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
     whole, split = (results.assembly("demo-llama", precision) for results in (demo, demo_of_two_ranks))
     weights = demo.weights("demo-llama", precision)
     built = {
         "reference": (backends.build(whole, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"), whole),
-        "ranks": (backends.build(split, "tensorrt", tmp_path / "tensorrt" / "engines.json", options), split),
+        "ranks": (backends.build(split, backend, tmp_path / backend / "engines.json", options), split),
     }
     tokenizer = Tokenizer.open(whole)
     prompts = [tokenizer.encode(text) for text in PROMPTS]

@@ -12,8 +12,6 @@ from lockstep.runtime import Model, Tokenizer
 from lockstep.targets import Limits
 from lockstep.verify import compare
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("fp16", 1e-2)])
 def test_tokens_and_numbers_are_those_of_onnx_runtime(demo, tmp_path, precision, tolerance):

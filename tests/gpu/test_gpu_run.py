@@ -10,10 +10,21 @@ import pytest
 from lockstep import backends
 from lockstep.runtime import Advance, Model, Tokenizer
 
-pytestmark = pytest.mark.gpu
-
 PROMPTS = ("San Francisco is a", "Light", "Lake Zürich is long and narrow, and on clear days the snow")
 FIRST, LATER = 10, 6  # tokens after the prompts, and after slot 1 has begun again
+
+
+def tensorrt(attention: str) -> dict[str, Any]:
+    return {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
+
+
+# A backend, a precision and options of a build, for each way in which the executor runs a step. cuda has no options.
+FORMS = [
+    pytest.param("cuda", "fp16", {}, id="cuda-fp16"),
+    pytest.param("tensorrt", "fp16", tensorrt("fused"), id="tensorrt-fp16-fused"),
+    pytest.param("tensorrt", "fp32", tensorrt("traced"), id="tensorrt-fp32-traced"),
+]
+TRACED = pytest.param("tensorrt", "fp16", tensorrt("traced"), id="tensorrt-fp16-traced")
 
 
 def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
@@ -29,17 +40,16 @@ def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
     return steps
 
 
-@pytest.mark.parametrize("precision, attention", [("fp32", "traced"), ("fp16", "traced"), ("fp16", "fused")])
-def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, precision, attention):
+@pytest.mark.parametrize("backend, precision, options", [*FORMS, TRACED], indirect=["backend"])
+def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, options):
     assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
-    options = {"attention": attention, "tactic_sources": ["edge_mask_convolutions", "jit_convolutions"]}
-    built = {
-        "onnxruntime": backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),
-        "tensorrt": backends.build(assembly, "tensorrt", tmp_path / "tensorrt" / "engines.json", options),
-    }
+    built = (
+        backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),
+        backends.build(assembly, backend, tmp_path / backend / "engines.json", options),
+    )
     tokenizer = Tokenizer.open(assembly)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    reference, model = (Model.open(engines, assembly, tensors) for engines in built.values())
+    reference, model = (Model.open(engines, assembly, tensors) for engines in built)
     expected, found = (decode(opened, prompts) for opened in (reference, model))
     assert np.array_equal(found, expected) and np.array_equal(found[0][1], found[FIRST + 1][1])
     # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is

@@ -200,14 +200,14 @@ def test_contestants_of_our_environment_agree_on_a_tiny_shape(tmp_path):
     assert "lockstep" in peers_table.render(record)
 
 
-def test_without_tensorrt_the_gpu_benchmark_says_so_before_it_makes_anything(tmp_path):
-    ended = CliRunner().invoke(bench, ["gpu", "--work", str(tmp_path / "work")])
-    assert (
-        ended.exit_code == 2
-        and ended.stderr.startswith("lockstep: error: backend tensorrt: ")
-        and "Traceback" not in ended.stderr
-    )
-    assert not (tmp_path / "work").exists()
+@pytest.mark.parametrize("command", ["gpu", "batches", "adapters-gpu", "ranks"])
+@pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
+def test_what_a_backend_lacks_here_is_one_line_before_anything_is_made(tmp_path, monkeypatch, command, backend):
+    monkeypatch.setattr("lockstep.backends.gpu.ask_driver", lambda: None)  # no GPU, on a machine with one too
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    ended = CliRunner().invoke(bench, [command, "--work", str(tmp_path / "work"), "--backend", backend])
+    assert ended.exit_code == 2 and ended.stderr.startswith(f"lockstep: error: backend {backend}: "), ended.stderr
+    assert "Traceback" not in ended.stderr and not (tmp_path / "work").exists()
 
 
 @pytest.mark.exports
@@ -268,6 +268,7 @@ def test_transformers_that_cannot_run_beside_it_are_told_before_anything_is_made
             tmp_path / "work",
             tmp_path / "record.json",
             1,
+            "cuda",
             {},
             None,
             python,
@@ -369,6 +370,8 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(transformers))
     command = [
         "gpu",
+        "--backend",
+        "tensorrt",
         "--shape",
         shape,
         "--python",
@@ -383,9 +386,9 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
         "workspace_mb=64",
     ]
     ended = CliRunner().invoke(bench, list(map(str, command)), catch_exceptions=False)
-    assert ended.exit_code == 0 and ended.stdout == f"{tmp_path}/gpu/tiny.json\n"
-    record = read_json(tmp_path / "gpu" / "tiny.json")
-    assert record == read_json(work / "parts.json") and record["options"]["workspace_mb"] == 64
+    assert ended.exit_code == 0 and ended.stdout == f"{tmp_path}/gpu/tiny-tensorrt.json\n"
+    record = read_json(tmp_path / "gpu" / "tiny-tensorrt.json")
+    assert record["options"]["workspace_mb"] == 64 and record["versions"]["tensorrt"] == "8.6.0"
     assert list(record["check"]) == ["2", "all"] and all(
         found["passes"] and found["same_tokens"] == 16 for found in record["check"].values()
     )

@@ -61,7 +61,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 
 def run(python: Path, shape: Path, work: Path, docs: Path, *ranks: int) -> Any:
     asked = [option for count in ranks for option in ("--ranks", str(count))]
-    command = ["ranks", "--shape", shape, "--python", python, "--work", work, "--write", docs, "--rounds", 1, *asked]
+    command = ["ranks", "--backend", "tensorrt", "--shape", shape, "--python", python, "--work", work]
+    command += ["--write", docs, "--rounds", 1, *asked]
     return CliRunner().invoke(bench, list(map(str, command)))
 
 
@@ -72,11 +73,11 @@ def test_one_command_measures_every_number_of_ranks_that_the_gpus_allow(scripts:
     python, shape = scripts
     ended = run(python, shape, tmp_path / "work", tmp_path, 1)
     assert ended.exit_code == 0, ended.output
-    first = (tmp_path / "work/tiny/1.json").stat().st_mtime_ns
+    first = (tmp_path / "work/tiny/1-tensorrt.json").stat().st_mtime_ns
     ended = run(python, shape, tmp_path / "work", tmp_path, 1, 2, 4)
-    assert ended.exit_code == 0 and ended.stdout == f"{tmp_path}/gpu/ranks.json\n", ended.output
-    assert (tmp_path / "work/tiny/1.json").stat().st_mtime_ns == first
-    record = read_json(tmp_path / "gpu/ranks.json")
+    assert ended.exit_code == 0 and ended.stdout == f"{tmp_path}/gpu/ranks-tensorrt.json\n", ended.output
+    assert (tmp_path / "work/tiny/1-tensorrt.json").stat().st_mtime_ns == first
+    record = read_json(tmp_path / "gpu/ranks-tensorrt.json")
     cases = record["cases"]["tiny"]
     assert set(cases) == {"1", "2"} and not record["ranks_on_one_gpu"]
     for case in cases.values():
@@ -87,7 +88,7 @@ def test_one_command_measures_every_number_of_ranks_that_the_gpus_allow(scripts:
     assert found["tiny", 2, "decode 1: times one GPU"]["found"] > 0
     assert found["tiny", 1, "logits all layers: times fp16 of transformers"]["met"] is None, "no aim of this shape"
     assert found["llama-3-70b", 4, "prompt: ms"]["found"] is None
-    page = (tmp_path / "gpu/ranks.md").read_text()
+    page = (tmp_path / "gpu/ranks-tensorrt.md").read_text()
     assert "| llama-3-70b | 4 | prompt: ms | not run | at most 135 | 141.6 |  |" in page
     assert "A sum over 2 ranks of tiny:" in page
 
@@ -106,7 +107,8 @@ def case(scale: float) -> dict[str, Any]:
     rate = lambda value: {"tokens_per_second": scale * value}
     return {
         "device": {"name": "GPU"},
-        "tensorrt": "10.9.0",
+        "backend": "tensorrt",
+        "versions": {"tensorrt": "10.9.0"},
         "build_seconds": 60 / scale,
         "ready_seconds": 60 / scale,
         "decode": {"1": rate(92), "16": rate(1300)},

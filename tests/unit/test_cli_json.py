@@ -48,7 +48,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, i
 def test_targets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, code = told(capsys, "targets")
     one = {"name": TARGET, "model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
-    assert code == 0 and len(found["targets"]) == 14 and one in found["targets"]
+    assert code == 0 and len(found["targets"]) == 18 and one in found["targets"]
 
 
 @pytest.mark.exports
@@ -56,7 +56,7 @@ def test_targets_with_layers(project: Path, demo: Results, capsys: pytest.Captur
     graphs = Results(project / "results").assembly("demo-llama", "fp16").parent
     shutil.copytree(demo.assembly("demo-llama", "fp16").parent, graphs)
     found, code = told(capsys, "targets", "--verbose")
-    assert code == 0 and len(found["targets"]) == 14
+    assert code == 0 and len(found["targets"]) == 18
     tables = {(each["model"], each["precision"]): each for each in found["graphs"]}
     table, assembly = tables["demo-llama", "fp16"], Assembly.load(graphs / "assembly.json")
     assert [layer["block"] for layer in table["layers"]] == [layer.block.graph for layer in assembly.layers]
@@ -121,7 +121,7 @@ def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.Capt
 
 def test_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, code = told(capsys, "summary")
-    assert code == 0 and [row["verdict"] for row in found["targets"]] == ["not run"] * 14
+    assert code == 0 and [row["verdict"] for row in found["targets"]] == ["not run"] * 18
 
 
 def test_report(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

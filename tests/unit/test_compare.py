@@ -376,7 +376,7 @@ def built(capsys):
 @pytest.mark.parametrize("precision, attention", [("fp16", "fused"), ("fp32", "traced")])
 def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, precision, attention) -> None:
     """Prepared graphs (opset 17, fused slots), int32 for int64, weights side by side, memory freed."""
-    build_and_compare(demo, tmp_path, precision, attention=attention, products="tensorrt")
+    build_and_compare(demo, tmp_path, precision, attention=attention)
     report = read_json(tmp_path / "compare.json")
     kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
     assert (
@@ -532,7 +532,7 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) 
 def test_a_shape_that_the_engine_refuses_is_one_line(gpu, demo, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tensorrt, "profiles", lambda model, limits: profiles(model, limits)[::-1])
     with pytest.raises(CheckError) as refused:
-        build_and_compare(demo, tmp_path, "fp16", max_batch_size=64, products="tensorrt")
+        build_and_compare(demo, tmp_path, "fp16", max_batch_size=64)
     assert not list(tmp_path.glob("compare*"))
     said = str(refused.value)
     assert "entry.engine: Polygraphy cannot run this engine: " in said and "TensorRT says: no message" in said

@@ -277,7 +277,7 @@ MISTAKES = [
         "limits: {",
         "backends: {tensorrt: {workspace_gb: 4}}\nlimits: {",
         "backends.tensorrt.workspace_gb: unknown key, did you mean workspace_mb? allowed: python, workspace_mb, "
-        "optimization_level, one_region, products, tactic_sources, tactics, attention",
+        "optimization_level, one_region, tactic_sources, tactics, attention",
     ),
     (
         "limits: {",
@@ -546,7 +546,6 @@ def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_
         "workspace_mb": 4096,
         "optimization_level": 4,
         "one_region": True,
-        "products": None,
         "tactic_sources": None,
         "tactics": "record",
         "attention": "fused",
@@ -624,7 +623,7 @@ def test_without_devices_the_config_is_as_it_was():
         ({"a": {**DEVICES["l4"], "cpu": "x86_64"}}, {}, "devices.a.cpu: expected gpu with tensorrt; found 'x86_64'"),
         ({"a": {**DEVICES["arm"], "python": "p"}}, {}, "devices.a.python: expected no interpreter, for onnxruntime"),
         ({"A b": DEVICES["l4"]}, {}, "devices.'A b': expected a name of small letters, digits and '_' that opens"),
-        ({"a": {"backend": "cuda", "gpu": "x"}}, {}, f"devices.a.backend: expected one of {', '.join(backends())}; found 'cuda'"),  # noqa: E501
+        ({"a": {"backend": "metal", "gpu": "x"}}, {}, f"devices.a.backend: expected one of {', '.join(backends())}; found 'metal'"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_devices_is_one_line(devices, model, expected):

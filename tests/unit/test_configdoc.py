@@ -56,7 +56,7 @@ def test_the_demo_fits_its_checkpoint_and_the_schema():
     config = load(FOLDER / "config.yaml")
     assert config.check_sources([REPOSITORY]) == {"demo-llama": REPOSITORY / "resources" / "demo-llama"}
     # at two depths: fp32, fp16, w8a16; bf16, w4a16 on OpenVINO; fp16, bf16 on TensorRT-RTX, which is among the pins
-    assert len(config.targets()) == 14
+    assert len(config.targets()) == 18
     assert (FOLDER / "config.yaml").read_text().startswith("# yaml-language-server: $schema=config.schema.json\n")
     jsonschema.validate(as_json(read_document(FOLDER / "config.yaml")), doc.schema())
 
@@ -113,7 +113,7 @@ def test_the_readme_has_a_row_for_every_key():
                 {"layers": []},
                 {"precisions": ["fp8"]},
                 {"precisions": ["fp16", "fp16"]},
-                {"backends": ["cuda"]},
+                {"backends": ["metal"]},
                 {"golden": {}},
                 {"golden": {"prompts": [{"text": "a", "expected": {"half": "b"}}]}},
                 {"source": 4},

@@ -20,10 +20,11 @@ from test_quantization import LIMIT, demo, random_family
 import fake_gpu
 from lockstep.artifacts.files import read_json
 from lockstep.backends import build
+from lockstep.backends import gpu as driver
 from lockstep.backends.cuda import kernels_file
 from lockstep.backends.cuda.backend import CudaBackend
 from lockstep.errors import CheckError, InputError
-from lockstep.gpu import describe, libraries
+from lockstep.gpu import libraries
 from lockstep.onnx_tools.cut_products import CutGraph, cut_products
 from lockstep.runtime import Engine, Model, Request
 from lockstep.targets import Limits, Results, Target
@@ -185,7 +186,7 @@ def test_a_build_needs_no_gpu_and_no_library_of_one(shared, tmp_path):
     ],
 )
 def test_where_engines_cannot_run_is_said_before_they_are_opened(monkeypatch, tmp_path, capability, installed, found):
-    monkeypatch.setattr(describe, "compute_capability", lambda: capability)
+    monkeypatch.setattr(driver, "ask_driver", lambda: capability)
     monkeypatch.setattr("lockstep.backends.cuda.gpu._is_installed", lambda module: installed)
     with pytest.raises(InputError, match=f"backend cuda: {found}"):
         CudaBackend().load(tmp_path / "middle.kernels", (), None, False)

@@ -1,18 +1,36 @@
-"""Tests marked `gpu`, on the fake GPU: whoever has no GPU sees that these tests say what they mean."""
+"""The tests of `tests/gpu`, on the fake GPU: whoever has no GPU sees that these tests say what they mean."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from test_quantization import demo
 
+import fake_gpu
 from shared import Shared
 
 FOLDER = Path(__file__).resolve().parents[1] / "gpu"
-pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.fixture(autouse=True)
+def installed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Install the fake GPU of the test's backend; what has none runs without TensorRT."""
+    backend = getattr(request.node, "callspec", SimpleNamespace(params={})).params.get("backend", "cuda")
+    with fake_gpu.installed(name=backend) as gpu:
+        yield
+        gc.collect()
+    assert not gpu.faults
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
@@ -24,6 +42,7 @@ def quantized_demo(shared: Shared) -> SimpleNamespace:
     )
 
 
+sys.path.append(str(FOLDER))  # some import from others
 for _name in ("test_gpu_kernels", "test_gpu_run", "test_gpu_compare", "test_gpu_quantized"):
     _spec = importlib.util.spec_from_file_location(f"fake_{_name}", FOLDER / f"{_name}.py")
     _module = importlib.util.module_from_spec(_spec)

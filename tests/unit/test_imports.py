@@ -24,6 +24,7 @@ LAYERS = (
     "onnx_tools",
     "export",
     "step",
+    "gpu",
     "backends",
     "runtime",
     "verify",
@@ -103,6 +104,16 @@ def test_imports_run_one_way(paths: list[Path]) -> None:
     }
     above = {name(path): name(file) for path, file in imported if layer(file) > layer(path)}
     assert not above, "the first imports the second, and is below it"
+
+
+def test_the_gpu_runtime_has_no_word_of_tensorrt() -> None:
+    """A backend's name stands on its own door; what runs on a GPU serves all of them."""
+    found = {
+        name(path)
+        for path in (PACKAGE / "gpu").rglob("*")
+        if path.suffix in (".py", ".cu") and "tensorrt" in path.read_text().lower()
+    }
+    assert found == {"gpu/__init__.py"}, "which says who runs on it"
 
 
 @each_package

@@ -15,7 +15,7 @@ from lockstep.step.sampling import Sampling
 from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
 
 TESTS = Path(__file__).parents[1]
-KERNEL = TESTS.parent / "src" / "lockstep" / "backends" / "tensorrt" / "next_token.cu"
+KERNEL = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels" / "next_token.cu"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCE = """
 #include "fake_gpu/host_block.h"

@@ -78,9 +78,9 @@ def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str],
     pair, random = (found.assembly("model", precision), found.weights("model", precision)), np.random.default_rng(0)
     limits = {name: getattr(LIMIT, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     one = Model.open(found.engines("model", precision, "onnxruntime"), *pair, **limits)
-    with fake_gpu.installed("8.6.0") as gpu:
+    with fake_gpu.installed(name="cuda") as gpu:
         gpu.devices = 2
-        two = Model.open(build(pair[0], "tensorrt", tmp_path / "engines.json", limits), *pair, **limits)
+        two = Model.open(build(pair[0], "cuda", tmp_path / "engines.json", limits), *pair, **limits)
         tokens = random.integers(0, one.vocab_size, 20)
         for start in (0, 20, 21, 22):
             expected, logits = (model.step([Advance(0, tokens, start)]) for model in (one, two))

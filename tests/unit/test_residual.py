@@ -174,6 +174,11 @@ def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
     assert not gpu.faults
 
 
+def test_cuda_whose_hidden_state_is_float16_refuses_it(made, tmp_path):
+    with pytest.raises(InputError, match="backend cuda: residual: expected none, .* found float32; use the backend"):
+        build(paths(made, "wide")[0], "cuda", tmp_path / "engines.json", SIZES)
+
+
 def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
     """Partial sums are float16, what they are added to float32; adapters' products are float16."""
     results = Results(made / "wide")
@@ -212,16 +217,16 @@ def test_only_the_stream_is_wide(made):
 
 def test_the_config_refuses_what_cannot_keep_the_stream_wide():
     value = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-    model = value["models"]["demo-llama"] | {"residual": "float32", "backends": ["tensorrt"], "precisions": ["w8a16"]}
+    model = value["models"]["demo-llama"] | {"residual": "float32", "backends": ["cuda"], "precisions": ["w8a16"]}
     model.pop("backend_precisions", None)
     value["models"] = {"demo-llama": model}
     with pytest.raises(InputError) as found:
         load.load(value)
-    line = (
-        "models.demo-llama.residual: expected none for backend tensorrt in w8a16, whose engines have the hidden state"
-    )
+    line = "models.demo-llama.residual: expected none for backend cuda in w8a16, whose engines have the hidden state"
     assert line in str(found.value) and "\n" not in str(found.value)
-    config = load.load({**value, "models": {"demo-llama": model | {"precisions": ["fp32", "fp16"]}}})
+    config = load.load(
+        {**value, "models": {"demo-llama": model | {"backends": ["tensorrt"], "precisions": ["fp32", "fp16"]}}}
+    )
     assert [options.export(config, "demo-llama", each) for each in ("fp32", "fp16")] == [{}, {"residual": "float32"}]
 
 

@@ -22,7 +22,7 @@ from lockstep.errors import CheckError
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.gpu.attention.rope_tables import RopeTables, check_rope_tables, read_rope_tables
-from lockstep.gpu.attention.variants import can_fuse
+from lockstep.gpu.attention.variants import why_not_fused
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.sessions import open_session
 
@@ -182,10 +182,11 @@ def test_what_fused_attention_can_run_is_known_by_types_too(cut) -> None:
     for kind in cut.kinds.values():
         types = {io.name: io.dtype for io in kind.decode.signature.inputs}
         assert {types[name] for name in ("query", "key", "value")} == {"float16"}
-        assert can_fuse(kind, "float16") == (kind.head_dim == 16 and not kind.softcap)
+        fits = kind.head_dim == 16 and not kind.softcap
+        assert (why_not_fused(kind, "float16") is None) == fits
         values = [replace(io, dtype="float32") if io.name == "value" else io for io in kind.decode.signature.inputs]
         signature = replace(kind.decode.signature, inputs=tuple(values))
-        assert not can_fuse(replace(kind, decode=replace(kind.decode, signature=signature)), "float16")
+        assert why_not_fused(replace(kind, decode=replace(kind.decode, signature=signature)), "float16")
 
 
 # --- graphs of another form

@@ -179,10 +179,10 @@ def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
 @pytest.mark.parametrize(
     "text, found",
     [
-        (RMS.replace("-1", "0").replace("keepdims = 1", "keepdims = 1, noop_with_empty_axes = 0"), "a form of one of"),
-        (CAPPED.replace("Tanh", "Softmax"), "the operator Softmax"),
-        (PARTS.replace("Neg", "Round"), "the operator Round"),
-        (TAKEN.replace("<axis = 0>(a", "<axis = 1>(a"), "a form of one of Add, Gather, Relu that has none"),
+        (RMS.replace("-1", "0").replace("keepdims = 1", "keepdims = 1, noop_with_empty_axes = 0"), "one of"),
+        (CAPPED.replace("Tanh", "Softmax"), "Softmax$"),
+        (PARTS.replace("Neg", "Round"), "Round$"),
+        (TAKEN.replace("<axis = 0>(a", "<axis = 1>(a"), "one of Add, Gather, Relu in a form that has none"),
     ],
 )
 def test_what_has_no_kernel_is_said(text: str, found: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from lockstep.weights.groups import dequantize
 
 TESTS = Path(__file__).parents[1]
-KERNEL = TESTS.parent / "src" / "lockstep" / "backends" / "tensorrt" / "small_weights.cu"
+KERNEL = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels" / "small_weights.cu"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 # fp16 pairs by the compiler's own type; mma.m16n8k16 by its layout in the PTX manual, lane by lane.
 SOURCE = r"""

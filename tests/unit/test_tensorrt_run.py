@@ -253,7 +253,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     """The device chooses: nothing on the host has seen the logits."""
     model = open_model(2)
     (token,) = model.step_tokens([Advance(0, np.arange(5), 0)])
-    gains = next(array for name, array in model._executor.ranks[0].network.exit.run._weights.items() if "norm" in name)
+    gains = next(array for name, array in model._executor.ranks[0].network.exit.run.weights.items() if "norm" in name)
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
     # -1 is no token that a step could go on with
     assert model.step_tokens([Advance(0, np.array([token]), 5)], following=True).tolist() == [-1] and model.in_flight

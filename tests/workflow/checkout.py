@@ -61,14 +61,14 @@ class Checkout:
         path = self.folder / "config" / "config.yaml"
         self.take_whole_demo()
         text = path.read_text()
-        others = [name for name in ("openvino", "tensorrt_rtx") if name not in backends]
-        rtx = "      tensorrt_rtx: [fp16, bf16]\n"
+        others = [name for name in ("openvino", "cuda", "tensorrt_rtx") if name not in backends]
+        own = "      openvino: [bf16, w4a16]\n", "      cuda: [fp16, w8a16]\n", "      tensorrt_rtx: [fp16, bf16]\n"
         for line, kept in (
             ("precisions: [fp32, fp16, w8a16]", "precisions: [fp32, fp16]"),
             ("    group_size: 16 # divides its rows, of 144, 240 and 400 numbers\n", ""),
-            ("[onnxruntime, openvino, tensorrt_rtx]", f"[{', '.join(['onnxruntime', *backends])}]"),
+            ("[onnxruntime, openvino, cuda, tensorrt_rtx]", f"[{', '.join(['onnxruntime', *backends])}]"),
             ("    backend_precisions:\n", "    backend_precisions:\n" if backends else ""),
-            *((line, "") for line in ("      openvino: [bf16, w4a16]\n", rtx) if line.split(":")[0].strip() in others),
+            *((line, "") for line in own if line.split(":")[0].strip() in others),
         ):
             assert text.count(line) == 1, line
             text = text.replace(line, kept)

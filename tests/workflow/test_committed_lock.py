@@ -55,15 +55,15 @@ def without(lock: dict[str, Any], precisions: tuple[str, ...], backends: tuple[s
 HAS_BF16 = openvino.why_not("bf16") is None
 # What the demo has beside fp32 and fp16 with ONNX Runtime: precisions, and backends that engines are built with.
 OTHERS = {
-    "w8a16": ("onnxruntime",),
+    "w8a16": ("cuda", "onnxruntime"),
     "w4a16": ("openvino",),
     "bf16": ("tensorrt_rtx", *(["openvino"] if HAS_BF16 else [])),
-    "fp16": ("tensorrt_rtx",),
+    "fp16": ("cuda", "tensorrt_rtx"),
 }
 
 
 # Of these, the run that tests share makes none.
-NOT_MADE = (("bf16", "w8a16", "w4a16"), ("openvino", "tensorrt_rtx"))
+NOT_MADE = (("bf16", "w8a16", "w4a16"), ("cuda", "openvino", "tensorrt_rtx"))
 
 
 def devices_of(lock: dict[str, Any]) -> set[str]:
@@ -114,7 +114,7 @@ def test_the_whole_demo_makes_what_is_locked(demo: Checkout) -> None:
     demo.finish()
     found = demo.call("lockstep", "summary", check=False).stdout
     assert HAS_BF16 or "no bf16" in found
-    assert "not run" in found and "no GPU of compute capability" in found or "All 14 targets pass." in found
+    assert "not run" in found and "no GPU of compute capability" in found or "All 18 targets pass." in found
     (demo.folder / "locks").mkdir(exist_ok=True)
     shutil.copy(REPOSITORY / LOCK, demo.folder / LOCK)
     assert not demo.would_run(*LOCKED)

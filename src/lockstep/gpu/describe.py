@@ -5,8 +5,6 @@ Nothing here needs CUDA to be imported.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 
 from lockstep.errors import InputError
 
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -58,23 +55,6 @@ def describe_gpu(backend: str, ordinal: int = 0) -> dict[str, Any]:
         "driver": driver_version(cuda),
         "memory": int(memory),
     }
-
-
-@functools.cache
-def compute_capability() -> str | None:
-    """Return the compute capability of the first CUDA device ("8.9").
-
-    None where there is no driver or no device.
-    """
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
-    ok = not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), 0)
-    for number, attribute in zip(numbers, (_MAJOR, _MINOR)):
-        ok = ok and not cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
-    return ".".join(str(number.value) for number in numbers) if ok else None
 
 
 def driver_version(cuda: int, text: str | None = None) -> str:

@@ -7,44 +7,45 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from lockstep.serve.stream import FINISH_REASONS
-
-if TYPE_CHECKING:
-    from lockstep.serve.service import Service
-    from lockstep.serve.stream import Active, Stream
+from lockstep.serve.stream import FINISH_REASONS, Active, Stream
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
+_GAUGES = {
+    "num_requests_running": "Answers that hold a slot.",
+    "num_requests_waiting": "Requests that wait for a slot.",
+    "kv_cache_usage_perc": "Share of the KV cache's pages that are in use, 0 to 1.",
+    "engine_up": "1 while the engine takes requests.",
+}
+# Of all engine processes that there were.
+_COUNTERS = {
+    "engine_restarts": "Times that the engine was started again.",
+    "num_preemptions": "Requests that were swapped out.",
+    "prefix_cache_queries": "Prompt tokens looked for in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found there.",
+}
+
+
 class _EngineCounters(Collector):
-    """The counters of all engine processes that there were, as a collector.
+    """Counters that are read when the metrics are."""
 
-    They are read when the metrics are.
-    """
-
-    def __init__(self, model: str, service: Service, prefix: str):
-        self._model, self._service, self._prefix = model, service, prefix
+    def __init__(self, model: str, read: Mapping[str, Callable[[], float]], prefix: str):
+        self._model, self._read, self._prefix = model, read, prefix
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        total = self._service.total
-        for name, text, value in (
-            ("engine_restarts", "Times that the engine was started again.", self._service.restarts),
-            ("num_preemptions", "Requests that were swapped out.", total("swaps")),
-            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", total("prefix_queries")),
-            ("prefix_cache_hits", "Prompt tokens found there.", total("prefix_hits")),
-        ):
+        for name, text in _COUNTERS.items():
             family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
+            family.add_metric([self._model], self._read[name]())
             yield family
 
 
@@ -74,11 +75,11 @@ class _TokenTimes(Collector):
 class Metrics:
     """The series of one server.
 
-    Gauges are read from the service when the metrics are.
+    read: by name the gauges and the engine's counters, which are read when the metrics are.
     """
 
-    def __init__(self, model: str, service: Service, prefix: str = "lockstep"):
-        self._service, self._prefix, self._model = service, prefix, model
+    def __init__(self, model: str, read: Mapping[str, Callable[[], float]], prefix: str = "lockstep"):
+        self._prefix, self._model = prefix, model
         self._registry = CollectorRegistry()
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
         self._prompt = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")
@@ -89,23 +90,14 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = _TokenTimes(model, f"{prefix}:inter_token_latency_seconds", "Between two tokens of a request.")
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.")
-        for name, text, read in (
-            ("num_requests_running", "Answers that hold a slot.", lambda: service.counters.get("running", 0)),
-            ("num_requests_waiting", "Requests that wait for a slot.", lambda: service.counters.get("waiting", 0)),
-            ("kv_cache_usage_perc", "Share of the KV cache's pages that are in use, 0 to 1.", self._usage),
-            ("engine_up", "1 while the engine takes requests.", lambda: int(service.is_ready)),
-        ):
-            self._make(Gauge, name, text).set_function(read)
+        for name, text in _GAUGES.items():
+            self._make(Gauge, name, text).set_function(read[name])
         self._registry.register(self._itl)
-        self._registry.register(_EngineCounters(model, service, prefix))
+        self._registry.register(_EngineCounters(model, read, prefix))
 
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
         made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
         return made if labels else made.labels(self._model)
-
-    def _usage(self) -> float:
-        free = self._service.counters.get("free_pages")
-        return 0.0 if free is None else 1 - free / self._service.ready.num_pages
 
     def admitted(self, waited: float, prompt_tokens: int) -> None:
         self._queue.observe(waited)

@@ -70,7 +70,7 @@ class Service:
         self.draining = False
         self.restarts = 0
         self.created = int(time.time())
-        self.metrics = Metrics(name, self, metrics_prefix)
+        self.metrics = Metrics(name, self._read(), metrics_prefix)
         self.request_log = request_log
         self._python, self._engine_options, self._log = python, engine_options, log
         self.adapters = Adapters(name, folders, self._is_used)
@@ -167,6 +167,23 @@ class Service:
         prefix_queries and prefix_hits count tokens, swaps requests.
         """
         return self._earlier[name] + self.counters.get(name, 0)
+
+    def _read(self) -> dict[str, Callable[[], float]]:
+        """Return what the metrics read, by the name of its series."""
+        return {
+            "num_requests_running": lambda: self.counters.get("running", 0),
+            "num_requests_waiting": lambda: self.counters.get("waiting", 0),
+            "kv_cache_usage_perc": self._used_pages,
+            "engine_up": lambda: int(self.is_ready),
+            "engine_restarts": lambda: self.restarts,
+            "num_preemptions": lambda: self.total("swaps"),
+            "prefix_cache_queries": lambda: self.total("prefix_queries"),
+            "prefix_cache_hits": lambda: self.total("prefix_hits"),
+        }
+
+    def _used_pages(self) -> float:
+        free = self.counters.get("free_pages")
+        return 0.0 if free is None else 1 - free / self.ready.num_pages
 
     @property
     def num_streams(self) -> int:

@@ -80,6 +80,11 @@ class CudaBackend(GpuBackend):
                 f"backend cuda: expected no adapters in {assembly.precision}, found room for "
                 f"{assembly.adapters.max_adapters}; export without, or in fp16"
             )
+        if assembly.residual is not None:
+            raise InputError(
+                f"backend cuda: residual: expected none, for its hidden state is float16, found {assembly.residual}; "
+                "use the backend tensorrt"
+            )
         run = with_activations(assembly, "float16")
         for name, variant in run.variants.items():
             if reason := why_not_fused(variant, run.dtype):

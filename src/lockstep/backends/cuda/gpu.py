@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from lockstep.gpu import describe
+from lockstep.backends.gpu import compute_capability
 
 PRECISIONS = ("fp16", "w8a16", "w4a16")
 _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
@@ -12,7 +12,7 @@ _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
 
 def why_not() -> str | None:
     """Return why engines cannot run here, None where they can; by the driver alone, no library is loaded."""
-    found = describe.compute_capability()
+    found = compute_capability()
     if found is None or int(found.partition(".")[0]) < 8:
         return "no GPU of compute capability 8.0 or higher" + (f" (found one of {found})" if found else "")
     missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.gpu import describe
+from lockstep.backends.gpu import compute_capability
 
 PORTABLE = "8.0, 8.6, 8.9 or 12.x"
 _PORTABLE_BELOW_12 = ("8.0", "8.6", "8.9")
@@ -20,7 +20,7 @@ def why_not(built_for: Sequence[str] | None) -> str | None:
     built_for: None is portable. Returns None where they can run.
     """
     wanted = PORTABLE if built_for is None else " or ".join(filter(None, [", ".join(built_for[:-1]), built_for[-1]]))
-    found = describe.compute_capability()
+    found = compute_capability()
     if found and runs_on(found, built_for):
         return None
     return f"no GPU of compute capability {wanted}" + (f" (found one of {found})" if found else "")

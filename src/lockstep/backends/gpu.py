@@ -1,0 +1,29 @@
+"""The compute capability of the GPU here, by the CUDA driver alone: what the config asks before a library is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
+
+
+def compute_capability() -> str | None:
+    """Return the compute capability of the first CUDA device ("8.9").
+
+    None where there is no driver or no device.
+    """
+    return ask_driver()
+
+
+@functools.cache
+def ask_driver() -> str | None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    ok = not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), 0)
+    for number, attribute in zip(numbers, (_MAJOR, _MINOR)):
+        ok = ok and not cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+    return ".".join(str(number.value) for number in numbers) if ok else None

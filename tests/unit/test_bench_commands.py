@@ -1,0 +1,365 @@
+"""Each command of `python -m benchmarks`, started once: as small as it can be made, on the CPU or on the fake GPU.
+
+What starts processes that take long even so has stand-ins for them, and a whole start among the long tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
+
+import numpy as np
+import pytest
+import test_bench_faults
+import test_soak
+from benchmarks import (
+    adapters,
+    adapters_gpu,
+    batches,
+    dag,
+    demo,
+    export,
+    gpu,
+    gpu_transformers,
+    models,
+    peers,
+    serving,
+    small_weights,
+)
+from benchmarks.__main__ import bench
+from benchmarks.child import Usage
+from benchmarks.measure import THREADS_VARIABLE, thread_count
+from click.testing import CliRunner, Result
+from test_bench import TINY
+
+import fake_gpu
+import lockstep
+from lockstep.artifacts.files import read_json, write_json
+from lockstep.backends import build
+from lockstep.pipeline.worker import function_named
+from real_server import make_tree
+from shared import Shared
+
+# Started by the default run elsewhere.
+ELSEWHERE = {
+    "faults": test_bench_faults.test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1,
+    "soak": test_soak.test_a_short_run_finds_nothing_and_asks_everything,
+}
+SHAPE = {**TINY, "max_position_embeddings": 2048, "eos_token_id": 2}
+ONE_ROUND = ("--rounds", 1)
+
+
+@dataclass
+class Here:
+    """What a start may take. whole: without stand-ins."""
+
+    folder: Path
+    shared: Shared
+    patch: pytest.MonkeyPatch
+    stack: contextlib.ExitStack
+    request: pytest.FixtureRequest
+    whole: bool = False
+    device: fake_gpu.Gpu | None = None
+
+    @property
+    def shape(self) -> Path:
+        """The name of a shape: that of its file, without the ending."""
+        write_json(self.folder / "tiny.json", SHAPE)
+        return self.folder / "tiny"
+
+    @property
+    def checkpoint(self) -> Path:
+        make = lambda folder: lockstep.make_random_checkpoint(f"{self.shape}.json", 0, folder / "tiny")
+        return self.shared.folder("bench-checkpoint", make) / "tiny"
+
+    def smaller(self, module: Any, **constants: Any) -> None:
+        for name, value in constants.items():
+            self.patch.setattr(module, name, value)
+
+    def in_this_process(self) -> None:
+        """Run here what would run in a process of its own, or in another Python."""
+        self.smaller(lockstep, ask_python=_call, run_in_python=_call)
+
+    def on_the_fake_gpu(self) -> None:
+        """Have all of the benchmark in this process, with the fake GPU, and transformers on the CPU."""
+        self.device = self.stack.enter_context(fake_gpu.installed(name="cuda"))
+        self.in_this_process()
+        self.smaller(gpu, _in_transformers=_in_transformers)
+        self.smaller(gpu, CONTEXT=20, PREFILL=40, WARM=2, STEPS=2)
+        self.smaller(batches, CONTEXT=20, WARM=1, STEPS=2, MIXED_STEPS=1, BATCHES=(1, 4), SAMPLED_BATCHES=(2,))
+        self.smaller(batches, ROWS=(1,), CHUNKS=(16,), PROMPTS=(40,), REQUESTS=2)
+        self.smaller(batches, LIMITS={"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128})
+        self.smaller(batches, lengths=lambda: (np.array([5, 9]), np.array([3, 2])))
+
+
+def _call(python: str | None, stage: str, /, **arguments: Any) -> Any:
+    return function_named(stage)(**arguments)
+
+
+def _in_transformers(python: str, request: dict[str, Any]) -> Any:
+    for layers in request.get("layers", ()):
+        gpu_transformers.reference({**request, "device": "cpu"}, layers)
+    return {"torch": gpu_transformers.torch.__version__}
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Here]:
+    monkeypatch.setenv(THREADS_VARIABLE, str(thread_count(None)))  # some set it
+    with contextlib.ExitStack() as stack:
+        here = Here(tmp_path, shared, monkeypatch, stack, request)
+        yield here
+    assert here.device is None or not here.device.faults
+
+
+Start = Callable[[Here], Sequence[Any]]
+STARTS: dict[str, tuple[Start, str]] = {}
+
+
+def starts(command: str, measures: str) -> Callable[[Start], None]:
+    """Give a command its start, which returns the arguments. measures: keys of its record, to something measured."""
+    return lambda start: STARTS.update({command: (start, measures)})
+
+
+@starts("decode", "models tiny batch 1 seconds_per_step lockstep")
+def _(here: Here) -> Sequence[Any]:
+    return "--model", here.checkpoint, "--batch", 1, "--context", 4, "--steps", 2, *ONE_ROUND
+
+
+@starts("small-weights", "seconds_to_read_the_weights fp32")
+def _(here: Here) -> Sequence[Any]:
+    here.smaller(small_weights, _READ_BYTES=1 << 20)
+    chosen = "--model", here.checkpoint, "--batch", 1, "--backend", "onnxruntime", "--precision", "fp32"
+    return *chosen, "--context", 4, "--steps", 2, "--prompt", 0, *ONE_ROUND
+
+
+@starts("adapters", "batch 1 decode_step seconds")
+def _(here: Here) -> Sequence[Any]:
+    here.smaller(adapters, _CONTEXT=4, _STEPS=2, _PROMPT=8, _TOKENS=(1,))
+    return "--shape", here.shape, "--batch", 1, "--adapters", 2, "--rank", 8, *ONE_ROUND
+
+
+@starts("throughput", "models demo-llama/fp32/all mixed seconds")
+def _(here: Here) -> Sequence[Any]:
+    tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))
+    sizes = "--requests", 2, "--mean-prompt", 4, "--mean-new", 2, "--prefix", 0
+    return "--target", "demo-llama/fp32/all", "--results", tree, *sizes, *ONE_ROUND
+
+
+class ServerStandIn(serving.Server):
+    """A server that is no process."""
+
+    url, ready_seconds = "http://127.0.0.1:1", 0.1
+
+    def __enter__(self) -> ServerStandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def streams(self, number: int, rounds: int, seed: int = 0) -> dict[str, Any]:
+        one = {"median": 1.0}
+        return {"tokens_per_second": one, "api_cpu_microseconds_per_token": one}
+
+    def idle(self, connections: Sequence[int]) -> dict[str, float]:
+        return dict.fromkeys(map(str, connections), 0.1)
+
+    def refusals(self) -> dict[str, float]:
+        return {"p50": 1.0, "p99": 1.0}
+
+
+def _without_processes(here: Here) -> None:
+    here.in_this_process()
+    here.smaller(serving, Server=ServerStandIn, STREAMS_PROMPT=4, STREAMS_NEW=2)
+    here.smaller(serving, load=create_autospec(serving.load, return_value={"ttft_p50_ms": 1.0}))
+    here.smaller(serving, long_prompt=create_autospec(serving.long_prompt, return_value={}))
+
+
+@starts("serving", "models tiny streams 1 bare_tokens_per_second")
+def _(here: Here) -> Sequence[Any]:
+    if here.whole:
+        here.smaller(serving, STREAMS_PROMPT=4, STREAMS_NEW=2, IDLE=5, IDLE_SECONDS=0.2, REFUSALS=2)
+    else:
+        _without_processes(here)
+    return "--model", here.checkpoint, "--streams", 1, "--threads", thread_count(None), *ONE_ROUND
+
+
+@starts("export", "shapes")
+def _(here: Here) -> Sequence[Any]:
+    if not here.whole:
+        files = {"assembly.json": {"size": 1}}
+        here.smaller(export, _CHILD=f"import json; print(json.dumps({{'seconds': 1.0, 'files': {files}}}))")
+    return "--shape", here.shape, *ONE_ROUND
+
+
+@starts("builds", "shapes")
+def _(here: Here) -> Sequence[Any]:
+    return "--shape", here.shape, "--backend", "cuda", *ONE_ROUND
+
+
+@starts("demo", "full_run_seconds")
+def _(here: Here) -> Sequence[Any]:
+    rule = """rule all: output: "results/summary.json" shell: "echo '{{\\"targets\\": []}}' > {output}"\n"""
+    (here.folder / "Snakefile").write_text(rule.replace(" output:", "\n  output:").replace(" shell:", "\n  shell:"))
+    here.smaller(demo, REPOSITORY=here.folder)
+    return "--cores", 1, *ONE_ROUND
+
+
+@starts("dag", "plan_per_target 10")
+def _(here: Here) -> Sequence[Any]:
+    def spent(arguments: Sequence[str], folder: Path) -> Usage:
+        place = Path(arguments[arguments.index("--directory") + 1])
+        (place / "results" / "tiny-0000").mkdir(parents=True, exist_ok=True)
+        return Usage(1.0, 1.0, 1.0, None)
+
+    if not here.whole:
+        here.smaller(dag, _spent=create_autospec(dag._spent, side_effect=spent))
+    return "--targets", 10, "--finished", 10, *ONE_ROUND
+
+
+@starts("peers", "")
+def _(here: Here) -> Sequence[Any]:
+    def run_child(command: Sequence[str], log: Path, limit: float, environment: Any = None) -> Usage:
+        if command[1] == "-c":
+            Path(command[-1]).mkdir()
+        else:
+            result = Path(json.loads(command[-1])["result"])
+            write_json(result, {"versions": {}, "seconds_per_step": [1.0], "open_seconds": 1.0, "tokens": [1]})
+            np.save(result.with_suffix(".npy"), np.zeros(1))
+        return Usage(1.0, 1.0, 1.0, None)
+
+    here.smaller(peers, run_child=create_autospec(peers.run_child, side_effect=run_child))
+    return "--shape", f"{here.shape}.json", "--work", here.folder / "work", "--only", "lockstep", *ONE_ROUND
+
+
+@starts("models", "models llama result")
+def _(here: Here) -> Sequence[Any]:
+    tried = lambda context, name: {"type": name, "result": models.REFUSED, "reason": "none", "seconds": 1.0}
+    if not here.whole:
+        here.smaller(models, _in_a_process=create_autospec(models._in_a_process, side_effect=tried))
+    return ["llama"]
+
+
+@starts("gpu", "check all passes")
+def _(here: Here) -> Sequence[Any]:
+    here.on_the_fake_gpu()
+    return "--shape", f"{here.shape}.json", "--work", here.folder / "work", *ONE_ROUND
+
+
+@starts("batches", "mixed 1 16")
+def _(here: Here) -> Sequence[Any]:
+    here.on_the_fake_gpu()
+    return "--shape", here.shape, "--work", here.folder / "work", *ONE_ROUND
+
+
+@starts("adapters-gpu", "load milliseconds")
+def _(here: Here) -> Sequence[Any]:
+    here.on_the_fake_gpu()
+    limits = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
+    here.smaller(adapters_gpu, ROWS=4, PROMPT=20, LIMITS=limits)
+    return "--shape", here.shape, "--adapters", 2, "--work", here.folder / "work", *ONE_ROUND
+
+
+@starts("ranks", "cases tiny 1 prompt")
+def _(here: Here) -> Sequence[Any]:
+    here.on_the_fake_gpu()
+    return "--shape", f"{here.shape}.json", "--ranks", 1, "--work", here.folder / "work", *ONE_ROUND
+
+
+@starts("serving-gpu", "streams 64 bare_tokens_per_second")
+def _(here: Here) -> Sequence[Any]:
+    here.on_the_fake_gpu()
+    _without_processes(here)
+    work, assembly = here.folder / "work", here.shared.exported(SHAPE, "fp16") / "assembly.json"
+    (work / "graphs").parent.mkdir()
+    (work / "graphs").symlink_to(assembly.parent)
+    gpu.random_weights(lockstep.Assembly.load(assembly), work / "weights")
+    build(assembly, "cuda", work / "cuda" / "engines.json", batches.LIMITS)
+    return "--work", work, "--requests", 1, *ONE_ROUND
+
+
+def record_of(command: str, here: Here) -> dict[str, Any]:
+    start, measures = STARTS[command]
+    given = start(here)
+    ended = CliRunner().invoke(bench, [command, *map(str, given)], catch_exceptions=False)
+    assert ended.exit_code == 0, ended.output
+    if command == "peers":  # a page
+        assert "## Side by side" in ended.stdout
+        return {}
+    record = found = json.loads(ended.stdout) if ended.stdout.startswith("{") else read_json(Path(ended.stdout.strip()))
+    for key in measures.split():
+        found = found[key]
+    assert found, measures
+    return record
+
+
+@pytest.mark.exports
+@pytest.mark.parametrize("command", sorted(set(bench.commands) - set(ELSEWHERE)))
+def test_each_command_starts(command: str, here: Here) -> None:
+    record = record_of(command, here)
+    if command in ("gpu", "batches", "adapters-gpu", "serving-gpu"):
+        assert record["backend"] == "cuda" and {"cublas", "cudnn", "nvrtc"} < set(record["versions"])
+        assert record["device"]["name"] == "fake"
+
+
+@pytest.mark.long
+@pytest.mark.exports
+@pytest.mark.parametrize("command", ["dag", "export", "models", "serving"])
+def test_what_has_stand_ins_above_starts_as_a_whole(command: str, here: Here) -> None:
+    """`demo` runs in tests/workflow, `peers` in test_bench.py."""
+    here.whole = True
+    record_of(command, here)
+
+
+def batches_of(here: Here, opened: Callable[..., lockstep.Model]) -> tuple[Result, dict[str, Any]]:
+    """Run the command with a model that `opened` opens; what it printed, and its record."""
+    given = STARTS["batches"][0](here)
+    here.smaller(batches, CHUNKS=(16, 70), LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
+    here.smaller(batches.Model, open=opened)
+    ended = CliRunner().invoke(bench, ["batches", *map(str, given)])
+    return ended, read_json(here.folder / "work" / "batches.json")
+
+
+@pytest.mark.exports
+def test_batches_measures_what_the_cache_has_pages_for_and_names_the_rest(here: Here) -> None:
+    opened = lockstep.Model.open
+    ended, record = batches_of(here, lambda *paths: opened(*paths, kv_bytes=2 * opened(*paths).tables.pool.page_nbytes))
+    assert ended.exit_code == 0, ended.output
+    assert set(record["decode"]) == {"1"} and set(record["mixed"]["1"]) == {"16"} and record["requests"]["new_tokens"]
+    assert set(record["left_out"]) == {"decode 4", "mixed 1 from 70 tokens on"}
+    assert all("KV cache: expected" in reason for reason in record["left_out"].values())
+    assert "bench: decode 4 does not fit: KV cache: expected" in ended.stderr
+    page = (here.folder / "work" / "batches.md").read_text()
+    assert "and not measured: decode 4, mixed 1 from 70 tokens on." in page and "# CUDA at every batch size" in page
+
+
+@pytest.mark.exports
+def test_batches_goes_on_where_nothing_is_left_of_the_gpus_memory(here: Here) -> None:
+    opened = lockstep.Model.open
+
+    def full(*paths: Path) -> lockstep.Model:
+        model = opened(*paths)
+        here.device.total = here.device.used
+        return model
+
+    ended, record = batches_of(here, full)
+    assert ended.exit_code == 0, ended.output
+    assert {"warm-up", "decode 1", "prompts 40", "mixed 1", "sampled_requests"} < set(record["left_out"])
+    assert all("of free GPU memory for" in reason for reason in record["left_out"].values())
+
+
+@pytest.mark.exports
+def test_batches_keeps_what_it_had_measured_where_it_ends_early(here: Here) -> None:
+    def prompt(*given: Any) -> None:
+        raise lockstep.CheckError("expected rank 1 at a sum")
+
+    here.smaller(batches, prompt=prompt)
+    ended, record = batches_of(here, lockstep.Model.open)
+    assert ended.exit_code == 1 and ended.stderr.endswith("lockstep: error: expected rank 1 at a sum\n")
+    assert set(record["decode"]) == {"1", "4"} and set(record["sampled"]) == {"2"} and "left_out" not in record
