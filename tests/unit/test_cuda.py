@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from lockstep.backends.cuda.backend import CudaBackend
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu import libraries
 from lockstep.onnx_tools.cut_products import CutGraph, cut_products
-from lockstep.runtime import Engine, Model, Request
+from lockstep.runtime import Advance, Engine, Model, Request
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare, golden
 
@@ -258,3 +259,20 @@ def test_the_benchmark_writes_what_each_precision_came_to(shared, gpu, tmp_path,
     record = read_json(tmp_path / f"{precision}.json")
     assert set(record["decode"]) == {"1", "8"} and record["prompt"]["12"]["median"] > 0
     assert record["microseconds"]["1"]["block"] > 0
+
+
+def test_a_model_that_is_deleted_gives_its_memory_back(references, gpu, tmp_path):
+    """cuBLAS's workspace, the buffers between steps and page-locked memory too, which all calls of a device share."""
+    engines, name = built(references, "fp16", tmp_path, model="demo-llama"), "demo-llama"
+    paths = engines, references.assembly(name, "fp16"), references.weights(name, "fp16")
+    held = []
+    for _ in range(2):
+        model = Model.open(*paths, 2, **{size: getattr(LIMITS, size) for size in SIZES})
+        model.warm_up()
+        model.step_tokens([Advance(0, np.arange(5), 0)])
+        before = gpu.blocks
+        del model
+        gc.collect()
+        held.append((gpu.used, gpu.blocks))
+        assert gpu.blocks < before
+    assert held[1] == held[0] and held[0][1] <= 2, "what is kept is cuDNN's memory to work in"

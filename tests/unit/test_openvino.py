@@ -26,6 +26,7 @@ from test_quantization import (
     FAULTS,
     LIMIT,
     RANDOM,
+    assert_far_off,
     check,
     damaged,
     each_random_family,
@@ -436,8 +437,9 @@ def test_weights_with_zero_points_are_refused(tmp_path):
 def test_engines_on_other_weights_than_the_reference_fail(opened, tmp_path, fault):
     results, _, engines = opened("w4a16")
     results = damaged(results, tmp_path / "results", fault)
-    with pytest.raises(CheckError, match=r"expected a logit error of at most \S+, found 0|expected token"):
+    with pytest.raises(CheckError) as caught:
         check(results, "w4a16", 2, LIMITS, tmp_path, engines)
+    assert_far_off(str(caught.value))
 
 
 def test_outputs_of_one_value_keep_their_names(tmp_path):

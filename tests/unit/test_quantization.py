@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -342,8 +343,16 @@ def test_a_fault_of_the_weights_is_no_rounding_of_the_checkpoint(shared, tmp_pat
 def test_engines_on_other_weights_than_the_reference_fail(shared, tmp_path, fault):
     """As if the runtime bound, or the library read, the weights in another way than the reference."""
     results = damaged(demo(shared, "w4a16"), tmp_path / "results", fault)
-    with pytest.raises(CheckError, match=r"expected a logit error of at most \S+, found 0|expected token"):
+    with pytest.raises(CheckError) as caught:
         check(results, "w4a16", 2, LIMITS, tmp_path)
+    assert_far_off(str(caught.value))
+
+
+def assert_far_off(message: str) -> None:
+    """Another token, or a logit that is off by several times a bound as small as the demo's roundings make it."""
+    found = re.search(r"expected a logit error of at most (\S+), found (0\.\d+)", message)
+    assert found or "expected token" in message, message
+    assert found is None or (float(found[1]) < 0.02 and float(found[2]) > 3 * float(found[1])), message
 
 
 def test_scales_bound_to_another_slot_fail_validation(shared, tmp_path):

@@ -22,7 +22,7 @@ from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
 from lockstep.gpu.program import Bound, Shapes, run_once
-from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
+from lockstep.gpu.weights import DeviceWeights, Uploads
 from lockstep.onnx_tools.dequantized import sign_of
 from lockstep.step.executable import Run
 from lockstep.weights import Tensors
@@ -126,7 +126,6 @@ class TensorRTProgram:
                 f"{self.path}: slot {slot}",
                 self._sign(slot),
                 room=bool(rows_of(slot)),
-                cast=self._cast(slot),
             )
             for slot, names in slots.items()
         }
@@ -141,14 +140,6 @@ class TensorRTProgram:
 
     def _sign(self, slot: str) -> int:
         return sign_of(self.tensors[slot].dtype.name, self.slots[slot][1].name)
-
-    def _cast(self, slot: str) -> WeightCast | None:
-        """Return the cast of a slot's weight: from float32 to float16, or None.
-
-        Of a model with quantised weights the others are float32 in the checkpoint and float16 on the device.
-        """
-        taken = self.tensors[slot].dtype
-        return WeightCast(taken) if (self.slots[slot][1].name, taken.name) == ("float32", "float16") else None
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
         """Return the shapes that the profile is tuned for in which a call takes these: see `GpuProgram`."""
