@@ -436,7 +436,7 @@ def test_a_build_for_fused_attention_asks_for_cudnn_first_and_no_other_build_doe
         build_and_compare(demo, tmp_path / "fused", "fp16", attention="fused")
     assert built() == 0 and not (tmp_path / "fused").exists()
     assert str(refused.value) == (
-        "attention: fused: expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, "
+        "expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, which compute attention, "
         "found: import of cudnn halted; None in sys.modules; install what is missing, or build with attention: traced"
     )
     for precision, attention in (("fp32", "fused"), ("fp16", "traced")):

@@ -9,6 +9,8 @@ from lockstep.errors import InputError
 
 # By the name that it is imported under. httptools is in `load` too, whose command names that one itself.
 EXTRAS = {
+    "cuda.bindings": "cuda",
+    "cudnn": "cuda",
     "gguf": "workflow",
     "google.protobuf": "grpc",
     "grpc": "grpc",
