@@ -10,7 +10,8 @@ The forms, in TensorRT, of q, k and v of one layer beside the layers alone: as t
 each layer and the resident adapters' columns of which a token's own are kept; with one first product for the three;
 with one of each, whose second matrix is block diagonal; the first and the third with the first product as further rows
 of the layers' own weights ("rows"), as they are exported; with one first product, and the second as further columns of
-the layers' weights ("columns"); and each token's matrices, gathered."""
+the layers' weights ("columns"); and each token's matrices, gathered.
+"""
 
 from __future__ import annotations
 

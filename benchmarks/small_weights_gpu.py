@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import described, random_weights, timed
-from benchmarks.measure import read_json, spread, write_json
+from benchmarks.measure import read_json, recorder, spread, write_json
 from lockstep import Advance, Assembly, Model
 from lockstep.backends.builder import build
 
@@ -76,14 +76,8 @@ def _times(record: dict[str, Any], precision: str) -> dict[str, float]:
 def measure(folder: Path, work: Path, precision: str) -> None:
     """Measure one precision."""
     assembly_json, own = folder / precision / "assembly.json", work / precision
-    assembly, record, began = Assembly.load(assembly_json), dict[str, Any](), time.perf_counter()
+    assembly, note = Assembly.load(assembly_json), recorder(work / f"{precision}.json", {})
     own.mkdir(parents=True, exist_ok=True)
-
-    def note(**parts: Any) -> None:
-        record.update(parts)
-        write_json(work / f"{precision}.json", record)
-        print(f"bench: {precision}: {time.perf_counter() - began:.0f} s: {parts}", file=sys.stderr, flush=True)
-
     weights = random_weights(assembly, own / "weights", alike=True)
     seconds, engines = timed(lambda: build(assembly_json, "cuda", own / "engines.json", LIMITS))
     sizes = [(own / entry["file"]).stat().st_size for entry in read_json(engines)["engines"].values()]

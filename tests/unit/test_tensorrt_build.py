@@ -927,8 +927,8 @@ def test_what_fused_attention_lacks_is_one_line_of_package_and_library(monkeypat
 
 
 def test_a_gpu_that_is_too_old_for_fused_attention_is_one_line():
-    require_capability({"name": "NVIDIA A100", "compute_capability": "8.0"})
-    require_capability({"name": "NVIDIA B200", "compute_capability": "10.0"})
+    require_capability({"name": "NVIDIA A100", "compute_capability": "8.0"}, "build with attention: traced")
+    require_capability({"name": "NVIDIA B200", "compute_capability": "10.0"}, "build with attention: traced")
     with pytest.raises(InputError) as error:
         require_capability({"name": "Tesla T4", "compute_capability": "7.5"}, "build with attention: traced")
     assert str(error.value) == (

@@ -17,7 +17,9 @@ from lockstep.artifacts.files import write_bytes
 from lockstep.backends.base import CanonicalBytes
 from lockstep.backends.graphs import RopeGraph
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.errors import InputError
 from lockstep.gpu.attention.rope_tables import check_rope_tables
+from lockstep.gpu.describe import describe_gpu
 from lockstep.gpu.libraries import library_versions, require_nvrtc
 from lockstep.step.advance import Executor
 from lockstep.step.network import Network
@@ -61,6 +63,36 @@ class GpuBackend:
         from lockstep.gpu.executor import GpuExecutor
 
         return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
+
+
+class PortableGpuBackend(GpuBackend):
+    """A GPU backend whose engines are built without a GPU, and are for any of several kinds.
+
+    gpus: these, in words.
+    """
+
+    name: str
+    gpus: str
+
+    def why_not(self) -> str | None:
+        """Return why engines cannot run here, None where they can."""
+        raise NotImplementedError
+
+    def require_gpu(self) -> None:
+        """Raise InputError where engines cannot run here."""
+        if reason := self.why_not():
+            raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
+
+    def describe_device(self) -> dict[str, Any]:
+        """Return what engines are for: no one device."""
+        return {"type": "gpu", "name": self.gpus}
+
+    def describe_hardware(self) -> dict[str, Any]:
+        """Return the description of the GPU here, which runs engines."""
+        return describe_gpu(f"backend {self.name}")
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        return {"name": device.get("name")}
 
 
 def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator[tuple[str, GraphFile]]:

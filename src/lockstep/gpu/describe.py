@@ -15,11 +15,11 @@ from lockstep.errors import InputError
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def describe_gpu(backend: str, ordinal: int = 0) -> dict[str, Any]:
+def describe_gpu(where: str, ordinal: int = 0) -> dict[str, Any]:
     """Return the description of a CUDA device.
 
     It is {"type", "name", "compute_capability", "driver", "memory"} (memory in bytes). ordinal: the device's number,
-    the first one's by default. backend: opens the line of an error.
+    the first one's by default. where: opens the line of an error, such as `backend cuda`.
 
     Raises InputError where there is no CUDA driver or no GPU.
     """
@@ -27,7 +27,7 @@ def describe_gpu(backend: str, ordinal: int = 0) -> dict[str, Any]:
         from cuda.bindings import driver
     except ModuleNotFoundError as error:
         raise InputError(
-            f"backend {backend}: needs the Python package cuda-python (module {error.name}), "
+            f"{where}: needs the Python package cuda-python (module {error.name}), "
             f"which is not installed here; install it"
         ) from None
     try:
@@ -46,7 +46,7 @@ def describe_gpu(backend: str, ordinal: int = 0) -> dict[str, Any]:
         cuda = _call(driver, driver.cuDriverGetVersion())
     except RuntimeError as error:  # cuda-bindings raises it where there is no libcuda
         raise InputError(
-            f"backend {backend}: expected an NVIDIA GPU with its driver, found none: {' '.join(str(error).split())}"
+            f"{where}: expected an NVIDIA GPU with its driver, found none: {' '.join(str(error).split())}"
         ) from None
     return {
         "type": "gpu",

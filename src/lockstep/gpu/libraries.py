@@ -50,7 +50,7 @@ def require_cudnn(instead: str = "") -> Any:
     return cudnn
 
 
-def require_capability(device: Mapping[str, Any], instead: str = "") -> None:
+def require_capability(device: Mapping[str, Any], instead: str) -> None:
     """Raise InputError for a GPU that is too old for the kernels of fused attention.
 
     These are cuDNN's and ours. device: of `describe.describe_gpu`. instead: what one may do with it, for the error.
@@ -58,8 +58,7 @@ def require_capability(device: Mapping[str, Any], instead: str = "") -> None:
     found = device["compute_capability"]
     if tuple(map(int, found.split("."))) < (8, 0):
         raise InputError(
-            f"expected a GPU of compute capability 8.0 or higher, found {device['name']} of {found}; "
-            f"{instead or 'use another'}"
+            f"expected a GPU of compute capability 8.0 or higher, found {device['name']} of {found}; {instead}"
         )
 
 

@@ -21,27 +21,27 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
 from lockstep.backends.cuda.gpu import PRECISIONS, why_not
 from lockstep.backends.cuda.kernels_file import compile_block
-from lockstep.backends.gpu_backend import GpuBackend, build_rope, with_fused_attention
+from lockstep.backends.gpu_backend import PortableGpuBackend, build_rope, with_fused_attention
 from lockstep.backends.graphs import base_graphs
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import LIMITS
 from lockstep.errors import InputError
 from lockstep.gpu.attention.variants import why_not_fused
-from lockstep.gpu.describe import describe_gpu
-from lockstep.gpu.libraries import require_capability, require_cublas, require_cudnn, require_nvrtc
+from lockstep.gpu.libraries import require_cublas, require_cudnn, require_nvrtc
 from lockstep.targets import Limits
 
 _KERNELS, _GRAPH = ".kernels", ".onnx"
 REVISION = 1  # of the kernels and of what runs them: engines are for exactly this one
 
 
-class CudaBackend(GpuBackend):
+class CudaBackend(PortableGpuBackend):
     """Kernels of our own and cuBLAS, on GPUs of compute capability 8.0 and higher.
 
     Activations are float16; w8a16 and w4a16 are dequantised inside their products.
     """
 
     name = "cuda"
+    gpus = "NVIDIA GPUs of compute capability 8.0 and higher"
     suffixes = (_KERNELS, _GRAPH)
     revision = REVISION
     precisions = PRECISIONS
@@ -50,20 +50,13 @@ class CudaBackend(GpuBackend):
 
     def __init__(self) -> None:
         self._host = OnnxRuntimeBackend()
+        self._is_required = False  # see `require`
 
     def version(self) -> str:
         return str(REVISION)
 
-    def describe_device(self) -> dict[str, Any]:
-        """Return what engines are for: no one device."""
-        return {"type": "gpu", "name": "NVIDIA GPUs of compute capability 8.0 and higher"}
-
-    def describe_hardware(self) -> dict[str, Any]:
-        """Return the description of the GPU here, which runs engines."""
-        return describe_gpu(self.name)
-
-    def device_key(self, device: Mapping[str, Any]) -> Any:
-        return {"name": device.get("name")}
+    def why_not(self) -> str | None:
+        return why_not()
 
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded: the limits that engines are opened with."""
@@ -123,12 +116,12 @@ class CudaBackend(GpuBackend):
         return KernelsProgram(engine_path, slots, rank)
 
     def require(self) -> None:
-        """Raise InputError where engines cannot run here."""
-        if reason := why_not():
-            raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
-        require_capability(self.describe_hardware())
-        for require in (require_nvrtc, require_cublas, require_cudnn):
-            require()
+        """Raise InputError where engines cannot run here, or a library is missing; looked for once."""
+        if not self._is_required:
+            self.require_gpu()
+            for require in (require_nvrtc, require_cublas, require_cudnn):
+                require()
+            self._is_required = True
 
     def choices(self, engine_path: Path) -> Any:
         """Return the kernels and products: nothing is chosen, the text is all there is."""

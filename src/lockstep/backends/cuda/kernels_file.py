@@ -9,7 +9,7 @@ anywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import onnx
 from lockstep.artifacts import formats
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.files import read_json
+from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu.kernels.row_kernels import RowKernel, row_kernel
 from lockstep.onnx_tools.cut_products import CutGraph, Product, cut_products, run_cut
@@ -26,7 +27,7 @@ from lockstep.onnx_tools.half_activations import halve_activations
 from lockstep.onnx_tools.metrics import max_abs_error, peak
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.onnx_tools.signature import dtype_name
+from lockstep.onnx_tools.signature import signature_of
 from lockstep.weights.groups import dequantize
 
 _TOLERANCE = 1e-2  # as of fp16 engines in `onnx_tools.prepare`, of what is rounded between steps too
@@ -104,30 +105,24 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
                 f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
             )
     _check_same(model, cut)
-    slots = {slot for product in _products(cut) for slot in product.slots}
-    inputs = [value for value in model.graph.input if value.name not in slots and _is_given(value)]
+    signature = signature_of(model.graph, {slot for product in _products(cut) for slot in product.slots})
     steps = [kernels[step] if isinstance(step, int) else step for step in cut.steps]
-    return KernelsFile(_told(inputs), _told(model.graph.output), cut.inner, steps)
+    return KernelsFile(_told(filter(_is_given, signature.inputs)), _told(signature.outputs), cut.inner, steps)
 
 
 def _products(cut: CutGraph) -> list[Product]:
     return [product for step in cut.steps if not isinstance(step, int) for product in step]
 
 
-def _is_given(value: onnx.ValueInfoProto) -> bool:
+def _is_given(io: IO) -> bool:
     """Return whether an input is no weight; A of adapters is rows of one."""
-    if value.name.endswith(A_SUFFIX):
+    if io.name.endswith(A_SUFFIX):
         return False
-    return value.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in _shape(value))
+    return io.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in io.shape)
 
 
-def _shape(value: onnx.ValueInfoProto) -> Shape:
-    return tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
-
-
-def _told(values: Sequence[onnx.ValueInfoProto]) -> dict[str, tuple[str, Shape]]:
-    half = lambda dtype: "float16" if dtype == "float32" else dtype
-    return {value.name: (half(dtype_name(value.type.tensor_type.elem_type)), _shape(value)) for value in values}
+def _told(ios: Iterable[IO]) -> dict[str, tuple[str, Shape]]:
+    return {io.name: ("float16" if io.dtype == "float32" else io.dtype, io.shape) for io in ios}
 
 
 def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:

@@ -98,7 +98,7 @@ class TensorRTBackend(GpuBackend):
         return library_versions()
 
     def describe_device(self) -> dict[str, Any]:
-        return describe_gpu(self.name)
+        return describe_gpu(f"backend {self.name}")
 
     def device_key(self, device: Mapping[str, Any]) -> Any:
         return gpu_key(device)
@@ -264,7 +264,7 @@ class TensorRTBackend(GpuBackend):
 
     def _read(self, engine_path: Path) -> list[Layer]:
         where, data = str(engine_path), engine_path.read_bytes()
-        describe_gpu(self.name)  # without a GPU, TensorRT 8.6 ends the process
+        describe_gpu(f"backend {self.name}")  # without a GPU, TensorRT 8.6 ends the process
         return _layers(TENSORRT.deserialize(data, where), data, where)
 
     def load(

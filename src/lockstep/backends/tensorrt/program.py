@@ -184,7 +184,9 @@ class _Scratch:
 
     @classmethod
     def of(cls, device: Device) -> _Scratch:
-        return cls._instances.setdefault(device, cls())
+        if device not in cls._instances:
+            cls._instances[device] = cls()
+        return cls._instances[device]
 
     def reserve(self, nbytes: int) -> None:
         """Make the memory large enough for the contexts to come.

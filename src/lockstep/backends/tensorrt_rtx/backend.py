@@ -17,19 +17,17 @@ from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
-from lockstep.backends.gpu_backend import GpuBackend
+from lockstep.backends.gpu_backend import PortableGpuBackend
 from lockstep.backends.profiles import LIMITS
 from lockstep.backends.tensorrt_rtx.compiler import Compiler
 from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
-from lockstep.errors import InputError
-from lockstep.gpu.describe import describe_gpu
 from lockstep.targets import Limits
 
 _PLAN = ".engine"
 
 
-class TensorRTRTXBackend(GpuBackend):
+class TensorRTRTXBackend(PortableGpuBackend):
     """TensorRT-RTX 1.7 and later.
 
     Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays float32. w8a16 and w4a16 are
@@ -38,6 +36,7 @@ class TensorRTRTXBackend(GpuBackend):
 
     library = TENSORRT_RTX
     name = "tensorrt_rtx"
+    gpus = "NVIDIA RTX GPUs"  # `compute_capabilities` of the options says which
     suffixes = (_PLAN,)
     revision = 4
     precisions = ("fp32", "fp16", "bf16", "w8a16", "w4a16")
@@ -56,20 +55,6 @@ class TensorRTRTXBackend(GpuBackend):
         Builds are of the library alone, so that they are the same anywhere.
         """
         return {name: version for name, version in super().libraries(runs).items() if name == "nvrtc"}
-
-    def describe_device(self) -> dict[str, Any]:
-        """Return what engines are for: no one device.
-
-        With `compute_capabilities` of the options this says for which GPUs an engine is.
-        """
-        return {"type": "gpu", "name": "NVIDIA RTX GPUs"}
-
-    def describe_hardware(self) -> dict[str, Any]:
-        """Return the description of the GPU here, which runs engines."""
-        return describe_gpu(self.name)
-
-    def device_key(self, device: Mapping[str, Any]) -> Any:
-        return {"name": device.get("name")}
 
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded.
@@ -106,9 +91,8 @@ class TensorRTRTXBackend(GpuBackend):
 
         return TensorRTProgram(self.library, engine_path, slots)
 
-    def require_gpu(self) -> None:
-        if reason := why_not(None):
-            raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
+    def why_not(self) -> str | None:
+        return why_not(None)
 
     def choices(self, engine_path: Path) -> Any:
         """Return the digest of the engine's serialization.

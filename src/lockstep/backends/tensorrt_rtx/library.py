@@ -84,7 +84,8 @@ class RTXLibrary(Library):
         There is one for each GPU, driver and version. One that the library refuses, for it is damaged or another
         version's, is begun anew.
         """
-        path = folder / f"runtime.{sha256_json([self.version_text(), gpu_key(describe_gpu(self.backend))])[:12]}.cache"
+        gpu = gpu_key(describe_gpu(f"backend {self.backend}"))
+        path = folder / f"runtime.{sha256_json([self.version_text(), gpu])[:12]}.cache"
         if path not in self._caches:
             cache: trt.IRuntimeCache = config.create_runtime_cache()
             before = path.read_bytes() if path.is_file() else b""

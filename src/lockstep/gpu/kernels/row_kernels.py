@@ -10,6 +10,7 @@ The text depends on the graph alone: no library chooses, and the same graph give
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -153,19 +154,13 @@ def row_kernel(piece: onnx.ModelProto, name: str) -> RowKernel:
 
     Raises CheckError for a piece with an operator, or a form of one, that has none here.
     """
-    try:
-        return _Writer(piece, name, _WIDE).written()
-    except _HasNoKernel:
-        pass
-    try:
-        return _Writer(piece, name, 1).written()
-    except _HasNoKernel:
-        found = sorted({node.op_type for node in piece.graph.node})
-        never = [each for each in found if each not in _KNOWN]
-        said = ", ".join(never) if never else f"one of {', '.join(found)} in a form that has none"
-        raise CheckError(
-            f"graph {piece.graph.name}: expected operators that have a CUDA kernel, found {said}"
-        ) from None
+    for wide in (_WIDE, 1):
+        with contextlib.suppress(_HasNoKernel):
+            return _Writer(piece, name, wide).written()
+    found = sorted({node.op_type for node in piece.graph.node})
+    never = [each for each in found if each not in _KNOWN]
+    said = ", ".join(never) if never else f"one of {', '.join(found)} in a form that has none"
+    raise CheckError(f"graph {piece.graph.name}: expected operators that have a CUDA kernel, found {said}")
 
 
 @dataclass(frozen=True)
