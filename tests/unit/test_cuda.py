@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,6 +218,55 @@ def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path,
     if layers == "all":
         report = read_json(compare.run(*pair, engines, tolerance.beside_graph, LIMITS, tmp_path / "c.json", seconds=8))
         assert 0 < report["relative_error"] <= tolerance.beside_graph
+
+
+def test_short_prompts_are_graphs_from_the_second_of_their_layout_on(references, gpu, tmp_path):
+    """Alone, several in one call of attention, and beside rows that decode: padded, and each as without a graph."""
+    engines, name = built(references, "fp16", tmp_path, model="demo-llama"), "demo-llama"
+    pair = references.assembly(name, "fp16"), references.weights(name, "fp16")
+    sizes = {size: getattr(LIMITS, size) for size in SIZES}
+    model = Model.open(engines, *pair, 2, **sizes)
+    expected = Model.open(references.engines(name, "fp16", "onnxruntime"), *pair, 2, **sizes)
+    random, following = np.random.default_rng(0), dict[int, int]()
+
+    def step(decoding: Sequence[int], **prompts: int) -> tuple[int, int]:
+        """Take a step of both; return launches of graphs, and calls beside them."""
+        advances = [Advance(slot, np.array([following[slot]]), model.length(slot)) for slot in decoding]
+        advances += [
+            Advance(int(slot[1:]), random.integers(0, 768, count), model.length(int(slot[1:])))
+            for slot, count in prompts.items()
+        ]
+        launches, plain = gpu.launches, gpu.plain
+        logits = model.step(advances)
+        np.testing.assert_allclose(logits, expected.step(advances), rtol=0, atol=0.1)
+        following.update({each.slot: int(row.argmax()) for each, row in zip(advances, logits)})
+        return gpu.launches - launches, gpu.plain - plain
+
+    def release(*slots: int) -> None:
+        for slot in slots:
+            model.release(slot)
+            expected.release(slot)
+
+    for lengths in ((9, 12, 16), (40, 64, 33)):  # each padded to the same size
+        alone = [step((), **{f"s{slot}": length}) for slot, length in enumerate(lengths)]
+        assert alone[0][1] > 0 and alone[1:] == [(1, 0), (1, 0)]
+        release(0, 1, 2)
+    step((), s0=5, s1=25)
+    assert step((), s2=7, s3=24) == (1, 0)
+    release(2, 3)
+    step((0, 1), s2=20)
+    release(2)
+    assert step((0, 1), s3=30) == (1, 0)
+    step((0, 3), s1=17)  # of slots 0 to 3, of which 2 does not decode
+    release(1)
+    assert step((0, 3), s1=31) == (1, 0)
+    release(0, 1, 3)
+    for _ in range(2):  # longer ones are made call by call, as the device works
+        launches, calls = step((), s0=110, s1=110, s2=110)
+        assert not launches and calls > 0
+        release(0, 1, 2)
+    model.warm_up()
+    assert [step((), **{f"s{slot}": length}) for slot, length in enumerate((2, 70, 100))] == [(1, 0)] * 3
 
 
 def test_a_machine_without_cublas_is_told_so(monkeypatch):

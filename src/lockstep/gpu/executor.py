@@ -3,8 +3,10 @@
 Rows that decode are one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention,
 cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not decode is
 written nowhere. Tokens of prompts are a pass that is put on the stream call by call, as the calls are made: the device
-is at the first layers while the host prepares the next ones. Rows that decode beside them go through the blocks in the
-same pass, which reads the weights once, where that is no slower; each part has the attention that it has alone.
+is at the first layers while the host prepares the next ones. A pass so short that the device would wait for the host is
+padded to one of few sizes (`PromptInputs`), and is a CUDA graph from the second of its layout on. Rows that decode
+beside prompts go through the blocks in the same pass, which reads the weights once, where that is no slower; each part
+has the attention that it has alone.
 
 The device chooses the tokens, greedy or drawn: where these alone are asked for, no logits come back, and the device
 holds what the next step goes on with. A caller that knows the next step says so, prompts and all, and it is launched
@@ -22,7 +24,8 @@ import numpy as np
 
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import LARGEST_BATCH, padded
+from lockstep.gpu.attention.base import LARGEST_BATCH, Chunks, padded
+from lockstep.gpu.prompts import Inputs
 from lockstep.gpu.ranks.group import RankGroup
 from lockstep.gpu.ranks.rank import Rank, StepCalls
 from lockstep.gpu.resident_adapters import ResidentAdapters
@@ -33,6 +36,7 @@ from lockstep.step.packing import split
 from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
+_MOST_CAPTURED = 128  # passes of prompts, by their layout
 _WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights take to be read (7B shape, H200, fp16)
 
 
@@ -85,6 +89,7 @@ class GpuExecutor:
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[list[StepCalls], list[int]] | None = None
+        self._captured: dict[tuple, list[StepCalls]] = {}  # passes of prompts, by layout, adapted and drawn
         self._host_logits: np.ndarray | None = None
         self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
 
@@ -372,8 +377,9 @@ class GpuExecutor:
     def warm_up(self) -> None:
         """Run the calls of all steps once, so that no request waits for it.
 
-        This captures the decode graph of each number of rows, takes prompts of each power of two of tokens, alone and
-        several at a time, and products of many numbers of tokens. Caches stay as they are.
+        This captures the decode graph of each number of rows and the pass of each size of one short prompt, takes
+        prompts of each power of two of tokens, alone and several at a time, and products of many numbers of tokens.
+        Caches stay as they are.
         """
         self.group.wait_for_weights()
         self.group.reserve({}, self.lengths)
@@ -394,6 +400,11 @@ class GpuExecutor:
                     chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
                     for adapted in ways:
                         self._pass(chunks, write=False, adapted=adapted)
+        for tokens, adapted in itertools.product(self.ranks[0].captured_prompts, ways):
+            if tokens <= longest:
+                chunk = Advance(0, np.zeros(tokens, np.int64), 0)
+                for _ in range(2):  # the second is captured
+                    self._pass([chunk], write=False, adapted=adapted)
         for rank, adapted in itertools.product(self.ranks, ways):
             rank.warm_products(adapted)
         self.group.synchronize()
@@ -456,10 +467,8 @@ class GpuExecutor:
         for rank in self.group.each():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(list(ends), list(ends.values()))
-        how = self._adapted(ends), self._drawn(ends)
-        return self.group.run_pass(
-            [rank.prompt_calls(*rank.send_mixed(decoding, chunks), *how) for rank in self.group.each()]
-        )
+        sent = [rank.send_mixed(decoding, chunks) for rank in self.group.each()]
+        return self._put_prompts(sent, self._adapted(ends), self._drawn(ends))
 
     def _prefill(self, chunks: Sequence[Advance]) -> list[StepCalls]:
         """Put a pass of prompts on the streams.
@@ -482,10 +491,23 @@ class GpuExecutor:
         """
         if adapted is None:
             adapted = self._adapted(chunk.slot for chunk in chunks)
-        how = adapted, self._drawn(chunk.slot for chunk in chunks)
-        return self.group.run_pass(
-            [rank.prompt_calls(*rank.send_prompts(chunks, write), *how) for rank in self.group.each()]
-        )
+        sent = [rank.send_prompts(chunks, write) for rank in self.group.each()]
+        return self._put_prompts(sent, adapted, self._drawn(chunk.slot for chunk in chunks))
+
+    def _put_prompts(self, sent: Sequence[tuple[Inputs, Chunks]], adapted: bool, drawn: bool) -> list[StepCalls]:
+        """Put a pass whose inputs are sent on the streams, as a graph if its layout has come before."""
+        first, layout = self.ranks[0], self.ranks[0].layout(*sent[0])
+        for rank, (_, chunks) in zip(self.group.each(), sent):
+            rank.begin_prompts(chunks)
+        steps = self._captured.get((layout, adapted, drawn))
+        if steps is not None:
+            self.group.launch(steps)
+            return steps
+        steps = self.group.run_pass([rank.prompt_calls(*each, adapted, drawn) for rank, each in zip(self.ranks, sent)])
+        # Asked again: only a pass of several prompts tells whether cuDNN takes them in one call.
+        if layout is not None and layout == first.layout(*sent[0]) and len(self._captured) < _MOST_CAPTURED:
+            self._captured[layout, adapted, drawn] = steps
+        return steps
 
     def breakdown(self, batch: int) -> dict[str, float]:
         """Return the microseconds of a decode step of rows 0 to `batch`-1, by their part.

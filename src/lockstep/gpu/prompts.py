@@ -18,6 +18,12 @@ from lockstep.gpu.staging import Staging
 from lockstep.step.advance import Advance
 from lockstep.step.packing import PackedTokens
 
+# Tokens of a pass up to which its calls are captured: about where a 7B shape's products take as long as the host's
+# calls of them do.
+CAPTURED_TOKENS = 320
+_STEP = 32
+PADDED_SIZES = (2, 4, 8, 16, *range(_STEP, CAPTURED_TOKENS + 1, _STEP))  # of prompts in captured passes
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -45,9 +51,14 @@ class Inputs:
 
 
 class PromptInputs:
-    """Device arrays for `num_tokens` tokens of up to `slots` requests."""
+    """Device arrays for `num_tokens` tokens of up to `slots` requests.
 
-    def __init__(self, num_tokens: int, slots: int, integer: np.dtype):
+    pads: a pass of up to CAPTURED_TOKENS tokens is padded to one of few sizes, so that few captured ones serve all.
+    What is added are rows that do not decode, and tokens that go into no cache.
+    """
+
+    def __init__(self, num_tokens: int, slots: int, integer: np.dtype, pads: bool):
+        self._num_tokens, self._slots, self._pads = num_tokens, slots, pads
         by_token, by_request = (num_tokens,), (slots,)
         # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
         self.arrays = Inputs(
@@ -71,7 +82,7 @@ class PromptInputs:
         False for a pass that leaves caches and tokens as they are. adapters: the adapter slot of each request slot,
         where blocks take them.
         """
-        packed = PackedTokens.empty(sum(len(chunk.tokens) for chunk in chunks))
+        packed = PackedTokens.empty(self._sizes(0, sum(len(chunk.tokens) for chunk in chunks))[1])
         places = packed.pack([], [], 0, chunks)
         last = np.array([high - 1 for _, high in places])
         slots = np.array([chunk.slot if write else -1 for chunk in chunks])
@@ -88,16 +99,17 @@ class PromptInputs:
     ) -> tuple[Inputs, Chunks]:
         """Put a step on the device whose first tokens are of slots that decode.
 
-        These are the slots up to the highest that decodes, of which some may not decode; then come the tokens of
-        `chunks`. The requests are all slots up to the highest of the step. found: by slot what the step before finds,
-        which rows go on with whose token is `FOUND`. adapters, and what is returned: as of `send`; the chunks' packed
-        tokens are counted behind those that decode.
+        These are the slots up to the highest that decodes, or a few more, of which some may not decode; then come the
+        tokens of `chunks`. The requests are all slots up to the highest of the step, or a few more. found: by slot what
+        the step before finds, which rows go on with whose token is `FOUND`. adapters, and what is returned: as of
+        `send`; the chunks' packed tokens are counted behind those that decode.
         """
-        count, chosen = 1 + max(advance.slot for advance in decoding), [advance.slot for advance in decoding]
-        packed = PackedTokens.empty(count + sum(len(chunk.tokens) for chunk in chunks))
-        places = packed.pack(decoding, chosen, count, chunks)
+        chosen = [advance.slot for advance in decoding]
         in_step = [*chosen, *(chunk.slot for chunk in chunks)]
-        requests = 1 + max(in_step)
+        count, tokens = self._sizes(1 + max(chosen), sum(len(chunk.tokens) for chunk in chunks))
+        requests, _ = self._sizes(1 + max(in_step), 0)
+        packed = PackedTokens.empty(count + tokens)
+        places = packed.pack(decoding, chosen, count, chunks)
         last, slots = np.zeros(requests, np.int64), np.full(requests, -1)
         last[in_step], slots[in_step] = [high - 1 for _, high in places], in_step
         inputs = self._send(stream, packed, packed.slots, last, slots, adapters, count)
@@ -105,6 +117,13 @@ class PromptInputs:
             nbytes = found[:count].nbytes
             stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
         return inputs, _places(chunks, [(low - count, high - count) for low, high in places[len(decoding) :]])
+
+    def _sizes(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Return the numbers of rows that may decode, and of tokens of prompts, with what is added."""
+        if not self._pads or rows + tokens > CAPTURED_TOKENS:
+            return rows, tokens
+        rows = min(_padded(rows), self._slots)
+        return rows, min(_padded(tokens), self._num_tokens - rows)
 
     def _send(
         self,
@@ -134,6 +153,11 @@ class PromptInputs:
         self._staging.send(stream, [(arrays[name], array) for name, array in values.items()])
         unsent = {IDS: self.arrays.adapter_ids[: len(rows)]}
         return Inputs(**unsent | arrays, num_decoding=num_decoding)
+
+
+def _padded(count: int) -> int:
+    """Return the next power of two, or from _STEP on the next multiple of it."""
+    return 1 << (count - 1).bit_length() if 0 < count < _STEP else -(-count // _STEP) * _STEP
 
 
 def _places(chunks: Sequence[Advance], places: Sequence[tuple[int, int]]) -> Chunks:

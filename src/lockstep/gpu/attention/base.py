@@ -48,6 +48,13 @@ class Attention(Protocol):
         """Prepare a pass of chunks, before its first layer."""
         ...
 
+    def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
+        """Return what the calls of a pass of chunks depend on, beside what `begin` sends.
+
+        Calls of a pass are those of any other of this layout whose arrays are as large. None: of this pass alone.
+        """
+        ...
+
     def calls(
         self,
         index: int,

@@ -137,6 +137,9 @@ class FusedAttention:
         """Send the lengths and pages of chunks."""
         self._prompts.begin(chunks, self._host_table)
 
+    def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
+        return self._prompts.layout(chunks)
+
     def calls(
         self,
         index: int,

@@ -73,6 +73,7 @@ class PromptAttention:
         self._batches: list[_Batch] = []
         self._planned: dict[tuple[int, float], list[_Call]] = {}  # of this pass, by spec and scale
         self._chunks: Chunks = ()
+        self._largest_batch = LARGEST_BATCH  # 1 where this cuDNN was found to take no more
 
     def begin(self, chunks: Chunks, table: np.ndarray) -> None:
         """Send what the calls of a pass read of its chunks.
@@ -95,6 +96,12 @@ class PromptAttention:
         ]
         pairs += [(array[: len(starts)], starts * width) for width, array in self._offsets.items()]
         self._staging.send(self._stream, pairs)
+
+    def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
+        """Return (number of chunks, tokens that each is padded to); None where they are not one call."""
+        if len(chunks) > self._largest_batch:
+            return None
+        return len(chunks), padded(max(high - low for _, _, low, high in chunks))
 
     def calls(
         self,
@@ -134,6 +141,8 @@ class PromptAttention:
                 arrays = self._table[chosen], self._new[chosen], self._held[chosen]
                 yield _Call(plan, slice(None), *arrays, (offsets,))
                 continue
+            if size.batch > 1:
+                self._largest_batch = 1
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
                 one = slice(number, number + 1)

@@ -68,6 +68,9 @@ class TracedAttention:
     def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
         """Do nothing: a chunk's first position is the length of its past."""
 
+    def layout(self, chunks: Chunks) -> None:
+        """Return None: the calls of a chunk are of its row."""
+
     def calls(
         self,
         index: int,

@@ -24,7 +24,7 @@ from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks
-from lockstep.gpu.prompts import Inputs, PromptInputs
+from lockstep.gpu.prompts import CAPTURED_TOKENS, PADDED_SIZES, Inputs, PromptInputs
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerAttention, Network, ShardCall
@@ -105,7 +105,9 @@ class Rank:
         self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
         self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
         self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
-        self._prompts = PromptInputs(self._largest_pass, num_slots, integer)
+        # Of engines with profiles, a context keeps the sizes of one pass.
+        self._captures_prompts = not engine_of(network.embedding).program.by_profiles
+        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self._captures_prompts)
         self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
         self.attentions = list(dict.fromkeys(self._attention))
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
@@ -186,6 +188,32 @@ class Rank:
         """Send the inputs of a pass with rows that decode: see `PromptInputs.send_mixed`."""
         return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.token_ids, self.state.adapters)
 
+    @property
+    def captured_prompts(self) -> Sequence[int]:
+        """Return the sizes of passes of one prompt that are captured; none where engines have profiles."""
+        return PADDED_SIZES if self._captures_prompts else ()
+
+    def layout(self, inputs: Inputs, chunks: Chunks) -> tuple[int, ...] | None:
+        """Return what the calls of a pass of chunks depend on, but for what its arrays hold.
+
+        None where they are of this pass alone, and are not captured.
+        """
+        total = inputs.token_ids.shape[0]
+        if not self._captures_prompts or total > CAPTURED_TOKENS:
+            return None
+        found = [total, inputs.num_decoding, inputs.logit_rows.shape[0]]
+        for attention in self.attentions:
+            layout = attention.layout(chunks)
+            if layout is None:
+                return None
+            found += layout
+        return tuple(found)
+
+    def begin_prompts(self, chunks: Chunks) -> None:
+        """Send what attention reads of the chunks of the pass that is put on the stream next."""
+        for attention in self.attentions:
+            attention.begin(chunks, self.stream)
+
     def prompt_calls(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
         """Make the calls of a pass of chunks, and yield the step after each.
 
@@ -193,8 +221,6 @@ class Rank:
         meanwhile. adapted, drawn: as of `decode_calls`.
         """
         self.device.use()
-        for attention in self.attentions:
-            attention.begin(chunks, self.stream)
         calls = self._make_prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn)
         while (step := next(calls, None)) is not None:
             yield step
@@ -267,7 +293,7 @@ class Rank:
         decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
         logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
         own = blocks.logits[:num_requests] if self.splits_logits and not drawn else None
-        step = StepCalls([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total))
+        step = StepCalls([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total), warm=True)
 
         def add(name: str, call: Call) -> StepCalls:
             call()
