@@ -95,7 +95,7 @@ lint: setup
 	$(BIN)/snakefmt --check Snakefile workflow/rules
 
 # The benchmark ends with an error where no engine runs: then there is no record to keep.
-gpu: setup
+gpu: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml
 	$(BIN)/lockstep summary
 	$(BIN)/python -m benchmarks gpu --work $(WORK) --write docs
