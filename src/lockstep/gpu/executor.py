@@ -25,7 +25,7 @@ import numpy as np
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import LARGEST_BATCH, Chunks, padded
-from lockstep.gpu.prompts import Inputs
+from lockstep.gpu.prompts import Inputs, captured_sizes
 from lockstep.gpu.ranks.group import RankGroup
 from lockstep.gpu.ranks.rank import Rank, StepCalls
 from lockstep.gpu.resident_adapters import ResidentAdapters
@@ -400,11 +400,9 @@ class GpuExecutor:
                     chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
                     for adapted in ways:
                         self._pass(chunks, write=False, adapted=adapted)
-        for tokens, adapted in itertools.product(self.ranks[0].captured_prompts, ways):
-            if tokens <= longest:
-                chunk = Advance(0, np.zeros(tokens, np.int64), 0)
-                for _ in range(2):  # the second is captured
-                    self._pass([chunk], write=False, adapted=adapted)
+        sizes = captured_sizes(min(longest, self.ranks[0].captured_tokens))
+        for tokens, adapted, _ in itertools.product(sizes, ways, range(2)):  # the second time it is captured
+            self._pass([Advance(0, np.zeros(min(tokens, longest), np.int64), 0)], write=False, adapted=adapted)
         for rank, adapted in itertools.product(self.ranks, ways):
             rank.warm_products(adapted)
         self.group.synchronize()

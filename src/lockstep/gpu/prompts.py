@@ -18,11 +18,9 @@ from lockstep.gpu.staging import Staging
 from lockstep.step.advance import Advance
 from lockstep.step.packing import PackedTokens
 
-# Tokens of a pass up to which its calls are captured: about where a 7B shape's products take as long as the host's
-# calls of them do.
-CAPTURED_TOKENS = 320
-_STEP = 32
-PADDED_SIZES = (2, 4, 8, 16, *range(_STEP, CAPTURED_TOKENS + 1, _STEP))  # of prompts in captured passes
+# Tokens of a pass up to which its calls are captured, with one rank and with several: about where a 7B shape's products
+# take as long as the host's calls of them, which it makes for each rank.
+_CAPTURED_TOKENS = 320, 1280
 
 
 @dataclass(frozen=True)
@@ -53,12 +51,12 @@ class Inputs:
 class PromptInputs:
     """Device arrays for `num_tokens` tokens of up to `slots` requests.
 
-    pads: a pass of up to CAPTURED_TOKENS tokens is padded to one of few sizes, so that few captured ones serve all.
-    What is added are rows that do not decode, and tokens that go into no cache.
+    captured_tokens: a pass of up to so many is padded to one of few sizes, so that few captured ones serve all. What is
+    added are rows that do not decode, and tokens that go into no cache.
     """
 
-    def __init__(self, num_tokens: int, slots: int, integer: np.dtype, pads: bool):
-        self._num_tokens, self._slots, self._pads = num_tokens, slots, pads
+    def __init__(self, num_tokens: int, slots: int, integer: np.dtype, captured_tokens: int):
+        self._num_tokens, self._slots, self._captured_tokens = num_tokens, slots, captured_tokens
         by_token, by_request = (num_tokens,), (slots,)
         # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
         self.arrays = Inputs(
@@ -120,7 +118,7 @@ class PromptInputs:
 
     def _sizes(self, rows: int, tokens: int) -> tuple[int, int]:
         """Return the numbers of rows that may decode, and of tokens of prompts, with what is added."""
-        if not self._pads or rows + tokens > CAPTURED_TOKENS:
+        if rows + tokens > self._captured_tokens:
             return rows, tokens
         rows = min(_padded(rows), self._slots)
         return rows, min(_padded(tokens), self._num_tokens - rows)
@@ -155,9 +153,22 @@ class PromptInputs:
         return Inputs(**unsent | arrays, num_decoding=num_decoding)
 
 
+def captured_tokens(num_ranks: int) -> int:
+    """Return the tokens of a pass up to which its calls are captured."""
+    return _CAPTURED_TOKENS[num_ranks > 1]
+
+
+def captured_sizes(most: int) -> list[int]:
+    """Return the sizes to which prompts are padded in captured passes of up to `most` tokens."""
+    return sorted({_padded(count) for count in range(2, most + 1)})
+
+
 def _padded(count: int) -> int:
-    """Return the next power of two, or from _STEP on the next multiple of it."""
-    return 1 << (count - 1).bit_length() if 0 < count < _STEP else -(-count // _STEP) * _STEP
+    """Return the next power of two, from 32 on the next multiple of 32, and from 512 on of 128."""
+    if 0 < count < 32:
+        return 1 << (count - 1).bit_length()
+    step = 32 if count < 512 else 128
+    return -(-count // step) * step
 
 
 def _places(chunks: Sequence[Advance], places: Sequence[tuple[int, int]]) -> Chunks:

@@ -24,7 +24,7 @@ from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks
-from lockstep.gpu.prompts import CAPTURED_TOKENS, PADDED_SIZES, Inputs, PromptInputs
+from lockstep.gpu.prompts import Inputs, PromptInputs, captured_tokens
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerAttention, Network, ShardCall
@@ -105,9 +105,10 @@ class Rank:
         self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
         self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
         self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
-        # Of engines with profiles, a context keeps the sizes of one pass.
-        self._captures_prompts = not engine_of(network.embedding).program.by_profiles
-        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self._captures_prompts)
+        # Of passes of prompts. None where engines have profiles: a context keeps the sizes of one pass.
+        has_profiles = engine_of(network.embedding).program.by_profiles
+        self.captured_tokens = 0 if has_profiles else captured_tokens(1 if exchange is None else exchange.world)
+        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens)
         self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
         self.attentions = list(dict.fromkeys(self._attention))
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
@@ -188,18 +189,13 @@ class Rank:
         """Send the inputs of a pass with rows that decode: see `PromptInputs.send_mixed`."""
         return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.token_ids, self.state.adapters)
 
-    @property
-    def captured_prompts(self) -> Sequence[int]:
-        """Return the sizes of passes of one prompt that are captured; none where engines have profiles."""
-        return PADDED_SIZES if self._captures_prompts else ()
-
     def layout(self, inputs: Inputs, chunks: Chunks) -> tuple[int, ...] | None:
         """Return what the calls of a pass of chunks depend on, but for what its arrays hold.
 
         None where they are of this pass alone, and are not captured.
         """
         total = inputs.token_ids.shape[0]
-        if not self._captures_prompts or total > CAPTURED_TOKENS:
+        if total > self.captured_tokens:
             return None
         found = [total, inputs.num_decoding, inputs.logit_rows.shape[0]]
         for attention in self.attentions:
