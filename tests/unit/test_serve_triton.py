@@ -224,6 +224,40 @@ def test_a_batch_is_answered_side_by_side(server: RealServer) -> None:
     assert made["output_log_probs"]["data"][27:] == [0.0] * 13  # the shorter one is filled up
 
 
+@pytest.mark.parametrize("in_tokens", [False, True])
+def test_infer_stream_gives_all_outputs_of_each_answer(server: RealServer, in_tokens: bool) -> None:
+    """As the models of a Triton repository send them on."""
+    prompts = [
+        infer(server, "preprocessing", query(text, 5))["INPUT_ID"]["data"] for text in (PROMPT, "Once upon a time")
+    ]
+    length = max(map(len, prompts))
+    inputs = [
+        tensor("input_ids", "INT32", [2, length], [each + [0] * (length - len(each)) for each in prompts]),
+        tensor("input_lengths", "INT32", [2, 1], [len(each) for each in prompts]),
+        tensor("request_output_len", "INT32", [2, 1], [5, 7]),
+        tensor("end_id", "INT32", [2, 1], [-1, -1]),
+        tensor("streaming", "BOOL", [2, 1], [in_tokens] * 2),
+        tensor("exclude_input_in_output", "BOOL", [2, 1], [False, True]),
+    ]
+    events = list(Events(server.port, "/v2/models/tensorrt_llm/infer_stream", {"id": "a", "inputs": inputs}))
+    assert [event["parameters"]["triton_final_response"] for event in events] == [False] * (len(events) - 1) + [True]
+    found: dict[int, list[int]] = {0: [], 1: []}
+    for event in events:
+        made = {output["name"]: output for output in event["outputs"]}
+        wanted = {"output_ids", "sequence_length", "cum_log_probs", "output_log_probs", "batch_index", "sequence_index"}
+        assert event["id"] == "a" and made.keys() == wanted | {"CONTEXT_IDS", "IS_LAST"}
+        number, data = made["batch_index"]["data"][0], made["output_ids"]["data"]
+        has_prompt = not in_tokens and number == 0
+        before = [-1] if has_prompt else [*prompts[number], *found[number]][-32:]
+        assert made["CONTEXT_IDS"]["data"] == before and made["CONTEXT_IDS"]["shape"] == [1, 1, len(before)]
+        found[number] += data
+        ended = len(found[number]) == (5, 7)[number] + has_prompt * len(prompts[number])
+        assert made["IS_LAST"]["data"] == [ended] and made["sequence_length"]["data"] == [len(data)]
+        assert made["output_log_probs"]["data"] == [0.0] * (len(data) - has_prompt * len(prompts[number]))
+    assert found[0][: len(prompts[0])] == prompts[0] or in_tokens
+    assert refusal(server, "/v2/models/tensorrt_llm/infer_stream", {"inputs": inputs[:1]})[0] == 400
+
+
 def test_server_and_models_describe_themselves(server: RealServer) -> None:
     assert server.get("/v2")["name"] == "lockstep" and "binary_tensor_data" in server.get("/v2")["extensions"]
     for path in ("/v2/health/live", "/v2/health/ready", f"{ENSEMBLE}/ready", f"{ENSEMBLE}/versions/1/ready"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -154,6 +155,12 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
         asked, in_binary = await _request_of(request, access)
         return InferAnswer(await triton.infer(asked), lambda response: _encoded(asked, response, in_binary))
 
+    async def infer_stream(request: Request) -> Any:
+        asked, _ = await _request_of(request, access)
+        asked = replace(asked, outputs=None, complete=True)
+        inference = await triton.infer(asked)
+        return InferAnswer(inference, lambda response: _encoded(asked, response), _events(asked, inference))
+
     return [
         route("/v2", server, refuse=refused),
         route("/v2/health/live", live, refuse=refused),
@@ -165,6 +172,7 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
         *model_routes(route, "/ready", ready, "GET"),
         *model_routes(route, "/config", configuration, "GET"),
         *model_routes(route, "/infer", infer, "POST"),
+        *model_routes(route, "/infer_stream", infer_stream, "POST"),
     ]
 
 
@@ -233,8 +241,21 @@ def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
             raise BadRequest(f"{name[:80]}: {each}: not supported by this server; leave it out", name)
 
 
+async def _events(asked: InferRequest, inference: Inference) -> AsyncIterator[bytes]:
+    """Yield an event for each response, in JSON; the last one of a request is marked as in gRPC."""
+    try:
+        async for response in inference.parts(inference.in_tokens):
+            body, _ = _encoded(asked, response, parameters={"triton_final_response": response.final})
+            yield b"data: " + body + b"\n\n"
+    except StreamError as error:
+        yield b"data: " + error_json(error.message) + b"\n\n"
+
+
 def _encoded(
-    request: InferRequest, response: InferResponse, in_binary: Callable[[str], bool]
+    request: InferRequest,
+    response: InferResponse,
+    in_binary: Callable[[str], bool] = lambda name: False,
+    parameters: Mapping[str, Any] = {},
 ) -> tuple[bytes, Mapping[str, str]]:
     outputs: list[dict[str, Any]] = []
     behind = bytearray()
@@ -249,8 +270,8 @@ def _encoded(
         outputs.append(entry)
     body: dict[str, Any] = {"id": request.id} if request.id else {}
     body |= {"model_name": request.model.name, "model_version": VERSION}
-    if request.model.name == "ensemble":
-        body["parameters"] = SEQUENCE
+    if said := {**(SEQUENCE if request.model.name == "ensemble" else {}), **parameters}:
+        body["parameters"] = said
     head = msgspec.json.encode({**body, "outputs": outputs})
     if not behind:
         return head, {"content-type": "application/json"}

@@ -22,13 +22,12 @@ from lockstep.serve.triton_inputs import Batch, InferRequest, Prompt, check_outp
 from lockstep.serve.triton_statistics import Statistics
 from lockstep.serve.triton_steps import postprocess, preprocess
 
+_CONTEXT = 32  # tokens before a piece by which postprocessing knows its spaces and unfinished characters
+
 
 @dataclass(frozen=True)
 class InferResponse:
-    """The output tensors of one response.
-
-    final: the last one of its request. ended: of its answer.
-    """
+    """The output tensors of one response; final: the last one of its request. ended: of its answer."""
 
     outputs: Sequence[Tensor]
     final: bool = True
@@ -252,32 +251,52 @@ class Generation(Inference):
 
         Of one answer, or of all.
         """
-        wanted, batch = self._request.outputs, len({answer.batch for answer in answers})
-        each = len(answers) // batch
+        wanted, complete = self._request.outputs, self._request.complete
+        batch = len({answer.batch for answer in answers})
+        each, least = len(answers) // batch, int(complete)
         made: list[Tensor] = []
         if "text_output" in self._request.model.outputs:
-            made.append(of("text_output", "BYTES", [text.encode(errors="replace") for text in texts], len(texts)))
+            shape = [batch, each] if complete else [len(texts)]
+            made.append(of("text_output", "BYTES", [text.encode(errors="replace") for text in texts], *shape))
         else:
             rows = [
                 [*(answer.prompt.repeated_ids if with_prompt else ())] + answer.tokens[answer.sent :]
                 for answer in answers
             ]
-            made.append(_padded("output_ids", "INT32", rows, -1, batch, each))
+            made.append(_padded("output_ids", "INT32", rows, -1, batch, each, least))
             made.append(of("sequence_length", "INT32", list(map(len, rows)), batch, each))
+            if complete:
+                made += _place(answers[0], with_prompt)
         # Where a client lists them without having asked for them, zeros, as upstream had them.
-        if any(answer.prompt.log_probs for answer in answers) or "cum_log_probs" in (wanted or ()):
+        log_probs = complete or any(answer.prompt.log_probs for answer in answers)
+        if log_probs or "cum_log_probs" in (wanted or ()):
             made.append(of("cum_log_probs", "FP32", [sum(answer.log_probs) for answer in answers], batch, each))
-        if any(answer.prompt.log_probs for answer in answers) or "output_log_probs" in (wanted or ()):
+        if log_probs or "output_log_probs" in (wanted or ()):
             rows = [(answer.log_probs or [0.0] * len(answer.tokens))[answer.sent :] for answer in answers]
-            made.append(_padded("output_log_probs", "FP32", rows, 0.0, batch, each))
-        if len(answers) == 1 and self._batch_size > 1:
+            made.append(_padded("output_log_probs", "FP32", rows, 0.0, batch, each, least))
+        if len(answers) == 1 and (complete or self._batch_size > 1):
             made.append(of("batch_index", "INT32", [answers[0].batch], 1, 1))
-        if len(answers) == 1 and self._n > 1:
+        if len(answers) == 1 and (complete or self._n > 1):
             made.append(of("sequence_index", "INT32", [answers[0].sequence], 1, 1))
         return [tensor for tensor in made if wanted is None or tensor.name in wanted]
 
 
-def _padded(name: str, datatype: str, rows: Sequence[Sequence[Any]], fill: Any, batch: int, each: int) -> Tensor:
-    length = max(map(len, rows))
+def _place(answer: _Answer, with_prompt: bool) -> list[Tensor]:
+    """Return the place of a piece in its answer, for postprocessing, which keeps nothing between pieces.
+
+    CONTEXT_IDS: the last tokens before it, -1 where it is the first of a text. IS_LAST: whether the answer has ended.
+    """
+    before: list[int] = []
+    if not (with_prompt and answer.prompt.repeated_ids):
+        prompt_ids = answer.prompt.prompt_request.request.prompt_ids
+        before = [*prompt_ids[-_CONTEXT:], *answer.tokens[max(0, answer.sent - _CONTEXT) : answer.sent]][-_CONTEXT:]
+    return [of("CONTEXT_IDS", "INT32", before or [-1], 1, 1, -1), of("IS_LAST", "BOOL", [answer.ended], 1, 1)]
+
+
+def _padded(
+    name: str, datatype: str, rows: Sequence[Sequence[Any]], fill: Any, batch: int, each: int, least: int
+) -> Tensor:
+    """Return the tensor [batch, each, length] of rows; length is at least `least`."""
+    length = max(least, *map(len, rows))
     values = [[*row, *[fill] * (length - len(row))] for row in rows]
     return of(name, datatype, values, batch, each, length)

@@ -37,7 +37,8 @@ _COMMON = {
 class InferRequest:
     """An inference request as a front end read it.
 
-    inputs: all of them, by name. outputs: names of the requested ones; None: all there are.
+    inputs: all of them, by name. outputs: names of the requested ones; None: all there are. complete: each answer has
+    responses of its own, with all outputs that config.pbtxt of a Triton repository lists.
     """
 
     model: Model
@@ -45,6 +46,7 @@ class InferRequest:
     inputs: Mapping[str, Tensor]
     outputs: tuple[str, ...] | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    complete: bool = False
 
 
 @dataclass(frozen=True)
