@@ -109,11 +109,14 @@ stream.ask("tensorrt_llm", long, "stopped")
 first = stream.next()
 stream.ask("tensorrt_llm", stop, "stopped")
 found["stopped"] = len(ids([first, *stream.all(2)]))
-for wrong in (
-    {**whole, "lora_task_id": np.array([[3]], np.uint64)},
-    {**whole, "beam_width": np.array([[2]], np.int32)},
+# Of the last one a prompt of two is wrong: Triton could not end if the other ran.
+both = {name: np.concatenate([value, value]) for name, value in {**TEXT, "stream": YES}.items()}
+for model, wrong in (
+    ("tensorrt_llm", {**whole, "lora_task_id": np.array([[3]], np.uint64)}),
+    ("tensorrt_llm", {**whole, "beam_width": np.array([[2]], np.int32)}),
+    ("ensemble", {**both, "max_tokens": np.array([[230], [0]], np.int32)}),
 ):
-    stream.ask("tensorrt_llm", wrong, "wrong")
+    stream.ask(model, wrong, "wrong")
     _, error = stream.queue.get(timeout=60)
     found.setdefault("errors", []).append(str(error))
     time.sleep(0.2)

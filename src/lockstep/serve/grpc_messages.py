@@ -13,7 +13,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 SERVICE = "inference.GRPCInferenceService"
 # A message a line: its name, then fields as NAME:TYPE:NUMBER. TYPE[]: repeated; {TYPE}: a map from strings; TYPE|: one
-# of the message's only oneof. A name with a dot lies inside the message before the dot.
+# of the message's only oneof. A name with a dot lies inside the message before the dot. An enum is a line too: its
+# values are numbered from 0.
 _TABLE = """
 ServerLiveRequest
 ServerLiveResponse live:bool:1
@@ -42,11 +43,21 @@ ModelInferResponse.InferOutputTensor name:string:1 datatype:string:2 shape:int64
   contents:InferTensorContents:5
 ModelStreamInferResponse error_message:string:1 infer_response:ModelInferResponse:2
 ModelConfigRequest name:string:1 version:string:2
-ModelInput name:string:1 data_type:int32:2 dims:int64[]:4 optional:bool:8
-ModelOutput name:string:1 data_type:int32:2 dims:int64[]:3
+enum DataType TYPE_INVALID TYPE_BOOL TYPE_UINT8 TYPE_UINT16 TYPE_UINT32 TYPE_UINT64 TYPE_INT8 TYPE_INT16 TYPE_INT32 \
+  TYPE_INT64 TYPE_FP16 TYPE_FP32 TYPE_FP64 TYPE_STRING TYPE_BF16
+enum Kind KIND_AUTO KIND_GPU KIND_CPU KIND_MODEL
+ModelInput name:string:1 data_type:DataType:2 dims:int64[]:4 optional:bool:8
+ModelOutput name:string:1 data_type:DataType:2 dims:int64[]:3
+ModelInstanceGroup count:int32:2 kind:Kind:4
+ModelQueuePolicy max_queue_size:uint32:4
+ModelDynamicBatching max_queue_delay_microseconds:uint64:2 default_queue_policy:ModelQueuePolicy:6
+ModelParameter string_value:string:1
+ModelEnsembling step:.Step[]:1
+ModelEnsembling.Step model_name:string:1 model_version:int64:2 input_map:{string}:3 output_map:{string}:4
 ModelTransactionPolicy decoupled:bool:1
 ModelConfig name:string:1 platform:string:2 max_batch_size:int32:4 input:ModelInput[]:5 output:ModelOutput[]:6 \
-  backend:string:17 model_transaction_policy:ModelTransactionPolicy:19
+  instance_group:ModelInstanceGroup[]:7 dynamic_batching:ModelDynamicBatching:11 parameters:{ModelParameter}:14 \
+  ensemble_scheduling:ModelEnsembling:15 backend:string:17 model_transaction_policy:ModelTransactionPolicy:19
 ModelConfigResponse config:ModelConfig:1
 ModelStatisticsRequest name:string:1 version:string:2
 StatisticDuration count:uint64:1 ns:uint64:2
@@ -61,13 +72,6 @@ RepositoryIndexRequest repository_name:string:1 ready:bool:2
 RepositoryIndexResponse models:.ModelIndex[]:1
 RepositoryIndexResponse.ModelIndex name:string:1 version:string:2 state:string:3 reason:string:4
 """
-# Values of the enum DataType of the model configuration.
-DATA_TYPES = {
-    f"TYPE_{name}": number
-    for number, name in enumerate(
-        "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING".split(), start=1
-    )
-}
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
     "bool": _Field.TYPE_BOOL,
@@ -88,6 +92,14 @@ def _classes() -> dict[str, Any]:
     for line in _TABLE.splitlines():
         if line:
             path, *fields = line.split()
+            if path == "enum":
+                name, *values = fields
+                enum = file.enum_type.add(name=name)
+                enum.value.extend(
+                    descriptor_pb2.EnumValueDescriptorProto(name=value, number=number)
+                    for number, value in enumerate(values)
+                )
+                continue
             outer, _, inner = path.rpartition(".")
             message = made[path] = made[outer].nested_type.add() if outer else file.message_type.add()
             message.name = inner
@@ -107,15 +119,14 @@ def _add_field(message: Any, path: str, name: str, kind: str, number: str) -> No
             message.oneof_decl.add(name="parameter_choice")
         kind, field.oneof_index = kind[:-1], 0
     elif kind.startswith("{"):
-        entry = message.nested_type.add(name=f"{name.title()}Entry")
+        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
         entry.options.map_entry = True
         _add_field(entry, path, "key", "string", "1")
         _add_field(entry, path, "value", kind[1:-1], "2")
         kind, field.label = f".{entry.name}", _Field.LABEL_REPEATED
     if kind in _SCALARS:
         field.type = _SCALARS[kind]
-    else:
-        field.type = _Field.TYPE_MESSAGE
+    else:  # a message or an enum: the pool knows which
         field.type_name = f".inference.{path}{kind}" if kind.startswith(".") else f".inference.{kind}"
 
 

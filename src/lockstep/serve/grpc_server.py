@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from lockstep.errors import InputError
 from lockstep.serve.app import check_key
 from lockstep.serve.bodies import Access, BadRequest
-from lockstep.serve.grpc_messages import DATA_TYPES, MESSAGES, SERVICE
+from lockstep.serve.grpc_messages import MESSAGES, SERVICE
 from lockstep.serve.kserve import SEQUENCE, repository_index, server_metadata
 from lockstep.serve.request_log import CLIENT_GONE
 from lockstep.serve.say import fault_of, say
@@ -152,10 +152,8 @@ class GrpcServer:
         return MESSAGES["ModelMetadataResponse"](**metadata(model_of(request.name, request.version)))
 
     async def _model_config(self, request: Any, notes: _Notes) -> Any:
-        given = config(model_of(request.name, request.version), self._service.ready.max_batch_size)
-        for tensor in (*given["input"], *given["output"]):
-            tensor["data_type"] = DATA_TYPES[tensor["data_type"]]
-        return MESSAGES["ModelConfigResponse"](config=given)
+        model = model_of(request.name, request.version)
+        return MESSAGES["ModelConfigResponse"](config=config(model, self._service.ready.max_batch_size))
 
     async def _model_statistics(self, request: Any, notes: _Notes) -> Any:
         name = model_of(request.name, request.version).name if request.name else None

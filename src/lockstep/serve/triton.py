@@ -100,8 +100,6 @@ def _answer(asked: InferRequest, response: InferResponse) -> bytes:
     values: Mapping[str, Any] = {tensor.name: to_list(tensor) for tensor in response.outputs}
     flat = {name: value[0] if len(value) == 1 else value for name, value in values.items()}
     given: dict[str, Any] = {"id": asked.id} if asked.id else {}
-    if asked.parameters.get("triton_final_response"):  # as a gRPC stream says it
-        given |= {"triton_final_response": response.final, "answer_ended": response.ended}
     return msgspec.json.encode(
         {**given, "model_name": asked.model.name, "model_version": VERSION, **SEQUENCE, **flat}, order="sorted"
     )

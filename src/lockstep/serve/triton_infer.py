@@ -27,11 +27,10 @@ _CONTEXT = 32  # tokens before a piece by which postprocessing knows its spaces 
 
 @dataclass(frozen=True)
 class InferResponse:
-    """The output tensors of one response; final: the last one of its request. ended: of its answer."""
+    """The output tensors of one response; final: the last one of its request."""
 
     outputs: Sequence[Tensor]
     final: bool = True
-    ended: bool = True
 
 
 class Inference:
@@ -215,7 +214,7 @@ class Generation(Inference):
         async for answer, text in self._added():
             final = all(each.ended for each in self._answers)
             if in_tokens:
-                yield InferResponse(self._outputs_of([answer], [text], False), final, answer.ended)
+                yield InferResponse(self._outputs_of([answer], [text], False), final)
                 answer.sent = len(answer.tokens)
             elif answer.ended:
                 yield InferResponse(self._outputs_of([answer], [self._whole_text(answer)], True), final)

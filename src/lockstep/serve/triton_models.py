@@ -5,7 +5,8 @@ with each input.
 
 required, taken: what they say. ignored: it cannot change an answer of this server. refused: it asks for something that
 this server cannot do, and so is an error unless all of its values are 0, false or empty, which ask for nothing. A name
-after "=" is an older one of the same input: taken, not listed in the metadata.
+after "=" is an older one of the same input: taken, not listed in the metadata. A last name is the ensemble's for an
+input of one of its steps, where that has another: with "_" it is an output of a step.
 """
 
 from __future__ import annotations
@@ -67,22 +68,22 @@ _INPUTS = {
     use_draft_logits BOOL 1 ignored
 """,
     "tensorrt_llm": """
-    input_ids INT32 -1 required
-    input_lengths INT32 1 required
-    request_output_len INT32 1 required
-    stop_words_list INT32 2,-1 taken
-    bad_words_list INT32 2,-1 taken
-    embedding_bias FP32 -1 taken
-    runtime_top_k INT32 1 taken
-    runtime_top_p FP32 1 taken
+    input_ids INT32 -1 required _INPUT_ID
+    input_lengths INT32 1 required _REQUEST_INPUT_LEN
+    request_output_len INT32 1 required _REQUEST_OUTPUT_LEN
+    stop_words_list INT32 2,-1 taken _STOP_WORDS_IDS
+    bad_words_list INT32 2,-1 taken _BAD_WORDS_IDS
+    embedding_bias FP32 -1 taken _EMBEDDING_BIAS
+    runtime_top_k INT32 1 taken top_k
+    runtime_top_p FP32 1 taken top_p
     runtime_top_p_min FP32 1 ignored
     runtime_top_p_decay FP32 1 refused
     runtime_top_p_reset_ids INT32 1 ignored
-    len_penalty FP32 1 ignored
+    len_penalty FP32 1 ignored length_penalty
     early_stopping BOOL 1 ignored
     beam_search_diversity_rate FP32 1 ignored
     stop BOOL 1 taken
-    streaming BOOL 1 taken
+    streaming BOOL 1 taken stream
     encoder_input_features FP16 -1,-1 refused
     encoder_output_lengths INT32 1 ignored
     decoder_input_ids INT32 -1 ignored
@@ -108,25 +109,25 @@ _INPUTS = {
 """
     + _GENERATION,
     "preprocessing": """
-    QUERY BYTES 1 required
-    REQUEST_OUTPUT_LEN INT32 1 required
-    DECODER_QUERY BYTES 1 ignored
+    QUERY BYTES 1 required text_input
+    REQUEST_OUTPUT_LEN INT32 1 required max_tokens
+    DECODER_QUERY BYTES 1 ignored decoder_text_input
     IMAGE_BYTES UINT8 -1,-1,-1,-1 refused
     IMAGE_URL BYTES 1 refused
     VIDEO_BYTES UINT8 -1,-1,-1,-1 refused
-    BAD_WORDS_DICT BYTES -1 taken
-    STOP_WORDS_DICT BYTES -1 taken
-    EMBEDDING_BIAS_WORDS BYTES -1 taken
-    EMBEDDING_BIAS_WEIGHTS FP32 -1 taken
-    END_ID INT32 1 taken
-    PAD_ID INT32 1 taken
-    PROMPT_TABLE_EXTRA_ID UINT64 1 ignored
+    BAD_WORDS_DICT BYTES -1 taken bad_words
+    STOP_WORDS_DICT BYTES -1 taken stop_words
+    EMBEDDING_BIAS_WORDS BYTES -1 taken embedding_bias_words
+    EMBEDDING_BIAS_WEIGHTS FP32 -1 taken embedding_bias_weights
+    END_ID INT32 1 taken end_id
+    PAD_ID INT32 1 taken pad_id
+    PROMPT_TABLE_EXTRA_ID UINT64 1 ignored prompt_table_extra_id
 """,
     "postprocessing": """
-    TOKENS_BATCH INT32 -1,-1 required
-    SEQUENCE_LENGTH INT32 -1 required
-    CONTEXT_IDS INT32 -1,-1 taken
-    IS_LAST BOOL 1 taken
+    TOKENS_BATCH INT32 -1,-1 required _output_ids
+    SEQUENCE_LENGTH INT32 -1 required _sequence_length
+    CONTEXT_IDS INT32 -1,-1 taken _CONTEXT_IDS
+    IS_LAST BOOL 1 taken _IS_LAST
 """,
 }
 _ANSWER = """
@@ -175,13 +176,14 @@ NEVER_MADE = {
 class Spec:
     """A tensor of a model.
 
-    dims: without the batch; -1: any. use: required, taken, ignored or refused.
+    dims: without the batch; -1: any. use: required, taken, ignored or refused. value: the ensemble's name of it.
     """
 
     name: str
     datatype: str
     dims: tuple[int, ...]
     use: str = ""
+    value: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,1 @@
-"""A model repository for NVIDIA's Triton Inference Server.
-
-Its five models ask `lockstep serve --unix`.
-"""
+"""A model repository for NVIDIA's Triton Inference Server, whose models ask `lockstep serve --unix`."""

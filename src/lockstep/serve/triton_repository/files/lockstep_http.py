@@ -1,7 +1,4 @@
-"""HTTP to `lockstep serve --unix`, for the model.py files of this repository.
-
-NumPy and the standard library.
-"""
+"""HTTP to `lockstep serve --unix`: requests of Triton's out, their responses in. NumPy and the standard library."""
 
 import contextlib
 import http.client
@@ -16,10 +13,7 @@ _CODES = {400: "INVALID_ARG", 404: "NOT_FOUND", 413: "INVALID_ARG", 429: "UNAVAI
 
 
 class ServerError(Exception):
-    """The error of a request that the server refused, or could not take.
-
-    status: of HTTP.
-    """
+    """The error of a request that the server refused, or could not take. status: of HTTP."""
 
     def __init__(self, status, message):
         super().__init__(message)
@@ -27,54 +21,48 @@ class ServerError(Exception):
 
 
 class Connection(http.client.HTTPConnection):
-    """A connection to the Unix socket at `path`."""
+    """A connection to the Unix socket at `path`. timeout: seconds, None for no limit."""
 
     def __init__(self, path, timeout=None):
         super().__init__("localhost", timeout=timeout)
-        self.path = path
+        self._path = path
 
     def connect(self):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         try:
-            self.sock.connect(self.path)
+            self.sock.connect(self._path)
         except OSError as error:
             self.sock.close()
-            raise ServerError(
-                503, f"no server listens at {self.path} ({error}); the model tensorrt_llm starts it"
-            ) from None
+            message = f"no server listens at {self._path} ({error}); the model tensorrt_llm starts it"
+            raise ServerError(503, message) from None
+
+    def ask(self, method, url, body=None):
+        """Return the JSON of an answer, None of an empty one. Raises ServerError.
+
+        A server that ended, or closed a connection that was idle, is asked again: to do it twice changes nothing.
+        """
+        for is_last in (False, True):
+            try:
+                self.request(method, url, None if body is None else json.dumps(body))
+                return json.loads(_checked(self.getresponse()).read() or "null")
+            except (ConnectionError, http.client.HTTPException):
+                self.close()
+                if is_last:
+                    raise
 
 
-def call(connection, method, path, body=None):
-    """Return the JSON of an answer; None of an empty one.
+class Stream(Connection):
+    """A POST that is answered with events. `cancel`, from any thread, ends it: the server sees its client go."""
 
-    Raises ServerError.
-    """
-    connection.request(method, path, None if body is None else json.dumps(body))
-    answer = connection.getresponse()
-    data = json.loads(answer.read() or "null")
-    if answer.status != 200:
-        raise ServerError(answer.status, data["error"] if data and "error" in data else f"status {answer.status}")
-    return data
-
-
-class Stream:
-    """The events of /generate_stream.
-
-    `cancel`, from any thread, ends it: the server sees that its client is gone.
-    """
-
-    def __init__(self, path, model, body):
+    def __init__(self, path, url, body):
+        super().__init__(path)
         self.is_cancelled = False
-        self._connection = Connection(path)
-        self._connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(body))
-        self._socket = self._connection.sock
+        self.request("POST", url, json.dumps(body))
+        self._socket = self.sock  # http.client forgets it with the last answer's headers
 
     def __iter__(self):
-        answer = self._connection.getresponse()
-        if answer.status != 200:
-            raise ServerError(answer.status, json.loads(answer.read())["error"])
-        for line in answer:
+        for line in _checked(self.getresponse()):
             if self.is_cancelled:  # what came before it is still to be read
                 return
             if line.startswith(b"data: "):
@@ -88,71 +76,44 @@ class Stream:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def close(self):
-        self._connection.close()
+
+def _checked(answer):
+    if answer.status != 200:
+        data = json.loads(answer.read() or "{}")
+        raise ServerError(answer.status, data.get("error", f"status {answer.status}"))
+    return answer
 
 
-def parameters(args):
-    """Return the parameters of a model's config.pbtxt."""
-    given = json.loads(args["model_config"])["parameters"]
-    return {name: value["string_value"] for name, value in given.items()}
+def infer_body(request, excludes_input):
+    """Return the body of /infer. excludes_input: of a request that does not say. Raises ServerError."""
+    inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    if excludes_input and "exclude_input_in_output" not in inputs:
+        inputs["exclude_input_in_output"] = np.ones((len(next(iter(inputs.values()))), 1), bool)
+    parameters = {**json.loads(request.parameters() or "{}"), "binary_data_output": False}
+    found = [_input(name, array) for name, array in inputs.items()]
+    return {"id": request.request_id(), "inputs": found, "parameters": parameters}
 
 
-def output_types(args):
-    """Return NumPy type and number of dimensions of each output of a model.
-
-    The batch counts as a dimension.
-    """
-    outputs = json.loads(args["model_config"])["output"]
-    kind = pb_utils.triton_string_to_numpy
-    return {each["name"]: (kind(each["data_type"]), 1 + len(each["dims"])) for each in outputs}
-
-
-def arrays(request):
-    """Return the inputs of a request, by name."""
-    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-
-
-def values(array):
-    """Return an array's values as JSON has them, flat."""
-    return [value.decode() if isinstance(value, bytes) else value for value in array.ravel().tolist()]
-
-
-def infer_body(request, outputs=()):
-    """Return the body of /infer for a request of Triton's.
-
-    Raises ServerError.
-    """
-    inputs = []
-    for name, array in arrays(request).items():
-        kind = _KINDS[array.dtype.kind] + (str(8 * array.dtype.itemsize) if array.dtype.kind in "iuf" else "")
-        inputs.append({"name": name, "datatype": kind, "shape": list(array.shape), "data": text_or_error(name, array)})
-    wanted = [{"name": name} for name in request.requested_output_names() if name in outputs]
-    return {"id": request.request_id(), "inputs": inputs, "outputs": wanted}
-
-
-def text_or_error(name, array):
-    """Return `values`, or raise ServerError for bytes that are no text."""
+def _input(name, array):
+    kind = _KINDS[array.dtype.kind] + (str(8 * array.dtype.itemsize) if array.dtype.kind in "iuf" else "")
     try:
-        return values(array)
+        data = [value.decode() if isinstance(value, bytes) else value for value in array.ravel().tolist()]
     except UnicodeDecodeError as error:
         raise ServerError(400, f"{name}: expected text in UTF-8, found {error}") from None
+    return {"name": name, "datatype": kind, "shape": array.shape, "data": data}
 
 
 def infer_response(answer, types):
-    """Return Triton's response for an answer of /infer."""
+    """Return the response for an answer of /infer. types: of NumPy, by name, of the outputs in config.pbtxt."""
     made = []
     for output in answer["outputs"]:
-        data = [value.encode() for value in output["data"]] if output["datatype"] == "BYTES" else output["data"]
-        made.append(tensor(output["name"], np.array(data, types[output["name"]][0]).reshape(output["shape"])))
+        if output["name"] in types:
+            data = [value.encode() for value in output["data"]] if output["datatype"] == "BYTES" else output["data"]
+            array = np.array(data, types[output["name"]]).reshape(output["shape"])
+            made.append(pb_utils.Tensor(output["name"], array))
     return pb_utils.InferenceResponse(made)
 
 
-def tensor(name, array):
-    return pb_utils.Tensor(name, array)
-
-
 def error_response(error):
-    """Return Triton's response for an error."""
     code = getattr(pb_utils.TritonError, _CODES.get(getattr(error, "status", 500), "INTERNAL"))
     return pb_utils.InferenceResponse([], pb_utils.TritonError(str(error), code))

@@ -1,58 +1,64 @@
-"""The process of `lockstep serve --unix`, started where no server listens.
-
-The model that started it ends it.
-"""
+"""The process of `lockstep serve --unix`, started where no server listens. The model that started it ends it."""
 
 import contextlib
+import shlex
 import subprocess
-import threading
 import time
 
-import lockstep_http as server
+import lockstep_http as http
+import triton_python_backend_utils as pb_utils
+from lockstep_watchdog import Every
 
 
 class Process:
-    """The process of a server at a Unix socket.
+    """The process of a server, and Triton's metrics of it. given: the parameters of config.pbtxt."""
 
-    command: its arguments. seconds: that it may take until it is ready.
-    """
+    def __init__(self, given, watchdog):
+        self._path, self._command = given["lockstep_socket"], shlex.split(given["lockstep_command"])
+        self._seconds, self._watchdog = float(given["lockstep_start_seconds"]), watchdog
+        self._process, self._is_closed = None, False
+        self._ensure()
+        # Kept: a metric is of no use once its family is deleted.
+        self._family = pb_utils.MetricFamily("lockstep_requests", "Requests, by state.", pb_utils.MetricFamily.GAUGE)
+        self._gauges = {state: self._family.Metric(labels={"state": state}) for state in ("running", "waiting")}
+        # The only thread that touches metrics: several kill Triton's stub process.
+        self._reporter = Every(float(given.get("stats_check_period_ms", 1000)) / 1000, self._report)
 
-    def __init__(self, path, command, seconds):
-        self._path, self._command, self._seconds = path, command, seconds
-        self._process, self._ended = None, threading.Event()
-
-    def ensure(self):
-        """Start the server where none answers, and wait until it is ready.
-
-        Raises ServerError.
-        """
-        with contextlib.suppress(server.ServerError):
-            return self._wait(0, lambda: False)
-        # A session of its own: Ctrl-C is Triton's, which lets requests finish first. What it says goes to Triton's log.
-        # The pipe's end is there as long as this process: killed, it cannot end the server, which then ends by itself.
-        command = [*self._command, "--until-stdin-ends"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
-        self._wait(self._seconds, lambda: self._process.poll() is None and not self._ended.is_set())
-
-    def has_died(self):
-        """Return whether the server was started here, and has ended."""
-        return self._process is not None and self._process.poll() is not None
-
-    def stop(self):
+    def close(self):
         """End the server, where it was started here."""
-        self._ended.set()
+        self._is_closed = True
+        self._reporter.close()
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
 
-    def _wait(self, seconds, goes_on):
-        end = time.monotonic() + seconds
+    def _ensure(self):
+        """Start the server where none answers, and wait until it is ready. Raises ServerError."""
+        with contextlib.suppress(Exception):
+            return self._ask("/health/ready")
+        # A session of its own: Ctrl-C is Triton's, which lets requests finish first. What it says goes to Triton's log.
+        # The pipe's end is there as long as this process: killed, it cannot end the server, which then ends by itself.
+        command = [*self._command, "--until-stdin-ends"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        end = time.monotonic() + self._seconds
         while True:
             try:
-                with contextlib.closing(server.Connection(self._path, 10)) as connection:
-                    return server.call(connection, "GET", "/health/ready")
+                return self._ask("/health/ready")
             except Exception as error:
-                if time.monotonic() > end or not goes_on():
+                if self._is_closed or self._process.poll() is not None or time.monotonic() > end:
                     message = f"the server at {self._path} did not become ready: {error}"
-                    raise server.ServerError(503, message) from None
+                    raise http.ServerError(503, message) from None
                 time.sleep(0.1)
+
+    def _report(self):
+        with contextlib.suppress(Exception):  # of any kind: nothing else starts the server again
+            if self._process is not None and self._process.poll() is not None:
+                self._ensure()
+            status = self._ask("/status")
+            self._watchdog.check()
+            for state, gauge in self._gauges.items():
+                gauge.set(status[state])
+
+    def _ask(self, url):
+        with contextlib.closing(http.Connection(self._path, 10)) as connection:
+            return connection.ask("GET", url)

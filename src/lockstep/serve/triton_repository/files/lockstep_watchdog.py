@@ -1,7 +1,4 @@
-"""The end of a model's process where Triton was killed.
-
-The standard library.
-"""
+"""Threads that look at something from time to time, as at whether Triton was killed. The standard library."""
 
 import faulthandler
 import os
@@ -10,8 +7,25 @@ import threading
 _PERIOD_SECONDS, _STUCK_SECONDS = 0.5, 60
 
 
+class Every:
+    """A thread that calls `look` every `seconds`, until it is closed."""
+
+    def __init__(self, seconds, look):
+        self._seconds, self._look, self._ended = seconds, look, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self):
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self):
+        while not self._ended.wait(self._seconds):
+            self._look()
+
+
 class Watchdog:
-    """A poll of whether Triton, the parent process, is gone.
+    """The end of a model's process where Triton, its parent, was killed.
 
     A call that then waits for Triton (to take a response, to set a metric) keeps the interpreter's lock and never
     returns: no thread of Python runs, and Triton's own stub cannot end either. faulthandler's timer needs no lock: it
@@ -19,25 +33,15 @@ class Watchdog:
     """
 
     def __init__(self):
-        self._parent, self._ended = os.getppid(), threading.Event()
-        self._set_timer()  # a call that comes before the thread's first turn may be one that never returns
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._parent = os.getppid()
+        self.check()  # a call that comes before the thread's first turn may be one that never returns
+        self._thread = Every(_PERIOD_SECONDS, self.check)
 
     def check(self):
-        """End this process where Triton was killed."""
         if os.getppid() != self._parent:
             os._exit(1)
+        faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
 
     def close(self):
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self):
-        while not self._ended.wait(_PERIOD_SECONDS):
-            self.check()
-            self._set_timer()
+        self._thread.close()
         faulthandler.cancel_dump_traceback_later()
-
-    def _set_timer(self):
-        faulthandler.dump_traceback_later(_STUCK_SECONDS, exit=True)
