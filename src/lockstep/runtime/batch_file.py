@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.runtime.checks import CHOICES, expect
 from lockstep.runtime.completion import Collector, Completion
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.model import Model
@@ -111,13 +112,15 @@ def generate_file(
     if same:
         raise InputError(f"{out}: expected another file than the input, found the same; give another --output")
     done, running = Done(), dict[int, tuple[dict[str, Any], Collector]]()
-    end = False
     with _appended(out) as file, contextlib.closing(Engine(model, max_input_len)) as engine:
         known = _records(out)
-        while not end or engine.has_work:
-            while not end and engine.scheduler.num_waiting < model.max_batch_size:
+
+        def feed() -> bool:
+            """Add lines while few requests wait. Return whether more may come."""
+            while engine.scheduler.num_waiting < model.max_batch_size:
                 number, line = next(lines, (0, b""))
-                end = not number
+                if not number:
+                    return False
                 if not line.strip():
                     continue
                 record: dict[str, Any] = {"line": number, "input": hashlib.sha256(line.strip()).hexdigest()[:16]}
@@ -132,7 +135,10 @@ def generate_file(
                     running[engine.add(request)] = record, collector
                 except LockstepError as error:
                     _write(file, done, {**record, "error": f"{source}:{number}: {error}"})
-            for made in engine.step():
+            return True
+
+        for tokens in engine.steps(feed):
+            for made in tokens:
                 record, collector = running[made.request]
                 collector.push(made)
                 if collector.stopped(made):
@@ -262,10 +268,8 @@ def _request(
     for name, (expected, holds) in _FIELDS.items():
         if name in entry and not holds(entry[name]):
             raise InputError(f"{name}: expected {expected}, found {repr(entry[name])[:60]}")
-    prompt, n = entry["prompt"], entry.get("n", 1)
-    if not 1 <= n <= model.max_batch_size:
-        raise InputError(f"n: expected 1 to {model.max_batch_size} choices (max_batch_size), found {n}")
-    stop = entry.get("stop", defaults.stop)
+    prompt, n, stop = entry["prompt"], entry.get("n", 1), entry.get("stop", defaults.stop)
+    expect("n", n, 1, model.max_batch_size, CHOICES)  # before as many answers are made
     sampling: dict[str, Any] = {name: entry[name] for name in _SAMPLING if name in entry}
     sampling["logit_bias"] = {int(token): bias for token, bias in entry.get("logit_bias", {}).items()}
     sampling["bad_words"] = tuple(entry.get("bad_words", ()))

@@ -1,11 +1,14 @@
-"""The checks of a request, before it is queued."""
+"""The ranges of a request's values, for every front end and the engine: one line, `name: expected A to B, found C`.
+
+The names are those of `Request` and `Sampling`; a front end whose clients know others puts those in their place.
+`Sampling` holds the ranges of its own fields.
+"""
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,37 +17,85 @@ from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request
 from lockstep.step.sampling import MAX_LOGPROBS
 
+CHOICES = "choices (max_batch_size)"
+_PRIORITY = 1 << 31
+
+
+class Sizes(Protocol):
+    """The sizes of a model that requests are held to."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_batch_size(self) -> int: ...
+
+
+def expect(name: str, value: int, least: int, most: int, what: str = "") -> None:
+    """Raise InputError for a value that is not `least` to `most`; what: follows these in the message."""
+    if not least <= value <= most:
+        raise InputError(f"{name}: expected {least} to {most}{what and f' {what}'}, found {str(value)[:40]}")
+
+
+def expect_tokens(name: str, tokens: Collection[int] | np.ndarray, vocab_size: int) -> None:
+    """Raise InputError for a token outside the vocabulary."""
+    if not len(tokens):
+        return
+    # By the outermost two: whoever checks a long prompt holds others up.
+    for token in (tokens.min(), tokens.max()) if isinstance(tokens, np.ndarray) else (min(tokens), max(tokens)):
+        if not 0 <= token < vocab_size:
+            raise InputError(f"{name}: expected token ids 0 to {vocab_size - 1}, found {str(token)[:40]}")
+
+
+def wrong_length(name: str, most: int, found: int | str) -> InputError:
+    """Return the error of a prompt whose number of tokens is not 1 to `most`."""
+    do = "shorten it or raise the limits (max_input_len, max_seq_len)" if found else "give it a text"
+    return InputError(f"{name}: expected 1 to {most} tokens, found {found}; {do}")
+
+
+def check_ranges(
+    request: Request, sizes: Sizes, longest: int, in_all: int | None = None, prompt: np.ndarray | None = None
+) -> None:
+    """Raise InputError for the first value of a request that is out of its range.
+
+    longest: tokens of a prompt. in_all: tokens of prompt and answer; None: any, as the answer ends where no more fit.
+    prompt: prompt_ids as an array, where there is one.
+    """
+    ids, wanted = request.prompt_ids if prompt is None else prompt, request.prompt_logprobs
+    if not 1 <= len(ids) <= longest:
+        raise wrong_length("prompt_ids", longest, len(ids))
+    expect_tokens("prompt_ids", ids, sizes.vocab_size)
+    expect_tokens("logit_bias", request.sampling.logit_bias, sizes.vocab_size)
+    for tokens in request.sampling.bad_sequences:
+        expect_tokens("bad_words", tokens, sizes.vocab_size)
+    expect("n", request.n, 1, sizes.max_batch_size, CHOICES)
+    expect("choice", request.choice, 0, (1 << 64) - request.n)
+    expect("priority", request.priority, -_PRIORITY, _PRIORITY - 1)
+    if wanted is not None:
+        expect("prompt_logprobs", wanted, 0, MAX_LOGPROBS)
+    least = int(wanted is None)
+    if in_all is not None:
+        left = f"which the {len(ids)} tokens of the prompt leave of {in_all}"
+        expect("max_new_tokens", request.max_new_tokens, least, in_all - len(ids), left)
+    elif request.max_new_tokens < least:
+        raise InputError(f"max_new_tokens: expected at least {least}, found {request.max_new_tokens}")
+
 
 def check_request(request: Request, model: Model, longest: int, has_grammars: bool) -> tuple[np.ndarray, list[int]]:
-    """Check a request; return prompt_ids, int64 [num_tokens], and answer_ids.
+    """Check a request before it is queued; return prompt_ids, int64 [num_tokens], and answer_ids.
 
-    longest: tokens of a prompt. Raises InputError for a prompt that is empty or too long, and for values that are out
-    of range.
+    longest: tokens of a prompt. Raises InputError for values of other types, out of range, or that this model lacks.
     """
     for name in ("max_new_tokens", "n", "priority", "choice"):
         _index(name, getattr(request, name))
-    prompt = _token_ids("prompt_ids", request.prompt_ids, model.vocab_size)
-    again = _token_ids("answer_ids", request.answer_ids, model.vocab_size).tolist()
-    _token_ids("logit_bias", request.sampling.logit_bias, model.vocab_size)
-    _token_ids("bad_words", list(itertools.chain(*request.sampling.bad_sequences)), model.vocab_size)
-    if not 1 <= len(prompt) <= longest:
-        remedy = "shorten it or raise the limits" if len(prompt) else "give it a text"
-        raise InputError(f"expected 1 to {longest} tokens (max_input_len, max_seq_len), found {len(prompt)}; {remedy}")
-    wanted, least = request.prompt_logprobs, int(request.prompt_logprobs is None)
-    if request.max_new_tokens < least:
-        raise InputError(f"max_new_tokens: expected at least {least}, found {request.max_new_tokens}")
-    if wanted is not None:
-        if not 0 <= wanted <= MAX_LOGPROBS:
-            raise InputError(f"prompt_logprobs: expected 0 to {MAX_LOGPROBS}, or none, found {wanted}")
+    prompt, again = (_token_ids(name, getattr(request, name)) for name in ("prompt_ids", "answer_ids"))
+    check_ranges(request, model, longest, prompt=prompt)
+    expect_tokens("answer_ids", again, model.vocab_size)
+    if request.prompt_logprobs is not None:
         model.check_gives_all_logits()
     model.check_adapter(request.adapter)
-    if request.n < 1:
-        raise InputError(f"n: expected at least 1, found {request.n}")
-    if not 0 <= request.choice <= (1 << 64) - request.n:
-        raise InputError(f"choice: expected 0 to 2**64-{request.n}, found {request.choice}")
     if not isinstance(request.cache_salt, str):
         raise InputError(f"cache_salt: expected text, found {request.cache_salt!r}")
-    if again and (request.n > 1 or len(again) >= request.max_new_tokens):
+    if len(again) and (request.n > 1 or len(again) >= request.max_new_tokens):
         raise InputError(
             f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
             f"one choice, found {len(again)} and n {request.n}"
@@ -53,7 +104,7 @@ def check_request(request: Request, model: Model, longest: int, has_grammars: bo
         raise InputError(
             f"{request.grammar.name}: expected an engine that was opened with grammars, and no `choose`, found another"
         )
-    return prompt, again
+    return prompt, again.tolist()
 
 
 def _index(name: str, value: Any) -> int:
@@ -64,23 +115,14 @@ def _index(name: str, value: Any) -> int:
         raise InputError(f"{name}: expected a whole number, found {str(value)[:60]!r}") from None
 
 
-def _token_ids(name: str, tokens: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return token ids as an array int64 [num_tokens].
-
-    Raises InputError for what is no list of whole numbers, and for one that is outside the vocabulary.
-    """
+def _token_ids(name: str, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
+    """Return token ids as an array int64 [num_tokens]. Raises InputError for what is no list of whole numbers."""
     try:
-        if isinstance(tokens, np.ndarray):
-            array = tokens
-        else:
-            array = np.array([operator.index(token) for token in tokens], np.int64)
+        array = tokens if isinstance(tokens, np.ndarray) else np.array(list(map(operator.index, tokens)), np.int64)
     except OverflowError:
-        raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found one of more than 64 bits") from None
+        raise InputError(f"{name}: expected token ids, found one of more than 64 bits") from None
     except TypeError:
         raise InputError(f"{name}: expected a list of token ids, found {str(tokens)[:60]!r}") from None
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InputError(f"{name}: expected a list of token ids, found {array.dtype.name} {list(array.shape)}")
-    bad = array[(array < 0) | (array >= vocab_size)]
-    if len(bad):
-        raise InputError(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad[0]}")
     return array.astype(np.int64)

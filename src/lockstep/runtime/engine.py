@@ -6,10 +6,11 @@ It is the one loop over a model's steps, which generation, the golden check, the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,7 @@ class Engine:
         except InputError as error:
             for index in added:
                 self.abort(index)
-            raise InputError(f"prompt {len(added) + 1}: {error}") from None
+            raise InputError(f"prompt {len(added) + 1}: {str(error).removeprefix('prompt_ids: ')}") from None
         return added
 
     def abort(self, index: int, number: int | None = None) -> bool:
@@ -218,11 +219,22 @@ class Engine:
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Token]:
         """Add requests, then step until none is left. Left early, all requests end."""
         self.add_all(requests)
-        try:
-            while self.has_work:
-                made = self.step()
-                self._raise_refused()
+        with contextlib.closing(self.steps()) as steps:
+            for made in steps:
                 yield from made
+
+    def steps(self, feed: Callable[[], bool] = lambda: False) -> Generator[list[Token]]:
+        """Step until no request is left, and yield the tokens of each step. Left early, all requests end.
+
+        feed: called before each step; adds requests, and returns whether it may add more later. Raises InputError for a
+        request whose grammar is none.
+        """
+        try:
+            while feed() or self.has_work:
+                made = self.step()
+                for _, message in self.refused:
+                    raise InputError(message)
+                yield made
         finally:
             self.close()
 
@@ -251,23 +263,17 @@ class Engine:
         stop_ids = frozenset(self._model.eos_token_ids)
         requests = [Request(prompt, max_new_tokens, stop_ids=stop_ids, sampling=s, n=n) for prompt, s in zip(ids, each)]
         added = self.add_all(requests)
-        found: dict[int, Collector] = {}
         try:
-            for index, prompt, s in zip(added, ids, each):
-                found[index] = Collector(tokenizer, prompt, n, stop, s.min_tokens)
-            while self.has_work:
-                tokens = self.step()
-                self._raise_refused()
-                for made in tokens:
-                    if (collector := found.get(made.request)) is not None:
-                        collector.push(made)
-                        if collector.stopped(made):
-                            self.abort(made.request, made.choice)
-        except BaseException:
-            for index in added:
-                self.abort(index)
-            raise
-        return [collector.completion for collector in found.values()]
+            collectors = [Collector(tokenizer, prompt, n, stop, s.min_tokens) for prompt, s in zip(ids, each)]
+            found = dict(zip(added, collectors))
+            for made in self.run():
+                collector = found[made.request]
+                collector.push(made)
+                if collector.stopped(made):
+                    self.abort(made.request, made.choice)
+        finally:
+            self.close()
+        return [collector.completion for collector in collectors]
 
     def step(self) -> list[Token]:
         """Take one step and return the tokens that it made.
@@ -317,10 +323,6 @@ class Engine:
                 choice.matcher = outcome.fork() if number else outcome
                 if choice.scheduled.status is Status.HELD:
                     self._scheduler.unhold(choice.scheduled)
-
-    def _raise_refused(self) -> None:
-        for _, message in self.refused:
-            raise InputError(message)
 
     def _next_step(self) -> SchedulerOutput:
         """Return the step that was decided ahead, else decide one now.

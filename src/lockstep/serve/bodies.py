@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +17,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from lockstep.errors import InputError
 from lockstep.serve.stream import StreamError
 
 _Body = TypeVar("_Body")
@@ -51,6 +53,16 @@ class BadRequest(Exception):
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
         self.message, self.param, self.status = message, param, status
+
+
+def bad_request(error: InputError, names: Mapping[str, str] = {}) -> BadRequest:
+    """Return the error of a value out of range, which begins with its name.
+
+    names: by the names of `Request` and `Sampling` those that the client knows.
+    """
+    name, _, said = str(error).partition(": ")
+    name = names.get(name, name)
+    return BadRequest(f"{name}: {said}", name)
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from lockstep.errors import InputError
+from lockstep.runtime.checks import check_ranges, expect, expect_tokens
 from lockstep.runtime.request import Request
-from lockstep.serve.bodies import BadRequest
+from lockstep.serve.bodies import BadRequest, bad_request
 from lockstep.serve.grammar import grammar_of
-from lockstep.serve.prompts import too_long
 from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
 from lockstep.serve.words import check_words
@@ -176,64 +176,43 @@ def prompt_requests(
     param: the field that the prompts stand in. prompt_logprobs: as of `Request`; an answer may then have no token.
     Raises BadRequest for values that cannot be.
     """
-    most, least = body.most_tokens, int(prompt_logprobs is None)
-    longest, limit = service.ready.max_seq_len, service.ready.max_input_len
-    stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else service.ready.eos_token_ids)
+    ready, most, least = service.ready, body.most_tokens, int(prompt_logprobs is None)
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else ready.eos_token_ids)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if not all(stop):
         raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
     check_words("stop", stop)
-    adapter = service.adapters.named(body.model, body.lora)
-    seed = secrets.randbits(63) if body.seed is None else body.seed
-    n, vocab_size = 1 if body.n is None else body.n, service.ready.vocab_size
-    _expect("n", n, 1, service.ready.max_batch_size)
-    _expect("seed", seed, 0, (1 << 64) - 1)
-    _expect("priority", body.priority or 0, -(1 << 31), (1 << 31) - 1)
-    for token in body.stop_token_ids or ():
-        _expect("stop_token_ids", token, 0, vocab_size - 1)
-    salt = body.cache_salt or ""
-    _expect("cache_salt", len(salt), 0, 256, "characters")
     check_words("bad_words", body.bad_words or ())
-    grammar = grammar_of(body)
-    sampling = _sampling(body, vocab_size)
+    adapter, grammar, salt = service.adapters.named(body.model, body.lora), grammar_of(body), body.cache_salt or ""
     requests = []
-    for number, prompt in enumerate(prompts):
-        room = longest - len(prompt)
-        if not 1 <= len(prompt) <= limit or room < least:
-            raise too_long(param, min(limit, longest - least), len(prompt))
-        for token in (min(prompt), max(prompt)):  # not each of them: the loop would wait for a long prompt
-            _expect(param, token, 0, vocab_size - 1)
-        wanted = room if most is None else most
-        if not least <= wanted <= room:
-            name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-            raise BadRequest(
-                f"{name}: expected {least} to {room}, which the {len(prompt)} tokens of the prompt leave of "
-                f"{longest}, found {wanted}",
-                name,
+    try:
+        expect_tokens("stop_token_ids", body.stop_token_ids or (), ready.vocab_size)
+        expect("cache_salt", len(salt), 0, 256, "characters")
+        sampling = _sampling(body)
+        for number, prompt in enumerate(prompts):
+            request = Request(
+                prompt,
+                ready.max_seq_len - len(prompt) if most is None else most,
+                stop_ids=stop_ids,
+                sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 64)),
+                n=1 if body.n is None else body.n,
+                priority=body.priority or 0,
+                grammar=grammar,
+                prompt_logprobs=prompt_logprobs,
+                cache_salt=salt,
+                adapter=adapter,
             )
-        _expect("min_tokens", body.min_tokens or 0, 0, wanted)
-        request = Request(
-            prompt,
-            wanted,
-            stop_ids=stop_ids,
-            sampling=replace(sampling, seed=(seed + number) % (1 << 64)),
-            n=n,
-            priority=body.priority or 0,
-            grammar=grammar,
-            prompt_logprobs=prompt_logprobs,
-            cache_salt=salt,
-            adapter=adapter,
-        )
-        requests.append(PromptRequest(request, stop, min_stop_tokens=body.min_tokens or 0))
+            check_ranges(request, ready, min(ready.max_input_len, ready.max_seq_len - least), ready.max_seq_len)
+            expect("min_tokens", sampling.min_tokens, 0, request.max_new_tokens)
+            requests.append(PromptRequest(request, stop, min_stop_tokens=sampling.min_tokens))
+    except InputError as error:
+        raise bad_request(error, {"prompt_ids": param, "max_new_tokens": name}) from None
     return requests
 
 
-def _expect(name: str, value: int, least: int, most: int, what: str = "") -> None:
-    if not least <= value <= most:
-        raise BadRequest(f"{name}: expected {least} to {most}{what and f' {what}'}, found {str(value)[:40]}", name)
-
-
-def _sampling(body: Parameters, vocab_size: int) -> Sampling:
+def _sampling(body: Parameters) -> Sampling:
+    """Return how tokens are chosen. Raises InputError."""
     given: dict[str, Any] = {
         name: value
         for name in (
@@ -244,17 +223,15 @@ def _sampling(body: Parameters, vocab_size: int) -> Sampling:
             "frequency_penalty",
             "repetition_penalty",
             "min_tokens",
+            "seed",
         )
         if (value := getattr(body, name)) is not None
     }
     given |= {"top_k": max(0, body.top_k or 0), "logprobs": body.num_logprobs}  # top_k: -1 is all too
     given["bad_words"] = tuple(body.bad_words or ())
-    if body.temperature is None:
-        given["temperature"] = 1.0
+    given.setdefault("temperature", 1.0)
+    given.setdefault("seed", secrets.randbits(63))
     bias = body.logit_bias or {}
-    if not all(map(_TOKEN.fullmatch, bias)) or max(map(int, bias), default=0) >= vocab_size:
-        raise BadRequest(f"logit_bias: expected token ids 0 to {vocab_size - 1}, found another name", "logit_bias")
-    try:
-        return Sampling(**given, logit_bias={int(token): value for token, value in bias.items()})
-    except InputError as error:
-        raise BadRequest(str(error), str(error).partition(":")[0]) from None
+    if not all(map(_TOKEN.fullmatch, bias)):
+        raise InputError("logit_bias: expected token ids 0 to the last one, found another name")
+    return Sampling(**given, logit_bias={int(token): value for token, value in bias.items()})

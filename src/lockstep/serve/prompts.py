@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.errors import InputError
+from lockstep.runtime.checks import wrong_length
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve.bodies import BadRequest
+from lockstep.serve.bodies import bad_request
 from lockstep.serve.turns import Turns
 
 LONG = 1 << 14  # characters of a request, from which on its texts are encoded in a thread
@@ -31,7 +32,7 @@ async def encode_texts(
     """
     for text in texts:
         if (least := tokenizer.min_tokens(len(text))) > most:
-            raise too_long(param, most, f"at least {least}")
+            raise bad_request(wrong_length(param, most, f"at least {least}"))
     encode = lambda: [_encode(text, tokenizer, param, most, special) for text in texts]
     return await turns.run(encode) if sum(map(len, texts)) > LONG else encode()
 
@@ -42,13 +43,7 @@ def _encode(text: str, tokenizer: Tokenizer, param: str, most: int, special: boo
         for at in range(0, len(text) if len(text) > piece else 0, piece):
             count += len(tokenizer.encode(text[at : at + piece], special=False))
             if count > _OVER * most + LONG:
-                raise too_long(param, most, f"more than {_OVER * most}")
+                raise wrong_length("prompt", most, f"more than {_OVER * most}")
         return tokenizer.encode(text, special).tolist()
     except InputError as error:
-        raise BadRequest(f"{param}: {str(error).removeprefix('prompt: ')}", param) from None
-
-
-def too_long(param: str, most: int, found: int | str) -> BadRequest:
-    """Return the error of a prompt whose number of tokens is not 1 to `most`."""
-    do = "shorten it" if found else "give it a text"
-    return BadRequest(f"{param}: expected 1 to {most} tokens, found {found}; {do}", param)
+        raise bad_request(error, {"prompt": param}) from None

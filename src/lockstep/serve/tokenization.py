@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
-from lockstep.serve.bodies import BadRequest
+from lockstep.errors import InputError
+from lockstep.runtime.checks import expect, expect_tokens
+from lockstep.serve.bodies import BadRequest, bad_request
 from lockstep.serve.messages import chat_text
 from lockstep.serve.openai_parameters import refuse
 from lockstep.serve.prompts import LONG, encode_texts
@@ -76,12 +78,11 @@ async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
     """
     service.adapters.named(body.model)
     most = 3 * _most_tokens(service)  # of which `encode_texts` gives fewer
-    if len(body.tokens) > most:
-        raise BadRequest(f"tokens: expected at most {most}, found {len(body.tokens)}; send fewer", "tokens")
-    last = service.ready.vocab_size - 1
-    for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
-        if not 0 <= token <= last:
-            raise BadRequest(f"tokens: expected 0 to {last}, found {str(token)[:40]}", "tokens")
+    try:
+        expect("tokens", len(body.tokens), 0, most, "tokens")
+        expect_tokens("tokens", body.tokens, service.ready.vocab_size)
+    except InputError as error:
+        raise bad_request(error) from None
     answer = lambda: msgspec.json.encode({"prompt": service.tokenizer.decode_whole(body.tokens)})
     return await _turns_of(len(body.tokens), answer)
 

@@ -6,17 +6,18 @@ In: tensors. Out: each prompt of the batch, with its sampling and stop condition
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import InputError
+from lockstep.runtime.checks import check_ranges, expect_tokens
 from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve.bodies import BadRequest
-from lockstep.serve.prompts import encode_texts, too_long
+from lockstep.serve.bodies import BadRequest, bad_request
+from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
 from lockstep.serve.tensors import Tensor
@@ -31,6 +32,8 @@ _COMMON = {
     "request_output_len": "max_tokens",
     "streaming": "stream",
 }
+# Names of its inputs for what `Request` and `Sampling` call otherwise.
+_NAMES = {"n": "num_return_sequences", "max_new_tokens": "max_tokens", "logit_bias": "bias"}
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | No
 def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any, ids: list[int]) -> Prompt:
     """Return what prompt `number` asks for; ids: of its text, where it is one."""
     ready, tokenizer = service.ready, service.tokenizer
-    vocab_size, limit, longest = ready.vocab_size, ready.max_input_len, ready.max_seq_len
+    vocab_size = ready.vocab_size
     if batch.value("beam_width", number, 1) != 1:
         raise BadRequest("beam_width: expected 1, as this server has no beam search, found another", "beam_width")
     if "input_ids" in batch:
@@ -207,28 +210,23 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
         bad_words = batch.texts("bad_words", number)
         check_words("bad_words", bad_words)
         bias = word_biases(batch, "embedding_bias_words", "embedding_bias_weights", number, tokenizer)
-    room = longest - len(ids)
-    if not 1 <= len(ids) <= limit or room < 1:
-        raise too_long(field_name, min(limit, longest - 1), len(ids))
-    banned = [word for word in bad_words if not isinstance(word, str)]
-    for name, tokens in ((field_name, [ids]), ("bad_words", banned), ("stop_words", stop_ids), ("bias", [bias])):
-        check_ids(name, (token for each in tokens for token in each), vocab_size)
-    wanted = batch.value("max_tokens", number)
-    if wanted < 1:
-        raise BadRequest(f"max_tokens: expected 1 or more, found {wanted}", "max_tokens")
-    n = batch.value("num_return_sequences", number, 1) or 1
-    if not 1 <= n <= ready.max_batch_size:
-        raise BadRequest(f"num_return_sequences: expected 1 to {ready.max_batch_size}, found {n}")
     end_id = batch.value("end_id", number)
     # -1, or another that is no token: the end never comes.
     end_ids = frozenset(token for token in (ready.eos_token_ids if end_id is None else [end_id]))
     end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
     log_probs = batch.value("return_log_probs", number, False)
-    sampling = _sampling(batch, number, bias, bad_words, log_probs)
     ends = end_ids | {tokens[0] for tokens in stop_ids if len(tokens) == 1}
     # As upstream: what does not fit behind the prompt is not made, and is no error.
+    wanted = min(batch.value("max_tokens", number), max(1, ready.max_seq_len - len(ids)))
+    n = batch.value("num_return_sequences", number, 1) or 1
     adapter = _adapter(batch, number, service, lora)
-    request = Request(ids, min(wanted, room), None, frozenset(ends), sampling, n, adapter=adapter)
+    try:
+        sampling = _sampling(batch, number, bias, bad_words, log_probs)
+        request = Request(ids, wanted, None, frozenset(ends), sampling, n, adapter=adapter)
+        check_ranges(request, ready, min(ready.max_input_len, ready.max_seq_len - 1))
+        expect_tokens("stop_words", [token for tokens in stop_ids for token in tokens], vocab_size)
+    except InputError as error:
+        raise bad_request(error, {**_NAMES, "prompt_ids": field_name}) from None
     exclude = batch.value("exclude_input_in_output", number, False)
     return Prompt(PromptRequest(request, stop), end_ids, stop_ids, exclude, log_probs)
 
@@ -238,7 +236,7 @@ def _sampling(
 ) -> Sampling:
     """Return the sampling of a prompt, with upstream's defaults.
 
-    Greedy where neither top_k nor top_p is given, or both are 0; seed 0. Raises BadRequest.
+    Greedy where neither top_k nor top_p is given, or both are 0; seed 0. Raises InputError.
     """
     top_k, top_p = batch.value("top_k", number, 0), batch.value("top_p", number, 0.0)
     temperature = batch.value("temperature", number, 1.0)
@@ -246,25 +244,15 @@ def _sampling(
         temperature = 0.0 if temperature >= 0 else temperature
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed")
     given = {name: batch.value(name, number) for name in names if name in batch}
-    try:
-        return Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=1.0 if top_p <= 0 else top_p,
-            logit_bias=bias,
-            bad_words=tuple(bad_words),
-            logprobs=0 if log_probs else None,
-            **given,
-        )
-    except InputError as error:
-        raise BadRequest(str(error), str(error).partition(":")[0]) from None
-
-
-def check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
-    """Raise BadRequest for a token outside the vocabulary."""
-    bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
-    if bad is not None:
-        raise BadRequest(f"{name}: expected tokens 0 to {vocab_size - 1}, found {bad}", name)
+    return Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=1.0 if top_p <= 0 else top_p,
+        logit_bias=bias,
+        bad_words=tuple(bad_words),
+        logprobs=0 if log_probs else None,
+        **given,
+    )
 
 
 def word_biases(

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import InputError
-from lockstep.serve.bodies import BadRequest
+from lockstep.runtime.checks import expect_tokens
+from lockstep.serve.bodies import BadRequest, bad_request
 from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.tensors import Tensor, of
-from lockstep.serve.triton_inputs import Batch, check_ids, word_biases
+from lockstep.serve.triton_inputs import Batch, word_biases
 from lockstep.serve.words import spellings
 
 
@@ -40,7 +41,10 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     ]
     bias = np.zeros((batch.size, service.ready.vocab_size if any(biases) else 0), np.float32)
     for row, found in zip(bias, biases):
-        check_ids("EMBEDDING_BIAS_WORDS", found, service.ready.vocab_size)
+        try:
+            expect_tokens("EMBEDDING_BIAS_WORDS", found, service.ready.vocab_size)
+        except InputError as error:
+            raise bad_request(error) from None
         for token, weight in found.items():
             row[token] = weight
     column = lambda name, values: of(name, "INT32", values, batch.size, 1)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve.bodies import BadRequest
+from lockstep.serve.bodies import BadRequest, bad_request
 
 _MOST_WORDS = 64
 _MOST_CHARACTERS = 4096  # or tokens, where words are tokens
@@ -37,7 +37,7 @@ def spellings(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tu
     try:
         return tuple(dict.fromkeys(tokens for text in texts for tokens in tokenizer.spellings(text)))
     except InputError as error:
-        raise BadRequest(f"{name}: {str(error).removeprefix('prompt: ')}", name) from None
+        raise bad_request(error, {"prompt": name}) from None
 
 
 def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
