@@ -24,7 +24,7 @@ from lockstep.load.http import Client
 from lockstep.load.measure import LoadSpec, measure
 from lockstep.load.records import CANCELLED, COMPLETED, FAILED, REFUSED, Prompt, Record
 from lockstep.load.report import LoadReport
-from lockstep.load.sse import EventReader
+from lockstep.load.wire import EventReader
 from lockstep.runtime.tokenizer import Tokenizer
 from scripted_server import ScriptedServer, Step, words
 

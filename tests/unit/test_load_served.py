@@ -14,7 +14,7 @@ from test_load import told
 
 from lockstep.load import endpoints
 from lockstep.load.http import Client, NoAnswer
-from lockstep.load.records import Prompt
+from lockstep.load.records import Planned, Prompt, Record
 from lockstep.load.report import LoadReport
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
@@ -139,7 +139,8 @@ def test_a_refusal_that_comes_before_the_request_is_written_is_told_as_it_is(gua
 
     async def ask(endpoint: endpoints.Endpoint) -> str:
         try:
-            await endpoint.whole(*endpoints.request("grpc", Prompt("word " * 20_000, 1), "", {}), timeout=60)
+            path, body = endpoints.request("grpc", Prompt("word " * 20_000, 1), "", {})
+            await endpoint.ask(Planned(0, 0.0, body, path), Record(0, 0.0), 0.0, limit=60)
         except NoAnswer as error:
             return str(error)
         return "an answer"

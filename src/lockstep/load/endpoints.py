@@ -26,12 +26,6 @@ class Endpoint(Protocol):
         Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds.
         """
 
-    async def whole(self, path: str, body: bytes, timeout: float) -> wire.Whole:
-        """Return an answer that is not streamed.
-
-        Raises NoAnswer, ValueError and asyncio.TimeoutError.
-        """
-
 
 def request(
     endpoint: str, prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool = True
@@ -61,22 +55,15 @@ class HttpEndpoint:
     """A sender of requests over HTTP."""
 
     def __init__(self, client: Client, endpoint: str) -> None:
-        self._client = client
-        self._reader = triton.TritonReader if endpoint == "triton" else wire.StreamReader
-        self._read_whole = triton.read_whole if endpoint == "triton" else wire.read_whole
+        self._client, self._reader = client, triton.TritonReader if endpoint == "triton" else wire.StreamReader
 
     async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
-        reader = self._reader(record, start)
+        reader = self._reader(record, start, one.stream)
         async with self._client.connection() as connection:
             record.sent = clock() - start
             request = self._client.request("POST", one.path, one.body)
             answer = await asyncio.wait_for(connection.ask(request, reader.piece), limit)
         reader.end(answer)
-
-    async def whole(self, path: str, body: bytes, timeout: float) -> wire.Whole:
-        async with self._client.connection() as connection:
-            answer = await asyncio.wait_for(connection.ask(self._client.request("POST", path, body), None), timeout)
-        return self._read_whole(answer)
 
 
 def _grpc() -> Any:

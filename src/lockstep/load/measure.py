@@ -78,10 +78,10 @@ class LoadSpec:
             Planned(at, when, body, path, stop) for at, (when, (path, body), stop) in enumerate(zip(due, made, cancels))
         ]
 
-    def alone(self, number: int, model: str) -> list[Planned]:
+    def alone(self, number: int, model: str, stream: bool = True) -> Planned:
         """Return one prompt's request, to be sent at once."""
-        path, body = request(self.endpoint, self.prompts[number], model, self.extra)
-        return [Planned(number, 0.0, body, path)]
+        path, body = request(self.endpoint, self.prompts[number], model, self.extra, stream)
+        return Planned(number, 0.0, body, path, stream=stream)
 
 
 async def measure(

@@ -27,7 +27,7 @@ class Prompt:
 class Planned:
     """A request of a run, before it is sent.
 
-    cancel_after: seconds from its sending, None to take the whole answer.
+    cancel_after: seconds from its sending, None to take the whole answer. stream: whether it comes in events.
     """
 
     number: int
@@ -35,6 +35,7 @@ class Planned:
     body: bytes
     path: str
     cancel_after: float | None = None
+    stream: bool = True
 
 
 @dataclass(slots=True)

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.load.http import Answer
 from lockstep.load.records import COMPLETED, Prompt, Record
-from lockstep.load.wire import Reader, Whole, error_line, quoted, said
+from lockstep.load.wire import Reader, error_line, quoted
 
 _CORE = "tensorrt_llm"
 
@@ -95,20 +94,6 @@ def answered(value: Mapping[str, Any]) -> tuple[str, int]:
         return str(value["text_output"]), len(_list(value.get("output_log_probs", ())))
     ids = _list(value["output_ids"])
     return "".join(f"{int(token)} " for token in ids), len(ids)
-
-
-def read_whole(answer: Answer) -> Whole:
-    """Return what an answer that is not streamed holds.
-
-    Raises ValueError with one line.
-    """
-    if answer.status != 200:
-        raise ValueError(f"HTTP {answer.status}: {said(bytes(answer.body))}")
-    try:
-        text, tokens = answered(json.loads(bytes(answer.body)))
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"expected an answer of Triton's format, found {quoted(bytes(answer.body))}") from None
-    return Whole(text, None, None, tokens)
 
 
 def _list(value: Any) -> list[Any]:

@@ -16,7 +16,6 @@ import grpc.aio
 from lockstep.load.http import Client, NoAnswer, clock
 from lockstep.load.records import FAILED, REFUSED, Planned, Prompt, Record
 from lockstep.load.triton import answered, fields, judge, take
-from lockstep.load.wire import Whole
 from lockstep.serve.grpc_messages import MESSAGES, SERVICE
 
 _METHOD = f"/{SERVICE}/ModelStreamInfer"
@@ -78,17 +77,6 @@ class GrpcEndpoint:
             record.status = REFUSED if error.code() in _REFUSALS else FAILED
             raise NoAnswer(_line(error)) from None
         judge(record)
-
-    async def whole(self, path: str, body: bytes, timeout: float) -> Whole:
-        """Return an answer that is not streamed.
-
-        Raises NoAnswer, ValueError and TimeoutError.
-        """
-        record = Record(0, 0.0)
-        await self.ask(Planned(0, 0.0, body, path), record, clock(), timeout)
-        if record.error is not None:
-            raise ValueError(record.error)
-        return Whole(record.text, None, None, record.output_tokens or 0)
 
     async def _read(self, body: bytes, record: Record, start: float) -> None:
         call, is_final = self._call(body, metadata=self._metadata), False

@@ -1,35 +1,18 @@
-"""OpenAI's wire format of requests and answers.
-
-A prompt becomes the body of a request, and the events of an answer become a record.
-"""
+"""OpenAI's wire format: a prompt becomes the body of a request, and an answer a record."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.load.http import Answer
 from lockstep.load.records import COMPLETED, FAILED, REFUSED, Prompt, Record
-from lockstep.load.sse import EventReader
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 REFUSALS = (429, 503)  # the queue is full; the server drains or is not ready
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An answer that is not streamed.
-
-    reason, num_prompt_tokens: None where the server does not say.
-    """
-
-    text: str
-    reason: str | None
-    num_prompt_tokens: int | None
-    num_tokens: int
+_MOST_BODY = 64 << 20  # bytes of an answer that is no stream
 
 
 def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], stream: bool = True) -> bytes:
@@ -58,21 +41,45 @@ def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], st
     return json.dumps({**asked, **extra}).encode()
 
 
-class Reader:
-    """A reader that fills a record from the pieces of a streamed answer.
+class EventReader:
+    """A reader of server-sent events, which cuts a stream of bytes into events.
 
-    start: the clock at the start of the run.
+    What is not whole yet stays for the next call. Lines end in LF or CRLF, several `data:` lines of an event are joined
+    by LF, comments and other fields are left out (https://html.spec.whatwg.org/multipage/server-sent-events.html).
     """
 
-    def __init__(self, record: Record, start: float) -> None:
-        self._record, self._start, self._events = record, start, EventReader()
-        self._body = bytearray()  # of an answer that is no stream: an error
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the data of each event that `data` ends."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if not line:
+                if self._data:
+                    yield b"\n".join(self._data)
+                    self._data = []
+            elif line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+
+
+class Reader:
+    """A reader that fills a record from the pieces of an answer.
+
+    start: the clock at the start of the run. stream: whether the answer is to be a stream of events.
+    """
+
+    def __init__(self, record: Record, start: float, stream: bool) -> None:
+        self._record, self._start, self._stream, self._events = record, start, stream, EventReader()
+        self._body = bytearray()  # of an answer that is no stream
 
     def piece(self, answer: Answer, data: bytes, now: float) -> None:
         """Take a piece of the body, read from the socket at the clock `now`."""
         self._record.end = now - self._start
         if "text/event-stream" not in answer.headers.get("content-type", ""):
-            self._body += data[: (1 << 16) - len(self._body)]
+            self._body += data[: _MOST_BODY - len(self._body)]
             return
         for event in self._events.feed(data):
             self._event(event, now)
@@ -85,6 +92,8 @@ class Reader:
             record.status = REFUSED if answer.status in REFUSALS else FAILED
             record.error = f"HTTP {answer.status}: {said(bytes(self._body))}"
         else:
+            if not self._stream:  # it is as an event that holds all
+                self._event(bytes(self._body), self._start + (record.end or 0.0))
             self._judge()
 
     def _event(self, event: bytes, now: float) -> None:
@@ -92,20 +101,20 @@ class Reader:
         raise NotImplementedError  # each wire format has its own
 
     def _judge(self) -> None:
-        """Judge a stream that came to its end."""
+        """Judge an answer that came to its end."""
         raise NotImplementedError  # as above
 
 
 class StreamReader(Reader):
     """A reader of OpenAI's events."""
 
-    def __init__(self, record: Record, start: float) -> None:
-        super().__init__(record, start)
-        self._whole = False
+    def __init__(self, record: Record, start: float, stream: bool) -> None:
+        super().__init__(record, start, stream)
+        self._is_whole = not stream
 
     def _event(self, event: bytes, now: float) -> None:
         if event == b"[DONE]":
-            self._whole = True
+            self._is_whole = True
             return
         try:
             self._take(json.loads(event), now)
@@ -126,27 +135,12 @@ class StreamReader(Reader):
 
     def _judge(self) -> None:
         record = self._record
-        if record.error is None and not self._whole:
+        if record.error is None and not self._is_whole:
             record.error = "expected a stream of events that ends in [DONE], found one that ends without it"
         elif record.error is None and record.output_tokens is None:
             record.error = "expected the server to send `usage` (stream_options.include_usage), found none"
         elif record.error is None:
             record.status = COMPLETED
-
-
-def read_whole(answer: Answer) -> Whole:
-    """Return what an answer that is not streamed holds.
-
-    Raises ValueError with one line.
-    """
-    if answer.status != 200:
-        raise ValueError(f"HTTP {answer.status}: {said(bytes(answer.body))}")
-    try:
-        value = json.loads(bytes(answer.body))
-        choice, usage = value["choices"][0], value["usage"]
-        return Whole(_text(choice), choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        raise ValueError(f"expected an answer of OpenAI's format, found {quoted(bytes(answer.body))}") from None
 
 
 def error_line(value: Any) -> str:
