@@ -9,11 +9,10 @@ import pytest
 from demo_model import DEMO
 
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve import turns
+from lockstep.serve import prompts
 from lockstep.serve.bodies import BadRequest
-from lockstep.serve.prompts import LONG, encode_texts
+from lockstep.serve.prompts import LONG, Turns, encode_texts
 from lockstep.serve.stream import StreamError
-from lockstep.serve.turns import Turns
 
 MOST = 1000  # tokens of a prompt
 BODY = 4 << 20  # characters: what a body may have
@@ -56,7 +55,7 @@ def test_a_text_that_fits_is_encoded_whole_however_many_characters_it_has() -> N
 
 
 def test_few_are_encoded_at_a_time_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_MOST", 5)
+    monkeypatch.setattr(prompts, "_MOST_WAITING", 5)
     threads, lock, go = Turns(2, "test"), threading.Lock(), threading.Event()
     running, most = 0, 0
 

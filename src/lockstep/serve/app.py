@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
 from lockstep.serve.kserve import kserve_routes
@@ -27,9 +27,9 @@ from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_requests
 from lockstep.serve.openai_parameters import request_id
 from lockstep.serve.page import page
 from lockstep.serve.request_log import note
-from lockstep.serve.response import send_events, while_connected
+from lockstep.serve.response import TokenResponse
 from lockstep.serve.service import Service
-from lockstep.serve.stream import TENANT, Stream, StreamError
+from lockstep.serve.stream import TENANT, StreamError
 from lockstep.serve.tokenization import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from lockstep.serve.triton import generate_routes
 from lockstep.serve.triton_infer import Triton
@@ -48,31 +48,6 @@ class UnloadAdapterBody(msgspec.Struct):
     """The body of POST /v1/unload_lora_adapter, as vLLM has it."""
 
     lora_name: str
-
-
-class _Answer:
-    """A response of one stream, whose client may go away at any time.
-
-    Then all that it waits for ends.
-    """
-
-    def __init__(self, service: Service, stream: Stream, form: AnswerFormat, in_chunks: bool):
-        self._service, self._stream, self._form, self._in_chunks = service, stream, form, in_chunks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note(scope, id=self._form.id, stream=self._stream, in_chunks=self._in_chunks)
-        close = lambda: self._service.cancel(self._stream)
-        await while_connected(self._run(scope, receive, send), receive, close)
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._stream.admission()
-            if not self._in_chunks:
-                response = Response(await self._form.whole(), media_type="application/json")
-                return await response(scope, receive, send)
-        except StreamError as error:
-            return await error_response(error)(scope, receive, send)
-        await send_events(self._form.events(), self._stream, send)
 
 
 def application(service: Service, access: Access = Access(), triton: Triton | None = None) -> ASGIApp:
@@ -101,17 +76,16 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
         return Route(path, handle, methods=list(methods or ("GET",)))
 
-    async def completions(request: Request) -> Any:
-        body = await decoded(await read_body(request, access), CompletionBody)
-        id = request_id(body, request.headers.get("x-request-id"))
-        stream = service.submit(await completion_requests(body, service))
-        return _Answer(service, stream, CompletionFormat(body, service, stream, id), bool(body.stream))
+    def completing(kind: Any, requests_of: Callable[..., Any], form_of: type[AnswerFormat]) -> Any:
+        async def handle(request: Request) -> Any:
+            body = await decoded(await read_body(request, access), kind)
+            id = request_id(body, request.headers.get("x-request-id"))
+            stream = service.submit(await requests_of(body, service))
+            form = form_of(body, service, stream, id)
+            events = form.events() if body.stream else None
+            return TokenResponse(form.id, stream, lambda: service.cancel(stream), form.whole, events)
 
-    async def chat_completions(request: Request) -> Any:
-        body = await decoded(await read_body(request, access), ChatBody)
-        id = request_id(body, request.headers.get("x-request-id"))
-        stream = service.submit(await chat_requests(body, service))
-        return _Answer(service, stream, ChatFormat(body, service, stream, id), bool(body.stream))
+        return handle
 
     async def tokenize(request: Request) -> Any:
         body = await decoded(await read_body(request, access), TokenizeBody)
@@ -176,8 +150,8 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
     app = Starlette(
         exception_handlers={HTTPException: refused, Exception: failed},
         routes=[
-            route("/v1/completions", completions, "POST"),
-            route("/v1/chat/completions", chat_completions, "POST"),
+            route("/v1/completions", completing(CompletionBody, completion_requests, CompletionFormat), "POST"),
+            route("/v1/chat/completions", completing(ChatBody, chat_requests, ChatFormat), "POST"),
             route("/v1/models", models),
             route("/v1/models/{name:path}", model),
             route("/v1/load_lora_adapter", load_adapter, "POST"),

@@ -70,6 +70,25 @@ def packed(frame: Mapping[str, Any]) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
+def split(data: bytearray) -> list[bytes]:
+    """Take all whole frames off the front of `data`, and return them.
+
+    Raises InputError for one that is longer than any is.
+    """
+    found, at = [], 0
+    while len(data) - at >= HEADER.size:
+        (size,) = HEADER.unpack_from(data, at)
+        if size > LARGEST:
+            raise InputError(f"frame: expected at most {LARGEST} bytes, found {size}")
+        end = at + HEADER.size + size
+        if len(data) < end:
+            break
+        found.append(bytes(memoryview(data)[at + HEADER.size : end]))
+        at = end
+    del data[:at]
+    return found
+
+
 def packed_add(number: int, request: Request) -> bytes:
     """Return the frame "add" of request `number`."""
     sampling = request.sampling
@@ -159,10 +178,7 @@ class Connection:
             self.flush()
         if ready:
             self._fill()
-        frames = []
-        while (frame := self._next()) is not None:
-            frames.append(frame)
-        return frames
+        return [json.loads(frame) for frame in split(self._in)]
 
     def _fill(self) -> None:
         try:
@@ -173,15 +189,3 @@ class Connection:
         except OSError:
             pass
         raise EOFError
-
-    def _next(self) -> Frame | None:
-        if len(self._in) < HEADER.size:
-            return None
-        (size,) = HEADER.unpack_from(self._in)
-        if size > LARGEST:
-            raise InputError(f"frame: expected at most {LARGEST} bytes, found {size}")
-        if len(self._in) < HEADER.size + size:
-            return None
-        data = bytes(self._in[HEADER.size : HEADER.size + size])
-        del self._in[: HEADER.size + size]
-        return json.loads(data)

@@ -14,12 +14,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 import lockstep
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
-from lockstep.serve.request_log import note
-from lockstep.serve.response import send_events, while_connected
+from lockstep.serve.response import TokenResponse
 from lockstep.serve.stream import StreamError
 from lockstep.serve.tensors import Tensor, from_bytes, from_list, to_bytes, to_list
 from lockstep.serve.triton_infer import Inference, InferResponse, Triton
@@ -72,37 +70,18 @@ def error_json(message: str) -> bytes:
     return json.dumps({"error": message}).encode()
 
 
-class InferAnswer:
-    """A response of one inference, whose client may go away at any time.
+def token_response(
+    inference: Inference,
+    encode: Callable[[InferResponse], tuple[bytes, Mapping[str, str]]],
+    events: AsyncIterator[bytes] | None = None,
+) -> TokenResponse:
+    """Return the response of an inference. encode: gives its body and headers. events: instead, server-sent events."""
 
-    Then the inference ends. encode: of a response, its body and headers. events: instead, server-sent events; of them
-    what fails after the first is one too.
-    """
+    async def whole() -> Response:
+        body, headers = encode(await inference.whole())
+        return Response(body, headers=dict(headers))
 
-    def __init__(
-        self,
-        inference: Inference,
-        encode: Callable[[InferResponse], tuple[bytes, Mapping[str, str]]],
-        events: AsyncIterator[bytes] | None = None,
-    ):
-        self._inference, self._encode, self._events = inference, encode, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        inference = self._inference
-        note(scope, id=inference.id, stream=inference.stream, in_chunks=self._events is not None)
-        await while_connected(self._run(scope, receive, send), receive, inference.close)
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = self._inference.stream
-        try:
-            if stream is not None:
-                await stream.admission()
-            if self._events is None:
-                body, headers = self._encode(await self._inference.whole())
-                return await Response(body, headers=dict(headers))(scope, receive, send)
-        except StreamError as error:
-            return await refused(error)(scope, receive, send)
-        await send_events(self._events, stream, send)
+    return TokenResponse(inference.id, inference.stream, inference.close, whole, events, refused)
 
 
 def model_routes(route: Callable[..., Route], action: str, handler: Handler, method: str) -> list[Route]:
@@ -153,7 +132,7 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
 
     async def infer(request: Request) -> Any:
         asked, in_binary = await _request_of(request, access)
-        return InferAnswer(await triton.infer(asked), lambda response: _encoded(asked, response, in_binary))
+        return token_response(await triton.infer(asked), lambda response: _encoded(asked, response, in_binary))
 
     async def infer_stream(request: Request) -> Any:
         asked, _ = await _request_of(request, access)

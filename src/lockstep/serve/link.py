@@ -21,7 +21,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.processes import import_folder
 from lockstep.runtime.request import Request
 from lockstep.serve.engine_process import error_of
-from lockstep.serve.frames import HEADER, Frame, Ready, packed, packed_add
+from lockstep.serve.frames import Frame, Ready, packed, packed_add, split
 from lockstep.serve.settings import EngineOptions
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,56 +29,21 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # which m
 _decode = msgspec.json.Decoder().decode
 
 
-class _Frames(asyncio.Protocol):
-    """The frames of an engine process, as an asyncio protocol.
+class EngineLink(asyncio.Protocol):
+    """One engine process, from its start to its end.
 
-    Each is given to `take` in the moment in which it comes: without a task in between, which would cost more than most
-    frames.
+    Each of its frames is given to the `take` of `run` in the moment in which it comes: without a task in between, which
+    would cost more than most frames. last_frame: when the last sign of life came, on the monotonic clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process: asyncio.subprocess.Process):
+        self._process = process
+        self._transport: asyncio.WriteTransport
         self.last_frame = time.monotonic()
-        self.early: asyncio.Queue[Frame | None] = asyncio.Queue()  # until there is a `take`; None: the process ended
-        self.ended: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
-        self.take: Callable[[Frame], None] = self.early.put_nowait
+        self._early: asyncio.Queue[Frame | None] = asyncio.Queue()  # until there is a `take`; None: the process ended
+        self._ended: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
+        self._take: Callable[[Frame], None] = self._early.put_nowait
         self._in = bytearray()
-
-    def data_received(self, data: bytes) -> None:
-        self._in += data
-        at, end = 0, len(self._in)
-        while end - at >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._in, at)
-            if end - at - HEADER.size < size:
-                break
-            at += HEADER.size + size
-            self._give(memoryview(self._in)[at - size : at].tobytes())
-        del self._in[:at]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.early.put_nowait(None)
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def _give(self, data: bytes) -> None:
-        self.last_frame = time.monotonic()
-        if self.ended.done():
-            return
-        try:
-            frame: Frame = _decode(data)
-            if frame["type"] == "failed":
-                self.early.put_nowait(frame)
-                self.ended.set_result(frame)
-            else:
-                self.take(frame)
-        except Exception as error:  # whoever waits for the end is told
-            self.ended.set_exception(error)
-
-
-class EngineLink:
-    """One engine process, from its start to its end."""
-
-    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.WriteTransport, frames: _Frames):
-        self._process, self._transport, self._frames = process, transport, frames
 
     @classmethod
     async def start(cls, python: str | None, options: EngineOptions, seconds: float) -> tuple[EngineLink, Ready]:
@@ -106,11 +71,11 @@ class EngineLink:
             raise InputError(f"expected a Python interpreter, found {python!r}: {error.strerror}") from None
         finally:
             theirs.close()
-        transport, frames = await asyncio.get_running_loop().create_unix_connection(_Frames, sock=ours)
-        link = cls(process, transport, frames)
+        link = cls(process)
+        link._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
         try:
             link._transport.write(packed({"type": "open", **options.to_json()}))
-            frame = await asyncio.wait_for(frames.early.get(), seconds)
+            frame = await asyncio.wait_for(link._early.get(), seconds)
         except asyncio.TimeoutError:
             await link.stop()
             raise CheckError(
@@ -127,10 +92,33 @@ class EngineLink:
             raise error_of(frame)
         return link, Ready.from_frame(frame)
 
-    @property
-    def last_frame(self) -> float:
-        """Return when the last sign of life came, on the monotonic clock."""
-        return self._frames.last_frame
+    # what asyncio calls
+
+    def data_received(self, data: bytes) -> None:
+        self._in += data
+        for frame in split(self._in):
+            self._receive(frame)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._early.put_nowait(None)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _receive(self, data: bytes) -> None:
+        self.last_frame = time.monotonic()
+        if self._ended.done():
+            return
+        try:
+            frame: Frame = _decode(data)
+            if frame["type"] == "failed":
+                self._early.put_nowait(frame)
+                self._ended.set_result(frame)
+            else:
+                self._take(frame)
+        except Exception as error:  # whoever waits for the end is told
+            self._ended.set_exception(error)
+
+    # what the service calls
 
     @property
     def pid(self) -> int:
@@ -163,12 +151,11 @@ class EngineLink:
 
         Returns its last frame ("failed"), if it sent one, else None.
         """
-        frames = self._frames
-        while not frames.early.empty():
-            if (frame := frames.early.get_nowait()) is not None and frame["type"] != "failed":
+        while not self._early.empty():
+            if (frame := self._early.get_nowait()) is not None and frame["type"] != "failed":
                 take(frame)
-        frames.take = take
-        return await frames.ended
+        self._take = take
+        return await self._ended
 
     def kill(self) -> None:
         """End the process at once; `run` then ends."""

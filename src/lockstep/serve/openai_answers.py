@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar
 
 import msgspec
+from starlette.responses import Response
 
 from lockstep.runtime.completion import Choice
 from lockstep.serve.bodies import error_body
@@ -62,18 +63,16 @@ class AnswerFormat:
         """Return two parts of an answer as one."""
         raise NotImplementedError
 
-    async def whole(self) -> bytes:
-        """Return the body of the answer when all of it is there.
-
-        Raises StreamError.
-        """
+    async def whole(self) -> Response:
+        """Return the answer when all of it is there. Raises StreamError."""
         async for _ in self._stream:
             pass
         choices = []
         for index, choice in enumerate(self._stream.choices):
             echo, answer = await self.echo(index), self.choice(index, choice)
             choices.append(answer if echo is None else self.joined(echo, answer))
-        return msgspec.json.encode({**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()})
+        body = {**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()}
+        return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: chunks, the usage if requested, and the end.

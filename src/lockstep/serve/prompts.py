@@ -6,19 +6,46 @@ The event loop is not held up, and texts that are far too long are refused befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from lockstep.errors import InputError
 from lockstep.runtime.checks import wrong_length
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import bad_request
-from lockstep.serve.turns import Turns
+from lockstep.serve.stream import StreamError
 
 LONG = 1 << 14  # characters of a request, from which on its texts are encoded in a thread
-_TURNS = Turns(2, "prompts")
 # Characters a token of the limit, from which on a text is counted in pieces first, and times the limit that the pieces
 # may have. A cut makes a few tokens more, never as many again.
 _PIECE, _OVER = 4, 2
+_MOST_WAITING = 64  # long texts of one `Turns`, those that run too
+_Made = TypeVar("_Made")
+
+
+class Turns:
+    """Threads that take turns at what would hold up the event loop: few, as each takes much memory."""
+
+    def __init__(self, threads: int, name: str):
+        self._threads = ThreadPoolExecutor(threads, name)
+        self._count = 0
+
+    async def run(self, make: Callable[[], _Made]) -> _Made:
+        """Return what `make` makes in a thread. Raises StreamError, 429, where too many wait."""
+        if self._count >= _MOST_WAITING:
+            raise StreamError(
+                f"{self._count} long texts wait to be encoded or decoded; try again", 429, "queue_full", 1
+            )
+        self._count += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+        finally:
+            self._count -= 1
+
+
+_TURNS = Turns(2, "prompts")
 
 
 async def encode_texts(

@@ -1,18 +1,18 @@
-"""The common part of all answers to requests for tokens.
-
-A client that may go away, and server-sent events.
-"""
+"""The response to a request for tokens, whole or as server-sent events, of OpenAI's API and of Triton's."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from starlette.types import Receive, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from lockstep.serve.stream import Stream
+from lockstep.serve.bodies import error_response
+from lockstep.serve.request_log import note
+from lockstep.serve.stream import Stream, StreamError
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -21,34 +21,59 @@ _HEADERS = [
 ]
 
 
-async def while_connected(answer: Coroutine[Any, Any, None], receive: Receive, close: Callable[[], None]) -> None:
-    """Run `answer` until it is through or the client is gone.
+class TokenResponse:
+    """A response whose client may go away at any time: what it waits for ends in any case."""
 
-    `close` what it waits for in any case.
-    """
-    gone, work = asyncio.create_task(_until_gone(receive)), asyncio.create_task(answer)
-    try:
-        await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            await work
-    except asyncio.CancelledError:  # the server ends, and the client does not read: it gets no more
-        pass
-    finally:
-        for task in (gone, work):
-            task.cancel()
-        close()
+    def __init__(
+        self,
+        id: str,
+        stream: Stream | None,
+        close: Callable[[], None],
+        whole: Callable[[], Awaitable[Response]],
+        events: AsyncIterator[bytes] | None = None,
+        refuse: Callable[[Any], Response] = error_response,
+    ):
+        """Describe a response; the server calls it.
 
+        id: for the log. stream: what it waits for, if anything; close: ends that. whole: makes it when all is there, or
+        raises StreamError. events: server-sent events instead; of them what fails after the first is one too. refuse:
+        words an error.
+        """
+        self._id, self._stream, self._close = id, stream, close
+        self._whole, self._events, self._refuse = whole, events, refuse
 
-async def send_events(events: AsyncIterator[bytes], stream: Stream | None, send: Send) -> None:
-    """Send server-sent events; `stream` is told while one waits for its reader."""
-    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-    async for event in events:
-        if stream is not None:
-            stream.sending_since = time.monotonic()
-        await send({"type": "http.response.body", "body": event, "more_body": True})
-        if stream is not None:
-            stream.sending_since = None
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note(scope, id=self._id, stream=self._stream, in_chunks=self._events is not None)
+        work = asyncio.create_task(self._run(scope, receive, send))
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+        except asyncio.CancelledError:  # the server ends, and the client does not read: it gets no more
+            pass
+        finally:
+            for task in (gone, work):
+                task.cancel()
+            self._close()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = self._stream
+        try:
+            if stream is not None:
+                await stream.admission()
+            if self._events is None:
+                return await (await self._whole())(scope, receive, send)
+        except StreamError as error:
+            return await self._refuse(error)(scope, receive, send)
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        async for event in self._events:
+            if stream is not None:
+                stream.sending_since = time.monotonic()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            if stream is not None:
+                stream.sending_since = None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -24,7 +24,6 @@ from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
-from lockstep.serve.queue import QueueTotals
 from lockstep.serve.say import fault_of, say
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.serve.stream import TENANT, Active, PromptRequest, Stream, StreamError
@@ -78,7 +77,9 @@ class Service:
         self._numbers = itertools.count()
         self._actives: dict[int, tuple[Active, int]] = {}  # by number: a prompt, and what to add to its choice numbers
         self._streams: set[Stream] = set()
-        self._totals = QueueTotals()  # of `_streams`
+        # Of `_streams`, so that it is known without a walk whether a request finds room: prompts that are not admitted,
+        # their tokens, these with those that their answers may have, and answers of admitted prompts.
+        self._waiting = self._waiting_tokens = self._backlog_tokens = self._running = 0
         self._deaths: deque[float] = deque()
         self._tasks: list[asyncio.Task] = []
         self._fault: CheckError | None = None
@@ -210,7 +211,7 @@ class Service:
         stream = Stream(prompts, self.tokenizer)
         self._streams.add(stream)
         for active in stream.actives:
-            self._totals.add(active)
+            self._count_waiting(active, 1)
             active.number = next(self._numbers)
             self._actives[active.number] = active, 0
             self._link.add(active.number, active.prompt.request)
@@ -232,7 +233,7 @@ class Service:
         self._leave(stream)
 
     def _check_room(self, prompts: Sequence[PromptRequest]) -> None:
-        totals, number = self._totals, len(prompts)
+        number = len(prompts)
         most = self.limits.max_queue + self.ready.max_batch_size
         if number > most:  # for ever: "try again" would be no help
             raise StreamError(
@@ -242,19 +243,26 @@ class Service:
                 "request_too_large",
                 param="prompt",
             )
-        tokens = totals.prompt_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
+        tokens = self._waiting_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
         # What fits into free slots does not wait.
-        room = self.limits.max_queue + max(0, self.ready.max_batch_size - totals.running)
-        if totals.waiting + number > room or (totals.waiting and tokens > self.limits.max_queue_tokens):
-            after = min(60, max(1, round(totals.backlog_tokens / self._rate))) if self._rate else 1
+        room = self.limits.max_queue + max(0, self.ready.max_batch_size - self._running)
+        if self._waiting + number > room or (self._waiting and tokens > self.limits.max_queue_tokens):
+            after = min(60, max(1, round(self._backlog_tokens / self._rate))) if self._rate else 1
             self.metrics.refused.inc()
             raise StreamError(
-                f"the queue is full: {totals.waiting} requests of {totals.prompt_tokens} prompt tokens wait "
+                f"the queue is full: {self._waiting} requests of {self._waiting_tokens} prompt tokens wait "
                 f"(at most {self.limits.max_queue} and {self.limits.max_queue_tokens}); try again in {after} s",
                 429,
                 "queue_full",
                 after,
             )
+
+    def _count_waiting(self, active: Active, sign: int) -> None:
+        request = active.prompt.request
+        tokens = len(request.prompt_ids)
+        self._waiting += sign
+        self._waiting_tokens += sign * tokens
+        self._backlog_tokens += sign * (tokens + request.n * request.max_new_tokens)
 
     async def _open(self) -> None:
         options = replace(self._engine_options, loaded=self.adapters.to_load())
@@ -348,7 +356,8 @@ class Service:
         now = time.monotonic()
         for number in frame.get("admitted", ()):
             if (found := self._actives.get(number)) and found[0].admitted is None:
-                self._totals.admit(found[0])
+                self._count_waiting(found[0], -1)
+                self._running += len(found[0].choices)
                 found[0].admitted = now
                 self.metrics.admitted(now - found[0].arrived, len(found[0].prompt.request.prompt_ids))
                 self._counted += len(found[0].prompt.request.prompt_ids)
@@ -417,7 +426,7 @@ class Service:
     def _finish(self, active: Active, choice: int, reason: str | None) -> None:
         """End a choice; reason: None where it is counted as no answer."""
         active.choices.remove(choice)
-        self._totals.end_choice(active)
+        self._running -= active.admitted is not None
         if reason is not None:
             self.metrics.finished(reason)
         self._actives.pop(active.resumed.pop(choice, -1), None)
@@ -434,7 +443,8 @@ class Service:
         if stream in self._streams:
             self._streams.discard(stream)
             for active in stream.actives:
-                self._totals.remove(active)
+                if active.admitted is None:
+                    self._count_waiting(active, -1)
             if not _is_refused(stream):
                 self.metrics.left(time.monotonic() - stream.began, stream)
 

@@ -16,9 +16,8 @@ from lockstep.runtime.checks import expect, expect_tokens
 from lockstep.serve.bodies import BadRequest, bad_request
 from lockstep.serve.messages import chat_text
 from lockstep.serve.openai_parameters import refuse
-from lockstep.serve.prompts import LONG, encode_texts
+from lockstep.serve.prompts import LONG, Turns, encode_texts
 from lockstep.serve.service import Service
-from lockstep.serve.turns import Turns
 
 _TURNS = Turns(1, "tokenization")
 _UNSUPPORTED: dict[str, tuple] = {"tools": (None, []), "chat_template": (None,)}
