@@ -308,7 +308,7 @@ IGNORED = """
 def test_a_name_that_others_know_is_no_slip(server: RealServer) -> None:
     """Each is accepted, or refused for what it is; none for being near another."""
     for kind in (CompletionBody, ChatBody):
-        known = kind.__struct_fields__
+        known = (*kind.__struct_fields__, *kind.UNSUPPORTED)
         assert not [(name, each) for name in IGNORED for each in known if name not in known and is_near(name, each)]
         assert not [(name, each) for name in known for each in known if is_near(name, each) and name not in known]
     assert is_near("max_token", "max_tokens") and not is_near("maxtoken", "max_tokens") and not is_near("m", "n")

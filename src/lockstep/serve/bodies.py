@@ -27,6 +27,9 @@ _OTHERS = ("top_a", "models")  # names that other servers know, near ones that t
 _MOST_DIGITS = 309  # of a whole number within float64
 # Values of wbits of zlib. Deflate is zlib's format by RFC 9110, and of some clients the bare one.
 _COMPRESSED = {"gzip": (31,), "deflate": (15, -15)}
+# Fields that others take, by name with the values that mean nothing: others are refused, so that nobody takes an answer
+# for what it is not. A body has its own as UNSUPPORTED.
+Unsupported = Mapping[str, tuple]
 
 
 @dataclass(frozen=True)
@@ -173,16 +176,20 @@ def _decoded(data: bytes, kind: type[_Body]) -> _Body:
 
 
 def _check_names(value: dict[str, Any], body: msgspec.Struct, place: str = "") -> None:
-    """Raise BadRequest for an unknown name that is one edit from a known one.
+    """Raise BadRequest for a field that is not supported, and for an unknown name that is one edit from a known one.
 
     value: what `body`, a struct, was made of. Other unknown names are let pass, as vLLM does.
     """
-    known = body.__struct_fields__
+    unsupported: Unsupported = getattr(body, "UNSUPPORTED", {})
+    known = (*body.__struct_fields__, *unsupported)
     for name in value.keys() - set(known):
         meant = next((each for each in known if is_near(name, each)), None)
         if meant is not None:
             raise BadRequest(f"{place}{name}: expected {place}{meant}, found another name; correct it", place + name)
-    for name in known:
+    for name in unsupported:
+        if value.get(name) not in unsupported[name]:
+            raise BadRequest(f"{name}: not supported by this server; leave it out", name)
+    for name in body.__struct_fields__:
         if isinstance(inner := getattr(body, name), msgspec.Struct) and name in value:
             _check_names(value[name], inner, f"{place}{name}.")
 

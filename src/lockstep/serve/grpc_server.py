@@ -70,7 +70,8 @@ class GrpcServer:
         # Without the second, two servers could listen at the same port and share its requests.
         options = [("grpc.max_receive_message_length", access.max_body), ("grpc.so_reuseport", 0)]
         self._server = grpc.aio.server(options=options)
-        handlers = {name: self._unary(name, method) for name, method in self._methods().items()}
+        handlers = {name: self._unary(name, self._answering(name, fields)) for name, fields in self._methods().items()}
+        handlers["ModelInfer"] = self._unary("ModelInfer", self._model_infer)
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._model_stream_infer,
             _parser("ModelInferRequest"),
@@ -89,18 +90,27 @@ class GrpcServer:
         """Take no more requests; running ones have `grace` seconds."""
         await self._server.stop(grace)
 
-    def _methods(self) -> dict[str, _Method]:
+    def _methods(self) -> dict[str, Callable[[Any], dict[str, Any]]]:
+        """Return what answers the methods that wait for nothing, as the fields of their responses."""
+        service, triton = self._service, self._triton
+        ready = lambda: service.is_ready and service.is_live
+        model = lambda request: model_of(request.name, request.version)
         return {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelReady": self._model_ready,
-            "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._model_config,
-            "ModelStatistics": self._model_statistics,
-            "RepositoryIndex": self._repository_index,
-            "ModelInfer": self._model_infer,
+            "ServerLive": lambda request: {"live": service.is_live},
+            "ServerReady": lambda request: {"ready": ready()},
+            "ServerMetadata": lambda request: server_metadata(),
+            "ModelReady": lambda request: {"ready": bool(model(request)) and ready()},
+            "ModelMetadata": lambda request: metadata(model(request)),
+            "ModelConfig": lambda request: {"config": config(model(request), service.ready.max_batch_size)},
+            "ModelStatistics": lambda request: triton.statistics.of(model(request).name if request.name else None),
+            "RepositoryIndex": lambda request: {"models": repository_index(service.is_ready)},
         }
+
+    def _answering(self, name: str, fields: Callable[[Any], dict[str, Any]]) -> _Method:
+        async def answer(request: Any, notes: _Notes) -> Any:
+            return MESSAGES[f"{name}Response"](**fields(request))
+
+        return answer
 
     def _unary(self, name: str, method: _Method) -> Any:
         async def call(request: Any, context: Any) -> Any:
@@ -134,33 +144,6 @@ class GrpcServer:
     def _authorize(self, context: Any) -> None:
         given = dict(context.invocation_metadata() or ()).get("authorization", "")
         check_key(given if isinstance(given, str) else "", self._keys)
-
-    async def _server_live(self, request: Any, notes: _Notes) -> Any:
-        return MESSAGES["ServerLiveResponse"](live=self._service.is_live)
-
-    async def _server_ready(self, request: Any, notes: _Notes) -> Any:
-        return MESSAGES["ServerReadyResponse"](ready=self._service.is_ready and self._service.is_live)
-
-    async def _server_metadata(self, request: Any, notes: _Notes) -> Any:
-        return MESSAGES["ServerMetadataResponse"](**server_metadata())
-
-    async def _model_ready(self, request: Any, notes: _Notes) -> Any:
-        model_of(request.name, request.version)
-        return MESSAGES["ModelReadyResponse"](ready=self._service.is_ready and self._service.is_live)
-
-    async def _model_metadata(self, request: Any, notes: _Notes) -> Any:
-        return MESSAGES["ModelMetadataResponse"](**metadata(model_of(request.name, request.version)))
-
-    async def _model_config(self, request: Any, notes: _Notes) -> Any:
-        model = model_of(request.name, request.version)
-        return MESSAGES["ModelConfigResponse"](config=config(model, self._service.ready.max_batch_size))
-
-    async def _model_statistics(self, request: Any, notes: _Notes) -> Any:
-        name = model_of(request.name, request.version).name if request.name else None
-        return MESSAGES["ModelStatisticsResponse"](**self._triton.statistics.of(name))
-
-    async def _repository_index(self, request: Any, notes: _Notes) -> Any:
-        return MESSAGES["RepositoryIndexResponse"](models=repository_index(self._service.is_ready))
 
     async def _model_infer(self, request: Any, notes: _Notes) -> Any:
         asked = infer_request(request)

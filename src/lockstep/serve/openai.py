@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.runtime.completion import Choice
-from lockstep.serve.bodies import BadRequest
+from lockstep.serve.bodies import BadRequest, Unsupported
 from lockstep.serve.logprobs import LogprobsFormat
 from lockstep.serve.openai_answers import AnswerFormat, reason
-from lockstep.serve.openai_parameters import Parameters, check_supported, longest_prompt, prompt_requests, refuse
+from lockstep.serve.openai_parameters import Parameters, longest_prompt, prompt_requests
 from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.stream import AnswerDelta, PromptRequest, Stream
@@ -26,10 +26,11 @@ _MOST_PROMPTS = 256
 class CompletionBody(Parameters, kw_only=True):
     """The body of POST /v1/completions."""
 
+    UNSUPPORTED: ClassVar[Unsupported] = {**Parameters.UNSUPPORTED, "prompt_embeds": (None,)}
+
     prompt: Any  # text, token ids, or a list of either: see `_prompts`
     max_tokens: int | None = 16
     logprobs: int | None = None
-    prompt_embeds: Any = None
     echo: bool | None = False
 
     @property
@@ -43,8 +44,7 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
     Raises BadRequest for values that cannot be.
     """
     await service.adapters.bring(body.lora)
-    check_supported(body, service)
-    refuse(body, {"prompt_embeds": (None,)})
+    service.adapters.named(body.model, body.lora)
     prompts, texts = await _prompts(body, service)
     if not body.echo:
         return prompt_requests(body, prompts, "prompt", service)

@@ -6,20 +6,21 @@ And answers in OpenAI's format.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.runtime.completion import Choice
-from lockstep.serve.bodies import BadRequest
+from lockstep.serve.bodies import BadRequest, Unsupported
 from lockstep.serve.frames import finite
 from lockstep.serve.messages import chat_text
 from lockstep.serve.openai_answers import AnswerFormat, reason
-from lockstep.serve.openai_parameters import Parameters, check_supported, longest_prompt, prompt_requests, refuse
+from lockstep.serve.openai_parameters import Parameters, longest_prompt, prompt_requests
 from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.stream import AnswerDelta, PromptRequest
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 
-_UNSUPPORTED = {
+_UNSUPPORTED: Unsupported = {
+    **Parameters.UNSUPPORTED,
     "echo": (None, False),
     "tools": (None, []),
     "tool_choice": (None, "none"),
@@ -38,21 +39,14 @@ class ChatBody(Parameters, kw_only=True):
     add_generation_prompt, continue_final_message, chat_template_kwargs: as vLLM has them.
     """
 
+    UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
+
     messages: Any  # see `chat_text`
     logprobs: bool | None = False
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-    echo: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    documents: Any = None
-    chat_template: Any = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -65,8 +59,7 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     Raises BadRequest for values that cannot be, and where the model has no chat template.
     """
     await service.adapters.bring(body.lora)
-    check_supported(body, service)
-    refuse(body, _UNSUPPORTED)
+    service.adapters.named(body.model, body.lora)
     # 0 without logprobs asks for nothing.
     if body.top_logprobs and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
         raise BadRequest(

@@ -9,14 +9,14 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from lockstep.errors import InputError
 from lockstep.runtime.checks import check_ranges, expect, expect_tokens
 from lockstep.runtime.request import Request
-from lockstep.serve.bodies import BadRequest, bad_request
+from lockstep.serve.bodies import BadRequest, Unsupported, bad_request
 from lockstep.serve.grammar import grammar_of
 from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
@@ -25,8 +25,7 @@ from lockstep.step.sampling import Sampling
 
 _ID = re.compile("[!-~]{1,128}")
 _TOKEN = re.compile("[0-9]{1,20}")  # an id, and no number that takes long to read
-# Taken by others, not here: refused, so that nobody takes an answer for what it is not.
-_UNSUPPORTED = {
+_UNSUPPORTED: Unsupported = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "prompt_logprobs": (None,),
@@ -62,6 +61,8 @@ class Parameters(msgspec.Struct, kw_only=True):
     what is unsupported.
     """
 
+    UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
+
     model: str | None = None  # the one that is served
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -88,27 +89,12 @@ class Parameters(msgspec.Struct, kw_only=True):
     lora: str | None = None
     add_special_tokens: bool | None = None
     request_id: str | None = None
-    best_of: Any = None
-    suffix: Any = None
     response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_grammar: Any = None
     guided_choice: Any = None
     structured_outputs: Any = None
-    prompt_logprobs: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
-    skip_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
-    logits_processors: Any = None
-    return_tokens_as_token_ids: Any = None
-    guided_whitespace_pattern: Any = None
-    logprob_token_ids: Any = None
-    repetition_detection: Any = None
-    thinking_token_budget: Any = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -145,22 +131,6 @@ def request_id(body: Parameters, header: str | None) -> str:
     if header is not None and _ID.fullmatch(header):
         return header
     return body.request_id or secrets.token_hex(12)
-
-
-def check_supported(body: Parameters, service: Service) -> None:
-    """Raise BadRequest for another model, or a parameter that is not supported."""
-    service.adapters.named(body.model, body.lora)
-    refuse(body, _UNSUPPORTED)
-
-
-def refuse(body: msgspec.Struct, unsupported: dict[str, tuple]) -> None:
-    """Raise BadRequest for the first of these fields that has a value.
-
-    Values that mean nothing are let pass.
-    """
-    for name, allowed in unsupported.items():
-        if getattr(body, name) not in allowed:
-            raise BadRequest(f"{name}: not supported by this server; leave it out", name)
 
 
 def longest_prompt(service: Service) -> int:

@@ -7,24 +7,24 @@ tokens as the model takes, and some thousands more: clients tokenize documents t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from lockstep.errors import InputError
 from lockstep.runtime.checks import expect, expect_tokens
-from lockstep.serve.bodies import BadRequest, bad_request
+from lockstep.serve.bodies import BadRequest, Unsupported, bad_request
 from lockstep.serve.messages import chat_text
-from lockstep.serve.openai_parameters import refuse
 from lockstep.serve.prompts import LONG, Turns, encode_texts
 from lockstep.serve.service import Service
 
 _TURNS = Turns(1, "tokenization")
-_UNSUPPORTED: dict[str, tuple] = {"tools": (None, []), "chat_template": (None,)}
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """The body of POST /tokenize, as vLLM has it: of a text or of a chat."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"tools": (None, []), "chat_template": (None,)}
 
     model: str | None = None
     prompt: str | None = None
@@ -34,8 +34,6 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-    chat_template: Any = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -51,7 +49,6 @@ async def tokenized(body: TokenizeBody, service: Service) -> bytes:
     Raises BadRequest, and StreamError where too many wait.
     """
     service.adapters.named(body.model)
-    refuse(body, _UNSUPPORTED)
     if (body.prompt is None) == (body.messages is None):
         found = "neither" if body.prompt is None else "both"
         raise BadRequest(f"prompt: expected either prompt or messages, found {found}", "prompt")
