@@ -128,13 +128,14 @@ class Engine:
         """Return the scheduler, for counters: requests running and waiting, pages."""
         return self._scheduler
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request, index: int | None = None) -> int:
         """Queue a request and return its number.
 
-        Raises InputError for a prompt that is empty or too long, for values that are out of range, and for a request
-        that could never have the memory that it may need.
+        index: the number, of no request that is there; by default the next one. Raises InputError for a prompt that is
+        empty or too long, for values that are out of range, and for a request that could never have the memory that it
+        may need.
         """
-        index, model = self._count, self._model
+        index, model = self._count if index is None else index, self._model
         if not self._choices:
             self._began = None  # what was under way when the last one ended is nobody's
         prompt, again = check_request(request, model, self._longest, self._grammars is not None)
@@ -151,7 +152,7 @@ class Engine:
             choices[0].siblings = choices[1:]
         for scheduled in choices[:1] if choices[0].siblings else choices:
             self._scheduler.add(scheduled, held=request.grammar is not None)
-        self._count += 1
+        self._count = max(self._count, index + 1)
         known = np.concatenate([prompt, np.array(again, np.int64)])
         for number, (scheduled, words) in enumerate(zip(choices, bad_words), request.choice):
             sampler = Sampler(request.sampling, known, request.stop_ids, number, len(prompt))

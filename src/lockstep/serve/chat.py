@@ -39,10 +39,7 @@ class _Lost(Exception):
 
 
 class Chat:
-    """The chat template of a model.
-
-    fault: why no chat is possible; None where it is.
-    """
+    """The chat template of a model. fault: why no chat is possible; None where it is."""
 
     def __init__(self, template: ChatTemplate | None):
         self._template = template

@@ -102,10 +102,7 @@ class _Found:
 
 
 class _Check:
-    """One run of the check.
-
-    failures: lines, in the order in which they were found.
-    """
+    """One run of the check. failures: lines, in the order in which they were found."""
 
     def __init__(
         self,
@@ -229,10 +226,7 @@ class _Check:
                 raise error
 
     async def _golden(self, number: int, how: str, found: _Found, first: asyncio.Event | None = None) -> None:
-        """Send a golden prompt and judge its answer.
-
-        first: set when a token is there.
-        """
+        """Send a golden prompt and judge its answer. first: set when a token is there."""
         prompt = self.prompts[number]
         answer = await self._answer(prompt.text, self.max_new_tokens, first)
         self._judge(prompt, self.expected[number], answer, how, found, exact=self.service.ready.batch_invariant)

@@ -30,10 +30,7 @@ class Answer:
 
 
 async def get(path: Path, url: str) -> Any:
-    """Return the JSON at `url`.
-
-    Raises CheckError for another status than 200.
-    """
+    """Return the JSON at `url`. Raises CheckError for another status than 200."""
     async with _asked(path, f"GET {url} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()) as reader:
         return json.loads(b"".join([part async for part in _body(reader, url)]))
 

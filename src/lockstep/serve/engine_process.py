@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ def _serve(connection: Connection) -> None:
     frames: list[Frame] = []
     while not frames:
         frames = connection.receive(60)
-    options = EngineOptions.from_json(frames.pop(0))
+    options = EngineOptions(**frames.pop(0)["options"])
     engine, adapters, ready = _open(options)
     processes.freeze_heap()
-    connection.send(ready.to_frame())
+    connection.send({"type": "ready", "ready": asdict(ready)})
     _Loop(connection, engine, AdapterLoader(adapters, options.checkpoint) if adapters else None).run(frames)
 
 
@@ -145,9 +146,6 @@ class _Loop:
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
         self._connection, self._engine, self._loader = connection, engine, loader
-        self._ids: dict[int, int] = {}  # of a request in the engine -> as the API process calls it
-        self._numbers: dict[int, int] = {}  # and back
-        self._left: dict[int, int] = {}  # choices that have not ended
 
     def run(self, frames: list[Frame]) -> None:
         engine, connection, said = self._engine, self._connection, 0.0
@@ -157,20 +155,15 @@ class _Loop:
             if engine.has_work:
                 made = engine.step()
                 for number, message in engine.refused:
-                    self._refuse(self._ids[number], message, message.partition(":")[0])
-                    self._end(number, self._left[number])
-                admitted = [self._ids[number] for number in engine.admitted if number in self._ids]
+                    self._refuse(number, message, message.partition(":")[0])
                 prompts = [
-                    [self._ids[number], first, [_packed(each) for each in found]]
+                    [number, first, [_packed(each) for each in found]]
                     for number, first, found in engine.prompt_logprobs
                 ]
-                if made or admitted or prompts or time.monotonic() - said >= TICK:
+                if made or engine.admitted or prompts or time.monotonic() - said >= TICK:
                     said = time.monotonic()
-                    tokens = [self._entry(token) for token in made]
-                    more = {"prompts": prompts} if prompts else {}
-                    connection.send(
-                        {"type": "step", "tokens": tokens, "admitted": admitted, **more, **self._counters()}
-                    )
+                    step = {"type": "step", "tokens": [_entry(token) for token in made], "admitted": engine.admitted}
+                    connection.send({**step, **({"prompts": prompts} if prompts else {}), **self._counters()})
             elif time.monotonic() - said >= TICK:
                 said = time.monotonic()
                 connection.send({"type": "tick", **self._counters()})
@@ -189,18 +182,12 @@ class _Loop:
                 self._loader.adapters.remove(frame["name"])
             return
         if frame["type"] == "abort":
-            if (number := self._numbers.get(id)) is not None:
-                choice = frame.get("choice")
-                if self._engine.abort(number, choice):
-                    self._end(number, 1 if choice is not None else self._left[number])
+            self._engine.abort(id, frame.get("choice"))
             return
         try:
-            request = request_of(frame)
-            number = self._engine.add(request)
+            self._engine.add(request_of(frame), id)
         except InputError as error:
             self._refuse(id, str(error))
-            return
-        self._ids[number], self._numbers[id], self._left[number] = id, number, request.n
 
     def _take_loaded(self) -> None:
         """Add the adapters that were read meanwhile, and answer their frames."""
@@ -218,19 +205,6 @@ class _Loop:
     def _refuse(self, id: int, message: str, param: str | None = None) -> None:
         self._connection.send({"type": "refused", "id": id, "message": message, "param": param})
 
-    def _end(self, number: int, choices: int) -> None:
-        self._left[number] -= choices
-        if not self._left[number]:
-            del self._left[number], self._numbers[self._ids.pop(number)]
-
-    def _entry(self, token: Token) -> list[Any]:
-        entry: list[Any] = [self._ids[token.request], token.choice, token.token, token.finish]
-        if token.logprobs is not None:
-            entry += _packed(token.logprobs)
-        if token.finish:
-            self._end(token.request, 1)
-        return entry
-
     def _counters(self) -> dict[str, Any]:
         engine, scheduler = self._engine, self._engine.scheduler
         pool = scheduler.tables.pool
@@ -243,6 +217,11 @@ class _Loop:
             "prefix_queries": engine.prefix_queries,
             "prefix_hits": engine.prefix_hits,
         }
+
+
+def _entry(token: Token) -> list[Any]:
+    logprobs = [] if token.logprobs is None else _packed(token.logprobs)
+    return [token.request, token.choice, token.token, token.finish, *logprobs]
 
 
 def _packed(logprobs: Logprobs) -> list[Any]:

@@ -56,13 +56,6 @@ class Ready:
     adapters: Mapping[str, str]
     lost_adapters: Mapping[str, str]
 
-    def to_frame(self) -> Frame:
-        return {"type": "ready", **asdict(self)}
-
-    @classmethod
-    def from_frame(cls, frame: Frame) -> Ready:
-        return cls(**{field.name: frame[field.name] for field in fields(cls)})
-
 
 def packed(frame: Mapping[str, Any]) -> bytes:
     """Return a frame's bytes."""
@@ -146,10 +139,7 @@ class Connection:
         self._in, self._out = bytearray(), bytearray()
 
     def send(self, frame: Mapping[str, Any]) -> None:
-        """Send a frame, as far as it goes.
-
-        Raises EOFError where the other end is closed.
-        """
+        """Send a frame, as far as it goes. Raises EOFError where the other end is closed."""
         self._out += packed(frame)
         self.flush()
 

@@ -38,13 +38,9 @@ _CODES = {
 }
 _CONTENTS = {  # where a tensor's values stand that are not raw
     "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
     "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
@@ -55,10 +51,7 @@ _Method = Callable[[Any, _Notes], Awaitable[Any]]
 
 
 class GrpcServer:
-    """A gRPC server before a service.
-
-    port: where it listens.
-    """
+    """A gRPC server before a service. port: where it listens."""
 
     def __init__(self, triton: Triton, access: Access, host: str, port: int):
         """Bind the address; `start` takes requests.
@@ -233,10 +226,7 @@ async def _abort(context: Any, error: BadRequest | StreamError) -> None:
 
 
 def infer_request(message: Any) -> InferRequest:
-    """Return a ModelInferRequest as the models take it.
-
-    Raises BadRequest.
-    """
+    """Return a ModelInferRequest as the models take it. Raises BadRequest."""
     model = model_of(message.model_name, message.model_version)
     raw = message.raw_input_contents
     if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):

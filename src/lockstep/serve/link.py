@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -74,7 +75,7 @@ class EngineLink(asyncio.Protocol):
         link = cls(process)
         link._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
         try:
-            link._transport.write(packed({"type": "open", **options.to_json()}))
+            link._transport.write(packed({"type": "open", "options": asdict(options)}))
             frame = await asyncio.wait_for(link._early.get(), seconds)
         except asyncio.TimeoutError:
             await link.stop()
@@ -90,7 +91,7 @@ class EngineLink(asyncio.Protocol):
         if frame["type"] == "failed":
             await link.stop()
             raise error_of(frame)
-        return link, Ready.from_frame(frame)
+        return link, Ready(**frame["ready"])
 
     # what asyncio calls
 
@@ -163,10 +164,7 @@ class EngineLink(asyncio.Protocol):
             self._process.kill()
 
     async def stop(self) -> int:
-        """End the process, by its socket's end or else by a signal.
-
-        Returns its exit code.
-        """
+        """End the process, by its socket's end or else by a signal. Returns its exit code."""
         self._transport.close()
         try:
             return await asyncio.wait_for(self._process.wait(), 2)

@@ -39,10 +39,7 @@ class CompletionBody(Parameters, kw_only=True):
 
 
 async def completion_requests(body: CompletionBody, service: Service) -> list[PromptRequest]:
-    """Return the prompts of a body.
-
-    Raises BadRequest for values that cannot be.
-    """
+    """Return the prompts of a body. Raises BadRequest for values that cannot be."""
     await service.adapters.bring(body.lora)
     service.adapters.named(body.model, body.lora)
     prompts, texts = await _prompts(body, service)

@@ -25,6 +25,8 @@ from lockstep.step.sampling import Sampling
 
 _ID = re.compile("[!-~]{1,128}")
 _TOKEN = re.compile("[0-9]{1,20}")  # an id, and no number that takes long to read
+# Fields of `Sampling` that a body has as they are.
+_SAMPLING = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty min_tokens seed".split()
 _UNSUPPORTED: Unsupported = {
     "best_of": (None, 1),
     "suffix": (None, ""),
@@ -183,20 +185,7 @@ def prompt_requests(
 
 def _sampling(body: Parameters) -> Sampling:
     """Return how tokens are chosen. Raises InputError."""
-    given: dict[str, Any] = {
-        name: value
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "min_tokens",
-            "seed",
-        )
-        if (value := getattr(body, name)) is not None
-    }
+    given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     given |= {"top_k": max(0, body.top_k or 0), "logprobs": body.num_logprobs}  # top_k: -1 is all too
     given["bad_words"] = tuple(body.bad_words or ())
     given.setdefault("temperature", 1.0)

@@ -39,10 +39,7 @@ def note(scope: Scope, **known: Any) -> None:
 
 
 class RequestLog:
-    """A log file; `-` is stderr.
-
-    Close it at the end.
-    """
+    """A log file; `-` is stderr. Close it at the end."""
 
     def __init__(self, path: Path, model: str):
         """Open the file, and start the thread that writes to it.

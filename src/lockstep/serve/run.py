@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Address:
-    """The address to listen at.
-
-    port 0: any that is free; None: at no port.
-    """
+    """The address to listen at. port 0: any that is free; None: at no port."""
 
     host: str = "127.0.0.1"
     port: int | None = 8000

@@ -6,8 +6,8 @@ Standard library alone: the engine's Python may have no more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,6 @@ class EngineOptions:
     adapters: str | None = None
     checkpoint: str | None = None
     loaded: Sequence[tuple[str, str, str]] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> EngineOptions:
-        """Return the options in a frame "open"."""
-        return cls(**{field.name: value[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True)

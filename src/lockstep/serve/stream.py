@@ -79,10 +79,7 @@ class StreamError(Exception):
 
 @dataclass
 class Active:
-    """A prompt that has not ended.
-
-    choices: those that have not ended.
-    """
+    """A prompt that has not ended. choices: those that have not ended."""
 
     number: int  # as the engine process knows it
     prompt: PromptRequest

@@ -55,10 +55,7 @@ class Tensor:
 
 
 def of(name: str, datatype: str, values: Any, *shape: int) -> Tensor:
-    """Return a tensor of an answer.
-
-    values: numbers, or bytes.
-    """
+    """Return a tensor of an answer. values: numbers, or bytes."""
     array = np.empty(len(values) if datatype == "BYTES" else 0, object)
     if datatype == "BYTES":
         array[:] = values

@@ -25,10 +25,7 @@ from lockstep.serve.triton_models import VERSION, Spec
 
 
 def generate_routes(route: Callable[..., Route], triton: Triton, access: Access) -> list[Route]:
-    """Return the routes of the extension.
-
-    route: as for `kserve_routes`.
-    """
+    """Return the routes of the extension. route: as for `kserve_routes`."""
 
     async def generate(request: Request) -> Any:
         asked = await _request_of(request, access)

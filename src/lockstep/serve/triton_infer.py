@@ -42,10 +42,7 @@ class Inference:
     stream: Stream | None = None
 
     def __init__(self, outputs: Sequence[Tensor] = (), id: str = ""):
-        """Hold outputs that are ready.
-
-        id: of the client's, "" for none.
-        """
+        """Hold outputs that are ready. id: of the client's, "" for none."""
         self._outputs, self.id = outputs, id
 
     @property
@@ -54,10 +51,7 @@ class Inference:
         return False
 
     async def whole(self) -> InferResponse:
-        """Return one response for all answers.
-
-        Raises StreamError.
-        """
+        """Return one response for all answers. Raises StreamError."""
         return InferResponse(self._outputs)
 
     async def parts(self, in_tokens: bool) -> AsyncIterator[InferResponse]:
@@ -178,10 +172,7 @@ class Generation(Inference):
     """A request that makes tokens, from the moment it is queued."""
 
     def __init__(self, triton: Triton, request: InferRequest, batch: Batch, prompts: Sequence[Prompt]):
-        """Queue the prompts.
-
-        Raises StreamError where there is no room.
-        """
+        """Queue the prompts. Raises StreamError where there is no room."""
         super().__init__(id=request.id)
         self.model, self.is_counted = request.model.name, False
         self._triton, self._request = triton, request

@@ -155,21 +155,13 @@ _OUTPUTS = {
     "postprocessing": "OUTPUT BYTES -1",
 }
 # Outputs of that backend that this server never makes: a client that lists them gets the others, as there.
-NEVER_MADE = {
-    "context_logits",
-    "generation_logits",
-    "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks",
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
-    "acceptance_rate",
-    "total_accepted_draft_tokens",
-    "total_draft_tokens",
-    "OUT_PROMPT_TABLE_EXTRA_IDS",
-}
+NEVER_MADE = set(
+    """
+    context_logits generation_logits kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks
+    arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns
+    acceptance_rate total_accepted_draft_tokens total_draft_tokens OUT_PROMPT_TABLE_EXTRA_IDS
+    """.split()
+)
 
 
 @dataclass(frozen=True)
@@ -188,10 +180,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its tensors by name.
-
-    inputs: older names too.
-    """
+    """A model: its tensors by name. inputs: older names too."""
 
     name: str
     inputs: dict[str, Spec] = field(default_factory=dict)
@@ -225,10 +214,7 @@ MODELS = {name: Model(name, _specs(_INPUTS[name]), _specs(_OUTPUTS[name])) for n
 
 
 def model_of(name: str, version: str = "") -> Model:
-    """Return the model of a name and a version, empty for any.
-
-    Raises BadRequest, 404.
-    """
+    """Return the model of a name and a version, empty for any. Raises BadRequest, 404."""
     if name not in MODELS:
         raise BadRequest(f"model: expected one of {', '.join(MODELS)}, found {name[:80]!r}", "model", 404)
     if version not in ("", VERSION):
