@@ -21,7 +21,6 @@ from lockstep.serve.settings import EngineOptions, ServiceLimits
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
     from lockstep.cli.opened import Runnable
-    from lockstep.serve.adapter_folders import AdapterFolders
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,8 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
         adapters=None if place.adapters is None else str(place.adapters),
         checkpoint=None if place.checkpoint is None else str(place.checkpoint),
     )
-    folders = _adapter_folders(place, options.allow_adapter_loading)
+    if (root := options.allow_adapter_loading) is not None:
+        _check_adapter_loading(place)
     limits = ServiceLimits(
         max_queue=options.max_queue,
         max_queue_tokens=options.max_queue_tokens,
@@ -136,7 +136,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     python = options.python or found.python
     tokenizer = Tokenizer.open(place.assembly)
     service = Service(
-        name, tokenizer, python, engine_options, limits, prefix, template, request_log=log, folders=folders
+        name, tokenizer, python, engine_options, limits, prefix, template, request_log=log, adapter_root=root
     )
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
@@ -159,16 +159,10 @@ def _named_options() -> Iterator[None]:
         raise InputError(f"--kv-bytes: {said.replace('kv_bytes', '--kv-bytes')}") from None
 
 
-def _adapter_folders(place: Opened, root: Path | None) -> AdapterFolders | None:
-    """Return the folders that `--allow-adapter-loading` allows; None without it.
-
-    Raises InputError for a model that cannot take adapters, and for a bundle.
-    """
+def _check_adapter_loading(place: Opened) -> None:
+    """Raise InputError for a model that cannot take adapters, and for a bundle."""
     from lockstep.artifacts.assembly import Assembly
-    from lockstep.serve.adapter_folders import AdapterFolders
 
-    if root is None:
-        return None
     if Assembly.load(place.assembly).adapters is None:
         raise InputError(
             "--allow-adapter-loading: expected a model whose graphs take adapters, found one without; give "
@@ -178,7 +172,6 @@ def _adapter_folders(place: Opened, root: Path | None) -> AdapterFolders | None:
         raise InputError(
             "--allow-adapter-loading: expected a target, whose checkpoint adapters are checked against, found a bundle"
         )
-    return AdapterFolders(root)
 
 
 def _end_with_stdin() -> None:

@@ -7,28 +7,47 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.serve.adapter_folders import MOST_LOADED, AdapterFolders, LoadedFolder, check_name, stamp_of
+from lockstep.artifacts.adapters import CONFIG, WEIGHTS
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.stream import StreamError
 
 _FEW = 20  # names that an error lists
+_MOST_LOADED = 256
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class LoadedFolder:
+    """A loaded adapter's folder, and what its files were then.
+
+    stamp: of its files; sha256: of what the adapter computes.
+    """
+
+    folder: Path
+    stamp: Stamp | None
+    sha256: str
 
 
 class Adapters:
     """The names of adapters, and which of them the engine has loaded."""
 
-    def __init__(self, model: str, folders: AdapterFolders | None, is_used: Callable[[str], bool]):
+    def __init__(self, model: str, root: Path | None, is_used: Callable[[str], bool]):
         """Begin without an engine; `engine_started` tells which adapters there are.
 
-        model: its name in requests. folders: that requests may name as adapters; None: none. is_used: whether a request
-        is computed with an adapter.
+        model: its name in requests. root: folder below which requests may name folders as adapters
+        (`--allow-adapter-loading`); None: nowhere. is_used: whether a request is computed with an adapter.
         """
-        self._model, self._folders, self._is_used = model, folders, is_used
+        self._model, self._root, self._is_used = model, None if root is None else root.resolve(), is_used
+        self._loaded: dict[str, LoadedFolder] = {}  # while the server runs, the least recently used first
         self._own: Mapping[str, str] = {}  # {name: sha256}
         self._link: EngineLink | None = None
         self._loads: dict[str, tuple[Path, asyncio.Task[LoadedFolder]]] = {}  # under way, by name
@@ -42,11 +61,6 @@ class Adapters:
     def names(self) -> list[str]:
         """Return the names of the model's own adapters: those of its config."""
         return sorted(self._own)
-
-    @property
-    def _loaded(self) -> dict[str, LoadedFolder]:
-        """Return the adapters that were loaded while the server runs."""
-        return {} if self._folders is None else self._folders.loaded
 
     @property
     def model_names(self) -> list[str]:
@@ -74,12 +88,13 @@ class Adapters:
         named = model.removeprefix(self._model).removeprefix(":") or None
         if lora is None or lora == named:
             return named
-        found: str | None = lora if lora in self._own else None
-        if found is None and self._folders is not None:
-            found = self._folders.name_of(lora)
+        found: str | None = lora if lora in self._own or lora in self._loaded else None
+        if found is None and self._root is not None:
+            name, _ = self._find(lora)
+            found = name if name in self._loaded else None
         if found is None:
             there = _one_of([*self.names, *self._loaded]) or "none, for the model has no adapters"
-            more = "; --allow-adapter-loading lets requests name folders" if "/" in lora and not self._folders else ""
+            more = "; --allow-adapter-loading lets requests name folders" if "/" in lora and not self._root else ""
             raise BadRequest(f"lora: expected {there}, found {lora[:80]!r}{more}", "lora", 404)
         if named not in (None, found):
             raise BadRequest(f"lora: expected {named!r} as in model, found {lora[:80]!r}; leave one out", "lora")
@@ -93,35 +108,70 @@ class Adapters:
         Only where that is allowed. Raises BadRequest for one that cannot be used, that changed since, or that lies
         elsewhere.
         """
-        if lora is None or self._folders is None or lora in self._own:
+        if lora is None or self._root is None or lora in self._own:
             return
-        if lora in self._folders.loaded:
-            return self._folders.use(lora)
-        name, folder = self._folders.find(lora)
-        if name in self._folders.loaded:
-            if (other := self._folders.loaded[name].folder) != folder:
-                raise BadRequest(
-                    f"lora: expected a folder whose name is free, found {name!r}, as which {other.name!r} is loaded",
-                    "lora",
-                    409,
-                )
-            return self._folders.use(name)
-        await self.load(name, folder)
+        if lora in self._loaded:
+            return self._use(lora)
+        name, folder = self._find(lora)
+        if name not in self._loaded:
+            return await self.load(name, folder)
+        if (other := self._loaded[name].folder) != folder:
+            raise BadRequest(
+                f"lora: expected a folder whose name is free, found {name!r}, as which {other.name!r} is loaded",
+                "lora",
+                409,
+            )
+        self._use(name)
+
+    def _find(self, text: str) -> tuple[str, Path]:
+        """Return the name and the path of the folder that a request names, by its path or relative to the root.
+
+        Its name is its path below the root. Raises BadRequest for one elsewhere: links are followed first.
+        """
+        assert self._root is not None  # nobody asks otherwise
+        try:
+            folder = (self._root / text).resolve()
+        except (OSError, ValueError, RuntimeError):
+            folder = self._root
+        if self._root not in folder.parents:
+            raise BadRequest(
+                "lora: expected the name of an adapter, or a folder below that of --allow-adapter-loading, found "
+                f"{text[:80]!r}",
+                "lora",
+                403,
+            )
+        name = folder.relative_to(self._root).as_posix()
+        _check_name("lora", name)
+        return name, folder
+
+    def _use(self, name: str) -> None:
+        """Mark a loaded adapter as the most recently used.
+
+        Raises BadRequest, 409, where its folder is not as it was.
+        """
+        entry = self._loaded[name] = self._loaded.pop(name)
+        if _stamp_of(entry.folder) != entry.stamp:
+            raise BadRequest(
+                f"lora: adapter {name!r}: expected its folder as it was when it was loaded, found it changed or gone; "
+                "unload it (POST /v1/unload_lora_adapter), or put it back",
+                "lora",
+                409,
+            )
 
     async def load(self, name: str, folder: Path | str) -> None:
         """Load a folder under a name; several requests for it wait for one load.
 
         Raises BadRequest.
         """
-        if self._folders is None:
+        if self._root is None:
             raise BadRequest("lora_path: expected a server with --allow-adapter-loading, found one without", None, 403)
         if isinstance(folder, str):
-            check_name("lora_name", name)
-            _, folder = self._folders.find(folder)
-            if name in self._own or name in self._folders.loaded:
+            _check_name("lora_name", name)
+            _, folder = self._find(folder)
+            if name in self._own or name in self._loaded:
                 raise BadRequest(f"lora_name: expected a new name, found {name!r}, which is there", "lora_name", 409)
         if name not in self._loads:
-            task = asyncio.create_task(self._load(name, folder, self._folders))
+            task = asyncio.create_task(self._load(name, folder))
             self._loads[name] = folder, task
             task.add_done_callback(lambda task: self._has_loaded(name, task))
         other, task = self._loads[name]
@@ -138,16 +188,16 @@ class Adapters:
         if not task.cancelled():
             task.exception()  # whoever still waits for it is told
 
-    async def _load(self, name: str, folder: Path, folders: AdapterFolders) -> LoadedFolder:
-        loaded = folders.loaded
+    async def _load(self, name: str, folder: Path) -> LoadedFolder:
+        loaded = self._loaded
         if self._link is None:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
-        if len(loaded) >= MOST_LOADED:
+        if len(loaded) >= _MOST_LOADED:
             unused = next((each for each in loaded if not self._is_used(each)), None)
             if unused is None:
                 raise StreamError(f"{len(loaded)} adapters are loaded and in use; try again", 503, "adapters_in_use", 1)
             self.unload(unused)
-        stamp, number = stamp_of(folder), next(self._numbers)
+        stamp, number = _stamp_of(folder), next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self._link.load(number, name, str(folder))
         try:
@@ -217,3 +267,21 @@ def _one_of(names: Sequence[str]) -> str:
     """Return names for an error; the first ones of many."""
     shown = ", ".join(names[:_FEW]) + (f" ... ({len(names)} in all)" if len(names) > _FEW else "")
     return f"one of {shown}" if len(names) > 1 else shown
+
+
+def _check_name(field: str, name: str) -> None:
+    """Raise BadRequest for what cannot be part of a model's name."""
+    if len(name) > 200 or not _NAME.fullmatch(name):
+        raise BadRequest(f"{field}: expected letters, digits, . _ - and /, found {name[:80]!r}", field)
+
+
+def _stamp_of(folder: Path) -> Stamp | None:
+    """Return a value that changes when a file of the adapter does.
+
+    None where a file is gone.
+    """
+    try:
+        found = [os.stat(folder / name) for name in (CONFIG, WEIGHTS)]
+    except OSError:
+        return None
+    return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)

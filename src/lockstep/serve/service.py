@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import CheckError, LockstepError
 from lockstep.runtime.request import NOT_FINITE, Request
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve.adapter_folders import AdapterFolders
 from lockstep.serve.adapters import Adapters
 from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame, Ready
@@ -52,14 +52,13 @@ class Service:
         chat_template: ChatTemplate | None = None,
         log: Callable[[str], None] = say,
         request_log: RequestLog | None = None,
-        folders: AdapterFolders | None = None,
+        adapter_root: Path | None = None,
     ):
         """Describe the service; `start` starts its engine.
 
         name: of the model, in requests. python, engine_options: of the engine process (see `EngineLink.start`).
         chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
-        again. request_log: gets what front ends say of each request. folders: that requests may name as adapters; None:
-        none.
+        again. request_log: gets what front ends say of each request. adapter_root: as of `Adapters`.
         """
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.chat = Chat(chat_template)
@@ -72,7 +71,7 @@ class Service:
         self.metrics = Metrics(name, self._read(), metrics_prefix)
         self.request_log = request_log
         self._python, self._engine_options, self._log = python, engine_options, log
-        self.adapters = Adapters(name, folders, self._is_used)
+        self.adapters = Adapters(name, adapter_root, self._is_used)
         self._link: EngineLink | None = None
         self._numbers = itertools.count()
         self._actives: dict[int, tuple[Active, int]] = {}  # by number: a prompt, and what to add to its choice numbers
