@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
+from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, json_response, read_body
 from lockstep.serve.kserve import kserve_routes
 from lockstep.serve.kserve import refused as triton_error
 from lockstep.serve.metrics import CONTENT_TYPE
@@ -95,15 +95,11 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         body = await decoded(await read_body(request, access), DetokenizeBody)
         return Response(await detokenized(body, service), media_type="application/json")
 
-    async def info(request: Request) -> Any:
-        return _json(tokenizer_info(service))
+    def telling(path: str, answer: Callable[[Request], Any], holds: Callable[[], bool] = lambda: True) -> Route:
+        async def handle(request: Request) -> Any:
+            return json_response(answer(request), 200 if holds() else 503)
 
-    async def models(request: Request) -> Any:
-        return _json({"object": "list", "data": [_model(service, name) for name in service.adapters.model_names]})
-
-    async def model(request: Request) -> Any:
-        service.adapters.named(request.path_params["name"])
-        return _json(_model(service, request.path_params["name"]))
+        return route(path, handle)
 
     async def load_adapter(request: Request) -> Any:
         body = await decoded(await read_body(request, access), LoadAdapterBody)
@@ -115,17 +111,8 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         service.adapters.unload(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
-    async def live(request: Request) -> Any:
-        return _json(_health(service), 200 if service.is_live else 503)
-
-    async def ready(request: Request) -> Any:
-        return _json(_health(service), 200 if service.is_ready and service.is_live else 503)
-
     async def metrics(request: Request) -> Any:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
-
-    async def status(request: Request) -> Any:
-        return _json(_status(service))
 
     async def front(request: Request) -> Any:
         content, headers = page()
@@ -152,18 +139,18 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         routes=[
             route("/v1/completions", completing(CompletionBody, completion_requests, CompletionFormat), "POST"),
             route("/v1/chat/completions", completing(ChatBody, chat_requests, ChatFormat), "POST"),
-            route("/v1/models", models),
-            route("/v1/models/{name:path}", model),
+            telling("/v1/models", lambda request: _models(service)),
+            telling("/v1/models/{name:path}", lambda request: _model(service, request.path_params["name"])),
             route("/v1/load_lora_adapter", load_adapter, "POST"),
             route("/v1/unload_lora_adapter", unload_adapter, "POST"),
             route("/tokenize", tokenize, "POST"),
             route("/detokenize", detokenize, "POST"),
-            route("/tokenizer_info", info),
-            route("/health", live),
-            route("/health/live", live),
-            route("/health/ready", ready),
+            telling("/tokenizer_info", lambda request: tokenizer_info(service)),
+            telling("/health", lambda request: _health(service), lambda: service.is_live),
+            telling("/health/live", lambda request: _health(service), lambda: service.is_live),
+            telling("/health/ready", lambda request: _health(service), lambda: service.is_ready and service.is_live),
             route("/metrics", metrics),
-            route("/status", status),
+            telling("/status", lambda request: _status(service)),
             route("/", front),
             *kserve_routes(route, triton, access),
             *generate_routes(route, triton, access),
@@ -229,8 +216,8 @@ def check_key(authorization: str, keys: Sequence[bytes]) -> None:
         raise BadRequest(f"authorization: expected 'Bearer' and a key of this server, found {found}", status=401)
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def _models(service: Service) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(service, name) for name in service.adapters.model_names]}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -94,6 +94,10 @@ def error_response(error: BadRequest | StreamError) -> Response:
     return Response(body, error.status, headers, "application/json")
 
 
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
 async def read_body(request: Request, access: Access) -> bytes:
     """Return the whole body of a request, decompressed.
 

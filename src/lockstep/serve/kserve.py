@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import lockstep
-from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, read_body
+from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, json_response, read_body
 from lockstep.serve.response import TokenResponse
 from lockstep.serve.stream import StreamError
 from lockstep.serve.tensors import Tensor, from_bytes, from_list, to_bytes, to_list
@@ -105,9 +105,13 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
     """
     service = triton.service
     state = lambda holds: Response(status_code=200 if holds else 503)
+    chosen = lambda request: asked_model(request).name if "name" in request.path_params else None
 
-    async def server(request: Request) -> Any:
-        return _json(server_metadata())
+    def telling(answer: Callable[[Request], Any]) -> Handler:
+        async def handle(request: Request) -> Any:
+            return json_response(answer(request))
+
+        return handle
 
     async def live(request: Request) -> Any:
         return state(service.is_live)
@@ -117,18 +121,12 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
             asked_model(request)
         return state(service.is_ready and service.is_live)
 
-    async def model(request: Request) -> Any:
-        return _json(metadata(asked_model(request)))
-
-    async def configuration(request: Request) -> Any:
-        return _json(config(asked_model(request), service.ready.max_batch_size))
-
-    async def statistics(request: Request) -> Any:
-        return _json(triton.statistics.of(asked_model(request).name if "name" in request.path_params else None))
+    statistics = telling(lambda request: triton.statistics.of(chosen(request)))
+    configuration = telling(lambda request: config(asked_model(request), service.ready.max_batch_size))
 
     async def index(request: Request) -> Any:
         await read_body(request, access)
-        return _json(repository_index(service.is_ready))
+        return json_response(repository_index(service.is_ready))
 
     async def infer(request: Request) -> Any:
         asked, in_binary = await _request_of(request, access)
@@ -141,13 +139,13 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
         return InferAnswer(inference, lambda response: _encoded(asked, response), _events(asked, inference))
 
     return [
-        route("/v2", server, refuse=refused),
+        route("/v2", telling(lambda request: server_metadata()), refuse=refused),
         route("/v2/health/live", live, refuse=refused),
         route("/v2/health/ready", ready, refuse=refused),
         route("/v2/repository/index", index, "POST", refuse=refused),
         route("/v2/models/stats", statistics, refuse=refused),  # before a model of this name
         *model_routes(route, "/stats", statistics, "GET"),
-        *model_routes(route, "", model, "GET"),
+        *model_routes(route, "", telling(lambda request: metadata(asked_model(request))), "GET"),
         *model_routes(route, "/ready", ready, "GET"),
         *model_routes(route, "/config", configuration, "GET"),
         *model_routes(route, "/infer", infer, "POST"),
@@ -255,7 +253,3 @@ def _encoded(
     if not behind:
         return head, {"content-type": "application/json"}
     return head + behind, {"content-type": "application/octet-stream", _HEADER_LENGTH: str(len(head))}
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from lockstep.runtime.completion import Choice
-from lockstep.serve.bodies import error_body
+from lockstep.serve.bodies import error_body, json_response
 from lockstep.serve.openai_parameters import Parameters
 from lockstep.serve.service import Service
 from lockstep.serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamError
@@ -71,8 +71,7 @@ class AnswerFormat:
         for index, choice in enumerate(self._stream.choices):
             echo, answer = await self.echo(index), self.choice(index, choice)
             choices.append(answer if echo is None else self.joined(echo, answer))
-        body = {**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()}
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return json_response({**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()})
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: chunks, the usage if requested, and the end.

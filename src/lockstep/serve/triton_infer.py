@@ -36,19 +36,15 @@ class InferResponse:
 class Inference:
     """An inference request that was accepted.
 
-    stream: what it waits for; None where nothing runs for it.
+    stream: what it waits for; None where nothing runs for it. in_tokens: whether tokens are to be sent as they come.
     """
 
     stream: Stream | None = None
+    in_tokens = False
 
     def __init__(self, outputs: Sequence[Tensor] = (), id: str = ""):
         """Hold outputs that are ready. id: of the client's, "" for none."""
         self._outputs, self.id = outputs, id
-
-    @property
-    def in_tokens(self) -> bool:
-        """Return whether tokens are to be sent as they come."""
-        return False
 
     async def whole(self) -> InferResponse:
         """Return one response for all answers. Raises StreamError."""
@@ -74,7 +70,7 @@ class Triton:
         fold_ids: take prompts' token ids modulo the size of the vocabulary. Else one outside it is refused.
         """
         self.service, self._fold_ids = service, fold_ids
-        self._running: dict[str, set[Generation]] = {}
+        self._running: dict[str, set[Generation]] = {}  # by the ids of their requests
         self.statistics = Statistics()
 
     async def infer(self, request: InferRequest) -> Inference:
@@ -107,25 +103,18 @@ class Triton:
         lora = request.parameters.get("lora")
         await self.service.adapters.bring(lora if isinstance(lora, str) and lora else None)
         generation = Generation(self, request, batch, await prompts_of(batch, self.service, self._fold_ids, lora))
-        if request.id:
-            self._running.setdefault(request.id, set()).add(generation)
+        self._running.setdefault(request.id, set()).add(generation)
         return generation
 
-    def forget(self, id: str, generation: Generation) -> None:
-        """Forget a generation that has ended."""
-        self._count(generation)
-        found = self._running.get(id, set())
+    def ended(self, request: InferRequest, generation: Generation, stream: Stream) -> None:
+        """Forget a generation that has ended, and count it. Does nothing the second time."""
+        found = self._running.get(request.id, set())
+        if generation not in found:
+            return
         found.discard(generation)
         if not found:
-            self._running.pop(id, None)
-
-    def _count(self, generation: Generation) -> None:
-        """Count a generation that has ended, once."""
-        stream = generation.stream
-        if generation.is_counted or stream is None:
-            return
-        generation.is_counted = True
-        name, seconds = generation.model, time.monotonic() - stream.began
+            del self._running[request.id]
+        name, seconds = request.model.name, time.monotonic() - stream.began
         if any(choice.finish in (None, "abort") for choice in stream.choices) or stream.error:
             return self.statistics.failed(name, seconds)
         admitted = min((each.admitted for each in stream.actives if each.admitted is not None), default=stream.began)
@@ -174,10 +163,9 @@ class Generation(Inference):
     def __init__(self, triton: Triton, request: InferRequest, batch: Batch, prompts: Sequence[Prompt]):
         """Queue the prompts. Raises StreamError where there is no room."""
         super().__init__(id=request.id)
-        self.model, self.is_counted = request.model.name, False
         self._triton, self._request = triton, request
         self._tokenizer = triton.service.tokenizer
-        self._in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
+        self.in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
         self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
         self._batch_size, self._n = batch.size, max(prompt.prompt_request.request.n for prompt in prompts)
         stream = self.stream = triton.service.submit([prompt.prompt_request for prompt in prompts])
@@ -187,14 +175,10 @@ class Generation(Inference):
             for sequence, choice in enumerate(active.collector.completion.choices)
         ]
 
-    @property
-    def in_tokens(self) -> bool:
-        return self._in_tokens
-
     def close(self) -> None:
         assert self.stream is not None
         self._triton.service.cancel(self.stream)
-        self._triton.forget(self._request.id, self)
+        self._triton.ended(self._request, self, self.stream)
 
     async def whole(self) -> InferResponse:
         async for _ in self._added():
