@@ -77,7 +77,7 @@ def test_another_engine_is_started_for_what_cannot_be_handled(
     async def run() -> tuple[Answer, Answer]:
         async with listening(service, tmp_path / "socket"):
             whole = await answered(tmp_path / "socket")
-            owner = (link, "_decode") if fault == "a frame that is none" else (service.metrics, "made")
+            owner = (link, "_decode") if fault == "a frame that is none" else (service.metrics.generation_tokens, "inc")
             return whole, await answered(tmp_path / "socket", lambda: break_once(monkeypatch, *owner))
 
     whole, broken = asyncio.run(run())

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from lockstep.serve.stream import FINISH_REASONS, Active, Stream
+from lockstep.serve.stream import FINISH_REASONS, Active
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -82,14 +82,14 @@ class Metrics:
         self._prefix, self._model = prefix, model
         self._registry = CollectorRegistry()
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
-        self._prompt = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")
-        self._generation = self._make(Counter, "generation_tokens", "Tokens that were made.")
+        self.prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")
+        self.generation_tokens = self._make(Counter, "generation_tokens", "Tokens that were made.")
         self._success = self._make(Counter, "request_success", "Answers that ended, by reason.", ["finished_reason"])
         histogram = lambda name, text: self._make(Histogram, name, text, buckets=_SECONDS)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to admission.")
+        self.queue_time = histogram("request_queue_time_seconds", "From arrival to admission.")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = _TokenTimes(model, f"{prefix}:inter_token_latency_seconds", "Between two tokens of a request.")
-        self._e2e = histogram("e2e_request_latency_seconds", "From arrival to the end.")
+        self.latency = histogram("e2e_request_latency_seconds", "From arrival to the end.")
         for name, text in _GAUGES.items():
             self._make(Gauge, name, text).set_function(read[name])
         self._registry.register(self._itl)
@@ -99,13 +99,6 @@ class Metrics:
         made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
         return made if labels else made.labels(self._model)
 
-    def admitted(self, waited: float, prompt_tokens: int) -> None:
-        self._queue.observe(waited)
-        self._prompt.inc(prompt_tokens)
-
-    def made(self, tokens: int) -> None:
-        self._generation.inc(tokens)
-
     def token(self, now: float, active: Active) -> None:
         if active.last_token is None:
             self._ttft.observe(now - active.arrived)
@@ -114,9 +107,6 @@ class Metrics:
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, FINISH_REASONS.get(reason, reason)).inc()
-
-    def left(self, seconds: float, stream: Stream) -> None:
-        self._e2e.observe(seconds)
 
     def text(self) -> bytes:
         """Return all series, as Prometheus reads them."""

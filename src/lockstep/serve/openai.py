@@ -89,8 +89,15 @@ class CompletionFormat(AnswerFormat):
         prompts = [active.prompt for active in self._actives] if self._logprobs else []
         self._formats = [LogprobsFormat(service.tokenizer, each.request.prompt_ids, each.echo) for each in prompts]
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return self._choice(index, choice.text, choice.token_ids, choice.logprobs, choice.finish)
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        echo = await self.echo(index)
+        answer = self._choice(index, choice.text, choice.token_ids, choice.logprobs, choice.finish)
+        if echo is None:
+            return answer
+        found = answer["logprobs"]
+        if found is not None:
+            found = {name: echo["logprobs"][name] + values for name, values in found.items()}
+        return {**answer, "text": echo["text"] + answer["text"], "logprobs": found}
 
     def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         # Else it is in the middle of a character, or of what may be a stop string.
@@ -115,9 +122,3 @@ class CompletionFormat(AnswerFormat):
             # A thread: others need not wait for a long prompt's.
             found = await asyncio.to_thread(part, list(prompt), [None, *active.prompt_logprobs])
         return {"index": index, "text": active.prompt.echo, "logprobs": found, "finish_reason": None}
-
-    def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-        logprobs = second["logprobs"]
-        if logprobs is not None:
-            logprobs = {name: first["logprobs"][name] + values for name, values in logprobs.items()}
-        return {**second, "text": first["text"] + second["text"], "logprobs": logprobs}

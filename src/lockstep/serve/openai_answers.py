@@ -43,7 +43,7 @@ class AnswerFormat:
         """Return the id of the answer."""
         return str(self._common["id"])
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return the choice of a whole answer."""
         raise NotImplementedError
 
@@ -56,21 +56,14 @@ class AnswerFormat:
         raise NotImplementedError
 
     async def echo(self, index: int) -> dict[str, Any] | None:
-        """Return the repeated prompt, as a part of the answer; None for none."""
+        """Return the repeated prompt, as the first part of a streamed answer; None for none."""
         return None
-
-    def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-        """Return two parts of an answer as one."""
-        raise NotImplementedError
 
     async def whole(self) -> Response:
         """Return the answer when all of it is there. Raises StreamError."""
         async for _ in self._stream:
             pass
-        choices = []
-        for index, choice in enumerate(self._stream.choices):
-            echo, answer = await self.echo(index), self.choice(index, choice)
-            choices.append(answer if echo is None else self.joined(echo, answer))
+        choices = [await self.choice(index, choice) for index, choice in enumerate(self._stream.choices)]
         return json_response({**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()})
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -85,7 +85,7 @@ class ChatFormat(AnswerFormat):
 
     ID, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text}
         found = self._token_logprobs(choice.token_ids, choice.logprobs)
         return {"index": index, "message": message, "logprobs": found, "finish_reason": reason(choice.finish)}

@@ -358,8 +358,9 @@ class Service:
                 self._count_waiting(found[0], -1)
                 self._running += len(found[0].choices)
                 found[0].admitted = now
-                self.metrics.admitted(now - found[0].arrived, len(found[0].prompt.request.prompt_ids))
-                self._counted += len(found[0].prompt.request.prompt_ids)
+                self.metrics.queue_time.observe(now - found[0].arrived)
+                self.metrics.prompt_tokens.inc(num_tokens := len(found[0].prompt.request.prompt_ids))
+                self._counted += num_tokens
                 found[0].stream.wake()
         for number, first, entries in frame.get("prompts", ()):
             # Not twice, where several choices of it were resumed.
@@ -375,7 +376,7 @@ class Service:
                     self._fail(found[0].stream, StreamError("the server failed; its log says why"))
         if counted:
             self._counted += counted
-            self.metrics.made(counted)
+            self.metrics.generation_tokens.inc(counted)
 
     def _token(
         self, active: Active, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
@@ -445,7 +446,7 @@ class Service:
                 if active.admitted is None:
                     self._count_waiting(active, -1)
             if not _is_refused(stream):
-                self.metrics.left(time.monotonic() - stream.began, stream)
+                self.metrics.latency.observe(time.monotonic() - stream.began)
 
     def _fail(self, stream: Stream, error: StreamError) -> None:
         stream.fail(error)

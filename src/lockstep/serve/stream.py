@@ -115,7 +115,7 @@ class Stream:
             first += n
         self._pending: dict[int, AnswerDelta] = {}
         self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
-        self._error: StreamError | None = None
+        self.error: StreamError | None = None  # why it ended without an answer, if it did
         self._open = first
 
     @property
@@ -130,12 +130,7 @@ class Stream:
     @property
     def done(self) -> bool:
         """Return whether nothing more comes."""
-        return self._error is not None or not self._open
-
-    @property
-    def error(self) -> StreamError | None:
-        """Return why it ended without an answer, if it did."""
-        return self._error
+        return self.error is not None or not self._open
 
     @property
     def is_admitted(self) -> bool:
@@ -163,7 +158,7 @@ class Stream:
     def fail(self, error: StreamError) -> None:
         """End without an answer."""
         if not self.done:
-            self._error = error
+            self.error = error
             self.wake()
 
     def wake(self) -> None:
@@ -177,18 +172,18 @@ class Stream:
 
         Raises StreamError.
         """
-        while not (self.is_admitted or self._pending or self._error):
+        while not (self.is_admitted or self._pending or self.error):
             await self._woken()
-        if self._error and not self._pending:
-            raise self._error
+        if self.error and not self._pending:
+            raise self.error
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> list[AnswerDelta]:
         while not self._pending:
-            if self._error:
-                raise self._error
+            if self.error:
+                raise self.error
             if not self._open:
                 raise StopAsyncIteration
             await self._woken()
