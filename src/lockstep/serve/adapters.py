@@ -81,11 +81,11 @@ class Adapters:
         It is named as part of the model, or by `lora`. Raises BadRequest, 404, with the names that are there, for
         another.
         """
-        if model is None:
-            model = self._model
-        if model not in self.model_names:
-            raise BadRequest(f"model: expected {_one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
-        named = model.removeprefix(self._model).removeprefix(":") or None
+        named: str | None = None
+        if model not in (None, self._model):
+            if model not in self.model_names:
+                raise BadRequest(f"model: expected {_one_of(self.model_names)}, found {model[:80]!r}", "model", 404)
+            named = model.removeprefix(f"{self._model}:")
         if lora is None or lora == named:
             return named
         found: str | None = lora if lora in self._own or lora in self._loaded else None

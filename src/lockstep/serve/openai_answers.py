@@ -31,17 +31,13 @@ class AnswerFormat:
         self._stream, self._tokenizer, self._usage = stream, service.tokenizer, body.include_usage
         self._continuous = body.continuous_usage
         self._logprobs, self._token_ids = body.num_logprobs is not None, bool(body.return_token_ids)
+        self.id = f"{self.ID}-{request_id}"
         self._common = {
-            "id": f"{self.ID}-{request_id}",
+            "id": self.id,
             "created": int(time.time()),
             "model": service.name if body.model is None else body.model,
             "system_fingerprint": service.ready.identity[:12],
         }
-
-    @property
-    def id(self) -> str:
-        """Return the id of the answer."""
-        return str(self._common["id"])
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return the choice of a whole answer."""
