@@ -85,14 +85,14 @@ def totals(service: Service) -> Totals:
 
 
 def recount(service: Service) -> Totals:
-    actives = [active for stream in service._streams for active in stream.actives]
-    waiting = [active.prompt.request for active in actives if active.admitted is None]
-    prompts = sum(len(request.prompt_ids) for request in waiting)
+    prompts = [prompt for stream in service._streams for prompt in stream.prompts]
+    waiting = [prompt.request for prompt in prompts if prompt.admitted is None]
+    tokens = sum(len(request.prompt_ids) for request in waiting)
     return Totals(
         len(waiting),
-        prompts,
-        prompts + sum(request.n * request.max_new_tokens for request in waiting),
-        sum(len(active.choices) for active in actives if active.admitted is not None),
+        tokens,
+        tokens + sum(request.n * request.max_new_tokens for request in waiting),
+        sum(len(prompt.choices) for prompt in prompts if prompt.admitted is not None),
     )
 
 
@@ -163,7 +163,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         events[pick(events)]()
         assert totals(service) == recount(service)
     service._fail_all(StreamError("the end"))
-    assert totals(service) == Totals() and not service._actives
+    assert totals(service) == Totals() and not service._prompts
 
 
 def test_a_refused_request_is_gone_when_it_is_answered(tokenizer: Tokenizer) -> None:

@@ -84,7 +84,7 @@ def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forget(self: Service) -> None:
         for stream in self._streams:
-            for active in stream.actives:
+            for active in stream.prompts:
                 for choice in active.collector.completion.choices:
                     del choice.token_ids[-1:]
         bring(self)

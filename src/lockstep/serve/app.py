@@ -27,7 +27,6 @@ from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_requests
 from lockstep.serve.openai_parameters import request_id
 from lockstep.serve.page import page
 from lockstep.serve.request_log import note
-from lockstep.serve.response import TokenResponse
 from lockstep.serve.service import Service
 from lockstep.serve.stream import TENANT, StreamError
 from lockstep.serve.tokenization import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
@@ -81,9 +80,7 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
             body = await decoded(await read_body(request, access), kind)
             id = request_id(body, request.headers.get("x-request-id"))
             stream = service.submit(await requests_of(body, service))
-            form = form_of(body, service, stream, id)
-            events = form.events() if body.stream else None
-            return TokenResponse(form.id, stream, lambda: service.cancel(stream), form.whole, events)
+            return form_of(body, service, stream, id)
 
         return handle
 

@@ -70,18 +70,30 @@ def error_json(message: str) -> bytes:
     return json.dumps({"error": message}).encode()
 
 
-def token_response(
-    inference: Inference,
-    encode: Callable[[InferResponse], tuple[bytes, Mapping[str, str]]],
-    events: AsyncIterator[bytes] | None = None,
-) -> TokenResponse:
-    """Return the response of an inference. encode: gives its body and headers. events: instead, server-sent events."""
+class InferAnswer(TokenResponse):
+    """The response of an inference. encode: gives the body and the headers of a response."""
 
-    async def whole() -> Response:
-        body, headers = encode(await inference.whole())
+    refuse = staticmethod(refused)
+
+    def __init__(
+        self,
+        inference: Inference,
+        encode: Callable[[InferResponse], tuple[bytes, Mapping[str, str]]],
+        events: AsyncIterator[bytes] | None = None,
+    ):
+        super().__init__(inference.id, inference.stream, events is not None)
+        self._inference, self._encode, self._events = inference, encode, events
+
+    async def whole(self) -> Response:
+        body, headers = self._encode(await self._inference.whole())
         return Response(body, headers=dict(headers))
 
-    return TokenResponse(inference.id, inference.stream, inference.close, whole, events, refused)
+    def events(self) -> AsyncIterator[bytes]:
+        assert self._events is not None
+        return self._events
+
+    def close(self) -> None:
+        self._inference.close()
 
 
 def model_routes(route: Callable[..., Route], action: str, handler: Handler, method: str) -> list[Route]:
@@ -130,7 +142,7 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
 
     async def infer(request: Request) -> Any:
         asked, in_binary = await _request_of(request, access)
-        return token_response(await triton.infer(asked), lambda response: _encoded(asked, response, in_binary))
+        return InferAnswer(await triton.infer(asked), lambda response: _encoded(asked, response, in_binary))
 
     async def infer_stream(request: Request) -> Any:
         asked, _ = await _request_of(request, access)

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from lockstep.serve.stream import FINISH_REASONS, Active
+from lockstep.serve.stream import FINISH_REASONS, PromptRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -99,11 +99,11 @@ class Metrics:
         made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
         return made if labels else made.labels(self._model)
 
-    def token(self, now: float, active: Active) -> None:
-        if active.last_token is None:
-            self._ttft.observe(now - active.arrived)
-        elif len(active.choices) == 1:  # of several choices, tokens come together
-            self._itl.observe(now - active.last_token)
+    def token(self, now: float, prompt: PromptRequest) -> None:
+        if prompt.last_token is None:
+            self._ttft.observe(now - prompt.arrived)
+        elif len(prompt.choices) == 1:  # of several choices, tokens come together
+            self._itl.observe(now - prompt.last_token)
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, FINISH_REASONS.get(reason, reason)).inc()

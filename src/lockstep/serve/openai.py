@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from lockstep.runtime.completion import Choice
@@ -54,11 +53,10 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
         )
     requests = prompt_requests(body, prompts, "prompt", service, prompt_logprobs)
     # A thread: others need not wait for a long prompt's.
-    echoes = [
-        await asyncio.to_thread(service.tokenizer.text, ids) if text is None else text
-        for ids, text in zip(prompts, texts)
-    ]
-    return [replace(request, echo=echo) for request, echo in zip(requests, echoes)]
+    for request, text in zip(requests, texts):
+        ids = request.request.prompt_ids
+        request.echo = await asyncio.to_thread(service.tokenizer.text, ids) if text is None else text
+    return requests
 
 
 async def _prompts(body: CompletionBody, service: Service) -> tuple[list[list[int]], list[str | None]]:
@@ -85,8 +83,8 @@ class CompletionFormat(AnswerFormat):
 
     def __init__(self, body: CompletionBody, service: Service, stream: Stream, request_id: str):
         super().__init__(body, service, stream, request_id)
-        self._actives = [active for active in stream.actives for _ in range(active.prompt.request.n)]
-        prompts = [active.prompt for active in self._actives] if self._logprobs else []
+        self._prompts = [prompt for prompt in stream.prompts for _ in range(prompt.request.n)]
+        prompts = self._prompts if self._logprobs else []
         self._formats = [LogprobsFormat(service.tokenizer, each.request.prompt_ids, each.echo) for each in prompts]
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -112,13 +110,12 @@ class CompletionFormat(AnswerFormat):
         return {**choice, "token_ids": list(tokens)} if self._token_ids else choice
 
     async def echo(self, index: int) -> dict[str, Any] | None:
-        active = self._actives[index]
-        if active.prompt.echo is None:
+        prompt = self._prompts[index]
+        if prompt.echo is None:
             return None
         found = None
         if self._logprobs:
-            prompt = active.prompt.request.prompt_ids
             part = LogprobsFormat(self._tokenizer).part
             # A thread: others need not wait for a long prompt's.
-            found = await asyncio.to_thread(part, list(prompt), [None, *active.prompt_logprobs])
-        return {"index": index, "text": active.prompt.echo, "logprobs": found, "finish_reason": None}
+            found = await asyncio.to_thread(part, list(prompt.request.prompt_ids), [None, *prompt.prompt_logprobs])
+        return {"index": index, "text": prompt.echo, "logprobs": found, "finish_reason": None}

@@ -16,28 +16,33 @@ from starlette.responses import Response
 from lockstep.runtime.completion import Choice
 from lockstep.serve.bodies import error_body, json_response
 from lockstep.serve.openai_parameters import Parameters
+from lockstep.serve.response import TokenResponse
 from lockstep.serve.service import Service
 from lockstep.serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamError
 
 
-class AnswerFormat:
+class AnswerFormat(TokenResponse):
     """The answers to one request, in the format of its endpoint."""
 
     ID: ClassVar[str]  # what ids begin with
     OBJECT: ClassVar[str]
     CHUNK: ClassVar[str]
+    _stream: Stream  # there always is one
 
     def __init__(self, body: Parameters, service: Service, stream: Stream, request_id: str):
-        self._stream, self._tokenizer, self._usage = stream, service.tokenizer, body.include_usage
+        super().__init__(f"{self.ID}-{request_id}", stream, bool(body.stream))
+        self._service, self._tokenizer, self._usage = service, service.tokenizer, body.include_usage
         self._continuous = body.continuous_usage
         self._logprobs, self._token_ids = body.num_logprobs is not None, bool(body.return_token_ids)
-        self.id = f"{self.ID}-{request_id}"
         self._common = {
             "id": self.id,
             "created": int(time.time()),
             "model": service.name if body.model is None else body.model,
             "system_fingerprint": service.ready.identity[:12],
         }
+
+    def close(self) -> None:
+        self._service.cancel(self._stream)
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return the choice of a whole answer."""
@@ -56,7 +61,6 @@ class AnswerFormat:
         return None
 
     async def whole(self) -> Response:
-        """Return the answer when all of it is there. Raises StreamError."""
         async for _ in self._stream:
             pass
         choices = [await self.choice(index, choice) for index, choice in enumerate(self._stream.choices)]
@@ -103,9 +107,9 @@ class AnswerFormat:
 
     def _counts_of(self, index: int) -> dict[str, int]:
         """Return the numbers of tokens of one answer so far, and of its prompt."""
-        active = next(each for each in reversed(self._stream.actives) if each.first <= index)
-        completion = active.collector.completion
-        return _counts(completion.num_prompt_tokens, len(completion.choices[index - active.first].token_ids))
+        prompt = next(each for each in reversed(self._stream.prompts) if each.first <= index)
+        completion = prompt.collector.completion
+        return _counts(completion.num_prompt_tokens, len(completion.choices[index - prompt.first].token_ids))
 
 
 def _counts(prompt: int, answer: int) -> dict[str, int]:

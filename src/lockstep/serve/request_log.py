@@ -147,12 +147,12 @@ def _of_stream(stream: Stream) -> Mapping[str, Any]:
     Times are from when it was queued, as in /metrics.
     """
     unfinished = "error" if stream.error else "abort"
-    admitted = min((active.admitted for active in stream.actives if active.admitted is not None), default=None)
+    admitted = min((prompt.admitted for prompt in stream.prompts if prompt.admitted is not None), default=None)
     reasons = [choice.finish and FINISH_REASONS.get(choice.finish, choice.finish) for choice in stream.choices]
     return {
         "prompt_tokens": stream.num_prompt_tokens,
         "completion_tokens": stream.num_answer_tokens,
-        "n": stream.actives[0].prompt.request.n,
+        "n": stream.prompts[0].request.n,
         "finish_reasons": [reason or unfinished for reason in reasons],
         "queue_seconds": None if admitted is None else round(admitted - stream.began, 6),
         "ttft_seconds": None if stream.first_token is None else round(stream.first_token - stream.began, 6),

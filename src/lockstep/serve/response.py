@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -22,28 +22,30 @@ _HEADERS = [
 
 
 class TokenResponse:
-    """A response whose client may go away at any time: what it waits for ends in any case."""
+    """A response whose client may go away at any time: what it waits for ends in any case.
 
-    def __init__(
-        self,
-        id: str,
-        stream: Stream | None,
-        close: Callable[[], None],
-        whole: Callable[[], Awaitable[Response]],
-        events: AsyncIterator[bytes] | None = None,
-        refuse: Callable[[Any], Response] = error_response,
-    ):
-        """Describe a response; the server calls it.
+    id: for the log. stream: what it waits for, if anything. in_chunks: whether it goes out as server-sent events.
+    """
 
-        id: for the log. stream: what it waits for, if anything; close: ends that. whole: makes it when all is there, or
-        raises StreamError. events: server-sent events instead; of them what fails after the first is one too. refuse:
-        words an error.
-        """
-        self._id, self._stream, self._close = id, stream, close
-        self._whole, self._events, self._refuse = whole, events, refuse
+    refuse: Callable[[Any], Response] = staticmethod(error_response)  # words an error
+
+    def __init__(self, id: str, stream: Stream | None, in_chunks: bool):
+        self.id, self._stream, self._in_chunks = id, stream, in_chunks
+
+    async def whole(self) -> Response:
+        """Return the answer when all of it is there. Raises StreamError."""
+        raise NotImplementedError
+
+    def events(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events; what fails after the first is one too."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what the answer waits for."""
+        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note(scope, id=self._id, stream=self._stream, in_chunks=self._events is not None)
+        note(scope, id=self.id, stream=self._stream, in_chunks=self._in_chunks)
         work = asyncio.create_task(self._run(scope, receive, send))
         gone = asyncio.create_task(_until_gone(receive))
         try:
@@ -55,19 +57,19 @@ class TokenResponse:
         finally:
             for task in (gone, work):
                 task.cancel()
-            self._close()
+            self.close()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = self._stream
         try:
             if stream is not None:
                 await stream.admission()
-            if self._events is None:
-                return await (await self._whole())(scope, receive, send)
+            if not self._in_chunks:
+                return await (await self.whole())(scope, receive, send)
         except StreamError as error:
-            return await self._refuse(error)(scope, receive, send)
+            return await self.refuse(error)(scope, receive, send)
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        async for event in self._events:
+        async for event in self.events():
             if stream is not None:
                 stream.sending_since = time.monotonic()
             await send({"type": "http.response.body", "body": event, "more_body": True})

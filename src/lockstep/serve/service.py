@@ -26,7 +26,7 @@ from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.say import fault_of, say
 from lockstep.serve.settings import EngineOptions, ServiceLimits
-from lockstep.serve.stream import TENANT, Active, PromptRequest, Stream, StreamError
+from lockstep.serve.stream import TENANT, PromptRequest, Stream, StreamError
 from lockstep.step.sampling import Logprobs
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Service:
         self.adapters = Adapters(name, adapter_root, self._is_used)
         self._link: EngineLink | None = None
         self._numbers = itertools.count()
-        self._actives: dict[int, tuple[Active, int]] = {}  # by number: a prompt, and what to add to its choice numbers
+        self._prompts: dict[int, PromptRequest] = {}  # by their numbers in the engine process
         self._streams: set[Stream] = set()
         # Of `_streams`, so that it is known without a walk whether a request finds room: prompts that are not admitted,
         # their tokens, these with those that their answers may have, and answers of admitted prompts.
@@ -140,7 +140,7 @@ class Service:
             await asyncio.sleep(0.02)
 
     def _is_used(self, name: str) -> bool:
-        return any(active.prompt.request.adapter == name for each in self._streams for active in each.actives)
+        return any(prompt.request.adapter == name for each in self._streams for prompt in each.prompts)
 
     @property
     def is_ready(self) -> bool:
@@ -206,14 +206,15 @@ class Service:
             raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
         self._check_room(prompts)  # before anything is made: a refusal under overload is to cost little
         if tenant := TENANT.get():
-            prompts = [replace(prompt, request=_salted(prompt.request, tenant)) for prompt in prompts]
+            for prompt in prompts:
+                prompt.request = _salted(prompt.request, tenant)
         stream = Stream(prompts, self.tokenizer)
         self._streams.add(stream)
-        for active in stream.actives:
-            self._count_waiting(active, 1)
-            active.number = next(self._numbers)
-            self._actives[active.number] = active, 0
-            self._link.add(active.number, active.prompt.request)
+        for prompt in prompts:
+            self._count_waiting(prompt, 1)
+            prompt.number = next(self._numbers)
+            self._prompts[prompt.number] = prompt
+            self._link.add(prompt.number, prompt.request)
         return stream
 
     def cancel(self, stream: Stream, reason: str = "abort") -> None:
@@ -221,14 +222,14 @@ class Service:
 
         Their slots and pages are free before the next step.
         """
-        for active in stream.actives:
-            if active.choices:
-                for number in self._forget(active):
+        for prompt in stream.prompts:
+            if prompt.choices:
+                for number in self._forget(prompt):
                     if self._link is not None:
                         self._link.abort(number)
-                for choice in sorted(active.choices):
-                    self._finish(active, choice, reason)
-                    stream.push(active.first + choice, "", None, None, reason)
+                for choice in sorted(prompt.choices):
+                    self._finish(prompt, choice, reason)
+                    stream.push(prompt.first + choice, "", None, None, reason)
         self._leave(stream)
 
     def _check_room(self, prompts: Sequence[PromptRequest]) -> None:
@@ -256,8 +257,8 @@ class Service:
                 after,
             )
 
-    def _count_waiting(self, active: Active, sign: int) -> None:
-        request = active.prompt.request
+    def _count_waiting(self, prompt: PromptRequest, sign: int) -> None:
+        request = prompt.request
         tokens = len(request.prompt_ids)
         self._waiting += sign
         self._waiting_tokens += sign * tokens
@@ -309,9 +310,9 @@ class Service:
             self._deaths.popleft()
         self._deaths.append(now)
         for stream in list(self._streams):
-            for active in stream.actives:
-                active.deaths += bool(active.choices)
-            if any(active.deaths > 1 for active in stream.actives):
+            for prompt in stream.prompts:
+                prompt.deaths += bool(prompt.choices)
+            if any(prompt.deaths > 1 for prompt in stream.prompts):
                 self._fail(stream, StreamError("the engine died twice while it was at this request"))
             elif len(self._deaths) > 1:
                 self._fail(stream, StreamError("the engine died twice within a minute"))
@@ -322,140 +323,140 @@ class Service:
         Its prompt, and behind it the tokens that were given out.
         """
         assert self._link is not None
-        self._actives.clear()
+        self._prompts.clear()
         for stream in self._streams:
-            for active in stream.actives:
-                active.resumed.clear()
-                request = active.prompt.request
-                given = active.collector.completion.choices
-                if len(active.prompt_logprobs) < len(request.prompt_ids) - 1:
-                    active.prompt_logprobs.clear()
+            for prompt in stream.prompts:
+                prompt.resumed.clear()
+                request = prompt.request
+                given = prompt.collector.completion.choices
+                if len(prompt.prompt_logprobs) < len(request.prompt_ids) - 1:
+                    prompt.prompt_logprobs.clear()
                 elif request.max_new_tokens:
                     request = replace(request, prompt_logprobs=None)
-                if len(active.choices) == request.n and not any(choice.token_ids for choice in given):
-                    active.number = next(self._numbers)
-                    self._actives[active.number] = active, 0
-                    self._link.add(active.number, request)
+                if len(prompt.choices) == request.n and not any(choice.token_ids for choice in given):
+                    prompt.number = next(self._numbers)
+                    self._prompts[prompt.number] = prompt
+                    self._link.add(prompt.number, request)
                     continue
-                for choice in sorted(active.choices):
-                    number = active.resumed[choice] = next(self._numbers)
+                for choice in sorted(prompt.choices):
+                    number = prompt.resumed[choice] = next(self._numbers)
                     answer = given[choice].token_ids
-                    self._actives[number] = active, choice
+                    self._prompts[number] = prompt
                     self._link.add(number, replace(request, n=1, choice=request.choice + choice, answer_ids=answer))
 
     def _take(self, frame: Frame) -> None:
         if frame["type"] in ("loaded", "not_loaded"):
             return self.adapters.engine_answered(frame)
         if frame["type"] == "refused":
-            if found := self._actives.get(frame["id"]):
+            if found := self._prompts.get(frame["id"]):
                 code = "invalid_grammar" if frame["param"] else "request_too_large"
-                self._fail(found[0].stream, StreamError(frame["message"], 400, code, param=frame["param"]))
+                self._fail(found.stream, StreamError(frame["message"], 400, code, param=frame["param"]))
             return
         self.counters = frame
         now = time.monotonic()
         for number in frame.get("admitted", ()):
-            if (found := self._actives.get(number)) and found[0].admitted is None:
-                self._count_waiting(found[0], -1)
-                self._running += len(found[0].choices)
-                found[0].admitted = now
-                self.metrics.queue_time.observe(now - found[0].arrived)
-                self.metrics.prompt_tokens.inc(num_tokens := len(found[0].prompt.request.prompt_ids))
+            if (found := self._prompts.get(number)) and found.admitted is None:
+                self._count_waiting(found, -1)
+                self._running += len(found.choices)
+                found.admitted = now
+                self.metrics.queue_time.observe(now - found.arrived)
+                self.metrics.prompt_tokens.inc(num_tokens := len(found.request.prompt_ids))
                 self._counted += num_tokens
-                found[0].stream.wake()
+                found.stream.wake()
         for number, first, entries in frame.get("prompts", ()):
             # Not twice, where several choices of it were resumed.
-            if (found := self._actives.get(number)) and first == len(found[0].prompt_logprobs) + 1:
-                found[0].prompt_logprobs += map(_logprobs, entries)
+            if (found := self._prompts.get(number)) and first == len(found.prompt_logprobs) + 1:
+                found.prompt_logprobs += map(_logprobs, entries)
         counted = 0
         for number, choice, token, finish, *logprobs in frame.get("tokens", ()):
-            if found := self._actives.get(number):
+            if found := self._prompts.get(number):
                 try:
-                    counted += self._token(found[0], choice, token, finish, logprobs, now)
+                    counted += self._token(found, choice, token, finish, logprobs, now)
                 except Exception as error:  # of this answer: the others of the step go on
                     self._log(f"a token cannot be handled: {fault_of(error)}")
-                    self._fail(found[0].stream, StreamError("the server failed; its log says why"))
+                    self._fail(found.stream, StreamError("the server failed; its log says why"))
         if counted:
             self._counted += counted
             self.metrics.generation_tokens.inc(counted)
 
     def _token(
-        self, active: Active, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
+        self, prompt: PromptRequest, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
     ) -> bool:
         """Take a token, or the end of an answer; return whether it is a token.
 
         It is not if its request was cancelled meanwhile, or if it is an end alone.
         """
-        choice = number - active.prompt.request.choice
-        if choice not in active.choices:
+        choice = number - prompt.request.choice
+        if choice not in prompt.choices:
             return False
-        found, stream = _logprobs(logprobs) if logprobs else None, active.stream
-        text = active.collector.add(choice, token, finish, found)
+        found, stream = _logprobs(logprobs) if logprobs else None, prompt.stream
+        text = prompt.collector.add(choice, token, finish, found)
         is_token = token >= 0
         if is_token:
-            self.metrics.token(now, active)
-            active.last_token = now
+            self.metrics.token(now, prompt)
+            prompt.last_token = now
             if stream.first_token is None:
                 stream.first_token = now
-        ended = active.collector.completion.choices[choice].finish
+        ended = prompt.collector.completion.choices[choice].finish
         if ended in _ERRORS:
-            self._fail_at(active, ended)
+            self._fail_at(prompt, ended)
             return is_token
-        stream.push(active.first + choice, text, token if is_token else None, found, ended)
+        stream.push(prompt.first + choice, text, token if is_token else None, found, ended)
         if not ended:
             return is_token
         if ended == "stop_string" and not finish and self._link is not None:
             # Its own number where it was resumed; the engine has one choice there.
-            self._link.abort(active.resumed.get(choice, active.number), number)
-        self._finish(active, choice, ended)
+            self._link.abort(prompt.resumed.get(choice, prompt.number), number)
+        self._finish(prompt, choice, ended)
         if stream.done:
             self._leave(stream)
         return is_token
 
-    def _fail_at(self, active: Active, ended: str) -> None:
+    def _fail_at(self, prompt: PromptRequest, ended: str) -> None:
         """End a stream for an error that the engine found at one of its tokens."""
         if ended == "error":
             error = StreamError(f"{NOT_FINITE}; the request was ended")
         else:
-            grammar = active.prompt.request.grammar
+            grammar = prompt.request.grammar
             where = grammar.name if grammar else "grammar"
             said = f"{where}: the answer came to where it is too complex; simplify it"
             # Not 500: a client that tries again gets no further with the same grammar.
             error = StreamError(said, 400, ended, param=where)
-        self._fail(active.stream, error)
+        self._fail(prompt.stream, error)
 
-    def _finish(self, active: Active, choice: int, reason: str | None) -> None:
+    def _finish(self, prompt: PromptRequest, choice: int, reason: str | None) -> None:
         """End a choice; reason: None where it is counted as no answer."""
-        active.choices.remove(choice)
-        self._running -= active.admitted is not None
+        prompt.choices.remove(choice)
+        self._running -= prompt.admitted is not None
         if reason is not None:
             self.metrics.finished(reason)
-        self._actives.pop(active.resumed.pop(choice, -1), None)
-        if not active.choices:
-            self._actives.pop(active.number, None)
+        self._prompts.pop(prompt.resumed.pop(choice, -1), None)
+        if not prompt.choices:
+            self._prompts.pop(prompt.number, None)
 
-    def _forget(self, active: Active) -> list[int]:
-        numbers = list(active.resumed.values()) or [active.number]
+    def _forget(self, prompt: PromptRequest) -> list[int]:
+        numbers = list(prompt.resumed.values()) or [prompt.number]
         for number in numbers:
-            self._actives.pop(number, None)
+            self._prompts.pop(number, None)
         return numbers
 
     def _leave(self, stream: Stream) -> None:
         if stream in self._streams:
             self._streams.discard(stream)
-            for active in stream.actives:
-                if active.admitted is None:
-                    self._count_waiting(active, -1)
+            for prompt in stream.prompts:
+                if prompt.admitted is None:
+                    self._count_waiting(prompt, -1)
             if not _is_refused(stream):
                 self.metrics.latency.observe(time.monotonic() - stream.began)
 
     def _fail(self, stream: Stream, error: StreamError) -> None:
         stream.fail(error)
-        for active in stream.actives:
-            for number in self._forget(active):
-                if active.choices and self._link is not None:
+        for prompt in stream.prompts:
+            for number in self._forget(prompt):
+                if prompt.choices and self._link is not None:
                     self._link.abort(number)
-            for choice in list(active.choices):
-                self._finish(active, choice, None if _is_refused(stream) else "error")
+            for choice in list(prompt.choices):
+                self._finish(prompt, choice, None if _is_refused(stream) else "error")
         self._leave(stream)
 
     def _fail_all(self, error: StreamError) -> None:

@@ -29,18 +29,29 @@ FINISH_REASONS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PromptRequest:
-    """A prompt of an HTTP request, as the service takes it.
+    """A prompt of an HTTP request, from its front end to the end of its answers.
 
     request: what the engine computes. stop: the strings that end its text. echo: the text that the answer begins with,
-    where the prompt is to be repeated. min_stop_tokens: as of `Collector`.
+    where the prompt is to be repeated. min_stop_tokens: as of `Collector`. The rest is there once it is submitted.
     """
 
     request: Request
     stop: tuple[str, ...] = ()
     echo: str | None = None
     min_stop_tokens: int = 0
+    stream: Stream = field(init=False)
+    collector: Collector = field(init=False)
+    arrived: float = field(init=False)
+    first: int = field(init=False)  # index of its first answer
+    choices: set[int] = field(init=False)  # those that have not ended
+    number: int = -1  # as the engine process knows it
+    admitted: float | None = None
+    last_token: float | None = None
+    deaths: int = 0  # engine processes that died while it was theirs
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens but the first
+    resumed: dict[int, int] = field(default_factory=dict)  # numbers of its choices in the engine process behind one
 
 
 @dataclass
@@ -77,24 +88,6 @@ class StreamError(Exception):
         self.param = param
 
 
-@dataclass
-class Active:
-    """A prompt that has not ended. choices: those that have not ended."""
-
-    number: int  # as the engine process knows it
-    prompt: PromptRequest
-    collector: Collector
-    stream: Stream
-    first: int  # index of its first answer
-    choices: set[int]
-    arrived: float
-    admitted: float | None = None
-    last_token: float | None = None
-    deaths: int = 0  # engine processes that died while it was theirs
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens but the first
-    resumed: dict[int, int] = field(default_factory=dict)  # numbers of its choices in the engine process behind one
-
-
 class Stream:
     """The answers of one request; iterating gives lists of deltas.
 
@@ -106,12 +99,11 @@ class Stream:
         self.sending_since: float | None = None  # a delta waits for the reader since
         self.first_token: float | None = None  # when it came
         self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
-        self.actives: list[Active] = []
-        first = 0
+        self.prompts, first = prompts, 0
         for prompt in prompts:
             n, ids, echoes = prompt.request.n, prompt.request.prompt_ids, prompt.echo is not None
-            collector = Collector(tokenizer, ids, n, prompt.stop, prompt.min_stop_tokens, echoes)
-            self.actives.append(Active(-1, prompt, collector, self, first, set(range(n)), self.began))
+            prompt.collector = Collector(tokenizer, ids, n, prompt.stop, prompt.min_stop_tokens, echoes)
+            prompt.stream, prompt.arrived, prompt.first, prompt.choices = self, self.began, first, set(range(n))
             first += n
         self._pending: dict[int, AnswerDelta] = {}
         self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
@@ -121,7 +113,7 @@ class Stream:
     @property
     def choices(self) -> list[Choice]:
         """Return all answers, in order."""
-        return [choice for active in self.actives for choice in active.collector.completion.choices]
+        return [choice for prompt in self.prompts for choice in prompt.collector.completion.choices]
 
     @property
     def num_answer_tokens(self) -> int:
@@ -134,7 +126,7 @@ class Stream:
 
     @property
     def is_admitted(self) -> bool:
-        return any(active.admitted is not None for active in self.actives)
+        return any(prompt.admitted is not None for prompt in self.prompts)
 
     def push(self, index: int, text: str, token: int | None, logprobs: Logprobs | None, finish: str | None) -> None:
         """Add to an answer.

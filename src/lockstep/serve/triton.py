@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from lockstep.serve.bodies import Access, BadRequest, decoded, read_body
-from lockstep.serve.kserve import SEQUENCE, asked_model, error_json, model_routes, token_response
+from lockstep.serve.kserve import SEQUENCE, InferAnswer, asked_model, error_json, model_routes
 from lockstep.serve.stream import StreamError
 from lockstep.serve.tensors import Tensor, to_list, values_array
 from lockstep.serve.triton_infer import Inference, InferResponse, Triton
@@ -29,7 +29,7 @@ def generate_routes(route: Callable[..., Route], triton: Triton, access: Access)
 
     async def generate(request: Request) -> Any:
         asked = await _request_of(request, access)
-        return token_response(await triton.infer(asked), lambda response: (_answer(asked, response), _JSON))
+        return InferAnswer(await triton.infer(asked), lambda response: (_answer(asked, response), _JSON))
 
     async def generate_stream(request: Request) -> Any:
         asked = await _request_of(request, access)
@@ -37,7 +37,7 @@ def generate_routes(route: Callable[..., Route], triton: Triton, access: Access)
         # Tokens, unless the body says that it wants none: upstream gives one event where `stream` is left out.
         in_tokens = inference.in_tokens or not {"stream", "streaming"} & asked.inputs.keys()
         events = _events(asked, inference, in_tokens)
-        return token_response(inference, lambda response: (_answer(asked, response), _JSON), events)
+        return InferAnswer(inference, lambda response: (_answer(asked, response), _JSON), events)
 
     return [
         *model_routes(route, "/generate", generate, "POST"),

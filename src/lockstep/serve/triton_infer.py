@@ -117,8 +117,8 @@ class Triton:
         name, seconds = request.model.name, time.monotonic() - stream.began
         if any(choice.finish in (None, "abort") for choice in stream.choices) or stream.error:
             return self.statistics.failed(name, seconds)
-        admitted = min((each.admitted for each in stream.actives if each.admitted is not None), default=stream.began)
-        self.statistics.succeeded(name, seconds, admitted - stream.began, len(stream.actives))
+        admitted = min((each.admitted for each in stream.prompts if each.admitted is not None), default=stream.began)
+        self.statistics.succeeded(name, seconds, admitted - stream.began, len(stream.prompts))
 
 
 @dataclass(eq=False)
@@ -168,11 +168,11 @@ class Generation(Inference):
         self.in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
         self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
         self._batch_size, self._n = batch.size, max(prompt.prompt_request.request.n for prompt in prompts)
-        stream = self.stream = triton.service.submit([prompt.prompt_request for prompt in prompts])
+        self.stream = triton.service.submit([prompt.prompt_request for prompt in prompts])
         self._answers = [
             _Answer(number, sequence, prompt, choice)
-            for number, (prompt, active) in enumerate(zip(prompts, stream.actives))
-            for sequence, choice in enumerate(active.collector.completion.choices)
+            for number, prompt in enumerate(prompts)
+            for sequence, choice in enumerate(prompt.prompt_request.collector.completion.choices)
         ]
 
     def close(self) -> None:
