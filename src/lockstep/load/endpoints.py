@@ -30,10 +30,7 @@ class Endpoint(Protocol):
 def request(
     endpoint: str, prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool = True
 ) -> tuple[str, bytes]:
-    """Return the path and the body of a request.
-
-    Raises InputError for a prompt that the endpoint does not take.
-    """
+    """Return the path and the body of a request. Raises InputError."""
     if endpoint == "grpc":
         return _grpc().request(prompt, model, extra, stream)
     if endpoint == "triton":

@@ -1,7 +1,4 @@
-"""The figures of a measurement: throughput, latencies, goodput.
-
-In: records. Out: a flat mapping of figures.
-"""
+"""The figures of a measurement: throughput, latencies, goodput, from records."""
 
 from __future__ import annotations
 

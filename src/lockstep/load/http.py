@@ -27,18 +27,12 @@ _LARGEST = 64 << 20  # bytes of an answer that is no stream
 
 
 class NoAnswer(Exception):
-    """The error of a connection that was not made, broke, or brought no HTTP.
-
-    The message is one line.
-    """
+    """The error of a connection that was not made, broke, or brought no HTTP: a line."""
 
 
 @dataclass
 class Answer:
-    """The answer to a request.
-
-    body: what came of it, unless a callback took the pieces.
-    """
+    """The answer to a request. body: unless a callback took the pieces."""
 
     status: int
     headers: dict[str, str]
@@ -143,10 +137,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """Connections to one server, as an asynchronous context.
-
-    Requests may run side by side.
-    """
+    """Connections to one server, for requests side by side, as an async context."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Take the address of a server, which is not connected to yet.

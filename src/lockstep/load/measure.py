@@ -1,7 +1,4 @@
-"""The measurement of a server under load.
-
-In: a workload and rates. Out: a report, and the records of each run.
-"""
+"""The measurement of a server under load: a report, and the records of each run."""
 
 from __future__ import annotations
 
@@ -109,10 +106,7 @@ async def measure(
 
 
 async def model_of(client: Client, spec: LoadSpec, model: str | None) -> str:
-    """Return the model to ask: the named one, or the server's first.
-
-    "" where the prompt decides, as in Triton.
-    """
+    """Return the model to ask: the named one, the server's first, or "" in Triton."""
     return model or ("" if spec.endpoint in TRITON else await served_model(client))
 
 

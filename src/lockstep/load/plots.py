@@ -1,7 +1,4 @@
-"""The plots of a measurement, as SVG text.
-
-Latency and throughput over the rate, and the requests along the time.
-"""
+"""The plots of a measurement, as SVG text."""
 
 from __future__ import annotations
 

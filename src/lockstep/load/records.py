@@ -1,7 +1,4 @@
-"""The requests of a run, and a record of what the client saw of each.
-
-All times are seconds from the start of the run.
-"""
+"""The requests of a run, and what the client saw of each; times from its start."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Return the seconds per output token behind the first.
-
-        From the first piece of text to the last.
-        """
+        """Return the seconds per output token, from the first piece of text to the last."""
         if not self.chunks or self.output_tokens is None or self.output_tokens < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)

@@ -1,7 +1,4 @@
-"""The result of a measurement: a document, a table, and its comparison.
-
-It is compared with an earlier one.
-"""
+"""The result of a measurement: a document, a table, and a comparison of two."""
 
 from __future__ import annotations
 

@@ -43,10 +43,7 @@ def fields(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) -
 
 
 def request(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) -> tuple[str, bytes]:
-    """Return the path and the body of a request over HTTP.
-
-    Raises InputError as `fields`.
-    """
+    """Return the path and the body of a request. Raises InputError as `fields`."""
     model, given = fields(prompt, model, extra, stream)
     return f"/v2/models/{model}/generate{'_stream' if stream else ''}", json.dumps(given).encode()
 

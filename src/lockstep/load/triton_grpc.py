@@ -1,7 +1,4 @@
-"""KServe v2 over gRPC, as Triton speaks it.
-
-A prompt becomes a message, and the responses of a stream become a record.
-"""
+"""KServe v2 over gRPC, as Triton speaks it: prompts to messages, streams to records."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ _OUTPUTS = {"text_input": ("text_output", "output_log_probs"), "input_ids": ("ou
 
 
 def request(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) -> tuple[str, bytes]:
-    """Return the method and the message of a request.
-
-    Raises InputError as `triton.fields`.
-    """
+    """Return the method and the message. Raises InputError as `triton.fields`."""
     model, given = fields(prompt, model, extra, stream)
     message = MESSAGES["ModelInferRequest"](model_name=model)
     for name, value in given.items():
@@ -45,10 +39,7 @@ def request(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) 
 
 
 class GrpcEndpoint:
-    """A channel to one server, as an asynchronous context.
-
-    Requests may run side by side, a stream each.
-    """
+    """A channel to one server, for requests side by side, as an async context."""
 
     def __init__(self, client: Client) -> None:
         self._address = f"[{client.host}]:{client.port}" if ":" in client.host else f"{client.host}:{client.port}"

@@ -144,20 +144,14 @@ class StreamReader(Reader):
 
 
 def error_line(value: Any) -> str:
-    """Return the message of an error as one line.
-
-    In OpenAI's format, or in vLLM's older one.
-    """
+    """Return the message of an error, in OpenAI's or vLLM's older format, as one line."""
     error = value.get("error", value) if isinstance(value, dict) else value
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())[:300]
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """Return the text of a choice, streamed or whole.
-
-    A chat's first event, which names the role only, has none.
-    """
+    """Return the text of a choice, streamed or whole; a chat's first event has none."""
     part = choice.get("delta") or choice.get("message")
     if part is None:
         return choice.get("text") or ""

@@ -177,10 +177,7 @@ def _count(record: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def _are(value: Any, kind: Any, least: float | None = None) -> bool:
-    """Return whether `value` is a list of one type, not empty.
-
-    No number in it may be below `least`.
-    """
+    """Return whether `value` is a list of one type, not empty, and none below `least`."""
     return (
         isinstance(value, list)
         and bool(value)

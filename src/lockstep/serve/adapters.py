@@ -1,7 +1,4 @@
-"""The adapters that requests may name.
-
-The model's own, and folders that are loaded while the server runs.
-"""
+"""The adapters that requests may name: the model's, and folders loaded meanwhile."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ class Adapters:
 
     @property
     def model_names(self) -> list[str]:
-        """Return the names that a request may give the model.
-
-        Its own name, and with each adapter `name:adapter`.
-        """
+        """Return the names that a request may give the model: `name`, `name:adapter`."""
         return [self._model, *(f"{self._model}:{adapter}" for adapter in (*self.names, *sorted(self._loaded)))]
 
     def digest(self, name: str) -> str:
@@ -159,10 +153,7 @@ class Adapters:
             )
 
     async def load(self, name: str, folder: Path | str) -> None:
-        """Load a folder under a name; several requests for it wait for one load.
-
-        Raises BadRequest.
-        """
+        """Load a folder under a name; requests for it share one load. Raises BadRequest."""
         if self._root is None:
             raise BadRequest("lora_path: expected a server with --allow-adapter-loading, found one without", None, 403)
         if isinstance(folder, str):
@@ -276,10 +267,7 @@ def _check_name(field: str, name: str) -> None:
 
 
 def _stamp_of(folder: Path) -> Stamp | None:
-    """Return a value that changes when a file of the adapter does.
-
-    None where a file is gone.
-    """
+    """Return a value that changes when an adapter's file does; None if one is gone."""
     try:
         found = [os.stat(folder / name) for name in (CONFIG, WEIGHTS)]
     except OSError:

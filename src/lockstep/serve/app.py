@@ -218,10 +218,7 @@ def _models(service: Service) -> dict[str, Any]:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    """Return a model's entry of /v1/models.
-
-    parent: for an adapter, the model that it belongs to, as vLLM has it.
-    """
+    """Return a model's entry of /v1/models; an adapter's has its model as `parent`."""
     adapter = service.adapters.named(name)
     return {
         "id": name,

@@ -1,7 +1,4 @@
-"""The bodies of requests: read with limits, decoded strictly, typed.
-
-Errors are worded as OpenAI's.
-"""
+"""The bodies of requests: read with limits, decoded strictly; errors as OpenAI's."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ class Access:
 
 
 class BadRequest(Exception):
-    """The error of a request that is refused.
-
-    param: the field of its body that is wrong, where it is one.
-    """
+    """The error of a request that is refused. param: the wrong field of its body."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
@@ -74,10 +68,7 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 
 def error_response(error: BadRequest | StreamError) -> Response:
-    """Return the response to a request that is refused.
-
-    Or to one that failed before anything was sent.
-    """
+    """Return the response to a request that is refused, or failed before any answer."""
     headers = {}
     if isinstance(error, BadRequest):
         kind = "authentication_error" if error.status == 401 else "invalid_request_error"

@@ -32,10 +32,7 @@ class ChatError(Exception):
 
 
 class _Lost(Exception):
-    """The template process gave no answer, and no limit was the cause.
-
-    One line says why.
-    """
+    """The template process gave no answer, and no limit was the cause: one line."""
 
 
 class Chat:
@@ -168,10 +165,7 @@ class Chat:
         return answer["text"]
 
     async def _end(self, seconds: float) -> int | None:
-        """End the process, which has so many seconds to end by itself.
-
-        Returns its exit code.
-        """
+        """End the process, within so many seconds or at once. Returns its exit code."""
         process, self._process = self._process, None
         if process is None:
             return None

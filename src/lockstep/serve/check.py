@@ -149,10 +149,7 @@ class _Check:
         return found
 
     async def _under_load(self) -> _Found:
-        """Send each golden prompt twice, among other requests.
-
-        Those have random ids, lengths and sampling.
-        """
+        """Send each golden prompt twice, among random requests."""
         found, draw = _Found(others=_OTHERS, cancelled=_CANCELLED), self.random
         numbers = 2 * list(range(len(self.prompts)))
         tasks = [self._golden(number, "under load", found) for number in numbers]

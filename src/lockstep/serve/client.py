@@ -1,7 +1,4 @@
-"""A client for the server's own checks: completions over a Unix socket.
-
-It asks as any HTTP client does.
-"""
+"""A client for the server's own checks: completions over a Unix socket."""
 
 from __future__ import annotations
 
@@ -82,10 +79,7 @@ async def _asked(path: Path, request: bytes) -> AsyncIterator[asyncio.StreamRead
 
 
 async def _body(reader: asyncio.StreamReader, what: str) -> AsyncIterator[bytes]:
-    """Yield the parts of an answer's body.
-
-    Raises CheckError for an answer that is no success.
-    """
+    """Yield the parts of an answer's body. Raises CheckError for no success."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         status = head.partition("\r\n")[0].split()[1]

@@ -159,10 +159,7 @@ class Connection:
             self.flush()
 
     def receive(self, seconds: float) -> list[Frame]:
-        """Return all frames that are there; wait up to `seconds` for the first.
-
-        Raises EOFError at the end.
-        """
+        """Return all frames, after up to `seconds` for the first. Raises EOFError."""
         ready, writable, _ = select.select([self._end], [self._end] if self._out else [], [], seconds)
         if writable:
             self.flush()

@@ -1,7 +1,4 @@
-"""The grammar of an answer: fields of a body in, a grammar out.
-
-The fields are OpenAI's and vLLM's.
-"""
+"""The grammar of an answer, from the fields that OpenAI's and vLLM's APIs have."""
 
 from __future__ import annotations
 

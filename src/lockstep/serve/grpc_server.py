@@ -1,7 +1,4 @@
-"""The KServe v2 protocol over gRPC, as Triton speaks it.
-
-Requests of many clients in, responses in streams out.
-"""
+"""The KServe v2 protocol over gRPC, as Triton speaks it."""
 
 from __future__ import annotations
 

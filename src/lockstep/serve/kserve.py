@@ -46,10 +46,7 @@ class _Output(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The body of POST /v2/models/NAME/infer.
-
-    Fields that are not named here are ignored.
-    """
+    """The body of POST /v2/models/NAME/infer; other fields are ignored."""
 
     inputs: list[_Input]
     id: str = ""
@@ -97,10 +94,7 @@ class InferAnswer(TokenResponse):
 
 
 def model_routes(route: Callable[..., Route], action: str, handler: Handler, method: str) -> list[Route]:
-    """Return the routes to an action on a model, with and without a version.
-
-    route: makes one.
-    """
+    """Return the routes to an action on a model, with and without a version."""
     paths = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
     return [route(path + action, handler, method, refuse=refused) for path in paths]
 

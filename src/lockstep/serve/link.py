@@ -1,7 +1,4 @@
-"""The API process's end of an engine process.
-
-It starts the process, sends it requests, and hands on its frames.
-"""
+"""The API process's end of an engine process: its start, requests and frames."""
 
 from __future__ import annotations
 
@@ -126,17 +123,11 @@ class EngineLink(asyncio.Protocol):
         return self._process.pid
 
     def add(self, number: int, request: Request) -> None:
-        """Send a request.
-
-        One to a process that is gone is lost, and brought to the next one.
-        """
+        """Send a request. One to a process that is gone is brought to the next one."""
         self._transport.write(packed_add(number, request))
 
     def load(self, number: int, name: str, folder: str) -> None:
-        """Have an adapter read, checked and added.
-
-        "loaded" or "not_loaded" comes back under this number.
-        """
+        """Have an adapter added; "loaded" or "not_loaded" comes under this number."""
         self._transport.write(packed({"type": "load", "id": number, "name": name, "folder": folder}))
 
     def unload(self, name: str) -> None:

@@ -1,7 +1,4 @@
-"""Prometheus series with vLLM's names and meanings.
-
-The prefix may be vLLM's too, for dashboards that use its names.
-"""
+"""Prometheus series with vLLM's names and meanings, under a prefix of choice."""
 
 from __future__ import annotations
 

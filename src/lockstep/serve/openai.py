@@ -1,7 +1,4 @@
-"""OpenAI's completions: a body in, prompts for the service out.
-
-And answers in OpenAI's format.
-"""
+"""OpenAI's completions: bodies to prompts of the service, and answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""OpenAI's chat completions: a body in, a prompt for the service out.
-
-And answers in OpenAI's format.
-"""
+"""OpenAI's chat completions: bodies to prompts of the service, and answers."""
 
 from __future__ import annotations
 
@@ -54,10 +51,7 @@ class ChatBody(Parameters, kw_only=True):
 
 
 async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]:
-    """Return the prompt of a body.
-
-    Raises BadRequest for values that cannot be, and where the model has no chat template.
-    """
+    """Return the prompt of a body. Raises BadRequest."""
     await service.adapters.bring(body.lora)
     service.adapters.named(body.model, body.lora)
     # 0 without logprobs asks for nothing.

@@ -1,7 +1,4 @@
-"""The parameters that completions and chat completions share.
-
-In: a body of OpenAI's API. Out: prompts for the service.
-"""
+"""The parameters that completions and chat completions share, to prompts."""
 
 from __future__ import annotations
 
@@ -100,10 +97,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many likeliest tokens are listed beside the chosen one.
-
-        None: no log-probability at all.
-        """
+        """Return how many likeliest tokens are listed; None: no log-probability at all."""
         raise NotImplementedError
 
     @property

@@ -50,10 +50,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _refuse(self, reason: str) -> NoReturn:
-        """End the parsing of a request; `reason` is its answer.
-
-        Raises ValueError, which uvicorn answers with 400.
-        """
+        """End a request by ValueError, which uvicorn answers with 400 and `reason`."""
         self._refusal = reason
         raise ValueError(reason)
 

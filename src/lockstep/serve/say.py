@@ -1,7 +1,4 @@
-"""Lines on stderr that never stop whoever says them.
-
-In: a line. A pipe whose reader has gone, or a full disk, loses it.
-"""
+"""Lines on stderr that never stop whoever says them: if none reads, they are lost."""
 
 from __future__ import annotations
 

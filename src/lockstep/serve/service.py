@@ -87,10 +87,7 @@ class Service:
         self._rate_at, self._counted = time.monotonic(), 0
 
     async def start(self) -> None:
-        """Start the engine, and return when it is ready.
-
-        Raises LockstepError where it cannot be.
-        """
+        """Start the engine, and return when it is ready. Raises LockstepError."""
         await self.chat.start()
         self.tokenizer.min_tokens(0)  # reads the vocabulary, for which no request is to wait
         await self._open()
@@ -130,10 +127,7 @@ class Service:
             await self._link.stop()
 
     async def drain(self, seconds: float) -> None:
-        """Take no new requests, and wait until the running ones have ended.
-
-        For at most `seconds`.
-        """
+        """Take no new requests, and wait up to `seconds` for the running ones."""
         self.draining = True
         end = time.monotonic() + seconds
         while self._streams and time.monotonic() < end:
@@ -149,10 +143,7 @@ class Service:
 
     @property
     def heartbeat_age(self) -> float | None:
-        """Return the seconds since the engine's last sign of life.
-
-        None while there is no engine.
-        """
+        """Return the seconds since the engine's last sign of life; None without engine."""
         return None if self._link is None else time.monotonic() - self._link.last_frame
 
     @property
@@ -194,10 +185,7 @@ class Service:
         return None if self._link is None else self._link.pid
 
     def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
-        """Queue prompts, and return the stream of their answers.
-
-        Raises StreamError, at once, where there is no room.
-        """
+        """Queue prompts, and return the stream of their answers. Raises StreamError."""
         if self.draining:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._fault is not None:
@@ -218,10 +206,7 @@ class Service:
         return stream
 
     def cancel(self, stream: Stream, reason: str = "abort") -> None:
-        """End the answers of a stream that have not ended.
-
-        Their slots and pages are free before the next step.
-        """
+        """End what has not ended of a stream; it holds no slot in the next step."""
         for prompt in stream.prompts:
             if prompt.choices:
                 for number in self._forget(prompt):
@@ -497,16 +482,10 @@ def _logprobs(entry: Sequence[Any]) -> Logprobs:
 
 
 def _is_refused(stream: Stream) -> bool:
-    """Return whether a stream ended for what its client asked for.
-
-    Such an error is in no series.
-    """
+    """Return whether a stream ended for what its client asked for: in no series."""
     return stream.error is not None and stream.error.status == 400
 
 
 def _salted(request: Request, tenant: str) -> Request:
-    """Return the request of a tenant, with a salt that parts its prefixes.
-
-    A salt of the request's own parts them further.
-    """
+    """Return a tenant's request, with a salt that parts its prefixes from others'."""
     return replace(request, cache_salt=f"{tenant}/{request.cache_salt}")

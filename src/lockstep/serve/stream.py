@@ -160,10 +160,7 @@ class Stream:
             waiter.set_result(None)
 
     async def admission(self) -> None:
-        """Wait until the engine has admitted the stream, or anything came.
-
-        Raises StreamError.
-        """
+        """Wait until the engine has admitted it, or anything came. Raises StreamError."""
         while not (self.is_admitted or self._pending or self.error):
             await self._woken()
         if self.error and not self._pending:

@@ -124,10 +124,7 @@ def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mappin
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its reasoning under the names that templates know.
-
-    It has had three names; templates know two.
-    """
+    """Return a message with its reasoning under both names that templates know."""
     names = ("reasoning_content", "thinking", "reasoning")
     found = next((message[name] for name in names if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}

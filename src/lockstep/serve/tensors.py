@@ -65,10 +65,7 @@ def of(name: str, datatype: str, values: Any, *shape: int) -> Tensor:
 
 
 def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
-    """Return the number of elements of a tensor.
-
-    Raises BadRequest for what no tensor has.
-    """
+    """Return the number of elements of a tensor. Raises BadRequest."""
     if datatype not in DATATYPES:
         raise BadRequest(f"{name}: datatype: expected one of {', '.join(DATATYPES)}, found {datatype[:20]!r}", name)
     sizes = [max(1, size) for size in shape]  # of an empty tensor NumPy multiplies the others
@@ -96,10 +93,7 @@ def _flatten(values: list[Any], into: list[Any], depth: int) -> None:
 
 
 def values_array(name: str, datatype: str, values: list[Any]) -> np.ndarray:
-    """Return JSON's values as an array [len(values)] of a datatype.
-
-    Raises BadRequest for a value of another type.
-    """
+    """Return JSON's values as an array [len(values)]. Raises BadRequest."""
     dtype = DATATYPES[datatype]
     if datatype == "BYTES":
         return of(name, datatype, [_bytes(name, value) for value in values]).array
@@ -163,10 +157,7 @@ def _elements(name: str, count: int, data: bytes) -> list[bytes]:
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """Return a tensor's values as JSON has them, row by row.
-
-    BYTES that are no text have replacement characters.
-    """
+    """Return a tensor's values as JSON has them, row by row; BYTES as text."""
     if tensor.datatype == "BYTES":
         return [value.decode(errors="replace") for value in tensor.array.ravel()]
     return tensor.array.ravel().tolist()

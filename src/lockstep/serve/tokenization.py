@@ -44,10 +44,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 async def tokenized(body: TokenizeBody, service: Service) -> bytes:
-    """Return the JSON of the tokens of a text or a chat.
-
-    Raises BadRequest, and StreamError where too many wait.
-    """
+    """Return the tokens of a text or a chat, as JSON. Raises BadRequest, StreamError."""
     service.adapters.named(body.model)
     if (body.prompt is None) == (body.messages is None):
         found = "neither" if body.prompt is None else "both"

@@ -140,10 +140,7 @@ class _Answer:
     ended: bool = False
 
     def take(self, delta: AnswerDelta) -> None:
-        """Add what came.
-
-        What follows a stop sequence is left out, and so is the end token.
-        """
+        """Add what came, without what follows a stop sequence, and without the end token."""
         for place, token in enumerate(delta.token_ids):
             last = place == len(delta.token_ids) - 1
             if last and delta.finish == "stop_id" and token in self.prompt.end_ids:
@@ -195,10 +192,7 @@ class Generation(Inference):
                 yield InferResponse(self._outputs_of([answer], [self._whole_text(answer)], True), final)
 
     async def _added(self) -> AsyncIterator[tuple[_Answer, str]]:
-        """Yield each answer to which something was added, and the text.
-
-        The added text, or all of it where it is accumulated.
-        """
+        """Yield each answer that grew, and its new text, or all of it if accumulated."""
         assert self.stream is not None
         try:
             async for deltas in self.stream:
@@ -221,10 +215,7 @@ class Generation(Inference):
         return self._tokenizer.text(answer.prompt.repeated_ids) + answer.text
 
     def _outputs_of(self, answers: Sequence[_Answer], texts: Sequence[str], with_prompt: bool) -> list[Tensor]:
-        """Return the tensors of answers that go out together, side by side.
-
-        Of one answer, or of all.
-        """
+        """Return the tensors of answers that go out together: of one, or of all."""
         wanted, complete = self._request.outputs, self._request.complete
         batch = len({answer.batch for answer in answers})
         each, least = len(answers) // batch, int(complete)

@@ -67,18 +67,12 @@ class Prompt:
 
     @property
     def repeated_ids(self) -> list[int]:
-        """Return the prompt's tokens that the answer begins with.
-
-        All of them, or none where the input is excluded.
-        """
+        """Return the prompt's tokens that the answer begins with: all, or none."""
         return [] if self.exclude_input else list(self.prompt_request.request.prompt_ids)
 
 
 class Batch:
-    """The checked inputs of a model.
-
-    `value` and `values` find them by name and number of the prompt.
-    """
+    """The checked inputs of a model, by name and number of the prompt."""
 
     def __init__(self, model: Model, inputs: Mapping[str, Tensor], max_batch_size: int):
         """Check the inputs.
@@ -112,10 +106,7 @@ class Batch:
         return name in self._tensors
 
     def values(self, name: str, number: int) -> np.ndarray:
-        """Return all values of a prompt's tensor, without the batch dimension.
-
-        An empty array where there is none.
-        """
+        """Return a prompt's tensor without the batch dimension; empty where it has none."""
         return self._tensors[name][number] if name in self._tensors else np.empty(0)
 
     def value(self, name: str, number: int, default: Any = None) -> Any:

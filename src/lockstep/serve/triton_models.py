@@ -188,10 +188,7 @@ class Model:
 
     @property
     def generates(self) -> bool:
-        """Return whether the model makes tokens.
-
-        It may then answer with a stream, and is decoupled, as Triton calls that.
-        """
+        """Return whether the model makes tokens, and is decoupled: may answer by a stream."""
         return "beam_width" in self.inputs
 
     @property
@@ -235,10 +232,7 @@ def metadata(model: Model) -> dict[str, Any]:
 
 
 def config(model: Model, max_batch_size: int) -> dict[str, Any]:
-    """Return the answer of GET /v2/models/NAME/config.
-
-    What there is of Triton's model configuration.
-    """
+    """Return the answer of GET /v2/models/NAME/config, as far as there is one."""
     kind = lambda spec: "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
     tensor = lambda spec: {"name": spec.name, "data_type": kind(spec), "dims": list(spec.dims)}
     return {

@@ -1,7 +1,4 @@
-"""Triton's statistics extension.
-
-Requests of each model and their times in, the JSON of its clients out.
-"""
+"""Triton's statistics extension: requests of each model, and their times."""
 
 from __future__ import annotations
 
@@ -15,10 +12,7 @@ _DURATIONS = "success fail queue compute_input compute_infer compute_output cach
 
 
 class Statistics:
-    """Counts of the requests of each model since the server began.
-
-    Times are in nanoseconds.
-    """
+    """Counts of the requests of each model since the server began; nanoseconds."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -45,10 +39,7 @@ class Statistics:
         self._times[model][name] += max(0, round(seconds * 1e9))
 
     def of(self, name: str | None = None) -> dict[str, Any]:
-        """Return what Triton says of a model, or of all.
-
-        Times that this server does not have are 0.
-        """
+        """Return what Triton says of a model, or of all; times that nobody took are 0."""
         return {"model_stats": [self._of(each) for each in ([name] if name else MODELS)]}
 
     def _of(self, model: str) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The models preprocessing and postprocessing: text to tokens and back.
-
-For clients that chain the models.
-"""
+"""The models preprocessing and postprocessing: text to tokens and back."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ from lockstep.serve.words import spellings
 
 
 async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
-    """Return the tokens of the texts of a batch, and its words as tokens.
-
-    Raises BadRequest.
-    """
+    """Return a batch's texts and words as tokens. Raises BadRequest."""
     tokenizer, count = service.tokenizer, range(batch.size)
     ends = service.ready.eos_token_ids
     end = batch_values(batch, "END_ID", ends[0] if ends else -1)
@@ -68,10 +62,7 @@ def batch_values(batch: Batch, name: str, default: int) -> list[int]:
 
 
 def _word_lists(name: str, lists: Sequence[Sequence[Sequence[int]]]) -> Tensor:
-    """Return words in the format of `word_ids`: [batch, 2, length].
-
-    length is 0 where no prompt has a word.
-    """
+    """Return words in the format of `word_ids`: [batch, 2, length], length 0 for none."""
     length = max(sum(map(len, each)) for each in lists)
     rows = np.zeros((len(lists), 2, length), np.int32)
     rows[:, 1] = -1

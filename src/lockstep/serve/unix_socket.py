@@ -1,7 +1,4 @@
-"""A Unix socket to listen at, whose file has mode 0600.
-
-It replaces a file that no server listens at any more.
-"""
+"""A Unix socket of mode 0600, in the place of one that nobody listens at."""
 
 from __future__ import annotations
 

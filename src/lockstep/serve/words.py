@@ -1,7 +1,4 @@
-"""Words that end an answer or must not come.
-
-Limits of their number and length, and words as sequences of tokens.
-"""
+"""Words that end an answer or must not come: their limits, and their tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The web page at `/`, and the headers that it is sent with.
-
-One file with its style and script inside.
-"""
+"""The web page at `/`, one file, and the headers that it is sent with."""
 
 from __future__ import annotations
 
