@@ -70,13 +70,13 @@ def test_few_are_encoded_at_a_time_and_few_wait(monkeypatch: pytest.MonkeyPatch)
         return most
 
     async def run() -> list[int]:
-        tasks = [asyncio.create_task(threads.run(make)) for _ in range(5)]
+        tasks = [asyncio.create_task(threads.run(make, LONG + 1)) for _ in range(5)]
         await asyncio.sleep(0.1)  # the loop runs on meanwhile
         with pytest.raises(StreamError, match="5 long texts wait") as refused:
-            await threads.run(make)
+            await threads.run(make, LONG + 1)
         assert (refused.value.status, refused.value.retry_after) == (429, 1)
         go.set()
         await asyncio.gather(*tasks)
-        return [await threads.run(make)]
+        return [await threads.run(make, LONG + 1)]
 
     assert asyncio.run(run()) == [2]

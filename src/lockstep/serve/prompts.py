@@ -32,8 +32,13 @@ class Turns:
         self._threads = ThreadPoolExecutor(threads, name)
         self._count = 0
 
-    async def run(self, make: Callable[[], _Made]) -> _Made:
-        """Return what `make` makes in a thread. Raises StreamError, 429, where too many wait."""
+    async def run(self, make: Callable[[], _Made], size: int) -> _Made:
+        """Return what `make` makes, in a thread where its `size` is more than `LONG`.
+
+        Raises StreamError, 429, where too many wait.
+        """
+        if size <= LONG:
+            return make()
         if self._count >= _MOST_WAITING:
             raise StreamError(
                 f"{self._count} long texts wait to be encoded or decoded; try again", 429, "queue_full", 1
@@ -61,7 +66,7 @@ async def encode_texts(
         if (least := tokenizer.min_tokens(len(text))) > most:
             raise bad_request(wrong_length(param, most, f"at least {least}"))
     encode = lambda: [_encode(text, tokenizer, param, most, special) for text in texts]
-    return await turns.run(encode) if sum(map(len, texts)) > LONG else encode()
+    return await turns.run(encode, sum(map(len, texts)))
 
 
 def _encode(text: str, tokenizer: Tokenizer, param: str, most: int, special: bool) -> list[int]:

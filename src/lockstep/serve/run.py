@@ -46,14 +46,34 @@ class _Server(uvicorn.Server):
     It wakes once a second, for the date in its headers, and not ten times.
     """
 
-    def __init__(self, config: uvicorn.Config):
+    def __init__(self, app: ASGIApp):
+        # Once all requests are through, connections that are kept alive are closed; what is left has a moment more.
+        config = uvicorn.Config(
+            app,
+            http=LimitedProtocol,
+            log_level="error",  # below it uvicorn has a line for each request that is no HTTP
+            ws="none",
+            timeout_keep_alive=75,  # longer than proxies keep one, which else meet one that has just been closed
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            server_header=False,
+            proxy_headers=False,
+        )
         super().__init__(config)
         self._ending = asyncio.Event()
 
-    def end(self) -> None:
-        """Take no more connections, close those that are there, and return."""
+    async def start(self, ends: list[socket.socket]) -> None:
+        """Serve at these sockets, as the task `serving`; return when connections are taken."""
+        self.serving = asyncio.create_task(self.serve(sockets=ends))
+        while not (self.started or self.serving.done()):
+            await asyncio.sleep(0.005)
+
+    async def end(self) -> None:
+        """Take no more connections, and close those that are there."""
         self.should_exit = True
         self._ending.set()
+        await self.serving
 
     async def main_loop(self) -> None:
         while not await self.on_tick(0):
@@ -99,33 +119,14 @@ async def listening(service: Service, path: Path) -> AsyncIterator[None]:
     """
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as end:
         end.bind(str(path))
-        server = _Server(_config(application(service)))
+        server = _Server(application(service))
         await service.start()
-        serving = asyncio.create_task(server.serve(sockets=[end]))
         try:
-            while not (server.started or serving.done()):
-                await asyncio.sleep(0.005)
+            await server.start([end])
             yield
         finally:
             await service.stop()
-            server.end()
-            await serving
-
-
-def _config(app: ASGIApp) -> uvicorn.Config:
-    # Once all requests are through, connections that are kept alive are closed; what is left has a moment more.
-    return uvicorn.Config(
-        app,
-        http=LimitedProtocol,
-        log_level="error",  # below it uvicorn has a line for each request that is no HTTP
-        ws="none",
-        timeout_keep_alive=75,  # longer than proxies keep a connection, which else meet one that has just been closed
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=1,
-        server_header=False,
-        proxy_headers=False,
-    )
+            await server.end()
 
 
 async def _serve(
@@ -140,7 +141,7 @@ async def _serve(
 ) -> None:
     inside = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in ends)
     access = replace(access, own_name=host if inside else None)
-    server = _Server(_config(application(service, access, triton)))
+    server = _Server(application(service, access, triton))
     signals, loop = asyncio.Queue[int](), asyncio.get_running_loop()
     grpc = None if grpc_port is None else _grpc_server(triton, access, host, grpc_port)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -153,9 +154,7 @@ async def _serve(
             starting.cancel()
             return
         await starting
-        serving = asyncio.create_task(server.serve(sockets=ends))
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.005)
+        await server.start(ends)
         if grpc is not None:
             await grpc.start()
         processes.freeze_heap()
@@ -171,7 +170,7 @@ async def _serve(
             + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
         )
         failed = asyncio.create_task(service.ended.wait())
-        await asyncio.wait((serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((server.serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
         failed.cancel()
         if asked.done():
             draining = asyncio.create_task(service.drain(drain))
@@ -180,8 +179,7 @@ async def _serve(
             draining.cancel()
             again.cancel()
         await service.stop()
-        server.end()
-        await serving
+        await server.end()
         service.check()
     finally:
         asked.cancel()

@@ -209,9 +209,7 @@ class Service:
         """End what has not ended of a stream; it holds no slot in the next step."""
         for prompt in stream.prompts:
             if prompt.choices:
-                for number in self._forget(prompt):
-                    if self._link is not None:
-                        self._link.abort(number)
+                self._abort(prompt)
                 for choice in sorted(prompt.choices):
                     self._finish(prompt, choice, reason)
                     stream.push(prompt.first + choice, "", None, None, reason)
@@ -419,11 +417,12 @@ class Service:
         if not prompt.choices:
             self._prompts.pop(prompt.number, None)
 
-    def _forget(self, prompt: PromptRequest) -> list[int]:
-        numbers = list(prompt.resumed.values()) or [prompt.number]
-        for number in numbers:
+    def _abort(self, prompt: PromptRequest) -> None:
+        """Have the engine end what it has of a prompt."""
+        for number in list(prompt.resumed.values()) or [prompt.number]:
             self._prompts.pop(number, None)
-        return numbers
+            if prompt.choices and self._link is not None:
+                self._link.abort(number)
 
     def _leave(self, stream: Stream) -> None:
         if stream in self._streams:
@@ -437,9 +436,7 @@ class Service:
     def _fail(self, stream: Stream, error: StreamError) -> None:
         stream.fail(error)
         for prompt in stream.prompts:
-            for number in self._forget(prompt):
-                if prompt.choices and self._link is not None:
-                    self._link.abort(number)
+            self._abort(prompt)
             for choice in list(prompt.choices):
                 self._finish(prompt, choice, None if _is_refused(stream) else "error")
         self._leave(stream)

@@ -6,7 +6,6 @@ tokens as the model takes, and some thousands more: clients tokenize documents t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -61,7 +60,7 @@ async def tokenized(body: TokenizeBody, service: Service) -> bytes:
         names, most = service.tokenizer.names(tokens) if body.return_token_strs else None, service.ready.max_seq_len
         return msgspec.json.encode({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names})
 
-    return await _turns_of(len(tokens), answer)
+    return await _TURNS.run(answer, len(tokens))
 
 
 async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
@@ -77,15 +76,11 @@ async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
     except InputError as error:
         raise bad_request(error) from None
     answer = lambda: msgspec.json.encode({"prompt": service.tokenizer.decode_whole(body.tokens)})
-    return await _turns_of(len(body.tokens), answer)
+    return await _TURNS.run(answer, len(body.tokens))
 
 
 def _most_tokens(service: Service) -> int:
     return max(service.ready.max_seq_len, LONG)
-
-
-async def _turns_of(size: int, answer: Callable[[], bytes]) -> bytes:
-    return await _TURNS.run(answer) if size > LONG else answer()
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
