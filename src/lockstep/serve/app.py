@@ -61,11 +61,10 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         path: str, handler: Callable[[Request], Awaitable[Any]], *methods: str, refuse: Any = error_response
     ) -> Route:
         async def handle(request: Request) -> Any:
-            reason: BadRequest | StreamError
             try:
                 _check_access(request, encoded, access.own_name)
                 return await handler(request)
-            except (BadRequest, StreamError) as error:
+            except StreamError as error:
                 reason = error
             except asyncio.CancelledError:  # the server ends, and this request is not even read, or not tokenized
                 reason = StreamError("the server is shutting down; try another one", 503, "shutting_down")
@@ -115,7 +114,7 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         content, headers = page()
         return Response(content, headers=headers)
 
-    def worded(request: Request, error: BadRequest | StreamError) -> Response:
+    def worded(request: Request, error: StreamError) -> Response:
         is_triton = request.url.path == "/v2" or request.url.path.startswith("/v2/")
         return (triton_error if is_triton else error_response)(error)
 

@@ -44,12 +44,11 @@ class Access:
     own_name: str | None = None
 
 
-class BadRequest(Exception):
+class BadRequest(StreamError):
     """The error of a request that is refused. param: the wrong field of its body."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
-        super().__init__(message)
-        self.message, self.param, self.status = message, param, status
+        super().__init__(message, status, None, None, param)
 
 
 def bad_request(error: InputError, names: Mapping[str, str] = {}) -> BadRequest:
@@ -67,21 +66,16 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 
-def error_response(error: BadRequest | StreamError) -> Response:
+def error_response(error: StreamError) -> Response:
     """Return the response to a request that is refused, or failed before any answer."""
-    headers = {}
-    if isinstance(error, BadRequest):
-        kind = "authentication_error" if error.status == 401 else "invalid_request_error"
-        if error.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        body = error_body(error.message, kind, error.param)
-    else:
-        kind = "invalid_request_error" if error.status < 429 else "server_error"
-        body = error_body(error.message, kind, error.param, error.code)
-        if error.retry_after is not None:
-            headers["Retry-After"] = str(error.retry_after)
-        if error.code == "shutting_down":
-            headers["Connection"] = "close"
+    kind, headers = "invalid_request_error" if error.status < 429 else "server_error", {}
+    if error.status == 401:
+        kind, headers = "authentication_error", {"WWW-Authenticate": "Bearer"}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if error.code == "shutting_down":
+        headers["Connection"] = "close"
+    body = error_body(error.message, kind, error.param, error.code)
     return Response(body, error.status, headers, "application/json")
 
 

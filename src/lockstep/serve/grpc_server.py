@@ -111,7 +111,7 @@ class GrpcServer:
                     if isinstance(request, BadRequest):
                         raise request
                     return await method(request, notes)
-            except (BadRequest, StreamError) as error:
+            except StreamError as error:
                 await _abort(context, error)
 
         serialize = MESSAGES[f"{name}Response"].SerializeToString
@@ -124,7 +124,7 @@ class GrpcServer:
         try:
             yield notes
             status = 200
-        except (BadRequest, StreamError) as error:
+        except StreamError as error:
             status, notes["error"] = error.status, error
             raise
         finally:
@@ -190,7 +190,7 @@ class GrpcServer:
                         await send(made(infer_response=answer), inference.stream)
                 finally:
                     inference.close()
-        except (BadRequest, StreamError) as error:
+        except StreamError as error:
             # Of one request: the others of the stream go on.
             failed = MESSAGES["ModelInferResponse"](id=getattr(request, "id", ""))
             await send(made(error_message=error.message, infer_response=failed), None)
@@ -216,8 +216,8 @@ def _parser(name: str) -> Callable[[bytes], Any]:
     return parsed
 
 
-async def _abort(context: Any, error: BadRequest | StreamError) -> None:
-    again = getattr(error, "retry_after", None)
+async def _abort(context: Any, error: StreamError) -> None:
+    again = error.retry_after
     trailing = () if again is None else (("retry-after", str(again)),)
     await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, trailing)
 

@@ -54,7 +54,7 @@ class _Body(msgspec.Struct):
     outputs: list[_Output] = []
 
 
-def refused(error: BadRequest | StreamError) -> Response:
+def refused(error: StreamError) -> Response:
     """Return the response to a request that is refused, as Triton words it."""
     like = error_response(error)
     headers = {

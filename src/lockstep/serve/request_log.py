@@ -20,7 +20,6 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.errors import InputError
-from lockstep.serve.bodies import BadRequest
 from lockstep.serve.say import say
 from lockstep.serve.stream import FINISH_REASONS, Stream, StreamError
 
@@ -87,7 +86,7 @@ class RequestLog:
         id: str | None = None,
         stream: Stream | None = None,
         in_chunks: bool = False,
-        error: BadRequest | StreamError | None = None,
+        error: StreamError | None = None,
     ) -> None:
         """Add the line of a request that has ended.
 
@@ -108,7 +107,7 @@ class RequestLog:
             "queue_seconds": None,
             "ttft_seconds": None,
             "seconds": round(time.monotonic() - began, 6),
-            "error": getattr(error, "code", None),
+            "error": error.code if error else None,
             **(_of_stream(stream) if stream else {}),
         }
         try:

@@ -79,7 +79,7 @@ class StreamError(Exception):
         self,
         message: str,
         status: int = 500,
-        code: str = "engine_error",
+        code: str | None = "engine_error",
         retry_after: int | None = None,
         param: str | None = None,
     ):

@@ -78,7 +78,7 @@ class Triton:
         began, name = time.monotonic(), request.model.name
         try:
             inference = await self._infer(request)
-        except (BadRequest, StreamError):
+        except StreamError:
             self.statistics.failed(name, time.monotonic() - began)
             raise
         if inference.stream is None:
