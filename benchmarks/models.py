@@ -130,13 +130,14 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
             "Weights are random, but activations are like those of trained models, where the class lets them: a few "
             "channels of the hidden state are 50 to 500 times the others, the first token has most of the attention, "
             "logits have a standard deviation of 5 (`lockstep.export.lifelike`; outlier and first token below). A "
-            "type works when the logits of four requests (one of 300 tokens), prefilled together and then decoded, and "
-            "of the long one again, in chunks of 97 tokens beside the others' decoding, equal those of each request "
+            "type works when the logits of four requests (one of 300 tokens, of mixtures 100), prefilled together and "
+            "then decoded, and of the long one again, in chunks of 97 tokens beside the others' decoding, equal those of "
+            "each request "
             "alone and whole: they differ from transformers' eager forward by at most "
             f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what transformers in "
             "fp32 differs from itself in fp64 (the third column; weights may make a model that sensitive). In fp16 it "
-            "is held to four times what transformers in fp16 differs from itself in fp32. Rows without numbers in fp16 "
-            "are of an earlier run, with normal random weights."
+            "is held to four times what transformers in fp16 differs from itself in fp32; of a mixture but for one "
+            "token of 25, for a router near a tie may choose another expert."
         ),
         "",
         "| result | types | meaning |",
@@ -156,6 +157,11 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
         for name, model in models.items()
         if model["result"] == WORKS
     ]
+    halves = [
+        f"| {name} | {_cell(model['fp16_refused'])} |" for name, model in models.items() if "fp16_refused" in model
+    ]
+    if halves:
+        lines += ["", "Refused in fp16:", "", "| type | reason |", "|---|---|", *halves]
     for result in (REFUSED, NO_MODEL, WRONG, BROKEN):
         rows = [f"| {name} | {_cell(model['reason'])} |" for name, model in models.items() if model["result"] == result]
         if rows:
@@ -167,11 +173,10 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
 
 def _half(model: dict[str, Any]) -> str:
     """Return the cells of errors in fp16, and of activations."""
-    if "activations" not in model:
-        return "- | - | - | -"
     found, first = model["activations"], model["activations"]["first"]
     share = "-" if first is None else f"{first:.0%}"
-    return f"{model['fp16_error']:.1e} | {model['transformers_fp16_error']:.1e} | {found['outlier']:.0f} | {share}"
+    half = "refused" if "fp16_refused" in model else f"{model['fp16_error']:.1e}"
+    return f"{half} | {model['transformers_fp16_error']:.1e} | {found['outlier']:.0f} | {share}"
 
 
 def _cell(text: str) -> str:

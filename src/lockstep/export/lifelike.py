@@ -76,10 +76,16 @@ def write(config: Mapping[str, Any], seed: int, folder: Path, change: Change = n
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         saved = revert_weight_conversion(model, {k: v for k, v in model.state_dict().items() if k not in tied})
     save_file({name: tensor.contiguous() for name, tensor in saved.items()}, folder / "model.safetensors")
+    write_without_weights(config, folder)
+    return found
+
+
+def write_without_weights(config: Mapping[str, Any], folder: Path) -> None:
+    """Write the checkpoint without its weights: config and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     write_json(folder / "config.json", {**config, "dtype": "float32"})
-    return found
 
 
 @torch.no_grad()
