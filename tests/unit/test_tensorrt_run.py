@@ -647,7 +647,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 @pytest.mark.parametrize("refused", [False, True])
-def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, refused):
+def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, capsys, refused):
     from lockstep.gpu.attention import prompt as prompt_attention
 
     made, init = [], prompt_attention._CudnnPlan.__init__
@@ -670,6 +670,7 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, r
     assert len(made) == 2 * (4 if refused else 1)
     both.step(prompts=[(2, 20), (1, 17), (3, 30), (0, 32)], tokens=False)  # behind what the rows hold
     assert len(made) == 2 * (8 if refused else 2)
+    assert capsys.readouterr().err.count("has no attention of several prompts") == refused
     for _ in range(2):
         both.step(0, 1, 2, 3)
     prompt_attention._batch_plan.cache_clear()

@@ -196,7 +196,7 @@ def _check_weights(assembly: Assembly) -> None:
 
     `convert` rounds all of them, and what a router adds to its scores may not be rounded so.
     """
-    for index, layer in enumerate(assembly.layers):
+    for layer in assembly.layers:
         for block in (layer.block, layer.exit):
             for slot in assembly.classes[block.graph].signature.slots:
                 if slot.dtype == "float32" != assembly.dtype:

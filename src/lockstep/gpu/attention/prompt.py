@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, note
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import LARGEST_BATCH, Call, Chunks, padded
 from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec
@@ -141,8 +141,12 @@ class PromptAttention:
                 arrays = self._table[chosen], self._new[chosen], self._held[chosen]
                 yield _Call(plan, slice(None), *arrays, (offsets,))
                 continue
-            if size.batch > 1:
+            if size.batch > 1 and self._largest_batch > 1:
                 self._largest_batch = 1
+                note(
+                    f"cuDNN {cudnn.backend_version()} has no attention of several prompts over pages in one call: each "
+                    "takes a call of its own, which is slower"
+                )
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
                 one = slice(number, number + 1)
