@@ -208,16 +208,20 @@ def _logit_errors(
     expected, spread = _expected(reference, sequences, prompts)
     exact, _ = _expected(reference.double(), sequences, prompts)
     half, _ = _expected(reference.float().half(), sequences, prompts)
-    # The long prompt was brought twice: in one piece, and in chunks beside requests that decode.
-    twice = expected[:, [0, 1, 2, 3, 3]]
-    run = lambda precision: _run(results, precision, sequences, prompts) - twice
+
+    def found(precision: str) -> np.ndarray:
+        """Return the differences of our logits; of the long prompt's, which come twice, the larger ones."""
+        # In one piece, and in chunks beside requests that decode.
+        difference = np.abs(_run(results, precision, sequences, prompts) - expected[:, [0, 1, 2, 3, 3]])
+        return np.concatenate([difference[:, :3], difference[:, 3:].max(axis=1, keepdims=True)], axis=1)
+
     left_out = int(_has_experts(config))
-    error, error_16 = _largest(run("fp32"), spread), _largest(run("fp16"), spread, left_out) if has_half else 0.0
+    error, error_16 = _largest(found("fp32"), spread), _largest(found("fp16"), spread, left_out) if has_half else 0.0
     return error, _largest(expected - exact, spread), error_16, _largest(half - expected, spread, left_out)
 
 
 def _largest(difference: np.ndarray, spread: float, left_out: int = 0) -> float:
-    """Return the largest difference [steps, requests, vocab_size], but for tokens with the largest ones."""
+    """Return the largest difference [steps, requests, vocab_size], but for the tokens with the largest ones."""
     by_token = np.sort(np.abs(difference).max(axis=2), axis=None)
     largest = float(by_token[-1 - left_out] / spread)
     return largest if np.isfinite(largest) else float("inf")

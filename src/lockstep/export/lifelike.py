@@ -51,7 +51,7 @@ class Statistics:
 
 def first_token(model: PreTrainedModel) -> int:
     """Return the id that sequences are to begin with."""
-    found = model.config.get_text_config().bos_token_id
+    found = getattr(model.config.get_text_config(), "bos_token_id", None)
     return found if isinstance(found, int) and 0 <= found < _table(model).shape[0] else 0
 
 
