@@ -29,7 +29,6 @@ INSIDE = {
     "export": "activations like those of trained models",
     "export.parity": "depths at which a model has all its kinds of layers",
     "export.quiet": "transformers says nothing while it is timed",
-    "export.random_model": "a tokenizer of bytes",
     "export.small_configs": "a config as small as its class takes it",
     "export.torch_model": "transformers' model beside ours",
     "export.tracer": "a model without weights, to see its layers",

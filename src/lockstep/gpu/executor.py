@@ -378,8 +378,8 @@ class GpuExecutor:
         """Run the calls of all steps once, so that no request waits for it.
 
         This captures the decode graph of each number of rows and the pass of each size of one short prompt, takes
-        prompts of each power of two of tokens, alone and several at a time, and products of many numbers of tokens.
-        Caches stay as they are.
+        prompts of each power of two of tokens, alone and several at a time, which are captured too where they are
+        short, and products of many numbers of tokens. Caches stay as they are.
         """
         self.group.wait_for_weights()
         self.group.reserve({}, self.lengths)
@@ -399,14 +399,21 @@ class GpuExecutor:
                 if counts[-1] > 1 and padded(counts[-1]) == padded(tokens):
                     chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
                     for adapted in ways:
-                        self._pass(chunks, write=False, adapted=adapted)
+                        self._warm_pass(chunks, adapted)
         sizes = captured_sizes(min(longest, self.ranks[0].captured_tokens))
-        for tokens, adapted, _ in itertools.product(sizes, ways, range(2)):  # the second time it is captured
-            self._pass([Advance(0, np.zeros(min(tokens, longest), np.int64), 0)], write=False, adapted=adapted)
+        for tokens, adapted in itertools.product(sizes, ways):
+            self._warm_pass([Advance(0, np.zeros(min(tokens, longest), np.int64), 0)], adapted)
         for rank, adapted in itertools.product(self.ranks, ways):
             rank.warm_products(adapted)
         self.group.synchronize()
         self.group.check()
+
+    def _warm_pass(self, chunks: Sequence[Advance], adapted: bool) -> None:
+        """Run a pass of chunks that leaves caches as they are; twice where its layout is captured the second time."""
+        known = len(self._captured)
+        self._pass(chunks, write=False, adapted=adapted)
+        if len(self._captured) > known:
+            self._pass(chunks, write=False, adapted=adapted)
 
     def _begin(self, advances: Sequence[Advance], lengths: np.ndarray) -> None:
         """Make room for a step, before which slots hold `lengths` tokens."""
