@@ -80,7 +80,8 @@ class PromptInputs:
         False for a pass that leaves caches and tokens as they are. adapters: the adapter slot of each request slot,
         where blocks take them.
         """
-        packed = PackedTokens.empty(self._sizes(0, sum(len(chunk.tokens) for chunk in chunks))[1])
+        _, tokens, _ = self._sizes(0, sum(len(chunk.tokens) for chunk in chunks), 0)
+        packed = PackedTokens.empty(tokens)
         places = packed.pack([], [], 0, chunks)
         last = np.array([high - 1 for _, high in places])
         slots = np.array([chunk.slot if write else -1 for chunk in chunks])
@@ -104,8 +105,8 @@ class PromptInputs:
         """
         chosen = [advance.slot for advance in decoding]
         in_step = [*chosen, *(chunk.slot for chunk in chunks)]
-        count, tokens = self._sizes(1 + max(chosen), sum(len(chunk.tokens) for chunk in chunks))
-        requests, _ = self._sizes(1 + max(in_step), 0)
+        brought = sum(len(chunk.tokens) for chunk in chunks)
+        count, tokens, requests = self._sizes(1 + max(chosen), brought, 1 + max(in_step))
         packed = PackedTokens.empty(count + tokens)
         places = packed.pack(decoding, chosen, count, chunks)
         last, slots = np.zeros(requests, np.int64), np.full(requests, -1)
@@ -116,12 +117,16 @@ class PromptInputs:
             stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
         return inputs, _places(chunks, [(low - count, high - count) for low, high in places[len(decoding) :]])
 
-    def _sizes(self, rows: int, tokens: int) -> tuple[int, int]:
-        """Return the numbers of rows that may decode, and of tokens of prompts, with what is added."""
-        if rows + tokens > self._captured_tokens:
-            return rows, tokens
-        rows = min(_padded(rows), self._slots)
-        return rows, min(_padded(tokens), self._num_tokens - rows)
+    def _sizes(self, rows: int, tokens: int, requests: int) -> tuple[int, int, int]:
+        """Return the numbers of rows that may decode, tokens of prompts and requests, with what is added.
+
+        Nothing is added to a pass that would then not be captured.
+        """
+        most_rows, most_requests = (min(_padded(count), self._slots) for count in (rows, requests))
+        most_tokens = min(_padded(tokens), self._num_tokens - most_rows)
+        if most_rows + most_tokens > self._captured_tokens:
+            return rows, tokens, requests
+        return most_rows, most_tokens, most_requests
 
     def _send(
         self,

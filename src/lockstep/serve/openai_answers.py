@@ -22,7 +22,7 @@ from lockstep.serve.stream import FINISH_REASONS, AnswerDelta, Stream, StreamErr
 
 
 class AnswerFormat(TokenResponse):
-    """The answers to one request, in the format of its endpoint."""
+    """The answers to one request, in the format of its endpoint, which derives `choice` and `chunks`."""
 
     ID: ClassVar[str]  # what ids begin with
     OBJECT: ClassVar[str]

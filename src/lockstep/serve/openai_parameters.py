@@ -97,7 +97,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many likeliest tokens are listed; None: no log-probability at all."""
+        """Return how many likeliest tokens are listed; None: no log-probability at all. Each body derives it."""
         raise NotImplementedError
 
     @property
