@@ -16,7 +16,7 @@
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml and SmolLM2, then measures the 7B shape, with the backend cuda in
 #                                 .venv, which needs the wheels of its extra `cuda`; with TENSORRT_PYTHON=/opt/trt/python3.10, the Python that TensorRT runs in, also
-#                                 the models of config/gpu-tensorrt.yaml and the 7B shape with TensorRT. Records go to docs/gpu. WORK names a folder with 14 GB of room,
+#                                 the models of config/gpu-tensorrt.yaml and the 7B shape with TensorRT. Records go to records/gpu. WORK names a folder with 14 GB of room,
 #                                 GPU_JOBS how many builds and checks share the GPU: above 1 sooner done, but speeds and tactics are timed under load
 #   make demo PYTHON=python3.12   with another Python (3.11 or newer)
 #   make demo TORCH=torch==2.13.0+cpu
@@ -97,14 +97,14 @@ lint: setup
 # The benchmark ends with an error where no engine runs: then there is no record to keep.
 gpu: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml
-	$(BIN)/lockstep summary && cp results/summary.json docs/gpu/config-gpu.json
+	$(BIN)/lockstep summary && cp results/summary.json records/gpu/config-gpu.json
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --directory $(REAL) --configfile config/gpu-smollm2.yaml
-	cd $(REAL) && $(abspath $(BIN))/lockstep summary && cp results/summary.json $(abspath docs/gpu)/config-gpu-smollm2.json
-	$(BIN)/python -m benchmarks gpu --work $(WORK) --write docs
+	cd $(REAL) && $(abspath $(BIN))/lockstep summary && cp results/summary.json $(abspath records/gpu)/config-gpu-smollm2.json
+	$(BIN)/python -m benchmarks gpu --work $(WORK) --write records
 ifdef TENSORRT_PYTHON
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu-tensorrt.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
-	$(BIN)/lockstep summary && cp results/summary.json docs/gpu/config-gpu-tensorrt.json
-	$(BIN)/python -m benchmarks gpu --backend tensorrt --python $(TENSORRT_PYTHON) --work $(WORK) --write docs --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
+	$(BIN)/lockstep summary && cp results/summary.json records/gpu/config-gpu-tensorrt.json
+	$(BIN)/python -m benchmarks gpu --backend tensorrt --python $(TENSORRT_PYTHON) --work $(WORK) --write records --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
 endif
 
 setup: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """Commands of `python -m benchmarks`.
 
-Each prints its record as JSON, or writes it, with its tables, into a folder of documents.
+Each prints its record as JSON, or writes it, with its tables, into a folder of records.
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ _SETTING = click.option(
     "--only",
     multiple=True,
     metavar="NAME",
-    help="A fault of the table in docs/faults.md; may be given several times.  [default: all]",
+    help="A fault of the table in records/faults.md; may be given several times.  [default: all]",
 )
 @click.option(
     "--model",

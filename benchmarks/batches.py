@@ -332,7 +332,7 @@ def page(record: Mapping[str, Any]) -> str:
         paragraph(
             f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
             f"{record['device']['name']} with {in_words(record)}. Made by `python -m benchmarks batches "
-            f"--work FOLDER --write docs{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}"
+            f"--work FOLDER --write records{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}"
             f"{' --backend tensorrt' if record.get('backend') == 'tensorrt' else ''}`."
         ),
         "",

@@ -1,9 +1,9 @@
 """The tables of `python -m benchmarks peers` as Markdown, from the record.
 
-They stand between two marks in `docs/benchmarks.md`.
+They stand between two marks in `records/benchmarks.md`.
 
-In: the record of `peers.run`. Out: text, or `docs/bench/peers.json` and the part of `docs/benchmarks.md` that is this
-benchmark's.
+In: the record of `peers.run`. Out: text, or `records/bench/peers.json` and the part of `records/benchmarks.md` that is
+this benchmark's.
 """
 
 from __future__ import annotations

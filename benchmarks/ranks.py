@@ -211,7 +211,7 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         paragraph(
             f"fp16, random weights, on {case['device']['name']} with {in_words(case)}, behind 512 tokens, a prompt of "
-            "2048. Made by `python -m benchmarks ranks --work FOLDER --write docs"
+            "2048. Made by `python -m benchmarks ranks --work FOLDER --write records"
             f"{' --backend tensorrt' if case.get('backend') == 'tensorrt' else ''}`. ready: from the start of a "
             "process, with the weights in the page cache. vLLM: 0.23.0 on another machine of this kind."
         ),

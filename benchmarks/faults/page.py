@@ -1,4 +1,4 @@
-"""The page of planted faults, docs/faults.md, from the records.
+"""The page of planted faults, records/faults.md, from the records.
 
 The records of `python -m benchmarks faults`, one of each backend, in; Markdown out.
 """
@@ -29,7 +29,7 @@ _TITLE = "# Planted faults"
 _HEAD = (
     "What the gates see, measured: `python -m benchmarks faults` plants mistakes, one at a time, and sends each "
     "through every gate of a backend. Digests are made right, so that only numbers can tell. This page is made by "
-    "that command (`--write docs`); the records in `bench` have a row for each planting, with the message.",
+    "that command (`--write records`); the records in `bench` have a row for each planting, with the message.",
     "A fault in a **graph** is an edit of the exported ONNX graph, with engines built from it: `validate` must "
     "see it in the graph, or `golden` in what the engines say. The same fault in an **engine** leaves the graph "
     "right: only the engine's file holds the mistake, and `compare` and `golden` can see it. Faults in the "
@@ -45,7 +45,7 @@ _HEAD = (
 
 
 def write(folder: Path) -> Path:
-    """Write faults.md into the folder of documents, from the records in its `bench`."""
+    """Write faults.md into the folder of records, from the records in its `bench`."""
     records = [read_json(folder / "bench" / name) for name in RECORDS if (folder / "bench" / name).is_file()]
     path = folder / "faults.md"
     path.write_text(render(records))

@@ -48,7 +48,7 @@ def choose(backend: str, only: Sequence[str] = (), limit: int | None = None, mod
     """
     unknown = sorted(set(only) - set(FAULTS))
     if unknown:
-        raise InputError(f"faults: expected names of the table in docs/faults.md, found {', '.join(unknown)}")
+        raise InputError(f"faults: expected names of the table in records/faults.md, found {', '.join(unknown)}")
     chosen = [
         fault
         for fault in FAULTS.values()

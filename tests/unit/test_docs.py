@@ -16,12 +16,14 @@ from lockstep.cli.main import main as lockstep
 from lockstep.cli.serve import serve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-GENERATED = {"models.md", "faults.md"}  # by `python -m benchmarks models`, `faults`
-PAGES = [
+RECORDS = REPOSITORY / "records"
+GENERATED = {RECORDS / name for name in ("models.md", "faults.md", "gpu/batches.md", "gpu/ranks.md")}
+EVERY_PAGE = [
     *sorted(REPOSITORY.glob("*.md")),
-    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name not in GENERATED),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *sorted(RECORDS.rglob("*.md")),
 ]
-EVERY_PAGE = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [page for page in EVERY_PAGE if page not in GENERATED]
 GENERATED_PART = re.compile(r"<!-- (\w+): written by .*?<!-- /\1 -->", re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -65,16 +67,23 @@ def test_lines_of_prose_have_at_most_120_characters_in_generated_pages_too(page:
 
 
 def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
-    docs = REPOSITORY / "docs"
-    planted = [read_json(docs / "bench" / name) for name in faults.RECORDS]
-    assert (docs / "faults.md").read_text() == faults.render(planted)
-    models.write_page(read_json(docs / "bench" / "models.json"), tmp_path / "models.md")
-    assert (docs / "models.md").read_text() == (tmp_path / "models.md").read_text()
+    planted = [read_json(RECORDS / "bench" / name) for name in faults.RECORDS]
+    assert (RECORDS / "faults.md").read_text() == faults.render(planted)
+    models.write_page(read_json(RECORDS / "bench" / "models.json"), tmp_path / "models.md")
+    assert (RECORDS / "models.md").read_text() == (tmp_path / "models.md").read_text()
     for module, name in ((batches, "batches"), (ranks, "ranks")):
-        assert (docs / "gpu" / f"{name}.md").read_text() == module.page(read_json(docs / "gpu" / f"{name}.json"))
-    (tmp_path / "benchmarks.md").write_text((docs / "benchmarks.md").read_text())
-    peers_table.write(read_json(docs / "bench" / "peers.json"), tmp_path)
-    assert (docs / "benchmarks.md").read_text() == (tmp_path / "benchmarks.md").read_text()
+        assert (RECORDS / "gpu" / f"{name}.md").read_text() == module.page(read_json(RECORDS / "gpu" / f"{name}.json"))
+    (tmp_path / "benchmarks.md").write_text((RECORDS / "benchmarks.md").read_text())
+    peers_table.write(read_json(RECORDS / "bench" / "peers.json"), tmp_path)
+    assert (RECORDS / "benchmarks.md").read_text() == (tmp_path / "benchmarks.md").read_text()
+
+
+def test_every_record_stands_in_their_index_and_the_manual_holds_none() -> None:
+    index = RECORDS / "README.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
+    records = {path for path in RECORDS.rglob("*") if path.is_file() and path.suffix != ".svg"}
+    assert records - {index} <= linked
+    assert not [path for suffix in ("json", "log") for path in (REPOSITORY / "docs").rglob(f"*.{suffix}")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
