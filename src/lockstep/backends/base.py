@@ -62,15 +62,11 @@ class Program(Protocol):
         be None where there are no slots. Raises CheckError for a slot without tensors, tensors without a slot, or
         another dtype or shape than the slot's.
         """
-        ...
 
 
 @dataclass(frozen=True)
 class CanonicalBytes:
-    """The bytes of an engine file that equal builds share.
-
-    removed: which bytes were left out, in words, and why they differ.
-    """
+    """The bytes of an engine file that equal builds share; removed: which were left out, in words, and why."""
 
     data: bytes
     removed: tuple[str, ...] = ()
@@ -94,39 +90,21 @@ class Backend(Protocol):
 
     def version(self) -> str:
         """Return the library's version; an engine is for exactly this one."""
-        ...
 
     def libraries(self, runs: bool) -> dict[str, str]:
-        """Return the version of each library here that computes beside its own, by name.
-
-        runs: of those that run engines; else of those that take part in a build.
-        """
-        ...
+        """Return the versions of other libraries that compute, by name: of those that run engines, or that build."""
 
     def describe_device(self) -> dict[str, Any]:
-        """Return the JSON of the device.
-
-        `device_key` picks what an engine depends on.
-        """
-        ...
+        """Return the JSON of the device; `device_key` picks what an engine depends on."""
 
     def device_key(self, device: Mapping[str, Any]) -> Any:
-        """Return what must be equal of a device for an engine to be loaded.
-
-        It is a part of the device's description, comparable and printable.
-        """
-        ...
+        """Return the part of a device's description that must be equal for an engine to be loaded."""
 
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded."""
-        ...
 
     def options_key(self, options: Mapping[str, Any]) -> Any:
-        """Return what must be equal of the options for an engine to be kept.
-
-        The engine is one of an earlier build; what else must hold, `keeps` says.
-        """
-        ...
+        """Return what must be equal of the options for an earlier engine to be kept; see `keeps` for the rest."""
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """Yield (engine name, graph) of the engines that run an assembly.
@@ -135,39 +113,24 @@ class Backend(Protocol):
         alone, which is cut out of the graph and given to `build` as it is, a `BaseGraph` for the graph without room for
         adapters.
         """
-        ...
 
     def file(self, name: str) -> str:
         """Return the name of the file of an engine."""
-        ...
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         """Prepare to build the engines of a set, which have these names, in `folder`.
 
         manifest: engines.json without engines. Raises InputError where what runs the engines is not installed here.
         """
-        ...
 
     def keeps(self, name: str, entry: EngineFile) -> bool:
-        """Return whether an engine of an earlier build need not be built again.
-
-        It was made in the same way.
-        """
-        ...
+        """Return whether an engine of an earlier build was made in the same way."""
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
-        """Build the ONNX graph to an engine file.
-
-        Raises CheckError when the library refuses the graph, or makes something else of it.
-        """
-        ...
+        """Build the ONNX graph to an engine file. Raises CheckError where the library refuses or changes it."""
 
     def finish(self, names: Sequence[str]) -> Mapping[str, Any]:
-        """Finish a set; return what engines.json says of it besides, as JSON.
-
-        names: of all its engines.
-        """
-        ...
+        """Finish a set of engines of these names; return further JSON for engines.json."""
 
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
@@ -176,32 +139,18 @@ class Backend(Protocol):
 
         rank: whose device it is for (`rank_devices`).
         """
-        ...
 
     def choices(self, engine_path: Path) -> Any:
-        """Return the JSON of what the library chose when it built the engine.
-
-        These are its kernels, tactics, fusions. Equal for engines that compute in the same way.
-        """
-        ...
+        """Return the JSON of the kernels, tactics and fusions that the library chose when it built the engine."""
 
     def layer_information(self, engine_path: Path) -> Any:
-        """Return the JSON of the engine's layers, as much as the library tells.
-
-        It has their order, operators, attributes and types of values.
-        """
-        ...
+        """Return the JSON of the engine's layers: order, operators, attributes and types, as far as it is told."""
 
     def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        """Return the engine file's bytes that two equal builds share.
-
-        These are all of them, where the library allows that.
-        """
-        ...
+        """Return the engine file's bytes that two equal builds share: all, where the library allows that."""
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         """Return a contiguous buffer that is not initialised."""
-        ...
 
     def executor(
         self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
@@ -210,7 +159,6 @@ class Backend(Protocol):
 
         The network is of this backend's engines. None: the runtime's own executor, on host arrays.
         """
-        ...
 
 
 def get_backend(name: str) -> Backend:

@@ -144,10 +144,7 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
 def _build_one(
     graph_path: Path, graph: GraphFile, file: Path, library: Backend, options: Mapping[str, Any]
 ) -> tuple[EngineFile, Built]:
-    """Build one engine; return its entry and what the build said.
-
-    Where the backend builds a rewritten graph, the entry says which slots it has and of what.
-    """
+    """Build one engine; return its entry (with the slots of a rewritten graph) and what the build said."""
     canonical = onnx.load(graph_path)
     graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
     cut = rotary(canonical, graph.variant) if isinstance(graph, RopeGraph) else None
@@ -170,10 +167,7 @@ def _build_one(
 
 
 def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[str, EngineFile]:
-    """Return the entries of an earlier engine set at `out` whose files are whole.
-
-    There are none where it was made in another way.
-    """
+    """Return the entries of an engine set at `out` that was made in the same way and whose files are whole."""
     if not out.exists():
         return {}
     try:

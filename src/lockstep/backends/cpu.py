@@ -65,10 +65,7 @@ def _cpuinfo() -> str:
 
 
 def cpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal for an engine to be loaded.
-
-    Another vendor with the same instruction sets runs the same engine.
-    """
+    """Return what must be equal for an engine to be loaded: the vendor need not be."""
     return {"architecture": device.get("architecture"), "isa": list(device.get("isa", []))}
 
 

@@ -72,10 +72,7 @@ class EngineSet:
         return cls(path, manifest, assembly, backend)
 
     def digest(self) -> str:
-        """Return the hex sha256 of what runs.
-
-        It is of backend, version, device key, options, and each engine's digest.
-        """
+        """Return the hex sha256 of backend, version, device key, options, and each engine's digest."""
         return self.manifest.digest_for(self.backend.device_key(self.manifest.device))
 
     def libraries(self) -> dict[str, str]:
@@ -87,10 +84,7 @@ class EngineSet:
         return sorted(self.manifest.engines)
 
     def load(self, name: str, threads: int | None = None, low_memory: bool = False, rank: int = 0) -> Program:
-        """Load the engine `name` (a class, or `<variant>.prefill`, `<variant>.decode`).
-
-        rank: whose device it is for, where ranks have their own (`Backend.rank_devices`).
-        """
+        """Load an engine for a rank's device: a class, `<variant>.prefill` or `<variant>.decode`."""
         return self.backend.load(self.file(name), self.slots(name), threads, low_memory, rank)
 
     def file(self, name: str) -> Path:
@@ -98,10 +92,7 @@ class EngineSet:
         return self.path.parent / self.manifest.engines[name].file
 
     def slots(self, name: str) -> tuple[IO, ...]:
-        """Return the weight slots of the engine `name`.
-
-        They are those of its graph, unless the build made others.
-        """
+        """Return the weight slots of the engine `name`: its graph's, unless the build made others."""
         made = self.manifest.engines[name].slots
         if made is not None:
             return made

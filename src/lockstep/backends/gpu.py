@@ -9,10 +9,7 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MIN
 
 
 def compute_capability() -> str | None:
-    """Return the compute capability of the first CUDA device ("8.9").
-
-    None where there is no driver or no device.
-    """
+    """Return the compute capability of the first CUDA device ("8.9"); None without a driver or device."""
     return ask_driver()
 
 

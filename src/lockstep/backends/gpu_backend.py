@@ -66,10 +66,7 @@ class GpuBackend:
 
 
 class PortableGpuBackend(GpuBackend):
-    """A GPU backend whose engines are built without a GPU, and are for any of several kinds.
-
-    gpus: these, in words.
-    """
+    """A GPU backend whose engines are built without a GPU, for any of the kinds that `gpus` names."""
 
     name: str
     gpus: str
@@ -96,10 +93,7 @@ class PortableGpuBackend(GpuBackend):
 
 
 def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator[tuple[str, GraphFile]]:
-    """Yield the engine names and graphs of an assembly whose attention variants `fused` are the runtime's.
-
-    Of those only RoPE is needed.
-    """
+    """Yield the engine names and graphs of an assembly; of attention variants in `fused` only RoPE is needed."""
     ranks = assembly.tensor_parallel
     variants = assembly.variants if ranks is None else ranks.variants
     for name, graph in assembly.engine_graphs():

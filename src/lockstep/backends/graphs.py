@@ -60,10 +60,7 @@ def base_engine(block: str) -> str:
 
 
 def graph_file(folder: Path, graph: GraphFile) -> Path:
-    """Return the path of a graph in the assembly's folder.
-
-    Raises InputError where it is absent, CheckError where it is not the recorded one.
-    """
+    """Return the path of a graph. Raises InputError where it is absent, CheckError for another than recorded."""
     path = folder / graph.file
     if not path.is_file():
         raise InputError(f"{path}: expected a graph, found no file; export again")

@@ -19,10 +19,7 @@ from lockstep.step.network import Network
 
 
 class HostBackend:
-    """A backend whose engines run on the CPU.
-
-    They take seconds to build, are the same bytes in each build, and depend on the CPU's instruction sets.
-    """
+    """A backend whose engines run on the CPU and depend on its instruction sets; equal builds are equal bytes."""
 
     ending: str  # of the name of an engine's file
     takes_long = False
@@ -70,10 +67,7 @@ class HostBackend:
 
 
 class Declared(NamedTuple):
-    """The dtype and shape that an engine declares for an input or output.
-
-    Dimensions are numbers, or names.
-    """
+    """The dtype and shape that an engine declares for an input or output; dimensions are numbers or names."""
 
     dtype: np.dtype
     shape: Sequence[int | str]

@@ -9,10 +9,7 @@ from lockstep.backends.engine_set import EngineSet
 
 
 def inspected(opened: EngineSet) -> InspectedSet:
-    """Return what the backend says of each engine, and a digest of its bytes.
-
-    The digest is of the bytes that equal builds share.
-    """
+    """Return what the backend says of each engine, and a digest of the bytes that equal builds share."""
     backend, engines = opened.backend, {}
     for name in opened.names():
         path = opened.file(name)

@@ -23,10 +23,7 @@ PROMPT_SIZES = (512, 1024)
 
 
 def built_limits(options: Mapping[str, Any]) -> Limits:
-    """Return the limits that the optimization profiles of a build are made for.
-
-    They are among its options.
-    """
+    """Return the limits that the optimization profiles of a build are made for, from its options."""
     return Limits(**{name: options[name] for name in LIMITS})
 
 

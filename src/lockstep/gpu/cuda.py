@@ -54,10 +54,7 @@ def destroy_with(owner: Any, destroy: Callable[..., Any], handle: Any) -> None:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Return the value of a cuda-python call.
-
-    Raises CheckError with the name that CUDA gives the error.
-    """
+    """Return the value of a cuda-python call. Raises CheckError with the name that CUDA gives the error."""
     error, *values = result
     if int(error) != 0:
         raise CheckError(f"CUDA: {error.name}")
@@ -70,10 +67,7 @@ def device_count() -> int:
 
 
 def use_device(number: int) -> None:
-    """Use a device in what the calling thread does from now on.
-
-    At first that is device 0.
-    """
+    """Use a device in what the calling thread does from now on; at first that is device 0."""
     check(runtime.cudaSetDevice(number))
 
 
@@ -143,10 +137,7 @@ class Array:
 
 
 class _Memory:
-    """An allocation, freed when nothing refers to it any more.
-
-    It is on the device, or page-locked on the host. what: it is for, in words.
-    """
+    """An allocation on the device, or page-locked, freed with its last reference; what: it is for, in words."""
 
     def __init__(
         self, nbytes: int, what: str, allocate: Callable = runtime.cudaMalloc, free: Callable = runtime.cudaFree
@@ -173,10 +164,7 @@ def _out_of_memory(nbytes: int, what: str, kind: str) -> str:
 
 
 def empty(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
-    """Return device memory that is not initialised.
-
-    Raises CheckError, saying `what` it is for, where there is not enough.
-    """
+    """Return uninitialised device memory. Raises CheckError, saying `what` it is for, where there is too little."""
     dtype = np.dtype(dtype)
     memory = _Memory(math.prod(shape) * dtype.itemsize, what)
     return Array(memory.address, shape, dtype, memory)
@@ -195,10 +183,7 @@ def zeros(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Arr
 
 
 def pinned(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """Return a page-locked host array.
-
-    The device copies from and to it without waiting.
-    """
+    """Return a page-locked host array, from and to which the device copies without waiting."""
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     memory = _Memory(nbytes, "copies to and from the GPU", runtime.cudaMallocHost, runtime.cudaFreeHost)
@@ -220,10 +205,7 @@ def memory_free() -> int:
 
 
 class Stream:
-    """A CUDA stream.
-
-    What is still under way when nothing refers to it any more is done all the same.
-    """
+    """A CUDA stream; work under way is done even when nothing refers to it any more."""
 
     def __init__(self) -> None:
         self.handle = int(check(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
@@ -234,33 +216,21 @@ class Stream:
         check(self._synchronize(self.handle))
 
     def drain(self) -> None:
-        """Wait until nothing is under way, and ignore errors.
-
-        It is for those who free memory: what went wrong on the stream has been raised before, or was not asked for.
-        """
+        """Wait until nothing is under way, without errors, for those who free memory: they were raised before."""
         self._synchronize(self.handle)
 
     def upload(self, array: Array, host: np.ndarray) -> None:
-        """Copy from host to device.
-
-        From page-locked memory this does not wait: leave `host` alone until the stream is through.
-        """
+        """Copy from host to device; leave page-locked `host` alone until the stream is through: this does not wait."""
         if host.nbytes != array.nbytes or not host.flags.c_contiguous:
             raise ValueError(f"expected {array.nbytes} contiguous bytes, found {host.nbytes}")
         check(runtime.cudaMemcpyAsync(array.address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, self.handle))
 
     def download(self, host: np.ndarray, array: Array) -> None:
-        """Copy from device to host.
-
-        Call `synchronize`, or wait for an event behind it, before reading.
-        """
+        """Copy from device to host: synchronize, or wait for an event behind it, before reading."""
         check(runtime.cudaMemcpyAsync(host.ctypes.data, array.address, host.nbytes, _DEVICE_TO_HOST, self.handle))
 
     def copy_rows(self, out: int, out_pitch: int, source: int, pitch: int, width: int, rows: int) -> None:
-        """Copy `rows` rows of `width` bytes on the device.
-
-        Pitches are the bytes from one row to the next.
-        """
+        """Copy `rows` rows of `width` bytes on the device; pitches are bytes from one row to the next."""
         check(runtime.cudaMemcpy2DAsync(out, out_pitch, source, pitch, width, rows, _DEVICE_TO_DEVICE, self.handle))
 
     def fill_zero(self, address: int, pitch: int, width: int, rows: int) -> None:
@@ -268,10 +238,7 @@ class Stream:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Graph]:
-        """Capture what is put on the stream inside as a graph, which is given.
-
-        Nothing of it runs before the graph's `launch`.
-        """
+        """Capture what is put on the stream inside as the graph that is given; nothing runs before its `launch`."""
         graph = Graph()
         check(runtime.cudaStreamBeginCapture(self.handle, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed))
         try:
@@ -318,10 +285,7 @@ def _type_of(argument: Array | int | float) -> Any:
 
 
 class Kernel:
-    """A kernel of a module.
-
-    Arguments: Array (its address), int (int32), float (float32).
-    """
+    """A kernel of a module; arguments: Array (its address), int (int32), float (float32)."""
 
     def __init__(self, function: Any):
         self.function = function
@@ -373,10 +337,7 @@ class Launch:
 
 @functools.cache
 def _can_overlap(number: int) -> bool:
-    """Return whether launches can overlap on a device.
-
-    They need compute capability 9.0 and a driver of CUDA 12.4, which captures such launches.
-    """
+    """Return whether launches can overlap: compute capability 9.0, and CUDA 12.4, which captures such launches."""
     return compute_capability(number) >= (9, 0) and int(check(driver.cuDriverGetVersion())) >= 12040
 
 
@@ -391,10 +352,7 @@ def _overlapping(stream: Stream, threads: int) -> Any:
 
 
 def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
-    """Compile CUDA C++ for the current device, and load it there.
-
-    That is done once a source and device. Raises CheckError with what the compiler says.
-    """
+    """Compile CUDA C++ and load it, once a source and device. Raises CheckError with what the compiler says."""
     number = current_device()
     return _load(source, options, number, compute_capability(number))
 

@@ -46,10 +46,7 @@ class DecodeState:
         self._rows = np.zeros(slots, np.int32)  # the device's: no step has set it yet
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> bool:
-        """Choose the slot's tokens so in steps from the next `send_samplings` on.
-
-        Returns False if that is how they are chosen already.
-        """
+        """Choose the slot's tokens so from the next `send_samplings` on; return False if they are already."""
         changed = np.array(parameters(sampling, choice) if sampling.temperature else (0,) * 7, PARAMETERS)
         if changed == self._samplings[slot]:
             return False
@@ -101,10 +98,7 @@ class DecodeState:
         self.advance(chosen, np.asarray(positions, np.int64) + 1)
 
     def advance(self, slots: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Note that a step on the stream finds tokens for `slots`.
-
-        They then hold `lengths` tokens.
-        """
+        """Note that a step on the stream finds tokens for `slots`, which then hold `lengths` tokens."""
         self._tokens[slots] = _UNKNOWN
         self._positions[slots] = np.where(np.asarray(lengths) < self._limit, lengths, 0)  # as the kernel does
 

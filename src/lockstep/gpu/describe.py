@@ -58,10 +58,7 @@ def describe_gpu(where: str, ordinal: int = 0) -> dict[str, Any]:
 
 
 def driver_version(cuda: int, text: str | None = None) -> str:
-    """Return the version of the NVIDIA kernel module (550.54.15).
-
-    Where Linux does not tell it, that of CUDA is returned (`cuda` is 12040 for 12.4).
-    """
+    """Return the version of the NVIDIA kernel module (550.54.15), or else of CUDA (`cuda`: 12040 for 12.4)."""
     if text is None:
         text = _DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)

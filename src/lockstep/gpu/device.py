@@ -45,10 +45,7 @@ class Device:
 
 
 def _check_peers(number: int) -> None:
-    """Let a device and those before it reach each other's memory.
-
-    Raises CheckError where one is not there, not of the same kind, or out of reach.
-    """
+    """Let a device and those before it reach each other's memory. Raises CheckError where they cannot."""
     if number >= (count := cuda.device_count()):
         raise CheckError(
             f"tensor_parallel: expected a GPU for each rank, {number + 1} or more, found {count}; make more visible "

@@ -146,10 +146,7 @@ class GpuExecutor:
         self.group.synchronize()
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
-        """Choose a slot's tokens so in steps that are launched from now on.
-
-        See `Executor.set_sampling`.
-        """
+        """Choose a slot's tokens so in later steps: see `Executor.set_sampling`."""
         changed = [rank.state.set_sampling(slot, sampling, choice) for rank in self.ranks]
         if changed[0]:
             self._leave_flight(slot)
@@ -157,36 +154,24 @@ class GpuExecutor:
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter:
-        """Take the arrays of resident adapters: see `Executor.take_adapters`.
-
-        There is one rank then: a model that is split over ranks takes no adapters.
-        """
+        """Take the arrays of resident adapters, of the one rank: split models take none."""
         (rank,) = self.ranks
         rank.state.adapters = adapter_slots
         self._resident = ResidentAdapters(arrays, max_lora_rank, rank.stream)
         return self._resident
 
     def _loads(self) -> np.ndarray | None:
-        """Return for each slot which load brought its adapter.
-
-        It is the number of the load, -1 for none; None where blocks take no adapters.
-        """
+        """Return by slot the load that brought its adapter, -1 for none; None where blocks take no adapters."""
         adapter_slots = self.ranks[0].state.adapters
         return None if self._resident is None or adapter_slots is None else self._resident.loads[adapter_slots]
 
     def _leave_flight(self, slot: int) -> None:
-        """Drop a slot's result from the step in flight.
-
-        That step was launched for another request.
-        """
+        """Drop a slot's result from the step in flight, which was launched for another request."""
         if self._in_flight is not None:
             self._in_flight.ends.pop(slot, None)
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Run a step that is checked already and return its logits.
-
-        They are [len(advances), vocab_size] float32, in the order of the list.
-        """
+        """Run a checked step; return its logits, [len(advances), vocab_size] float32, in the order of the list."""
         return self.tokens_and_logits(advances, range(len(advances)))[1]
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
@@ -209,10 +194,7 @@ class GpuExecutor:
             return found[slots].astype(np.int64)
 
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Run a step and return its tokens and the logits of some of the requests.
-
-        See `Executor.tokens_and_logits`.
-        """
+        """Run a step; return its tokens and logits of some requests: see `Executor.tokens_and_logits`."""
         with self.group.waiting():
             flight = self._put(advances)
             self._gather(flight)
@@ -242,10 +224,7 @@ class GpuExecutor:
             rank.state.tell(slots, tokens)
 
     def _wait(self, flight: _Flight) -> None:
-        """Wait until a step has finished.
-
-        Raises CheckError where a rank did not come, or found something else.
-        """
+        """Wait until a step has finished. Raises CheckError where a rank did not come, or found something else."""
         for rank, (tokens, done) in zip(self.ranks, flight.fetched):
             done.wait()
             if rank.exchange is not None:
@@ -274,10 +253,7 @@ class GpuExecutor:
         return behind
 
     def _goes_on(self, flight: _Flight, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
-        """Return whether the step in flight can stand for the one that is asked for.
-
-        It has all of the rows that decode, with these tokens, and, if it has prompts, all of these prompts.
-        """
+        """Return whether the step in flight has all that is asked for, with these tokens and prompts."""
         given, slots = flight.given, [advance.slot for advance in (*decoding, *chunks)]
         if given is None or not (decoding or flight.chunks):
             return False
@@ -441,10 +417,7 @@ class GpuExecutor:
         return adapter_slots is not None and bool((adapter_slots[list(slots)] >= 0).any())
 
     def _drawn(self, slots: Iterable[int]) -> bool:
-        """Return whether the whole logits are needed to choose the tokens of these slots.
-
-        They are where ranks have parts of the logits and a token is drawn.
-        """
+        """Return whether whole logits are needed: ranks have parts of them, and a token of `slots` is drawn."""
         return self.ranks[0].splits_logits and self.ranks[0].state.draws(slots)
 
     def _goes_in_one_pass(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
@@ -476,10 +449,7 @@ class GpuExecutor:
         return self._put_prompts(sent, self._adapted(ends), self._drawn(ends))
 
     def _prefill(self, chunks: Sequence[Advance]) -> list[StepCalls]:
-        """Put a pass of prompts on the streams.
-
-        Returns each rank's calls, which have the logits of `chunks`, in their order.
-        """
+        """Put a pass of prompts on the streams; each rank's calls have the logits in the order of `chunks`."""
         slots = [chunk.slot for chunk in chunks]
         for rank in self.group.each():
             rank.state.send_samplings(rank.stream)
@@ -490,10 +460,7 @@ class GpuExecutor:
         return steps
 
     def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[StepCalls]:
-        """Put a pass of chunks on the streams.
-
-        write: see `PromptInputs.send`. adapted: run the blocks that take adapters; None: if a chunk has an adapter.
-        """
+        """Put a pass on the streams; write: see `PromptInputs.send`. adapted: None: if a chunk has an adapter."""
         if adapted is None:
             adapted = self._adapted(chunk.slot for chunk in chunks)
         sent = [rank.send_prompts(chunks, write) for rank in self.group.each()]
@@ -572,10 +539,7 @@ def _bucket(count: int, rows: int) -> int:
 
 
 def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
-    """Split a step, its chunks sorted by length.
-
-    Attention takes prompts of about one length together.
-    """
+    """Split a step, its chunks sorted by length: attention takes prompts of about one length together."""
     decoding, chunks = split(advances)
     return decoding, sorted(chunks, key=lambda chunk: len(chunk.tokens))
 
@@ -586,10 +550,7 @@ def _ends(advances: Sequence[Advance]) -> dict[int, int]:
 
 
 def _go_on(decoding: Sequence[Advance]) -> bool:
-    """Return whether all rows go on with what the step before finds (`FOUND`).
-
-    Else none does.
-    """
+    """Return whether all rows go on with what the step before finds (`FOUND`); else none does."""
     return bool(decoding[0].tokens[0] < 0)
 
 

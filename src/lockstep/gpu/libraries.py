@@ -77,10 +77,7 @@ def require_nvrtc() -> None:
 
 
 def require_cublas() -> Any:
-    """Return the library cuBLAS, which multiplies with weights.
-
-    It is the library of `site-packages/nvidia`, or else what the loader finds. Raises InputError where there is none.
-    """
+    """Return cuBLAS, of `site-packages/nvidia` or else what the loader finds. Raises InputError without any."""
     folders = [Path(entry) / folder for entry in sys.path if entry for folder in _CUBLAS_FOLDERS]
     wheels = [str(folder / name) for folder in folders for name in _CUBLAS if (folder / name).is_file()]
     for name in (*wheels, *_CUBLAS):
@@ -123,10 +120,7 @@ def _cublas_version(library: Any) -> str:
 
 
 def open_library(name: str) -> Any:
-    """Open a shared library through ctypes.
-
-    Raises OSError where there is none of this name.
-    """
+    """Open a shared library through ctypes. Raises OSError where there is none of this name."""
     return ctypes.CDLL(name)
 
 

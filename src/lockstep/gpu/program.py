@@ -24,10 +24,7 @@ Arrays = Mapping[str, cuda.Array]
 
 
 class Bound(Protocol):
-    """A call of an engine whose arrays are fixed.
-
-    The context, of `context_for`, and the shapes of inputs are given each time.
-    """
+    """A call with fixed arrays; its context, of `context_for`, and shapes of inputs are given each time."""
 
     def __call__(self, context: Any, shapes: Shapes, /) -> None: ...
 
@@ -54,18 +51,10 @@ class GpuProgram(Protocol):
     def dynamic(self) -> Collection[str]: ...
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
-        """Return the shapes for which a call takes as long as for these.
-
-        Raises CheckError where the engine does not take them.
-        """
-        ...
+        """Return the shapes for which a call takes as long as for these. Raises CheckError where there are none."""
 
     def context_for(self, shapes: Shapes, own: bool) -> Any:
-        """Return a context for these input shapes.
-
-        own: no other shapes will be set in it.
-        """
-        ...
+        """Return a context for these input shapes; own: no other shapes will be set in it."""
 
 
 class GpuExecutable(Protocol):
@@ -85,27 +74,16 @@ class GpuExecutable(Protocol):
     def program(self) -> GpuProgram: ...
 
     def prepare(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Run:
-        """Return a call that reads `inputs` and writes `outputs` on the device's stream.
-
-        own: it is for a captured graph.
-        """
-        ...
+        """Return a call on the device's stream; own: it is for a captured graph."""
 
     def bind(self, inputs: Arrays, outputs: Arrays) -> Bound:
-        """Return a call on arrays of the largest sizes.
-
-        Raises CheckError for arrays that the engine does not take.
-        """
-        ...
+        """Return a call on arrays of the largest sizes. Raises CheckError for arrays that the engine does not take."""
 
 
 def run_once(
     executable: GpuExecutable, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the outputs of an engine for arrays of the host: see `DeviceExecutable`.
-
-    like: arrays of the shapes and dtypes of the outputs.
-    """
+    """Return an engine's outputs for host arrays, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
     executable.uploads.wait()
     device, tensors = executable.program.device, executable.program.tensors
     device.use()

@@ -22,10 +22,7 @@ _READ = ("query", "key", "value", "position_ids", "attention")  # by attention, 
 
 @dataclass(frozen=True)
 class BoundPiece:
-    """An engine's call, of the largest sizes.
-
-    inputs: (name, shape) of what it reads.
-    """
+    """An engine's call, of the largest sizes; inputs: (name, shape) of what it reads."""
 
     call: Bound
     program: GpuProgram
@@ -34,10 +31,7 @@ class BoundPiece:
 
 @dataclass(frozen=True)
 class BoundSum:
-    """A sum over the ranks in place of `values`, which have the largest size.
-
-    dim: the name of their first dimension.
-    """
+    """A sum over the ranks in place of `values`, of the largest size; dim: the name of their first dimension."""
 
     sum: Callable[[cuda.Array], None]
     values: cuda.Array
@@ -102,17 +96,11 @@ class PromptPass:
         return self._calls(1 + index), values
 
     def exit(self) -> tuple[Calls, cuda.Array]:
-        """Return the calls of the exit, and the logits that it makes.
-
-        They are [num_requests, vocab_size], or a rank's part of them.
-        """
+        """Return the exit's calls, and its logits [num_requests, vocab_size], or a rank's part of them."""
         return self._calls(-1), self._blocks.logits[: self._dims["num_requests"]]
 
     def products(self) -> Iterator[Call]:
-        """Yield a call of each engine whose products are cuBLAS's.
-
-        Layers with the same engine count once.
-        """
+        """Yield a call of each engine, once, whose products are cuBLAS's."""
         known = set[GpuProgram]()
         for block in self._blocks.blocks:
             for part in block.parts:

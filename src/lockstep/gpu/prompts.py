@@ -118,10 +118,7 @@ class PromptInputs:
         return inputs, _places(chunks, [(low - count, high - count) for low, high in places[len(decoding) :]])
 
     def _sizes(self, rows: int, tokens: int, requests: int) -> tuple[int, int, int]:
-        """Return the numbers of rows that may decode, tokens of prompts and requests, with what is added.
-
-        Nothing is added to a pass that would then not be captured.
-        """
+        """Return numbers of decoding rows, prompt tokens and requests, padded for a pass that is captured."""
         most_rows, most_requests = (min(_padded(count), self._slots) for count in (rows, requests))
         most_tokens = min(_padded(tokens), self._num_tokens - most_rows)
         if most_rows + most_tokens > self._captured_tokens:
@@ -138,10 +135,7 @@ class PromptInputs:
         adapters: np.ndarray | None,
         num_decoding: int = 0,
     ) -> Inputs:
-        """Put a packed step on the device.
-
-        rows by token, last and slots by request: `Inputs`.
-        """
+        """Put a packed step on the device; rows by token, last and slots by request: `Inputs`."""
         values = {
             "token_ids": packed.token_ids,
             "position_ids": packed.position_ids,

@@ -33,20 +33,14 @@ class ResidentAdapters:
                 stream.fill_zero(array.address, array.nbytes, array.nbytes, 1)
 
     def prepare(self, adapter: LoadedAdapter) -> None:
-        """Keep an adapter in page-locked memory, ready for `write`.
-
-        It is laid out as in the arrays, its B with the scale, in their dtype.
-        """
+        """Keep an adapter in page-locked memory, laid out as in the arrays, B with the scale, for `write`."""
         packed = self._packed[adapter.name] = self._pack(adapter)
         if packed.size > self._staging.shape[0]:
             self._stream.synchronize()  # the old array is freed now
             self._staging = cuda.empty(packed.shape, packed.dtype, "an adapter on its way")
 
     def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
-        """Put the copies of an adapter to its slot on the stream.
-
-        Modules that the adapter does not have become zero.
-        """
+        """Put copies of an adapter to its slot on the stream; modules that it does not have become zero."""
         self.loads[adapter_slot] = self.loads.max() + 1
         packed = self._packed[adapter.name]
         staging = self._staging[: packed.size]

@@ -12,10 +12,7 @@ ROUNDS = 20  # of what is timed
 
 
 def microseconds_by_name(group: RankGroup, steps: Sequence[StepCalls]) -> dict[str, float]:
-    """Return the microseconds of the calls by name, all ranks at once.
-
-    steps: each rank's calls.
-    """
+    """Return the microseconds of each rank's calls by name, all ranks at once."""
     return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name in dict.fromkeys(steps[0].names)}
 
 

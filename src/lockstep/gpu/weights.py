@@ -26,10 +26,7 @@ _UPLOADERS = 4
 
 @dataclass(frozen=True)
 class WeightCast:
-    """A cast of weights on their way to the device.
-
-    There they are of another dtype than in the checkpoint, or `times` as large.
-    """
+    """A cast of weights on their way to the device: to another dtype, or `times` as large."""
 
     dtype: np.dtype
     times: float = 1.0
@@ -45,20 +42,14 @@ class Uploads:
         self._pending += copies
 
     def wait(self) -> None:
-        """Wait until all copies are done.
-
-        Raises what one of them raised, each time: without it there is nothing to go on with.
-        """
+        """Wait until all copies are done. Raises, each time, what one of them raised."""
         while self._pending:
             self._pending[-1].result()
             self._pending.pop()
 
 
 class DeviceWeights:
-    """Tensors of one checkpoint on a device.
-
-    Wait for `uploads` before the first use.
-    """
+    """Tensors of one checkpoint on a device; wait for `uploads` before the first use."""
 
     _stores: weakref.WeakKeyDictionary[object, dict[Device, DeviceWeights]] = weakref.WeakKeyDictionary()
 
@@ -114,10 +105,7 @@ class DeviceWeights:
 
 
 class _Uploader:
-    """Threads that copy from mapped files through page-locked memory to the device.
-
-    While one reads, another sends.
-    """
+    """Threads that copy from mapped files through page-locked memory: while one reads, another sends."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -125,10 +113,7 @@ class _Uploader:
         self._own = threading.local()
 
     def upload(self, array: cuda.Array, part: np.ndarray, sign: int, cast: WeightCast | None) -> list[Future]:
-        """Start the copies of a tensor to a device array.
-
-        array: 1-D, of as many numbers as `part`. Each piece holds the memory that it is copied to.
-        """
+        """Start the copies of a tensor to a 1-D array of as many numbers; pieces hold the memory they go to."""
         copies, start = [], 0
         for values in _pieces(part):
             copies.append(self._pool.submit(self._copy, array[start : start + values.size], values, sign, cast))
@@ -152,10 +137,7 @@ class _Uploader:
 
 
 def _pieces(part: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield views of all numbers in order, each of at most `_PIECE` bytes.
-
-    A rank's part of a matrix may have gaps.
-    """
+    """Yield views of all numbers in order, of at most `_PIECE` bytes; a rank's part may have gaps."""
     if part.flags.c_contiguous:
         values, numbers = part.reshape(-1), _PIECE // part.itemsize
         yield from (values[at : at + numbers] for at in range(0, values.size, numbers))

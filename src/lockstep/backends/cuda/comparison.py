@@ -22,10 +22,7 @@ from lockstep.onnx_tools.comparator import metadata
 def open_engine(
     file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
 ) -> Callable[[int], BaseRunner]:
-    """Return a function that makes the engine's runner, of any profile.
-
-    See `lockstep.verify.compare.run`. Raises InputError where no GPU here runs the engine.
-    """
+    """Return a function that makes the engine's runner: see `verify.compare.run`. Raises InputError without a GPU."""
     CudaBackend().require()
     slots = [IO(name, array.dtype.name, array.shape) for name, array in weights.items()]
     run = KernelsProgram(file, slots).bind(_Arrays(weights), {name: [name] for name in weights})

@@ -53,10 +53,7 @@ class _Shared:
         return shared
 
     def buffer(self, number: int, rows: int, width: Sequence[int]) -> cuda.Array:
-        """Return fp16 [rows, *width], the `number`th buffer of its width.
-
-        Buffers given before stay valid.
-        """
+        """Return fp16 [rows, *width], the `number`th buffer of its width; earlier ones stay valid."""
         key = number, *width
         array = self._buffers.get(key)
         if array is None or array.shape[0] < rows:
@@ -96,10 +93,7 @@ class KernelsProgram:
         return {kernel.name: module[kernel.name] for kernel in self.kernels}
 
     def lies_beside(self, group: Group) -> bool:
-        """Return whether the results of a group may lie beside each other in one buffer.
-
-        They may where kernels alone read all of them.
-        """
+        """Return whether a group's results may lie beside each other in one buffer: where kernels alone read them."""
         made, by_products = {product.output for product in group}, {group[0].input for group in self.groups}
         return len(group) > 1 and made.isdisjoint({*self.block.outputs, *by_products})
 
@@ -134,10 +128,7 @@ class KernelsProgram:
         return told[1] if told else self.block.inner[name]
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Return the sizes of dimensions by name.
-
-        shapes: of inputs and outputs.
-        """
+        """Return the sizes of dimensions by name, from shapes of inputs and outputs."""
         return {
             dim: size
             for name, shape in shapes.items()
@@ -205,10 +196,7 @@ class _Store:
 
 
 class KernelsExecutable:
-    """A block with its weights: see `GpuExecutable`.
-
-    groups: the weights of products. weights: those that kernels read.
-    """
+    """A block with its weights, those of products (`groups`) and of kernels: see `GpuExecutable`."""
 
     def __init__(
         self,

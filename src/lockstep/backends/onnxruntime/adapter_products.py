@@ -23,10 +23,7 @@ _CONTRIB = "com.microsoft"
 
 
 def keep_order(model: onnx.ModelProto) -> bool:
-    """Rewrite the products with adapters' matrices, in place.
-
-    Returns False where there are none.
-    """
+    """Rewrite the products with adapters' matrices, in place; return False where there are none."""
     graph, nodes, found = model.graph, [], False
     inputs = {value.name: value.type.tensor_type for value in graph.input}
     for node in graph.node:
@@ -47,10 +44,7 @@ def keep_order(model: onnx.ModelProto) -> bool:
 
 
 def _in_pieces(graph: onnx.GraphProto, node: onnx.NodeProto, matrix: onnx.TypeProto.Tensor) -> list[onnx.NodeProto]:
-    """Return nodes for half the product of rows and a matrix, in float32.
-
-    rows [rows, size], matrix [size, columns].
-    """
+    """Return nodes for half the product of rows [rows, size] and a matrix [size, columns], in float32."""
     x, a, out = node.input[0], node.input[1], node.output[0]
     size, columns = (dim.dim_value for dim in matrix.shape.dim)
     piece = max(number for number in range(1, PIECE + 1) if size % number == 0)

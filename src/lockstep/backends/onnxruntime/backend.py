@@ -142,10 +142,7 @@ def _numpy_type(value: str) -> np.dtype:
 
 
 class OnnxRuntimeExecutable:
-    """An ONNX Runtime session with its weights.
-
-    It holds the values that were given to it: ONNX Runtime may read them in place.
-    """
+    """An ONNX Runtime session, and the values that it may read in place."""
 
     def __init__(self, session: ort.InferenceSession, values: Mapping[str, ort.OrtValue], where: str):
         self._session = session
@@ -173,10 +170,7 @@ class OnnxRuntimeExecutable:
 
 
 def _use_global_pool(threads: int | None) -> None:
-    """Use one thread pool for all sessions of the process.
-
-    ONNX Runtime takes its size once. Raises InputError for another size than it has.
-    """
+    """Use one thread pool for all sessions: ONNX Runtime takes its size once. Raises InputError for another size."""
     global _pool_threads
     count = thread_count(threads)
     if _pool_threads is None:

@@ -22,10 +22,7 @@ _TINY = 1e-30  # the step of a group of zeros
 
 
 def split_activations(model: onnx.ModelProto) -> bool:
-    """Rewrite the products with quantised weights, in place.
-
-    Returns False where there are none.
-    """
+    """Rewrite the products with quantised weights, in place; return False where there are none."""
     rewriter = _Rewriter(model.graph)
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:

@@ -16,10 +16,7 @@ VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch6
 
 
 def pad_angles(model: onnx.ModelProto) -> bool:
-    """Pad the inputs of Cos and Sin, in place.
-
-    Returns False where all rows are whole vectors already.
-    """
+    """Pad the inputs of Cos and Sin, in place; return False where all rows are whole vectors already."""
     inferred = onnx.shape_inference.infer_shapes(model)
     shapes = {
         value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]

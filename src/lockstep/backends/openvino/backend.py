@@ -44,10 +44,7 @@ class OpenVINOBackend(HostBackend):
 
     @property
     def batch_invariant(self) -> bool:
-        """Return whether results do not depend on the batch: where that was measured.
-
-        OpenVINO's kernels are others on CPUs with AMX and on those without AVX-512.
-        """
+        """Return whether results do not depend on the batch: measured on CPUs with AVX-512 and without AMX."""
         flags = describe_cpu()["isa"]
         return "avx512f" in flags and "amx_tile" not in flags
 
@@ -69,10 +66,7 @@ class OpenVINOBackend(HostBackend):
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> OpenVINOProgram:
-        """Load an engine file.
-
-        low_memory changes nothing: OpenVINO reads matrices in an order of its own and has them once.
-        """
+        """Load an engine file; low_memory changes nothing: OpenVINO reorders matrices and has them once."""
         return OpenVINOProgram(engine_path, slots, thread_count(threads))
 
     def choices(self, engine_path: Path) -> dict[str, Any]:
@@ -139,10 +133,7 @@ class OpenVINOProgram:
 
 
 class OpenVINOExecutable:
-    """A compiled model.
-
-    It holds the arrays that were given to it: it reads some of them in place.
-    """
+    """A compiled model, and the arrays that it may read in place."""
 
     def __init__(
         self, compiled: Any, names: tuple[Sequence[str], Sequence[str]], held: Sequence[np.ndarray], where: str

@@ -75,10 +75,7 @@ def from_file(path: Path) -> Any:
 
 
 def _plain_products(graph: onnx.GraphProto) -> None:
-    """Write each Gemm as MatMul, Transpose and Add.
-
-    OpenVINO reads its factors and its absent bias as nodes, too.
-    """
+    """Write each Gemm as MatMul, Transpose and Add: OpenVINO reads factors and absent biases as nodes, too."""
     nodes = []
     for node in graph.node:
         settings = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
@@ -101,10 +98,7 @@ def _plain_products(graph: onnx.GraphProto) -> None:
 
 
 def _name_outputs(model: Any, names: Sequence[str]) -> None:
-    """Give each output its name alone.
-
-    OpenVINO leaves out what only passes a value on: one may have several names, be several outputs, or be an input.
-    """
+    """Give each output its name alone: a value may have several names, be several outputs, or be an input."""
     for output, name in zip(model.outputs, names, strict=True):
         result = output.get_node()
         source = result.input_value(0)
@@ -115,10 +109,7 @@ def _name_outputs(model: Any, names: Sequence[str]) -> None:
 
 
 def _join_transposes(model: Any) -> None:
-    """Let products read weights as they lie.
-
-    A transposed copy of each would be made otherwise.
-    """
+    """Let products read weights as they lie: a transposed copy of each would be made otherwise."""
     for node in model.get_ordered_ops():
         if node.get_type_name() != "MatMul" or node.get_attributes()["transpose_b"]:
             continue

@@ -13,10 +13,7 @@ def operators(model: Any) -> dict[str, Any]:
 
 
 def layers(model: Any) -> dict[str, Any]:
-    """Return the model in full.
-
-    It is {"inputs", "outputs": name and type, "layers": operator, attributes, values and types by number}.
-    """
+    """Return {"inputs", "outputs": name and type, "layers": operator, attributes, values and types by number}."""
     nodes = model.get_ordered_ops()
     numbers = {node.get_friendly_name(): number for number, node in enumerate(nodes)}
     return {

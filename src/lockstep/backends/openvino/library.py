@@ -40,18 +40,12 @@ CORE = openvino.Core()
 
 
 def type_name(kind: Any) -> str:
-    """Return the name of an element type of OpenVINO in graphs and NumPy.
-
-    It is OpenVINO's own name where they have none.
-    """
+    """Return the name of an element type in graphs and NumPy; OpenVINO's own where they have none."""
     return _NAMES.get(kind.to_string(), kind.to_string())
 
 
 def tensor_on(array: np.ndarray, shape: list[int] | None = None, kind: Any = None) -> Any:
-    """Return a tensor on the memory of a contiguous array, without a copy.
-
-    shape, kind: of the same bytes, where they are not the array's.
-    """
+    """Return a tensor on the memory of a contiguous array; shape, kind: of the same bytes, if not the array's."""
     plain = array.view(np.uint16) if array.dtype.name == "bfloat16" else array  # a type that OpenVINO does not know
     return openvino.Tensor(
         plain, openvino.Shape(shape or list(array.shape)), kind if kind is not None else TYPES[array.dtype.name]

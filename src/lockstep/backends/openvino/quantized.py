@@ -79,10 +79,7 @@ def expand(graph: onnx.ModelProto, where: str) -> list[Weight]:
 
 
 def compress(model: Any, weights: list[Weight]) -> None:
-    """Put integers and scales in the place of the full weights.
-
-    They are inputs of the slots' names.
-    """
+    """Put integers and scales, inputs of the slots' names, in the place of the full weights."""
     inputs = {parameter.output(0).get_any_name(): parameter for parameter in model.get_parameters()}
     for weight in weights:
         full, groups = inputs[weight.full], weight.columns // weight.group_size

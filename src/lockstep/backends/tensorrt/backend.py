@@ -127,10 +127,7 @@ class TensorRTBackend(GpuBackend):
         }
 
     def options_key(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options without the mode of tactics.
-
-        Engines are held to the record itself: see `keeps`.
-        """
+        """Return the options without the mode of tactics: `keeps` holds engines to the record itself."""
         return {key: value for key, value in options.items() if key != "tactics"}
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:

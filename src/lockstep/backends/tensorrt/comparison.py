@@ -31,10 +31,7 @@ from lockstep.onnx_tools.comparator import metadata, one_line
 def open_engine(
     file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
 ) -> Callable[[int], BaseRunner]:
-    """Return a function that makes the engine's runner for an optimization profile.
-
-    See `lockstep.verify.compare.run`.
-    """
+    """Return a function that makes the engine's runner for a profile: see `lockstep.verify.compare.run`."""
     engine = TENSORRT.deserialize(file.read_bytes(), str(file))
     return lambda profile: EngineRunner("engine", str(file), inputs, engine, weights, profile)
 
@@ -113,10 +110,7 @@ class EngineRunner(TrtRunner):
 
 
 def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
-    """Cast integers to what the engine takes, and float32 where it takes float16.
-
-    What has the right dtype already is not copied.
-    """
+    """Cast integers to what the engine takes, and float32 where it takes float16; copy nothing else."""
     narrow = lambda name, array: array.dtype == np.float32 and types[name] == np.float16
     return {
         name: array.astype(types[name], copy=False) if array.dtype.kind == "i" or narrow(name, array) else array

@@ -47,10 +47,7 @@ class GraphRefusedError(CheckError):
 
 
 class Log:
-    """The errors and warnings of TensorRT since `clear`, in order.
-
-    There is one for the process, as TensorRT has it.
-    """
+    """The errors and warnings of TensorRT since `clear`, in order: one for the process, as TensorRT has it."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -61,10 +58,7 @@ class Log:
         self.warnings.clear()
 
     def first(self, pattern: re.Pattern) -> str | None:
-        """Return the first error or warning that matches the pattern, on one line.
-
-        None where none does.
-        """
+        """Return the first error or warning that matches the pattern, on one line; None where none does."""
         return next((" ".join(text.split()) for text in (*self.errors, *self.warnings) if pattern.search(text)), None)
 
     def first_error(self) -> str:
@@ -175,10 +169,7 @@ class Library:
     # --- build
 
     def create_builder(self) -> trt.Builder:
-        """Return a builder, with the compiler's flags in the environment.
-
-        Raises InputError where TensorRT cannot start, which is without a GPU.
-        """
+        """Return a builder, with the compiler's flags in the environment. Raises InputError without a GPU."""
         self.log.clear()
         if flags := self.compiler_flags():
             os.environ[_FLAGS] = flags
@@ -202,10 +193,7 @@ class Library:
         return " ".join(flags)
 
     def users_flags(self) -> str | None:
-        """Return the compiler's flags where the user has changed them, else None.
-
-        They decide what an engine computes.
-        """
+        """Return the compiler's flags, which decide what engines compute, where the user changed them; else None."""
         flags = self.compiler_flags()
         return None if flags == (f"{_FP16_SUMS}=off" if self.has("fp16_sums") else "") else flags
 
@@ -218,10 +206,7 @@ class Library:
         return builder.create_network(flags)
 
     def parse(self, network: trt.INetworkDefinition, model: bytes, where: str) -> trt.OnnxParser:
-        """Fill `network` from a serialized ONNX model.
-
-        Returns the parser, which must live as long as the network. Raises CheckError with what the parser says.
-        """
+        """Fill `network` from an ONNX model; return the parser, which must live as long. Raises CheckError."""
         self.log.clear()
         parser: trt.OnnxParser = self.api.OnnxParser(network, self.logger())
         if not parser.parse(model):
@@ -235,10 +220,7 @@ class Library:
     def create_config(
         self, builder: trt.Builder, workspace_bytes: int, level: int, tactic_sources: Sequence[str] | None
     ) -> trt.IBuilderConfig:
-        """Return a configuration with detailed layer information and without TF32.
-
-        fp32 graphs are computed in fp32. Raises InputError for an unknown tactic source.
-        """
+        """Return a configuration: layers in detail, no TF32. Raises InputError for an unknown tactic source."""
         config: trt.IBuilderConfig = builder.create_builder_config()
         config.set_memory_pool_limit(self.api.MemoryPoolType.WORKSPACE, workspace_bytes)
         config.builder_optimization_level = level
@@ -299,10 +281,7 @@ class Library:
         config: trt.IBuilderConfig,
         shapes: Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]],
     ) -> trt.IOptimizationProfile:
-        """Add an optimization profile, {input: (min, opt, max)}, and return it.
-
-        Raises CheckError where TensorRT refuses it.
-        """
+        """Add an optimization profile, {input: (min, opt, max)}, and return it. Raises CheckError if refused."""
         self.log.clear()
         profile: trt.IOptimizationProfile = builder.create_optimization_profile()
         for name, (low, best, high) in shapes.items():
@@ -312,10 +291,7 @@ class Library:
         return profile
 
     def network_types(self, network: trt.INetworkDefinition) -> dict[str, str]:
-        """Return {tensor: dtype} of all that a network reads and computes.
-
-        A strongly typed network is built just so.
-        """
+        """Return {tensor: dtype} of all that a strongly typed network reads and computes."""
         dtypes = self._dtypes()
         found: dict[str, str] = {}
         for number in range(network.num_inputs):
@@ -362,10 +338,7 @@ class Library:
         return (cache if self.has("hidden_regions") and self.log.first(_OF_REGIONS) else None), False
 
     def use_timing_cache(self, config: trt.IBuilderConfig, cache: trt.ITimingCache, replay: bool) -> bool:
-        """Build with this cache; return False where TensorRT refuses it.
-
-        replay: what the cache does not hold is an error, where the version can say so.
-        """
+        """Build with this cache, False where it is refused; replay: an entry that it lacks is an error, if possible."""
         if self.has("editable_cache"):
             config.set_flag(self.api.BuilderFlag.EDITABLE_TIMING_CACHE)
         if replay and self.has("cache_miss_error"):
@@ -378,10 +351,7 @@ class Library:
         return bytes(cache.serialize())
 
     def cached_tactics(self, config: trt.IBuilderConfig) -> dict[str, str]:
-        """Return {key: hash of the tactic} of all entries of the timing cache.
-
-        It is that of the configuration; {} where the version does not let entries be read.
-        """
+        """Return {key: hash of the tactic} of the timing cache; {} where the version cannot read entries."""
         if not self.has("editable_cache"):
             return {}
         cache: trt.ITimingCache = config.get_timing_cache()
@@ -394,10 +364,7 @@ class Library:
     def build_plan(
         self, builder: trt.Builder, network: trt.INetworkDefinition, config: trt.IBuilderConfig, where: str
     ) -> bytes:
-        """Return the serialized engine.
-
-        Raises GraphRefusedError with TensorRT's first error, CheckError for a timing cache that it refuses.
-        """
+        """Return the serialized engine. Raises GraphRefusedError, or CheckError for a timing cache that is refused."""
         self.log.clear()
         memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
         if memory is None:

@@ -75,10 +75,7 @@ def _bounds(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:
-    """Return {tensor: dtype} of all tensors of a graph.
-
-    These are all that ONNX's shape inference knows, constants too.
-    """
+    """Return {tensor: dtype} of all tensors, constants too, that ONNX's shape inference knows."""
     return {name: dtype_name(element) for name, (element, _) in typed_values(model).items()}
 
 

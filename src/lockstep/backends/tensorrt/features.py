@@ -12,10 +12,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every version has.
-
-    since: its first version. until: the first version that lacks it again, or None. needs: its attributes.
-    """
+    """A feature of versions from `since` on, below `until` (None: all later ones). needs: its attributes."""
 
     since: Version
     until: Version | None

@@ -142,10 +142,7 @@ def without_pointers(name: str) -> str:
 
 
 def _without_pointers_in_name(tactic: str) -> str:
-    """Return a tactic without pointers in its name.
-
-    Its value is a hash, which looks like a pointer: it stays.
-    """
+    """Return a tactic without pointers in its name; its value, a hash that looks like a pointer, stays."""
     name, space, value = tactic.rpartition(" ")
     return (
         f"{without_pointers(name)}{space}{value}" if re.fullmatch("0x[0-9a-fA-F]+", value) else without_pointers(tactic)

@@ -62,10 +62,7 @@ class Context:
 def first_profile(
     profiles: Iterable[Mapping[str, Sequence[Sequence[int]]]], shapes: Mapping[str, Sequence[int]], where: Path
 ) -> int:
-    """Return the number of the first profile that takes these input shapes.
-
-    profiles: an engine's {input: (min, opt, max)}. Raises CheckError where none does.
-    """
+    """Return the first profile, {input: (min, opt, max)}, that takes these shapes. Raises CheckError if none does."""
     for number, bounds in enumerate(profiles):
         if all(
             low <= size <= high
@@ -104,10 +101,7 @@ class TensorRTProgram:
         self._contexts: dict[tuple, Context] = {}
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
-        """Return the engine with its weights, whose uploads may still go on.
-
-        Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's.
-        """
+        """Return the engine with its weights, whose uploads may go on. Raises CheckError where they do not fit."""
         if set(slots) != set(self.slots):
             raise CheckError(
                 f"{self.path}: expected weights for the slots {sorted(self.slots)}, found "
@@ -147,19 +141,13 @@ class TensorRTProgram:
         return {name: self.tensors[name].profiles[profile][1] for name in shapes}
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
-        """Return the first profile that takes these input shapes.
-
-        Raises CheckError where none does.
-        """
+        """Return the first profile that takes these input shapes. Raises CheckError where none does."""
         count = self.library.num_profiles(self.engine)
         bounds = ({name: self.tensors[name].profiles[profile] for name in shapes} for profile in range(count))
         return first_profile(bounds, shapes, self.path)
 
     def context_for(self, shapes: Shapes, own: bool) -> Context:
-        """Return a context for these input shapes.
-
-        own: no other shapes will be set in it.
-        """
+        """Return a context for these input shapes; own: no other shapes will be set in it."""
         profile = self.profile_for(shapes)
         key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
         if key not in self._contexts:
@@ -189,10 +177,7 @@ class _Scratch:
         return cls._instances[device]
 
     def reserve(self, nbytes: int) -> None:
-        """Make the memory large enough for the contexts to come.
-
-        Those that are there, and graphs captured with them, keep what they have.
-        """
+        """Make the memory large enough for later contexts; earlier ones, and their graphs, keep what they have."""
         if nbytes > self.memory.nbytes:
             self.memory = cuda.empty((nbytes,), "u1", "engines to work in")
 
@@ -216,10 +201,7 @@ class TensorRTExecutable:
         self.weights = weights
 
     def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
-        """Return a call that reads `inputs` and writes `outputs` on the device's stream.
-
-        own: it is for a captured graph.
-        """
+        """Return a call on the device's stream; own: it is for a captured graph."""
         bound, dynamic = self.bind(inputs, outputs), self.program.dynamic
         shapes = {name: array.shape for name, array in inputs.items() if name in dynamic}
         return functools.partial(bound, self.program.context_for(shapes, own), shapes)
@@ -257,8 +239,5 @@ class TensorRTExecutable:
         return run
 
     def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs for `inputs`: see `DeviceExecutable`.
-
-        like: arrays of the shapes and dtypes of the outputs.
-        """
+        """Return the outputs for `inputs`, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
         return run_once(self, inputs, like)

@@ -29,10 +29,7 @@ def compare(recorded: Sequence[ChosenLayer], found: Sequence[ChosenLayer], where
 
 
 class Tactics:
-    """The tactics of one engine set in `folder`.
-
-    made_by: JSON of all else that decides them (version, device, options).
-    """
+    """The tactics of one engine set in `folder`; made_by: JSON of all else that decides them."""
 
     def __init__(self, mode: str, folder: Path, made_by: Mapping[str, Any]):
         """Read the record of `folder`, unless the mode is free.
@@ -51,10 +48,7 @@ class Tactics:
             raise CheckError(f"{problem}; {_AGAIN}")
 
     def keeps(self, name: str, digest: str) -> bool:
-        """Return whether an engine of this digest of tactics is the recorded one.
-
-        With mode `free` every engine is kept.
-        """
+        """Return whether an engine's digest of tactics is the recorded one; mode `free` keeps every engine."""
         return self.mode == "free" or name in self.engines and sha256_json(self.engines[name]["layers"]) == digest
 
     def _read(self) -> str | None:
@@ -111,10 +105,7 @@ class Tactics:
             self._write()
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the manifest's entry of the set: the mode and the record's files.
-
-        Engines that are not of the set (`names`) are dropped from the record.
-        """
+        """Return the manifest's entry: the mode and the record's files; drop engines not in `names` from it."""
         if self.mode == "free":
             return {"mode": self.mode}
         if self.mode == "record" and set(self.engines) != set(names):
@@ -135,10 +126,7 @@ class Tactics:
 
 
 def _text(value: object, other: object) -> str:
-    """Return a value as messages show it.
-
-    Of a mapping only what differs from the other one, and what that one lacks, is shown.
-    """
+    """Return a value for a message; of a mapping only what differs from the other one."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         differing = [f"{key} {item}" for key, item in value.items() if key not in other or other[key] != item]
         return ", ".join(differing + [f"no {key}" for key in other if key not in value])

@@ -50,17 +50,11 @@ class TensorRTRTXBackend(PortableGpuBackend):
         return self.library.version_text()
 
     def libraries(self, runs: bool) -> dict[str, str]:
-        """Return the version of NVRTC, whose kernels run beside engines.
-
-        Builds are of the library alone, so that they are the same anywhere.
-        """
+        """Return the version of NVRTC, whose kernels run beside engines; builds use the library alone."""
         return {name: version for name, version in super().libraries(runs).items() if name == "nvrtc"}
 
     def default_options(self) -> dict[str, Any]:
-        """Return the build options as they are recorded.
-
-        compute_capabilities: None is portable. Limits: what the profiles are made for.
-        """
+        """Return the build options as they are recorded; compute_capabilities: None is portable."""
         return {"compute_capabilities": None, **{name: getattr(Limits(), name) for name in LIMITS}}
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
@@ -95,17 +89,11 @@ class TensorRTRTXBackend(PortableGpuBackend):
         return why_not(None)
 
     def choices(self, engine_path: Path) -> Any:
-        """Return the digest of the engine's serialization.
-
-        Nothing is chosen before an engine is loaded: the serialization is all there is.
-        """
+        """Return the digest of the serialization: nothing is chosen before an engine is loaded."""
         return {"serialization": sha256_file(engine_path)}
 
     def layer_information(self, engine_path: Path) -> Any:
-        """Return the digest of the engine's serialization.
-
-        The library tells layers where a GPU loads the engine, and there is not always one.
-        """
+        """Return the digest of the serialization: the library tells layers only where a GPU loads the engine."""
         return {"serialization": sha256_file(engine_path)}
 
 

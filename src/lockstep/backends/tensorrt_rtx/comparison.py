@@ -24,10 +24,7 @@ from lockstep.onnx_tools.dequantized import sign_of
 def open_engine(
     file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
 ) -> Callable[[int], EngineRunner]:
-    """Return a function that makes the engine's runner for an optimization profile.
-
-    See `lockstep.verify.compare.run`. Raises InputError where no GPU here runs the engine.
-    """
+    """Return a function that makes the engine's runner for a profile. Raises InputError without a GPU for it."""
     backend = TensorRTRTXBackend()
     backend.require_gpu()
     program = TensorRTProgram(backend.library, file, ())
@@ -36,10 +33,7 @@ def open_engine(
 
 
 class EngineRunner(BaseRunner):
-    """Runner of an engine on one of its optimization profiles.
-
-    Weights are on the device, beside what the caller gives.
-    """
+    """Runner of an engine on one of its optimization profiles; weights are on the device."""
 
     def __init__(
         self, name: str, inputs: Sequence[IO], program: TensorRTProgram, weights: Mapping[str, cuda.Array], profile: int
@@ -75,10 +69,7 @@ class EngineRunner(BaseRunner):
 
 
 def _upload(program: TensorRTProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, cuda.Array]:
-    """Return copies on the device, of the engine's dtypes.
-
-    Integers of quantised weights are copied with their sign.
-    """
+    """Return copies on the device, of the engine's dtypes; integers of quantised weights with their sign."""
     found, stream = {}, program.device.stream
     for name, array in arrays.items():
         dtype = program.tensors[name].dtype

@@ -39,10 +39,7 @@ _ERRORS = {error.__name__: error for error in (InputError, CheckError, GraphRefu
 
 
 class Compiler:
-    """A builder of engines in another process.
-
-    That is started with the first engine, and ended after the last or some before it.
-    """
+    """A builder of engines in another process, which is started with the first engine and ends after some."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -138,10 +135,7 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
 
 
 def _check_heap() -> None:
-    """Raise CheckError where this process allocates elsewhere.
-
-    Its engines would be other bytes.
-    """
+    """Raise CheckError where this process allocates elsewhere: its engines would be other bytes."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     if not FIRST <= (libc.malloc(1) or 0) < LAST:

@@ -15,10 +15,7 @@ _PORTABLE_BELOW_12 = ("8.0", "8.6", "8.9")
 
 
 def why_not(built_for: Sequence[str] | None) -> str | None:
-    """Return why engines for these compute capabilities cannot run here.
-
-    built_for: None is portable. Returns None where they can run.
-    """
+    """Return why engines for these compute capabilities (None: portable) cannot run here; None where they can."""
     wanted = PORTABLE if built_for is None else " or ".join(filter(None, [", ".join(built_for[:-1]), built_for[-1]]))
     found = compute_capability()
     if found and runs_on(found, built_for):
@@ -27,10 +24,7 @@ def why_not(built_for: Sequence[str] | None) -> str | None:
 
 
 def runs_on(capability: str, built_for: Sequence[str] | None) -> bool:
-    """Return whether a GPU of a compute capability runs such engines.
-
-    A portable engine runs on everything from 12.0, as TensorRT-RTX says when it refuses a device.
-    """
+    """Return whether a GPU runs such engines; TensorRT-RTX says that portable ones run on all from 12.0."""
     if built_for is not None:
         return capability in built_for
     return capability in _PORTABLE_BELOW_12 or int(capability.partition(".")[0]) >= 12

@@ -97,10 +97,7 @@ class RTXLibrary(Library):
 
 
 def _save(path: Path, cache: Any, before: bytes) -> None:
-    """Write a runtime cache at the end of the process.
-
-    For a folder that cannot be written to, or is gone, nothing is kept: next time the kernels are compiled again.
-    """
+    """Write a runtime cache at the end of the process; in a folder that cannot be written to nothing is kept."""
     data = bytes(cache.serialize())
     if data != before and path.parent.is_dir():
         with contextlib.suppress(OSError, InputError):

@@ -155,10 +155,7 @@ def _assemble() -> tuple[bytes, dict[str, int]]:
 
 
 def _headers(run: int, written: int, dynamic: int) -> bytes:
-    """Return the ELF header of a shared object without sections, and program headers.
-
-    The program headers are of two parts that are loaded, the dynamic section, and a stack on which nothing is run.
-    """
+    """Return the ELF header, without sections, and headers of two loaded parts, dynamic section and stack."""
     elf = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
     elf += struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, _HEADER, 0, 0, _HEADER, _PROGRAM, 4, 0, 0, 0)
     load, dynamic_part, stack = 1, 2, 0x6474E551

@@ -38,22 +38,18 @@ class Attention(Protocol):
         Row `r` will hold `ends[r]` tokens after the step; lengths: of all rows before it. Returns whether arrays were
         moved that the calls of steps hold.
         """
-        ...
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
         """Forget a row."""
-        ...
 
     def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
         """Prepare a pass of chunks, before its first layer."""
-        ...
 
     def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
         """Return what the calls of a pass of chunks depend on, beside what `begin` sends.
 
         Calls of a pass are those of any other of this layout whose arrays are as large. None: of this pass alone.
         """
-        ...
 
     def calls(
         self,
@@ -71,26 +67,16 @@ class Attention(Protocol):
         They compute attention of the packed tokens ("attention") and write keys and values into the cache. Without
         chunks each token is of a request of its own, that of row `i` at i.
         """
-        ...
 
 
 class PagedAttention(Attention, Protocol):
     """Attention over pages, whose content can be moved."""
 
     def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
-        """Copy what a slot holds behind its full pages to the pages of another.
-
-        length: the tokens that `slot` holds.
-        """
-        ...
+        """Copy what a slot of `length` tokens holds behind its full pages to the pages of another."""
 
     def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
-        """Put copies of the pages of `length` tokens on the stream.
-
-        Returns the page-locked memory that they go to.
-        """
-        ...
+        """Put copies of the pages of `length` tokens on the stream; return their page-locked memory."""
 
     def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
         """Put copies of what `save` gave into a slot's pages on the stream."""
-        ...

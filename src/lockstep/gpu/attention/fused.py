@@ -31,10 +31,7 @@ from lockstep.step.pages import PageTables
 
 
 class FusedAttention:
-    """Fused attention of the layers `layers` (by number).
-
-    It has the signature of `base.Attention`.
-    """
+    """Fused attention of the layers `layers` (by number): see `base.Attention`."""
 
     def __init__(
         self,
@@ -73,10 +70,7 @@ class FusedAttention:
         self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
-        """Send the page tables of rows that grew since the last call; return False.
-
-        Nothing moves: the table's contents change, not its address.
-        """
+        """Send the page tables of rows that grew; return False: their contents change, not the address."""
         grown = [row for row in ends if len(self._tables[row]) != self._sent[row]]
         for row in grown:
             pages = self._tables[row]
@@ -87,10 +81,7 @@ class FusedAttention:
         return False
 
     def reset(self, row: int, stream: cuda.Stream) -> None:
-        """Forget the row's pages on the device.
-
-        What the pages hold is never read: the kernels look at a row's length before its pages.
-        """
+        """Forget the row's pages, whose contents are never read: kernels look at a row's length first."""
         self._sent[row] = 0
 
     def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:

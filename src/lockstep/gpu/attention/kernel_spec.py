@@ -107,17 +107,11 @@ class AttentionKernelSpec:
 
     @property
     def blocks(self) -> int:
-        """Return the blocks of a request and split.
-
-        These are the KV heads times the chunks of their query heads.
-        """
+        """Return the blocks of a request and split: KV heads times the chunks of their query heads."""
         return self.kv_heads * -(-self.heads // self.kv_heads // self.block_heads)
 
     def splits(self, requests: int, multiprocessors: int) -> int:
-        """Return into how many splits a row is divided: a power of two from 2 to 16.
-
-        It is the largest with at most two blocks for each of the GPU's multiprocessors.
-        """
+        """Return into how many splits a row is divided: a power of two from 2 to 16, two blocks a multiprocessor."""
         splits = 2
         while splits < 16 and 2 * splits * requests * self.blocks <= 2 * multiprocessors:
             splits *= 2

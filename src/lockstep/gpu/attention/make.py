@@ -41,10 +41,7 @@ def _fused(network: Network) -> list[int]:
 def make_attention(
     network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels, stream: cuda.Stream
 ) -> list[Attention]:
-    """Return for each layer the attention that it was built for, on a device's stream.
-
-    Fused layers share one object, and so do traced ones.
-    """
+    """Return each layer's attention on a device's stream: one object of fused layers, one of traced ones."""
     fused, attentions = set(_fused(network)), [layer_attention for _, layer_attention in network.layers]
     made: dict[bool, Attention] = {}
     for is_fused in sorted({index in fused for index in range(len(attentions))}):

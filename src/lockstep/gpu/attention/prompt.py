@@ -27,10 +27,7 @@ cudnn = require_cudnn()
 
 @dataclass(frozen=True)
 class _Batch:
-    """Chunks first to last of a pass, all padded to `tokens` tokens.
-
-    at: where its offsets begin among all.
-    """
+    """Chunks first to last of a pass, padded to `tokens` tokens; at: where its offsets begin among all."""
 
     tokens: int
     first: int
@@ -40,10 +37,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of cuDNN on these packed tokens.
-
-    more: offsets, of several chunks.
-    """
+    """A call of cuDNN on these packed tokens; more: offsets, of several chunks."""
 
     plan: _CudnnPlan
     tokens: slice
@@ -54,10 +48,7 @@ class _Call:
 
 
 class PromptAttention:
-    """Attention of the chunks of a pass, over caches of `pages` pages.
-
-    A row has up to `pages_per_row` pages.
-    """
+    """Attention of the chunks of a pass, over caches of `pages` pages, up to `pages_per_row` a row."""
 
     def __init__(
         self, specs: Sequence[AttentionKernelSpec], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream
@@ -180,10 +171,7 @@ def _plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan:
 
 @functools.cache
 def _batch_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
-    """Return cuDNN's plan of several chunks, or None where it has none.
-
-    This cuDNN then has no attention of packed sequences over pages: they are taken one by one.
-    """
+    """Return cuDNN's plan of several chunks, or None where it has none: they are then taken one by one."""
     try:
         return _CudnnPlan(size, stream)
     except CheckError:

@@ -113,10 +113,7 @@ def _partners(graph: _RopeGraph, positions: int) -> np.ndarray:
 
 
 class _RopeGraph:
-    """A RoPE graph on host arrays.
-
-    query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim], position_ids [n].
-    """
+    """A RoPE graph on host arrays: query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim]."""
 
     def __init__(self, executable: HostExecutable, where: str):
         self._executable, self._where = executable, where
@@ -140,10 +137,7 @@ class _RopeGraph:
         )
 
     def apply_to_rows(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Apply RoPE to each of `rows` at each position, in the heads of the query.
-
-        rows [count, head_dim], positions [n] -> [count, n, head_dim] float32.
-        """
+        """Apply RoPE to rows [count, head_dim] at positions [n] -> [count, n, head_dim] float32."""
         heads, found = self.heads[0], []
         for low in range(0, len(rows), heads):
             some = rows[low : low + heads]

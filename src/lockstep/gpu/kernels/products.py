@@ -97,10 +97,7 @@ class SmallWeight:
 
 
 class Products:
-    """The kernels and cuBLAS on one stream, and the memory that they share.
-
-    Calls follow each other on that stream.
-    """
+    """The kernels and cuBLAS on one stream, on which calls follow each other, and the memory that they share."""
 
     def __init__(self, stream: cuda.Stream):
         self._stream, self._module, self._gemm = stream, cuda.compile_kernels(SOURCE), Gemm(stream)
@@ -136,10 +133,7 @@ class Products:
     def _few(
         self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], first: int, most: int
     ) -> tuple[cuda.Launch, int]:
-        """Return a launch of the kernel for a few rows, and its blocks.
-
-        They are the rows from `first` on, at most `most`.
-        """
+        """Return a launch of the kernel, and its blocks, for at most `most` rows from `first` on."""
         total, ends = sum(weight.out_features), list(itertools.accumulate(weight.out_features))
         outputs, warps = _FORMS[weight.bits, most][sum(total >= width for width in _WIDTHS)]
         to = [out[first:] for out in outs]
@@ -152,10 +146,7 @@ class Products:
         return cuda.Launch(kernel, self._stream, 32 * warps, *given, overlaps=True), -(-total // outputs)
 
     def _many(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
-        """Return a call of cuBLAS.
-
-        It is made with the first call, when all products are bound that share the memory.
-        """
+        """Return a call of cuBLAS, made with the first call: all products that share the memory are bound then."""
         total, whole = sum(weight.out_features), weight.data
         if weight.bits < 16:
             whole = self._room().reshape(total, weight.in_features)
@@ -229,10 +220,7 @@ class Products:
         return run
 
     def _room(self) -> cuda.Array:
-        """Return memory for the largest weight as fp16.
-
-        It is made with the first call, when all products are bound.
-        """
+        """Return memory for the largest weight as fp16; asked with the first call, when all products are bound."""
         if math.prod(self._scratch[-1].shape) < self._largest:
             self._scratch.append(cuda.empty((self._largest,), "f2", "a weight as fp16"))
         return self._scratch[-1]

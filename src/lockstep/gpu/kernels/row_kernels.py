@@ -150,10 +150,7 @@ class _HasNoKernel(Exception):
 
 
 def row_kernel(piece: onnx.ModelProto, name: str) -> RowKernel:
-    """Return the kernel of a piece whose inputs and outputs are fp16.
-
-    Raises CheckError for a piece with an operator, or a form of one, that has none here.
-    """
+    """Return the kernel of a piece with fp16 inputs and outputs. Raises CheckError for operators that have none."""
     for wide in (_WIDE, 1):
         with contextlib.suppress(_HasNoKernel):
             return _Writer(piece, name, wide).written()
@@ -176,10 +173,7 @@ class _Index:
 
 @dataclass(frozen=True)
 class _Value:
-    """What a name of the graph is.
-
-    rows: whether there is one of each row, of `sizes`; else `sizes` are all.
-    """
+    """What a name of the graph is: one of each row, of `sizes`, or, without `rows`, a value of `sizes`."""
 
     rows: bool
     sizes: tuple[int, ...]
@@ -345,10 +339,7 @@ class _Writer:
         return made
 
     def _number(self, name: str, index: _Index, row: str) -> tuple[str, bool]:
-        """Return a value's numbers at `index` of `row`.
-
-        It is a variable, and whether that has a number for each of a vector's.
-        """
+        """Return a variable of a value at `index` of `row`, and whether it has a number for each of a vector's."""
         key = (name, index, row)
         if key not in self._memo:
             self._memo[key] = self._written(name, index, row)
@@ -470,10 +461,7 @@ class _Writer:
         return _Index(f"({index.base}) / {part} * {whole} + {offset} + ({index.base}) % {part}", index.unit)
 
     def _place(self, operand: str, value: _Value, index: _Index) -> _Index:
-        """Return where in an operand the number is that goes to `index` of a value.
-
-        Operands are broadcast as operators do.
-        """
+        """Return where in an operand, which is broadcast, the number is that goes to `index` of a value."""
         given = self._value(operand)
         sizes = given.sizes
         if not given.rows and value.rows and len(sizes) > len(value.sizes):
@@ -502,10 +490,7 @@ class _Writer:
         raise _HasNoKernel
 
     def _sum(self, node: onnx.NodeProto) -> None:
-        """Accumulate over the last dimensions.
-
-        All threads accumulate over the row; over a part of it a warp does.
-        """
+        """Accumulate over the last dimensions: over the row by all threads, over a part of it by a warp."""
         source, (name,) = self._value(node.input[0]), node.output
         attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
         axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
@@ -549,10 +534,7 @@ class _Writer:
 
 
 def _plain_norms(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with each LayerNormalization as the operators it is made of.
-
-    Those over the last dimension are meant; others stay.
-    """
+    """Return the model with LayerNormalization over the last dimension as the operators it is made of."""
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
     if not norms:
         return model

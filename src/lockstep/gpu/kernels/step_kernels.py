@@ -63,10 +63,7 @@ NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
 class Kernels:
-    """The kernels, compiled for this GPU.
-
-    wide: token ids and positions are int64.
-    """
+    """The kernels, compiled for this GPU; wide: token ids and positions are int64."""
 
     def __init__(self, wide: bool):
         module = compile_kernels(SOURCE)
@@ -76,10 +73,7 @@ class Kernels:
         self._adapter_mask = module["adapter_mask"]
 
     def adapter_mask(self, stream: Stream, ids: Array, mask: Array, rank: int) -> None:
-        """Write the mask of adapters: 1 in the columns of a token's adapter, else 0.
-
-        ids [num_tokens] -> mask [num_tokens, max_adapters * rank].
-        """
+        """Write a mask [num_tokens, max_adapters * rank]: 1 in the columns of a token's adapter (ids), else 0."""
         tokens, columns = mask.shape
         self._adapter_mask.launch(
             stream, tokens, min(128, columns), ids, self.wide, mask, NUMBERS[mask.dtype.name], columns, rank
@@ -184,10 +178,7 @@ class Kernels:
         tokens: Array,
         positions: Array,
     ) -> None:
-        """Choose the next tokens of greedy rows from what the ranks found (`largest`).
-
-        It writes what `advance` writes. told [num_requests, 2 * ranks], in the order of their tokens.
-        """
+        """Choose greedy rows' tokens from told [num_requests, 2 * ranks] (`largest`); write what `advance` writes."""
         count, columns = told.shape
         self._choose.launch(
             stream, count, 32, told, columns // 2, slots, held, limit, found, tokens, positions, self.wide

@@ -37,10 +37,7 @@ class Exchange:
     """
 
     def __init__(self, device: Device, rank: int, world: int, slot: int, outbox: int):
-        """Allocate the inbox, outbox and flags of a rank.
-
-        slot: units (of 16 bytes) of a rank's part of an inbox; outbox: units of the outbox.
-        """
+        """Allocate a rank's memory; slot, outbox: units (of 16 bytes) of its part of an inbox, and of the outbox."""
         self.device, self.rank, self.world, self._slot = device, rank, world, slot
         device.use()
         module = cuda.compile_kernels(_SOURCE)
@@ -57,10 +54,7 @@ class Exchange:
         self._lost = cuda.Array(self._host_lost.ctypes.data, (1,), "u4", self._host_lost)
 
     def meet(self, others: Sequence[Exchange]) -> None:
-        """Send the addresses of all ranks' memory to the device.
-
-        others: the exchanges of all ranks, this one too, in their order.
-        """
+        """Send the addresses of all ranks' memory to the device; others: their exchanges, in order."""
         self.device.use()
         places = [[getattr(each, of).address for each in others] for of in ("inbox", "flags", "outbox")]
         self.device.stream.upload(self._peers, np.array(places, np.uint64).reshape(-1))
@@ -81,10 +75,7 @@ class Exchange:
         )
 
     def gather(self, part: cuda.Array, whole: cuda.Array) -> None:
-        """Put the parts [rows, columns] of all ranks side by side.
-
-        whole: [rows, world * columns]. The part's memory goes on to a multiple of 16 bytes.
-        """
+        """Put parts [rows, columns] side by side into [rows, world * columns]; the part is padded to 16 bytes."""
         (rows, columns), size = part.shape, part.dtype.itemsize
         if columns * size % _UNIT == 0:
             columns, size = columns * size // _UNIT, _UNIT
@@ -99,10 +90,7 @@ class Exchange:
         self._host_lost[0] = self._host_lost[0] or _GIVEN_UP
 
     def check(self) -> None:
-        """Raise CheckError where a rank did not come.
-
-        All that was computed since is worth nothing then.
-        """
+        """Raise CheckError where a rank did not come: what was computed since is worth nothing."""
         lost = int(self._host_lost[0])
         if lost == _GIVEN_UP:
             raise CheckError("tensor_parallel: expected whole steps, found one that ended half way; start again")
@@ -114,10 +102,7 @@ class Exchange:
 
 
 def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[Exchange]:
-    """Return the exchanges of the ranks on these devices.
-
-    most_sum, most_gather: bytes that one call has at most.
-    """
+    """Return the ranks' exchanges; most_sum, most_gather: bytes that one call has at most."""
     world, units = len(devices), -(-most_sum // _UNIT)
     part = -(-units // world)
     two = shots_for(units, world) == 2

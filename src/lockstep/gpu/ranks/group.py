@@ -31,10 +31,7 @@ class RankGroup:
     """
 
     def __init__(self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None):
-        """Allocate the ranks' KV cache and buffers: see `GpuExecutor`.
-
-        Afterwards the first one's device is used.
-        """
+        """Allocate the ranks' KV cache and buffers: see `GpuExecutor`. The first rank's device is used then."""
         networks = (network, *network.others)
         uploads = [
             engine_of(piece).uploads
@@ -66,18 +63,12 @@ class RankGroup:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for devices inside.
-
-        Where one of several hangs meanwhile, the process ends.
-        """
+        """Wait for devices inside; where one of several hangs, the process ends."""
         with contextlib.nullcontext() if self.watch is None else self.watch.waiting():
             yield
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights are on the devices.
-
-        Raises what an upload raised.
-        """
+        """Wait until all weights are on the devices. Raises what an upload raised."""
         for uploads in self._uploads:
             uploads.wait()
 
@@ -101,10 +92,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Put calls on the streams that wait for other ranks.
-
-        Where that fails half way, no rank waits any more, and there are no further steps.
-        """
+        """Put calls that wait for other ranks on the streams; one that fails lets no rank wait any more."""
         self.check()
         try:
             yield
@@ -145,10 +133,7 @@ class RankGroup:
                 step.graph.launch(rank.stream)
 
     def run_pass(self, passes: Sequence[Iterator[StepCalls]]) -> list[StepCalls]:
-        """Make the calls of a pass one by one, each on all ranks, as `launch` does.
-
-        Returns each rank's.
-        """
+        """Make a pass's calls one by one, each on all ranks, as `launch` does; return each rank's."""
         with self.together():
             (*_, steps) = zip(*passes, strict=True)
         self.ranks[0].device.use()
@@ -181,10 +166,7 @@ def _values(rank: Rank, step: StepCalls) -> list[np.ndarray]:
 
 
 def _least_free(devices: Sequence[Device]) -> int:
-    """Return the free bytes of the device that has the fewest.
-
-    Ranks that share one device have a part of it each.
-    """
+    """Return the free bytes of the device with the fewest, a part of it for each of several ranks on it."""
     numbers = [device.number for device in devices]
     free = []
     for device in reversed(devices):  # the first one's is used afterwards

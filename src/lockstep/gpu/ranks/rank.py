@@ -62,20 +62,14 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum over the ranks, in place of `values`.
-
-    dim: the name of their first dimension.
-    """
+    """A sum over the ranks, in place of `values`; dim: the name of their first dimension."""
 
     values: cuda.Array
     dim: str
 
 
 class Rank:
-    """A rank that runs `network` on a device, with slots 0 to `num_slots`-1.
-
-    exchange: of several ranks, this one's end of the exchange.
-    """
+    """A rank that runs `network` on a device, with slots 0 to `num_slots`-1; exchange: its end, of several."""
 
     def __init__(
         self,
@@ -127,10 +121,7 @@ class Rank:
             self.step_calls.clear()
 
     def tuned_for(self, num_tokens: int) -> int:
-        """Return the tokens for which a layer's block takes as long as for `num_tokens`.
-
-        They are what the profile is tuned for in which the block takes `num_tokens`.
-        """
+        """Return the tokens that the profile which takes `num_tokens` is tuned for: a block takes as long."""
         if num_tokens not in self._tuned:
             self._tuned[num_tokens] = self._tuned_for(num_tokens)
         return self._tuned[num_tokens]
@@ -190,10 +181,7 @@ class Rank:
         return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.token_ids, self.state.adapters)
 
     def layout(self, inputs: Inputs, chunks: Chunks) -> tuple[int, ...] | None:
-        """Return what the calls of a pass of chunks depend on, but for what its arrays hold.
-
-        None where they are of this pass alone, and are not captured.
-        """
+        """Return what a pass's calls depend on beside array contents; None: of this pass alone, not captured."""
         total = inputs.token_ids.shape[0]
         if total > self.captured_tokens:
             return None
@@ -370,10 +358,7 @@ class Rank:
     def _steps(
         self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
     ) -> list[_Run | _Sum]:
-        """Return what a block runs; `values` has its outputs afterwards.
-
-        of: whose logits an exit makes ("decode", "prompts").
-        """
+        """Return what a block runs; `values` has its outputs afterwards. of: logits are "decode" or "prompts"."""
         step_inputs = [io for io in block.signature.inputs if io.name not in block.adapters]
         read, made = {io.key for io in step_inputs}, {io.key for io in block.signature.outputs}
         # Later pieces, and later blocks, may read what is there, but for what this block makes anew.
@@ -410,10 +395,7 @@ class Rank:
             number += 1
 
     def _logits(self, of: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
-        """Return the buffer of logits, [num_requests, vocab_size] or a rank's part of it.
-
-        A row for each slot is enough.
-        """
+        """Return a buffer of logits, a row for each slot: [num_requests, vocab_size] or a rank's part of it."""
         key: tuple[str, ...] = ("logits", of) if shape[1] == self.network.vocab_size else ("logits", of, "part")
         if key not in self._buffers:
             rows = self._num_slots + len(key) - 2  # what is sent to other ranks goes on behind its end
@@ -421,10 +403,7 @@ class Rank:
         return self._buffers[key][: shape[0]]
 
     def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
-        """Return the buffer of this name, as large as any step needs it.
-
-        All steps and layers use the same.
-        """
+        """Return the buffer of this name, as large as any step needs it, which all steps and layers share."""
         key = (name, tuple(shape[1:]), np.dtype(dtype))
         array = self._buffers.get(key)
         if array is None:
@@ -441,10 +420,7 @@ class Rank:
 
 
 def _by_engine(step: _Run, mask: cuda.Array | None) -> Mapping[str, cuda.Array]:
-    """Return the inputs as the engine names them.
-
-    Of an engine that takes a mask, this has the name of its rank in place of `IDS`.
-    """
+    """Return the inputs as the engine names them: a mask has the name of its rank in place of `IDS`."""
     masks = [name for name in engine_of(step.piece).program.tensors if mask_rank(name)]
     if mask is None or not masks:
         return step.inputs
@@ -452,10 +428,7 @@ def _by_engine(step: _Run, mask: cuda.Array | None) -> Mapping[str, cuda.Array]:
 
 
 def _mask_of_engines(network: Network) -> tuple[int, int, np.dtype] | None:
-    """Return (columns, room of each adapter, dtype) of the mask that blocks take.
-
-    None where no block takes adapters.
-    """
+    """Return (columns, room of each adapter, dtype) of the blocks' mask; None where none takes adapters."""
     for block in (*(block for block, _ in network.layers), network.exit):
         for piece in block.pieces:
             for name, tensor in engine_of(piece).program.tensors.items():
@@ -471,18 +444,12 @@ def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> li
 
 
 def engine_of(of: Block | ShardCall) -> GpuExecutable:
-    """Return the executable of a block or of a rank's call.
-
-    The executor is given networks of engines on GPUs alone.
-    """
+    """Return the executable of a block or of a rank's call, which is always of a GPU here."""
     return cast(GpuExecutable, of.run)
 
 
 def most_exchanged(network: Network, num_slots: int, max_num_tokens: int) -> tuple[int, int]:
-    """Return the most bytes that a sum and a gather exchange.
-
-    These are (bytes of a sum, bytes of a rank's part of what is gathered).
-    """
+    """Return the most bytes of a sum, and of a rank's part of what is gathered."""
     sizes = {"num_tokens": max_num_tokens + num_slots, "num_requests": num_slots}
 
     def nbytes(io: IO) -> int:

@@ -40,10 +40,7 @@ class RankWatch:
             self._waits -= 1
 
     def hanging(self) -> str:
-        """Return what is said of a rank that others gave up; "" for none.
-
-        It is "" too while the host does not wait.
-        """
+        """Return what is said of a rank that others gave up; "" for none, and while the host does not wait."""
         try:
             for exchange in self._exchanges if self._waits else ():
                 exchange.check()

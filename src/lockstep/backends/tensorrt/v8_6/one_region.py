@@ -84,10 +84,7 @@ def _bring_to_rank(model: onnx.ModelProto) -> bool:
 
     @functools.cache
     def fixed(name: str) -> bool:
-        """Return whether a value is made of weights and constants alone.
-
-        Only operators that work element by element count.
-        """
+        """Return whether a value is made of weights and constants alone, element by element."""
         node = made.get(name)
         return (
             name in weights

@@ -63,10 +63,7 @@ def region_notes(layers: Sequence[Layer], reads_cache: bool, version: str) -> li
 
 
 def remedy(layers: Iterable[ChosenLayer]) -> str:
-    """Return what to do where layers are not those of a record.
-
-    It is "" where no kernel of a fused region is among them.
-    """
+    """Return what to do where layers differ from a record; "" where none is a kernel of a fused region."""
     anew = (
         "; TensorRT 8.6 chooses the kernels of fused regions anew in each build: keep the engines "
         "that were built with the record"
