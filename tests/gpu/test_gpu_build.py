@@ -83,7 +83,7 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
     }
     stream.upload(on_device["hidden"], hidden)
     stream.upload(on_device["weight"], weight)
-    TensorRTExecutable(program, {"weight": on_device["weight"]}, Uploads()).prepare(
+    TensorRTExecutable(program, {"weight": on_device["weight"]}, Uploads(), {}).prepare(
         {"hidden": on_device["hidden"]}, {"out": on_device["out"]}
     )()
     stream.download(out, on_device["out"])

@@ -53,7 +53,7 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
 @pytest.mark.parametrize("given", ["float16", "float32"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
-    from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables
+    from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
     from lockstep.gpu.attention.rope_kernel import RopeKernel
 
     device, random = OnDevice(), np.random.default_rng(0)
@@ -70,16 +70,12 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
     positions = device.up(AT.astype(np.int64 if wide else np.int32))
     RopeKernel(AttentionKernelSpec("float16", given, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
         device.stream,
-        device.up(query),
-        device.up(key),
-        device.up(value),
+        PagedTokens(
+            *(device.up(query), device.up(key), device.up(value), keys, values),
+            DeviceRopeTables(device.up(own), device.up(other), device.up(partner)),
+            *(device.up(ROWS), positions, device.up(PAGES)),
+        ),
         out,
-        keys,
-        values,
-        DeviceRopeTables(device.up(own), device.up(other), device.up(partner)),
-        device.up(ROWS),
-        positions,
-        device.up(PAGES),
     )
     with_rope = [
         x.astype(np.float32) * own[AT, None] + x[:, :, partner].astype(np.float32) * other[AT, None]
@@ -216,7 +212,7 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
 def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, spec, lengths, multiprocessors):
     """Captured once, and launched for other lengths too."""
     from lockstep.gpu import cuda
-    from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables
+    from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
     from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
     from lockstep.gpu.attention.rope_kernel import RopeKernel
 
@@ -241,9 +237,8 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
     outs = [device.up(np.zeros((count, spec.heads, spec.value_dim), numbers(spec.dtype))) for _ in range(2)]
     with device.stream.capture() as graph:
         for out in outs:
-            kernel.launch(
-                device.stream, query, key, value, out, keys, values, tables, rows, positions, table, made.SCALE, scratch
-            )
+            tokens = PagedTokens(query, key, value, keys, values, tables, rows, positions, table)
+            kernel.launch(device.stream, tokens, out, made.SCALE, scratch)
     for held in lengths:
         before = made.caches(held)
         host = (
@@ -253,7 +248,8 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
         for array, given in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rope_caches, before)):
             device.stream.upload(array, given)
         device.stream.synchronize()
-        rope.launch(device.stream, query, key, value, query_out, rope_keys, rope_values, tables, rows, positions, table)
+        tokens = PagedTokens(query, key, value, rope_keys, rope_values, tables, rows, positions, table)
+        rope.launch(device.stream, tokens, query_out)
         after = [device.down(cache) for cache in rope_caches]
         graph.launch(device.stream)
         for cache, exact in zip(caches, after):

@@ -227,11 +227,11 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: tuple) -
     """Of rows that decode and of prompts, whether the step was in flight before, or not; and where a token is drawn."""
     model = open_model()
     prompts = [Advance(0, np.arange(5), 0), Advance(1, np.arange(9, 30), 0)]
-    whole = lambda key: key[0] == "logits" and key[-1] != "part"
+    whole = lambda key: key[-1] != "part"
 
     def clear() -> None:
         for rank in model._executor.group.each():
-            for key, array in rank._buffers.items():
+            for key, array in rank._logit_buffers.items():
                 if whole(key):
                     rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
             rank.stream.synchronize()
@@ -239,7 +239,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: tuple) -
     def gathered() -> bool:
         found = []
         for rank in model._executor.group.each():
-            for key, array in rank._buffers.items():
+            for key, array in rank._logit_buffers.items():
                 if whole(key):
                     found.append(np.empty(array.shape, array.dtype))
                     rank.stream.download(found[-1], array)

@@ -107,7 +107,7 @@ class GpuExecutor:
         if slot in self._written:
             for rank in self.group.each():
                 for attention in rank.attentions:
-                    attention.reset(slot, rank.stream)
+                    attention.reset(slot)
         self._written.discard(slot)
         self._leave_flight(slot)
         self.tables.release(slot)
@@ -125,14 +125,12 @@ class GpuExecutor:
         self._written.add(other)
         for rank in self.group.each():
             for attention in rank.paged:
-                attention.fork(slot, other, int(self.lengths[slot]), rank.stream)
+                attention.fork(slot, other, int(self.lengths[slot]))
 
     def swap_out(self, slot: int) -> list[list[np.ndarray]]:
         """Copy the slot's pages to page-locked memory, by rank, and reset it."""
         length = int(self.lengths[slot])
-        swapped = [
-            [attention.save(slot, length, rank.stream) for attention in rank.paged] for rank in self.group.each()
-        ]
+        swapped = [[attention.save(slot, length) for attention in rank.paged] for rank in self.group.each()]
         self.group.synchronize()
         self.reset(slot)
         return swapped
@@ -142,7 +140,7 @@ class GpuExecutor:
         self._written.add(slot)
         for rank, saved in zip(self.group.each(), swapped, strict=True):
             for attention, pages in zip(rank.paged, saved, strict=True):
-                attention.restore(slot, pages, rank.stream)
+                attention.restore(slot, pages)
         self.group.synchronize()
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:

@@ -7,12 +7,15 @@ its context keeps its shapes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from lockstep.artifacts.signature import IO
+from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
 from lockstep.gpu.tensor import Tensor
@@ -29,74 +32,79 @@ class Bound(Protocol):
     def __call__(self, context: Any, shapes: Shapes, /) -> None: ...
 
 
-class GpuProgram(Protocol):
+class GpuProgram:
     """An engine file on a rank's device, without weights.
 
     tensors: of all inputs and outputs, by name. dynamic: the inputs that have a dynamic dimension. by_profiles: a call
-    takes as long as the largest size of a profile, whatever the size.
+    takes as long as the largest size of a profile, whatever the size. slots: shape and dtype of each weight, by name.
     """
 
     by_profiles: bool
+    tensors: Mapping[str, Tensor]
 
-    @property
-    def path(self) -> Path: ...
+    def __init__(self, path: Path, slots: Sequence[IO], rank: int):
+        self.path, self.device = path, Device.get(rank)
+        self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
 
-    @property
-    def device(self) -> Device: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def dynamic(self) -> Collection[str]: ...
+    @functools.cached_property
+    def dynamic(self) -> Collection[str]:
+        return {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
         """Return the shapes for which a call takes as long as for these. Raises CheckError where there are none."""
+        raise NotImplementedError
 
     def context_for(self, shapes: Shapes, own: bool) -> Any:
         """Return a context for these input shapes; own: no other shapes will be set in it."""
+        raise NotImplementedError
 
 
-class GpuExecutable(Protocol):
+class GpuExecutable:
     """An engine with its weights.
 
     Wait for `uploads`, which bring the weights to the device, before the first run. adapter_rows: see
     `lockstep.step.executable.HasAdapterRows`.
     """
 
-    @property
-    def uploads(self) -> Uploads: ...
+    program: GpuProgram
 
-    @property
-    def adapter_rows(self) -> Arrays: ...
-
-    @property
-    def program(self) -> GpuProgram: ...
+    def __init__(self, uploads: Uploads, weights: Arrays, adapter_rows: Arrays):
+        self.uploads, self.weights, self.adapter_rows = uploads, weights, adapter_rows
 
     def prepare(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Run:
         """Return a call on the device's stream; own: it is for a captured graph."""
+        shapes = {name: array.shape for name, array in inputs.items() if name in self.program.dynamic}
+        return functools.partial(self.bind(inputs, outputs, own), self.program.context_for(shapes, own), shapes)
 
-    def bind(self, inputs: Arrays, outputs: Arrays) -> Bound:
+    def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
         """Return a call on arrays of the largest sizes. Raises CheckError for arrays that the engine does not take."""
+        raise NotImplementedError
 
+    def check_arrays(self, given: Arrays) -> None:
+        """Raise CheckError for arrays of other names and dtypes than those of the engine, its weights left out."""
+        program = self.program
+        declared = {name: tensor.dtype for name, tensor in program.tensors.items() if name not in self.weights}
+        if set(declared) != set(given):
+            raise CheckError(f"{program.path}: expected arrays for {sorted(declared)}, found {sorted(given)}")
+        for name, array in given.items():
+            if array.dtype != declared[name]:
+                raise CheckError(f"{program.path}: {name!r}: expected {declared[name].name}, found {array.dtype.name}")
 
-def run_once(
-    executable: GpuExecutable, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Return an engine's outputs for host arrays, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
-    executable.uploads.wait()
-    device, tensors = executable.program.device, executable.program.tensors
-    device.use()
-    stream = device.stream
-    host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
-    given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
-    made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-    found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-    for name in host:
-        stream.upload(given[name], host[name])
-    call = executable.prepare(given, made)  # held until the stream is through with what it uses
-    call()
-    for name in made:
-        stream.download(found[name], made[name])
-    stream.synchronize()
-    return {name: array.astype(like[name].dtype) for name, array in found.items()}
+    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs for host arrays, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
+        self.uploads.wait()
+        device, tensors = self.program.device, self.program.tensors
+        device.use()
+        stream = device.stream
+        host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
+        given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
+        made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+        found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+        for name in host:
+            stream.upload(given[name], host[name])
+        call = self.prepare(given, made)  # held until the stream is through with what it uses
+        call()
+        for name in made:
+            stream.download(found[name], made[name])
+        stream.synchronize()
+        return {name: array.astype(like[name].dtype) for name, array in found.items()}

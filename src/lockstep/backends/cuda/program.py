@@ -5,7 +5,6 @@ What lies between two steps is in buffers that all blocks of a device share.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,16 +14,14 @@ import numpy as np
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO
 from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
-from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.products import SCALES_TIMES, Adapters, Products, SmallWeight, StridedView
 from lockstep.gpu.kernels.row_kernels import INDEX, PRELUDE, ROWS, WEIGHT, RowKernel
-from lockstep.gpu.program import Arrays, Bound, Shapes, run_once
+from lockstep.gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep.gpu.tensor import Tensor
 from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
-from lockstep.step.executable import Run
-from lockstep.weights import Tensors
+from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
 _HALF = np.dtype(np.float16)
 _AS_HALF, _AS_SCALES = WeightCast(_HALF), WeightCast(_HALF, SCALES_TIMES)
@@ -61,28 +58,22 @@ class _Shared:
         return array[:rows]
 
 
-class KernelsProgram:
+class KernelsProgram(GpuProgram):
     """A block on a rank's device, without weights: see `GpuProgram`."""
 
     by_profiles = False  # products take as long as their size says
 
     def __init__(self, path: Path, slots: Sequence[IO], rank: int = 0):
-        self.path, self.device = path, Device.get(rank)
-        self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
+        super().__init__(path, slots, rank)
         self.block = block = KernelsFile.load(path)
         self.kernels = [step for step in block.steps if isinstance(step, RowKernel)]
         self.groups = [step for step in block.steps if not isinstance(step, RowKernel)]
         read = {slot for group in self.groups for product in group for slot in product.slots}
         read |= {name for kernel in self.kernels for name, kind in kernel.arguments if kind == WEIGHT}
-        if missing := set(self.slots) - read:
-            raise CheckError(
-                f"{path}: expected weight inputs {sorted(self.slots)}, found none for {sorted(missing)}; build the "
-                "engines again"
-            )
+        check_inputs(self.slots, read, str(path))
         self.functions = self._compiled()
-        self.tensors = {name: _tensor(name, True, *told) for name, told in block.inputs.items()}
-        self.tensors |= {name: _tensor(name, False, *told) for name, told in block.outputs.items()}
-        self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
+        tensors = {name: _tensor(name, True, *told) for name, told in block.inputs.items()}
+        self.tensors = tensors | {name: _tensor(name, False, *told) for name, told in block.outputs.items()}
 
     def _compiled(self) -> dict[str, cuda.Kernel]:
         """Compile the kernels; return them by name."""
@@ -102,11 +93,7 @@ class KernelsProgram:
 
         Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's.
         """
-        if set(slots) != set(self.slots):
-            raise CheckError(
-                f"{self.path}: expected weights for the slots {sorted(self.slots)}, found {sorted(slots)}; export and "
-                "build again"
-            )
+        check_bound_slots(self.slots, slots, str(self.path))
         assert weights is not None  # every block has some
         self.device.use()
         store, rows = _Store(self, DeviceWeights.of(weights, self.device), weights, slots), dict[str, cuda.Array]()
@@ -195,8 +182,10 @@ class _Store:
         return _AS_HALF if self._program.slots[slot][1] != _HALF else None
 
 
-class KernelsExecutable:
-    """A block with its weights, those of products (`groups`) and of kernels: see `GpuExecutable`."""
+class KernelsExecutable(GpuExecutable):
+    """A block with its weights, those of products (`groups`) and of kernels."""
+
+    program: KernelsProgram
 
     def __init__(
         self,
@@ -206,25 +195,12 @@ class KernelsExecutable:
         uploads: Uploads,
         adapter_rows: Arrays,
     ):
-        self.program, self.uploads, self.adapter_rows = program, uploads, adapter_rows
-        self.groups, self.weights = groups, weights
+        super().__init__(uploads, weights, adapter_rows)
+        self.program, self.groups = program, groups
 
-    def prepare(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Run:
-        shapes = {name: array.shape for name, array in inputs.items() if name in self.program.dynamic}
-        return functools.partial(self._bind(inputs, outputs, own), self.program.sizes(shapes), shapes)
-
-    def bind(self, inputs: Arrays, outputs: Arrays) -> Bound:
-        return self._bind(inputs, outputs, False)
-
-    def _bind(self, inputs: Arrays, outputs: Arrays, own: bool) -> Bound:
-        program = self.program
+    def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
         given = {**inputs, **outputs}
-        if set(program.tensors) != set(given):
-            raise CheckError(f"{program.path}: expected arrays for {sorted(program.tensors)}, found {sorted(given)}")
-        for name, array in given.items():
-            expected = program.tensors[name].dtype
-            if array.dtype != expected:
-                raise CheckError(f"{program.path}: {name!r}: expected {expected.name}, found {array.dtype.name}")
+        self.check_arrays(given)
         call = _Call(self, given, own)
 
         def run(sizes: Sizes, shapes: Shapes) -> None:
@@ -232,9 +208,6 @@ class KernelsExecutable:
                 step(sizes)
 
         return run
-
-    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return run_once(self, inputs, like)
 
 
 Step = Callable[[Sizes], None]

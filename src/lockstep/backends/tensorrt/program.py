@@ -7,13 +7,10 @@ follow each other.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.signature import IO
@@ -21,11 +18,10 @@ from lockstep.backends.tensorrt.compat import Library
 from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
-from lockstep.gpu.program import Bound, Shapes, run_once
+from lockstep.gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep.gpu.weights import DeviceWeights, Uploads
 from lockstep.onnx_tools.dequantized import sign_of
-from lockstep.step.executable import Run
-from lockstep.weights import Tensors
+from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
 
 @dataclass(eq=False, slots=True)
@@ -76,39 +72,28 @@ def first_profile(
     )
 
 
-class TensorRTProgram:
+class TensorRTProgram(GpuProgram):
     """An engine plan on a rank's device, without weights: see `GpuProgram`."""
 
     by_profiles = True
 
     def __init__(self, library: Library, engine_path: Path, slots: Sequence[IO], rank: int = 0):
-        self.library, self.path = library, engine_path
-        self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
-        self.device = Device.get(rank)
+        super().__init__(engine_path, slots, rank)
+        self.library = library
         self.device.use()
         cuda.leave_at_exit(self)
         self.engine = library.deserialize(engine_path.read_bytes(), str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
-        self.dynamic = {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
-        missing = set(self.slots) - set(self.tensors)
-        if missing:
-            raise CheckError(
-                f"{engine_path}: expected weight inputs {sorted(self.slots)}, found none for "
-                f"{sorted(missing)}; build the engines again"
-            )
+        check_inputs(self.slots, self.tensors, str(engine_path))
         self._scratch = _Scratch.of(self.device)
         self._scratch.reserve(library.device_memory_size(self.engine))
         self._contexts: dict[tuple, Context] = {}
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> TensorRTExecutable:
         """Return the engine with its weights, whose uploads may go on. Raises CheckError where they do not fit."""
-        if set(slots) != set(self.slots):
-            raise CheckError(
-                f"{self.path}: expected weights for the slots {sorted(self.slots)}, found "
-                f"{sorted(slots)}; export and build again"
-            )
+        check_bound_slots(self.slots, slots, str(self.path))
         if not slots:
-            return TensorRTExecutable(self, {}, Uploads())
+            return TensorRTExecutable(self, {}, Uploads(), {})
         assert weights is not None  # the caller's part: see Program.bind
         self.device.use()
         store = DeviceWeights.of(weights, self.device)
@@ -182,62 +167,26 @@ class _Scratch:
             self.memory = cuda.empty((nbytes,), "u1", "engines to work in")
 
 
-class TensorRTExecutable:
-    """An engine with the addresses of its weights.
+class TensorRTExecutable(GpuExecutable):
+    """An engine with the addresses of its weights."""
 
-    Wait for `uploads`, which bring the weights there, before the first run. adapter_rows: see `HasAdapterRows`.
-    """
+    program: TensorRTProgram
 
-    def __init__(
-        self,
-        program: TensorRTProgram,
-        weights: Mapping[str, cuda.Array],
-        uploads: Uploads,
-        adapter_rows: Mapping[str, cuda.Array] | None = None,
-    ):
+    def __init__(self, program: TensorRTProgram, weights: Arrays, uploads: Uploads, adapter_rows: Arrays):
+        super().__init__(uploads, weights, adapter_rows)
         self.program = program
-        self.uploads = uploads
-        self.adapter_rows = adapter_rows or {}
-        self.weights = weights
 
-    def prepare(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array], own: bool = False) -> Run:
-        """Return a call on the device's stream; own: it is for a captured graph."""
-        bound, dynamic = self.bind(inputs, outputs), self.program.dynamic
-        shapes = {name: array.shape for name, array in inputs.items() if name in dynamic}
-        return functools.partial(bound, self.program.context_for(shapes, own), shapes)
-
-    def bind(self, inputs: Mapping[str, cuda.Array], outputs: Mapping[str, cuda.Array]) -> Bound:
-        """Return a call on arrays of the largest sizes.
-
-        The call is given the context and the shapes of inputs, of `context_for`. Raises CheckError for arrays that the
-        engine does not take.
-        """
-        program, library, tensors = self.program, self.program.library, self.program.tensors
-        declared = {name for name in tensors if name not in self.weights}
-        if declared != {*inputs, *outputs}:
-            raise CheckError(
-                f"{program.path}: expected arrays for {sorted(declared)}, found {sorted({*inputs, *outputs})}"
-            )
-        for name, array in {**inputs, **outputs}.items():
-            if array.dtype != tensors[name].dtype:
-                raise CheckError(
-                    f"{program.path}: {name!r}: expected {tensors[name].dtype.name}, found {array.dtype.name}"
-                )
-        addresses = {name: array.address for name, array in {**self.weights, **inputs, **outputs}.items()}
+    def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
+        program, library = self.program, self.program.library
+        self.check_arrays({**inputs, **outputs})
+        arrays = {**self.weights, **inputs, **outputs}
+        addresses = {name: array.address for name, array in arrays.items()}
         stream = program.device.stream.handle
 
-        def run(
-            context: Context,
-            shapes: Shapes,
-            held: object = (*inputs.values(), *outputs.values(), *self.weights.values()),
-        ) -> None:
+        def run(context: Context, shapes: Shapes, held: object = arrays) -> None:
             """Run the engine; `held` keeps the memory alive: a context holds addresses."""
             context.resize(library, shapes)
             context.point(library, addresses)
             library.enqueue(context.native, stream)
 
         return run
-
-    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs for `inputs`, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
-        return run_once(self, inputs, like)

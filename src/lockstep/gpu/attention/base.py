@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.step.network import LayerAttention
 
 SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
 LARGEST_BATCH = 4  # prompts that fused attention takes in one call
 Call = Callable[[], None]
+Buffer = Callable[[str, Sequence[int], np.dtype], cuda.Array]  # by name, shape and dtype: all steps share it
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
 
 
@@ -28,21 +28,21 @@ def padded(tokens: int) -> int:
 
 
 class Attention(Protocol):
-    """The KV cache of some layers, and attention over it."""
+    """The KV cache of some layers, and attention over it, on the stream of a rank's device."""
 
     capacity: int  # a decode graph that was captured holds for this capacity only
 
-    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:
         """Make room for a step.
 
         Row `r` will hold `ends[r]` tokens after the step; lengths: of all rows before it. Returns whether arrays were
         moved that the calls of steps hold.
         """
 
-    def reset(self, row: int, stream: cuda.Stream) -> None:
+    def reset(self, row: int) -> None:
         """Forget a row."""
 
-    def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
+    def begin(self, chunks: Chunks) -> None:
         """Prepare a pass of chunks, before its first layer."""
 
     def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
@@ -52,31 +52,23 @@ class Attention(Protocol):
         """
 
     def calls(
-        self,
-        index: int,
-        layer_attention: LayerAttention,
-        values: Mapping[str, cuda.Array],
-        rows: cuda.Array,
-        chunks: Chunks,
-        buffer: Callable[..., cuda.Array],
-        stream: cuda.Stream,
-        own: bool,
+        self, index: int, values: Mapping[str, cuda.Array], rows: cuda.Array, chunks: Chunks, own: bool
     ) -> list[tuple[str, Call]]:
         """Return the calls of one layer, each with the name that its time goes to.
 
         They compute attention of the packed tokens ("attention") and write keys and values into the cache. Without
-        chunks each token is of a request of its own, that of row `i` at i.
+        chunks each token is of a request of its own, that of row `i` at i. own: they are for a captured graph.
         """
 
 
 class PagedAttention(Attention, Protocol):
     """Attention over pages, whose content can be moved."""
 
-    def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
+    def fork(self, slot: int, other: int, length: int) -> None:
         """Copy what a slot of `length` tokens holds behind its full pages to the pages of another."""
 
-    def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
+    def save(self, slot: int, length: int) -> np.ndarray:
         """Put copies of the pages of `length` tokens on the stream; return their page-locked memory."""
 
-    def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
+    def restore(self, slot: int, saved: np.ndarray) -> None:
         """Put copies of what `save` gave into a slot's pages on the stream."""

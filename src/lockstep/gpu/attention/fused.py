@@ -11,19 +11,18 @@ row has: step/pages.py allocates them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Call, Chunks
-from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables
+from lockstep.gpu.attention.base import Buffer, Call, Chunks
+from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables, PagedTokens
 from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
 from lockstep.gpu.attention.prompt import PromptAttention
 from lockstep.gpu.attention.rope_kernel import RopeKernel
 from lockstep.gpu.attention.rope_tables import read_rope_tables
-from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.staging import Staging
 from lockstep.step.executable import HostExecutable
 from lockstep.step.network import LayerAttention
@@ -40,9 +39,11 @@ class FusedAttention:
         tables: PageTables,
         rows: int,
         max_seq_len: int,
-        kernels: Kernels,
+        wide: bool,
+        buffer: Buffer,
         stream: cuda.Stream,
     ):
+        self._layers, self._buffer, self._stream = layers, buffer, stream
         self._dtype, self._tables = np.dtype(dtype), tables
         pages_per_row, pages = -(-max_seq_len // PAGE), tables.pool.num_pages
         self.capacity = pages_per_row * PAGE
@@ -55,7 +56,7 @@ class FusedAttention:
             key: _device_rope_tables(layer_attention, max_seq_len) for key, layer_attention in attentions.items()
         }
         specs = self._specs = {
-            key: _spec(layer_attention, self._dtype, bool(kernels.wide)) for key, layer_attention in attentions.items()
+            key: _spec(layer_attention, self._dtype, wide) for key, layer_attention in attentions.items()
         }
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
@@ -69,7 +70,7 @@ class FusedAttention:
             )
         self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
 
-    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray, stream: cuda.Stream) -> bool:
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:
         """Send the page tables of rows that grew; return False: their contents change, not the address."""
         grown = [row for row in ends if len(self._tables[row]) != self._sent[row]]
         for row in grown:
@@ -77,24 +78,24 @@ class FusedAttention:
             self._host_table[row, : len(pages)] = pages
             self._sent[row] = len(pages)
         if grown:
-            self._table_staging.send(stream, [(self._table, self._host_table)])
+            self._table_staging.send(self._stream, [(self._table, self._host_table)])
         return False
 
-    def reset(self, row: int, stream: cuda.Stream) -> None:
+    def reset(self, row: int) -> None:
         """Forget the row's pages, whose contents are never read: kernels look at a row's length first."""
         self._sent[row] = 0
 
-    def fork(self, slot: int, other: int, length: int, stream: cuda.Stream) -> None:
+    def fork(self, slot: int, other: int, length: int) -> None:
         """Copy the page that is not full; the full ones stand in both tables."""
         self._sent[other] = 0
         full = length // PAGE
         if length % PAGE:
             source, to = self._tables[slot][full], self._tables[other][full]
             for array in self._arrays():
-                page = array[source : source + 1]
-                stream.copy_rows(array[to : to + 1].address, page.nbytes, page.address, page.nbytes, page.nbytes, 1)
+                page, out = array[source : source + 1], array[to : to + 1].address
+                self._stream.copy_rows(out, page.nbytes, page.address, page.nbytes, page.nbytes, 1)
 
-    def save(self, slot: int, length: int, stream: cuda.Stream) -> np.ndarray:
+    def save(self, slot: int, length: int) -> np.ndarray:
         """Return the slot's pages in page-locked memory.
 
         The array is [pages, bytes of a page of all layers] uint8, layer by layer, keys before values. The copies are
@@ -103,13 +104,13 @@ class FusedAttention:
         pages = self._tables[slot][: -(-length // PAGE)]
         saved = cuda.pinned((len(pages), self._tables.pool.page_nbytes), "u1")
         for host, array in self._places(saved, pages):
-            stream.download(host, array)
+            self._stream.download(host, array)
         return saved
 
-    def restore(self, slot: int, saved: np.ndarray, stream: cuda.Stream) -> None:
+    def restore(self, slot: int, saved: np.ndarray) -> None:
         self._sent[slot] = 0
         for host, array in self._places(saved, self._tables[slot]):
-            stream.upload(array, host)
+            self._stream.upload(array, host)
 
     def _places(self, saved: np.ndarray, pages: Sequence[int]) -> Iterator[tuple[np.ndarray, cuda.Array]]:
         """Yield the views of each page of each array, in `saved` and on the device."""
@@ -124,7 +125,7 @@ class FusedAttention:
         """Return keys and values of all layers, [pages, num_kv_heads, 64, dim]."""
         return [array for pair in self._cache.values() for array in pair]
 
-    def begin(self, chunks: Chunks, stream: cuda.Stream) -> None:
+    def begin(self, chunks: Chunks) -> None:
         """Send the lengths and pages of chunks."""
         self._prompts.begin(chunks, self._host_table)
 
@@ -132,43 +133,25 @@ class FusedAttention:
         return self._prompts.layout(chunks)
 
     def calls(
-        self,
-        index: int,
-        layer_attention: LayerAttention,
-        values: Mapping[str, cuda.Array],
-        rows: cuda.Array,
-        chunks: Chunks,
-        buffer: Callable[..., cuda.Array],
-        stream: cuda.Stream,
-        own: bool,
+        self, index: int, values: Mapping[str, cuda.Array], rows: cuda.Array, chunks: Chunks, own: bool
     ) -> list[tuple[str, Call]]:
+        layer_attention, (keys, cached) = self._layers[index], self._cache[index]
         variant, shape, total = layer_attention.variant, layer_attention.cache, values["attention"].shape[0]
-        keys, cached = self._cache[index]
-        query = values["query"].reshape(total, variant.num_heads, shape.head_dim)
-        key = values["key"].reshape(total, shape.num_kv_heads, shape.head_dim)
-        value = values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim)
-        out = values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
-        positions, tables, scale = values["position_ids"], self._rope_tables[id(layer_attention)], variant.scale
-        if not chunks:  # the executor puts row i into request i, or nothing
-            decode, scratch, table = self._decode[id(layer_attention)], self._scratch, self._table
-            arrays = (query, key, value, out, keys, cached, tables, rows, positions, table)
-            return [("attention", lambda: decode.launch(stream, *arrays, scale, scratch))]
-        query_out = buffer("query_out", query.shape, self._dtype)
-        apply_rope = functools.partial(
-            self._rope[id(layer_attention)].launch,
-            stream,
-            query,
-            key,
-            value,
-            query_out,
-            keys,
-            cached,
-            tables,
-            rows,
-            positions,
-            self._table,
+        out, key = values["attention"].reshape(total, variant.num_heads, shape.value_head_dim), id(layer_attention)
+        tokens = PagedTokens(
+            values["query"].reshape(total, variant.num_heads, shape.head_dim),
+            values["key"].reshape(total, shape.num_kv_heads, shape.head_dim),
+            values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim),
+            *(keys, cached, self._rope_tables[key], rows, values["position_ids"], self._table),
         )
-        attend = self._prompts.calls(self._specs[id(layer_attention)], scale, query_out, keys, cached, out)
+        stream, scale = self._stream, variant.scale
+        if not chunks:  # the executor puts row i into request i, or nothing
+            return [
+                ("attention", functools.partial(self._decode[key].launch, stream, tokens, out, scale, self._scratch))
+            ]
+        query_out = self._buffer("query_out", tokens.query.shape, self._dtype)
+        attend = self._prompts.calls(self._specs[key], scale, query_out, keys, cached, out)
+        apply_rope = functools.partial(self._rope[key].launch, stream, tokens, query_out)
         return [("rotary and cache", apply_rope), *(("attention", call) for call in attend)]
 
 
@@ -183,16 +166,8 @@ def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> Atten
     """Return what the kernels of a layer are compiled for."""
     variant, shape = layer_attention.variant, layer_attention.cache
     (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
-    return AttentionKernelSpec(
-        dtype=dtype.name,
-        given=given,
-        wide=wide,
-        heads=variant.num_heads,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_head_dim,
-        window=variant.window,
-    )
+    heads = variant.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_head_dim
+    return AttentionKernelSpec(dtype.name, given, wide, *heads, variant.window)
 
 
 def _up(host: np.ndarray) -> cuda.Array:

@@ -63,6 +63,32 @@ class DeviceRopeTables:
 
 
 @dataclass(frozen=True)
+class PagedTokens:
+    """The new tokens of a layer, and the paged cache that they go to.
+
+    query [num_tokens, num_heads, head_dim], key, value [num_tokens, num_kv_heads, dim]: before RoPE. keys, values
+    [pages, num_kv_heads, 64, dim]. rows (int32): the row of each token, or -1. positions: of each token. pages [rows,
+    pages_per_row] int32: the page table.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    keys: Array
+    values: Array
+    tables: DeviceRopeTables
+    rows: Array
+    positions: Array
+    pages: Array
+
+    def arguments(self, out: Array) -> tuple[Array | int, ...]:
+        """Return the arguments that both kernels begin with; out: what they write besides the cache."""
+        tables = self.tables
+        given = self.query, self.key, self.value, out, self.keys, self.values, tables.own, tables.other, tables.partner
+        return *given, self.rows, self.positions, self.pages, self.pages.shape[1]
+
+
+@dataclass(frozen=True)
 class AttentionKernelSpec:
     """What an attention kernel is compiled for.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lockstep.errors import CheckError
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Attention
+from lockstep.gpu.attention.base import Attention, Buffer
 from lockstep.gpu.attention.traced import TracedAttention
 from lockstep.gpu.kernels.step_kernels import Kernels
-from lockstep.step.network import Network
+from lockstep.step.network import LayerAttention, Network
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
 
@@ -39,19 +39,25 @@ def _fused(network: Network) -> list[int]:
 
 
 def make_attention(
-    network: Network, tables: PageTables, num_slots: int, max_seq_len: int, kernels: Kernels, stream: cuda.Stream
+    network: Network,
+    tables: PageTables,
+    num_slots: int,
+    max_seq_len: int,
+    kernels: Kernels,
+    buffer: Buffer,
+    stream: cuda.Stream,
 ) -> list[Attention]:
     """Return each layer's attention on a device's stream: one object of fused layers, one of traced ones."""
-    fused, attentions = set(_fused(network)), [layer_attention for _, layer_attention in network.layers]
+    fused, dtype = set(_fused(network)), network.dtype
+    parts: list[dict[int, LayerAttention]] = [{}, {}]  # traced, fused
+    for index, (_, layer_attention) in enumerate(network.layers):
+        parts[index in fused][index] = layer_attention
     made: dict[bool, Attention] = {}
-    for is_fused in sorted({index in fused for index in range(len(attentions))}):
-        layers = {
-            index: layer_attention for index, layer_attention in enumerate(attentions) if (index in fused) == is_fused
-        }
-        if is_fused:
-            from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
+    if parts[False]:
+        made[False] = TracedAttention(parts[False], dtype, num_slots, max_seq_len, kernels, buffer, stream)
+    if parts[True]:
+        from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
 
-            made[True] = FusedAttention(layers, network.dtype, tables, num_slots, max_seq_len, kernels, stream)
-        else:
-            made[False] = TracedAttention(layers, network.dtype, num_slots, max_seq_len, kernels)
-    return [made[index in fused] for index in range(len(attentions))]
+        wide = bool(kernels.wide)
+        made[True] = FusedAttention(parts[True], dtype, tables, num_slots, max_seq_len, wide, buffer, stream)
+    return [made[index in fused] for index in range(len(network.layers))]

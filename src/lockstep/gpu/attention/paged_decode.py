@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.kernel_spec import THREADS, WORDS, AttentionKernelSpec, DeviceRopeTables
+from lockstep.gpu.attention.kernel_spec import THREADS, WORDS, AttentionKernelSpec, PagedTokens
 
 # Compiled for each spec, behind the common words.
 _SOURCE = WORDS + Path(__file__).with_name("paged_decode.cu").read_text(encoding="utf-8")
@@ -26,18 +26,13 @@ class Scratch:
     def __init__(self, specs: Iterable[AttentionKernelSpec], rows: int):
         multiprocessors = cuda.multiprocessors(cuda.current_device())
         groups = max(rows * spec.blocks for spec in specs)
-        heads = [
-            (
-                spec,
-                spec.block_heads
-                * max(count * spec.blocks * spec.splits(count, multiprocessors) for count in range(1, rows + 1)),
-            )
-            for spec in specs
-        ]
-        self.partials = cuda.empty(
-            (max(count * spec.value_dim for spec, count in heads),), "f4", "attention to work in"
-        )
-        self.stats = cuda.empty((max(count for _, count in heads), 2), "f4", "attention to work in")
+        heads = []
+        for spec in specs:
+            splits = (count * spec.splits(count, multiprocessors) for count in range(1, rows + 1))
+            heads.append((spec.block_heads * spec.blocks * max(splits), spec.value_dim))
+        what = "attention to work in"
+        self.partials = cuda.empty((max(count * dim for count, dim in heads),), "f4", what)
+        self.stats = cuda.empty((max(count for count, _ in heads), 2), "f4", what)
         self.counters = cuda.zeros((groups,), "i4")
 
 
@@ -48,56 +43,21 @@ class DecodeAttention:
         self._spec, self._multiprocessors = spec, cuda.multiprocessors(cuda.current_device())
         self._kernel = cuda.compile_kernels(_SOURCE, spec.options)["decode_attention"]
 
-    def launch(
-        self,
-        stream: cuda.Stream,
-        query: cuda.Array,
-        key: cuda.Array,
-        value: cuda.Array,
-        out: cuda.Array,
-        keys: cuda.Array,
-        values: cuda.Array,
-        tables: DeviceRopeTables,
-        rows: cuda.Array,
-        positions: cuda.Array,
-        pages: cuda.Array,
-        scale: float,
-        scratch: Scratch,
-    ) -> None:
+    def launch(self, stream: cuda.Stream, tokens: PagedTokens, out: cuda.Array, scale: float, scratch: Scratch) -> None:
         """Put the attention of each request's new token on the stream.
 
-        query [num_requests, num_heads, head_dim], key, value [num_requests, num_kv_heads, dim] -> out [num_requests,
-        num_heads, value_dim]: the attention of each request's new token, at `positions[i]`, to all tokens of its row
-        that it sees, the new one among them.
+        out [num_requests, num_heads, value_dim]: the attention of each request's new token, at `positions[i]`, to all
+        tokens of its row that it sees, the new one among them.
 
-        Queries and keys get their RoPE first and are rounded. The new key and value go into keys, values [pages,
-        num_kv_heads, 64, dim] as `RopeKernel` writes them, to the bit. Request i is row i: rows[i] (int32) is i, or -1
-        for a request that does not decode, which writes nowhere and whose `out` is 0. pages [rows, pages_per_row]
-        int32: the page table.
+        Queries and keys get their RoPE first and are rounded. The new key and value go into the cache as `RopeKernel`
+        writes them, to the bit. Request i is row i: rows[i] is i, or -1 for a request that does not decode, which
+        writes nowhere and whose `out` is 0.
 
         Products are of numbers of the cache's dtype with fp32 accumulation. Scores, largest scores and sums of weights
         are fp32; weights are rounded to the cache's dtype.
         """
         spec, requests = self._spec, out.shape[0]
-        self._kernel.launch(
-            stream,
-            (spec.splits(requests, self._multiprocessors), spec.blocks, requests),
-            THREADS,
-            query,
-            key,
-            value,
-            out,
-            keys,
-            values,
-            tables.own,
-            tables.other,
-            tables.partner,
-            rows,
-            positions,
-            pages,
-            pages.shape[1],
-            scale * math.log2(math.e),
-            scratch.partials,
-            scratch.stats,
-            scratch.counters,
-        )
+        grid = spec.splits(requests, self._multiprocessors), spec.blocks, requests
+        memory = scratch.partials, scratch.stats, scratch.counters
+        scale *= math.log2(math.e)
+        self._kernel.launch(stream, grid, THREADS, *tokens.arguments(out), scale, *memory)

@@ -7,7 +7,7 @@ is divided by an argument.
 from __future__ import annotations
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.kernel_spec import THREADS, WORDS, AttentionKernelSpec, DeviceRopeTables
+from lockstep.gpu.attention.kernel_spec import THREADS, WORDS, AttentionKernelSpec, PagedTokens
 
 _KERNEL = r"""
 constexpr int QUERIES = KV_HEADS * GROUP * DIM / 8, KEYS = KV_HEADS * DIM / 8, VALUES = KV_HEADS * VALUE_DIM / 8;  // pieces of 8 numbers that a token has
@@ -68,42 +68,11 @@ class RopeKernel:
         self._slices = -(-pieces // (_PIECES * THREADS))
         self._kernel = cuda.compile_kernels(WORDS + _KERNEL, spec.options)["apply_rope"]
 
-    def launch(
-        self,
-        stream: cuda.Stream,
-        query: cuda.Array,
-        key: cuda.Array,
-        value: cuda.Array,
-        query_out: cuda.Array,
-        keys: cuda.Array,
-        values: cuda.Array,
-        tables: DeviceRopeTables,
-        rows: cuda.Array,
-        positions: cuda.Array,
-        pages: cuda.Array,
-    ) -> None:
+    def launch(self, stream: cuda.Stream, tokens: PagedTokens, query_out: cuda.Array) -> None:
         """Put RoPE and the write to the paged cache on the stream.
 
-        query [num_tokens, num_heads, head_dim] -> query_out, with RoPE. key, with RoPE, and value [num_tokens,
-        num_kv_heads, dim] go into keys, values [pages, num_kv_heads, 64, dim], each token into row `rows[token]`
-        (int32; -1: nowhere) at `positions[token]`. pages [rows, pages_per_row] int32: the page table. Queries and keys
-        may be float32 where all else is not.
+        query_out [num_tokens, num_heads, head_dim]: the queries with RoPE. Keys, with RoPE, and values go into the
+        pages of row `rows[token]` (-1: nowhere) at `positions[token]`. Queries and keys may be float32 where all else
+        is not.
         """
-        self._kernel.launch(
-            stream,
-            (query.shape[0], self._slices, 1),
-            THREADS,
-            query,
-            key,
-            value,
-            query_out,
-            keys,
-            values,
-            tables.own,
-            tables.other,
-            tables.partner,
-            rows,
-            positions,
-            pages,
-            pages.shape[1],
-        )
+        self._kernel.launch(stream, (query_out.shape[0], self._slices, 1), THREADS, *tokens.arguments(query_out))

@@ -68,6 +68,24 @@ class _Sum:
     dim: str
 
 
+class Buffers:
+    """Device arrays by name, as large as any step needs them, which all steps and layers share."""
+
+    def __init__(self, largest_pass: int):
+        # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of two
+        # long: less than twice as long as it is, or as long as the smallest.
+        self._rows = largest_pass + max(largest_pass, SMALLEST_CHUNK)
+        self._arrays: dict[tuple, cuda.Array] = {}
+
+    def __call__(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
+        """Return the first `shape[0]` rows of the buffer of this name."""
+        key = (name, tuple(shape[1:]), np.dtype(dtype))
+        array = self._arrays.get(key)
+        if array is None:
+            array = self._arrays[key] = cuda.zeros((self._rows, *shape[1:]), dtype, "the values of a step")
+        return array[: shape[0]]
+
+
 class Rank:
     """A rank that runs `network` on a device, with slots 0 to `num_slots`-1; exchange: its end, of several."""
 
@@ -87,7 +105,7 @@ class Rank:
         device.use()
         integer = engine_of(network.embedding).program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=integer.itemsize == 8)
-        self._buffers: dict[tuple, cuda.Array] = {}
+        self._buffer, self._logit_buffers = Buffers(self._largest_pass), dict[tuple[str, ...], cuda.Array]()
         self._tuned: dict[int, int] = {}  # each step with prompts asks for three
         self.state = DecodeState(num_slots, max_seq_len, integer)
         self._mask = _mask_of_engines(network)
@@ -103,7 +121,9 @@ class Rank:
         has_profiles = engine_of(network.embedding).program.by_profiles
         self.captured_tokens = 0 if has_profiles else captured_tokens(1 if exchange is None else exchange.world)
         self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens)
-        self._attention = make_attention(network, tables, num_slots, max_seq_len, self._kernels, self.stream)
+        self._attention = make_attention(
+            network, tables, num_slots, max_seq_len, self._kernels, self._buffer, self.stream
+        )
         self.attentions = list(dict.fromkeys(self._attention))
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
         self.step_calls: dict[tuple, StepCalls] = {}
@@ -117,7 +137,7 @@ class Rank:
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
         """Make room for a step: see `Attention.reserve`."""
-        if any(attention.reserve(ends, lengths, self.stream) for attention in self.attentions):
+        if any(attention.reserve(ends, lengths) for attention in self.attentions):
             self.step_calls.clear()
 
     def tuned_for(self, num_tokens: int) -> int:
@@ -136,7 +156,7 @@ class Rank:
 
     def decode_logits(self, slot: int) -> cuda.Array:
         """Return a slot's logits of the last decode step, [1, vocab_size]."""
-        return self._buffers["logits", "decode"][slot : slot + 1]
+        return self._logit_buffers[("decode",)][slot : slot + 1]
 
     def gather(self, step: StepCalls) -> None:
         """Gather the logits of a step from the ranks' parts, as its calls left them."""
@@ -153,15 +173,9 @@ class Rank:
         step = self.step_calls.get(key)
         if step is None:
             state = self.state
-            inputs = Inputs(
-                state.token_ids[:count],
-                state.positions[:count],
-                state.rows[:count],
-                self._every_row[:count],
-                state.rows[:count],
-                state.positions[:count],
-                state.adapter_ids[:count],
-            )
+            arrays = state.token_ids, state.positions, state.rows, state.adapter_ids
+            tokens, positions, rows, adapters = (array[:count] for array in arrays)
+            inputs = Inputs(tokens, positions, rows, self._every_row[:count], rows, positions, adapters)
             step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn)
         return step
 
@@ -196,7 +210,7 @@ class Rank:
     def begin_prompts(self, chunks: Chunks) -> None:
         """Send what attention reads of the chunks of the pass that is put on the stream next."""
         for attention in self.attentions:
-            attention.begin(chunks, self.stream)
+            attention.begin(chunks)
 
     def prompt_calls(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
         """Make the calls of a pass of chunks, and yield the step after each.
@@ -245,9 +259,7 @@ class Rank:
         for index, (block, layer_attention) in enumerate(network.layers):
             calls += prepare("block", block)
             self._add_attention(layer_attention, values, total)
-            calls += self._attention[index].calls(
-                index, layer_attention, values, inputs.rows, [], self._buffer, self.stream, True
-            )
+            calls += self._attention[index].calls(index, values, inputs.rows, [], True)
         whole = _whole(network, values, total)
         calls += prepare("exit", network.exit)
         made = values["logits"]
@@ -289,16 +301,13 @@ class Rank:
             yield add(name, call)
         for name, call in a_pass.embedding():
             yield add(name or "embedding", call)
-        for index, (_, layer_attention) in enumerate(self.network.layers):
+        for index, attention in enumerate(self._attention):
             calls, values = a_pass.layer(index)
             for name, call in calls:
                 yield add(name or "block", call)
-            attention = self._attention[index]
             for part in values:
                 which = (prompts, chunks) if part is values[-1] else (decoding, [])
-                for name, call in attention.calls(
-                    index, layer_attention, part, *which, self._buffer, self.stream, False
-                ):
+                for name, call in attention.calls(index, part, *which, False):
                     yield add(name, call)
         calls, found = a_pass.exit()
         for name, call in calls:
@@ -396,22 +405,12 @@ class Rank:
 
     def _logits(self, of: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
         """Return a buffer of logits, a row for each slot: [num_requests, vocab_size] or a rank's part of it."""
-        key: tuple[str, ...] = ("logits", of) if shape[1] == self.network.vocab_size else ("logits", of, "part")
-        if key not in self._buffers:
-            rows = self._num_slots + len(key) - 2  # what is sent to other ranks goes on behind its end
-            self._buffers[key] = cuda.empty((rows, *shape[1:]), dtype, "logits")
-        return self._buffers[key][: shape[0]]
-
-    def _buffer(self, name: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
-        """Return the buffer of this name, as large as any step needs it, which all steps and layers share."""
-        key = (name, tuple(shape[1:]), np.dtype(dtype))
-        array = self._buffers.get(key)
-        if array is None:
-            # Fused attention reads, and spoils, what is behind a chunk's last token, as if the chunk were a power of
-            # two long: less than twice as long as it is, or as long as the smallest.
-            count = self._largest_pass + max(self._largest_pass, SMALLEST_CHUNK)
-            array = self._buffers[key] = cuda.zeros((count, *shape[1:]), dtype, "the values of a step")
-        return array[: shape[0]]
+        is_part = shape[1] != self.network.vocab_size
+        key = (of, "part") if is_part else (of,)
+        if key not in self._logit_buffers:
+            rows = self._num_slots + is_part  # what is sent to other ranks goes on behind its end
+            self._logit_buffers[key] = cuda.empty((rows, *shape[1:]), dtype, "logits")
+        return self._logit_buffers[key][: shape[0]]
 
     @property
     def _end(self) -> Exchange:
