@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -355,7 +356,7 @@ def test_integers_of_unknown_meaning_are_refused() -> None:
         )
 
 
-# --- Polygraphy's TrtRunner, over the fake TensorRT
+# --- TensorRT's runner, over the fake TensorRT
 
 
 def build_and_compare(demo, folder: Path, precision: str, assembly: Path | None = None, **options) -> Path:
@@ -375,7 +376,7 @@ def built(capsys):
 
 @pytest.mark.parametrize("precision, attention", [("fp16", "fused"), ("fp32", "traced")])
 def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, precision, attention) -> None:
-    """Prepared graphs (opset 17, fused slots), int32 for int64, weights side by side, memory freed."""
+    """Prepared graphs (opset 17, fused slots), int32 for int64, weights side by side, memory freed but the scratch."""
     build_and_compare(demo, tmp_path, precision, attention=attention)
     report = read_json(tmp_path / "compare.json")
     kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
@@ -384,8 +385,9 @@ def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, 
         and report["versions"]["tensorrt"] == "8.6.0"
     )
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
-    assert gpu.profiles == profiles and max(profiles) == 2
-    assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision] and gpu.blocks == 0
+    chosen = [number for number in profiles if number]  # a context begins in the first
+    assert gpu.profiles == chosen and max(profiles) == 2
+    assert report["relative_error"] <= {"fp32": 16 * 2**-24, "fp16": 4 * 2**-11}[precision] and gpu.blocks == 1
 
 
 def test_a_rotary_encoding_is_its_graph_and_no_plan(gpu, demo, tmp_path) -> None:
@@ -535,5 +537,5 @@ def test_a_shape_that_the_engine_refuses_is_one_line(gpu, demo, tmp_path, monkey
         build_and_compare(demo, tmp_path, "fp16", max_batch_size=64)
     assert not list(tmp_path.glob("compare*"))
     said = str(refused.value)
-    assert "entry.engine: Polygraphy cannot run this engine: " in said and "TensorRT says: no message" in said
+    assert re.search(r"entry\.engine: input \w+: TensorRT 8\.6\.0 refuses the shape \[.*\]: no message", said)
     assert "\n" not in said

@@ -20,7 +20,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -72,9 +72,8 @@ class CanonicalBytes:
     removed: tuple[str, ...] = ()
 
 
-@runtime_checkable
 class Backend(Protocol):
-    """One inference library on one device."""
+    """One inference library on one device; a backend derives from it, and may leave what has a body here as it is."""
 
     name: str
     suffixes: tuple[str, ...]  # of engine files
@@ -83,9 +82,9 @@ class Backend(Protocol):
     precisions: tuple[str, ...]
     # a request's logits are the same bits whatever runs beside it, and where its prompt was found
     batch_invariant: bool
-    takes_long: bool  # a build is worth a line of progress for each engine, and a record of what each took
-    activations: str | None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
-    takes_canonical: bool  # `build` is given graphs as the assembly has them, with room for adapters
+    takes_long: bool = False  # a build is worth a line of progress for each engine, and a record of what each took
+    activations: str | None = None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
+    takes_canonical: bool = False  # `build` is given graphs as the assembly has them, with room for adapters
     rank_devices: bool  # each rank of a split model runs on a device of its own, by `executor`; else all on the host
 
     def version(self) -> str:
@@ -93,6 +92,7 @@ class Backend(Protocol):
 
     def libraries(self, runs: bool) -> dict[str, str]:
         """Return the versions of other libraries that compute, by name: of those that run engines, or that build."""
+        return {}
 
     def describe_device(self) -> dict[str, Any]:
         """Return the JSON of the device; `device_key` picks what an engine depends on."""
@@ -105,6 +105,7 @@ class Backend(Protocol):
 
     def options_key(self, options: Mapping[str, Any]) -> Any:
         """Return what must be equal of the options for an earlier engine to be kept; see `keeps` for the rest."""
+        return dict(options)
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """Yield (engine name, graph) of the engines that run an assembly.
@@ -113,6 +114,7 @@ class Backend(Protocol):
         alone, which is cut out of the graph and given to `build` as it is, a `BaseGraph` for the graph without room for
         adapters.
         """
+        return assembly.engine_graphs()
 
     def file(self, name: str) -> str:
         """Return the name of the file of an engine."""
@@ -122,15 +124,18 @@ class Backend(Protocol):
 
         manifest: engines.json without engines. Raises InputError where what runs the engines is not installed here.
         """
+        return None
 
     def keeps(self, name: str, entry: EngineFile) -> bool:
         """Return whether an engine of an earlier build was made in the same way."""
+        return True
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         """Build the ONNX graph to an engine file. Raises CheckError where the library refuses or changes it."""
 
     def finish(self, names: Sequence[str]) -> Mapping[str, Any]:
         """Finish a set of engines of these names; return further JSON for engines.json."""
+        return {}
 
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
@@ -148,6 +153,7 @@ class Backend(Protocol):
 
     def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
         """Return the engine file's bytes that two equal builds share: all, where the library allows that."""
+        return CanonicalBytes(engine_path.read_bytes())
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         """Return a contiguous buffer that is not initialised."""

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
-from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_bytes
-from lockstep.backends.base import CanonicalBytes
+from lockstep.backends.base import Backend
 from lockstep.backends.graphs import RopeGraph
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.errors import InputError
@@ -25,30 +24,15 @@ from lockstep.step.advance import Executor
 from lockstep.step.network import Network
 
 
-class GpuBackend:
+class GpuBackend(Backend):
     """A backend whose engines run on a GPU, one device a rank."""
 
     batch_invariant = False
-    takes_long = False
     rank_devices = True
-    activations: str | None = None
-    takes_canonical = False
 
     def libraries(self, runs: bool) -> dict[str, str]:
         """Return the versions of cuBLAS, cuDNN and NVRTC, which run beside engines, or instead of them."""
         return library_versions() if runs else {}
-
-    def options_key(self, options: Mapping[str, Any]) -> Any:
-        return dict(options)
-
-    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
-        pass
-
-    def keeps(self, name: str, entry: EngineFile) -> bool:
-        return True
-
-    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        return CanonicalBytes(engine_path.read_bytes())
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         from lockstep.gpu import cuda
@@ -68,7 +52,6 @@ class GpuBackend:
 class PortableGpuBackend(GpuBackend):
     """A GPU backend whose engines are built without a GPU, for any of the kinds that `gpus` names."""
 
-    name: str
     gpus: str
 
     def why_not(self) -> str | None:

@@ -5,30 +5,21 @@ A backend derives from `HostBackend` and adds the rest of `lockstep.backends.bas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.artifacts.assembly import Assembly, GraphFile
-from lockstep.artifacts.engines import EngineFile, EngineSetManifest
-from lockstep.backends.base import CanonicalBytes
+from lockstep.backends.base import Backend
 from lockstep.backends.cpu import cpu_key, describe_cpu
 from lockstep.step.network import Network
 
 
-class HostBackend:
+class HostBackend(Backend):
     """A backend whose engines run on the CPU and depend on its instruction sets; equal builds are equal bytes."""
 
     ending: str  # of the name of an engine's file
-    takes_long = False
     rank_devices = False
-    activations: str | None = None
-    takes_canonical = False
-
-    def libraries(self, runs: bool) -> dict[str, str]:
-        return {}
 
     def describe_device(self) -> dict[str, Any]:
         return {"type": "cpu", **describe_cpu()}
@@ -36,26 +27,8 @@ class HostBackend:
     def device_key(self, device: Mapping[str, Any]) -> Any:
         return cpu_key(device)
 
-    def options_key(self, options: Mapping[str, Any]) -> Any:
-        return dict(options)
-
-    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        return assembly.engine_graphs()
-
     def file(self, name: str) -> str:
         return name + self.ending
-
-    def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
-        pass
-
-    def keeps(self, name: str, entry: EngineFile) -> bool:
-        return True
-
-    def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        return {}
-
-    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        return CanonicalBytes(engine_path.read_bytes())
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         return np.empty(shape, dtype)

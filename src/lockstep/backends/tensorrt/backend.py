@@ -85,10 +85,7 @@ class TensorRTBackend(GpuBackend):
         self._whole = True
         self._tactics: Tactics | None = None
         self._host = OnnxRuntimeBackend()
-
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        return ("fp32", "fp16", *(("bf16",) if TENSORRT.has("bf16") else ()))
+        self.precisions = ("fp32", "fp16", *(("bf16",) if TENSORRT.has("bf16") else ()))
 
     def version(self) -> str:
         return TENSORRT.version_text()

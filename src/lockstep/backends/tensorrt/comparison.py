@@ -1,118 +1,116 @@
-"""Polygraphy's TensorRT runner for engines whose weights are inputs.
+"""A Polygraphy runner for engines whose weights are inputs, called as the runtime calls them.
 
-Needs tensorrt, cuda-python, polygraphy and a GPU. Polygraphy calls CUDA through the shared library `libcudart.so*`,
-which it looks for in LD_LIBRARY_PATH, /usr/local/cuda/lib64 and nvidia-cuda-runtime wheels. cuda-python brings the same
-runtime along, and all else here uses that one: Polygraphy is given it too.
+Polygraphy's own runner is for TensorRT alone, and allocates through a CUDA runtime of its own. Needs the library,
+cuda-python, polygraphy and a GPU.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from cuda.bindings import runtime
 from polygraphy.backend.base import BaseRunner
-from polygraphy.backend.trt import TrtRunner
 from polygraphy.common import TensorMetadata
-from polygraphy.cuda import cuda as polygraphy_cuda
-from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts.adapters import IDS, mask_rank, rows_of
 from lockstep.artifacts.signature import IO
-from lockstep.backends.tensorrt.compat import TENSORRT
+from lockstep.backends.tensorrt.compat import TENSORRT, Library
+from lockstep.backends.tensorrt.program import TensorRTProgram
 from lockstep.errors import CheckError
-from lockstep.gpu.cuda import check
+from lockstep.gpu import cuda
 from lockstep.onnx_tools.adapter_mask import mask_of
-from lockstep.onnx_tools.comparator import metadata, one_line
+from lockstep.onnx_tools.comparator import metadata
+from lockstep.onnx_tools.dequantized import sign_of
 
 
 def open_engine(
-    file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
+    file: Path,
+    inputs: Sequence[IO],
+    weights: Mapping[str, np.ndarray],
+    threads: int | None,
+    library: Library = TENSORRT,
 ) -> Callable[[int], BaseRunner]:
     """Return a function that makes the engine's runner for a profile: see `lockstep.verify.compare.run`."""
-    engine = TENSORRT.deserialize(file.read_bytes(), str(file))
-    return lambda profile: EngineRunner("engine", str(file), inputs, engine, weights, profile)
+    program = TensorRTProgram(library, file, ())
+    placed = _upload(program, {slot: array for slot, array in weights.items() if not rows_of(slot)})
+    with_rows = {slot: array for slot, array in weights.items() if rows_of(slot)}
+    return lambda profile: EngineRunner("engine", inputs, program, placed, with_rows, profile)
 
 
-class CudaPython:
-    """The calls of `polygraphy.cuda.Cuda`, made through cuda-python."""
+class EngineRunner(BaseRunner):
+    """Runner of an engine on one of its optimization profiles.
 
-    def create_stream(self) -> int:
-        return int(check(runtime.cudaStreamCreate()))
-
-    def stream_synchronize(self, ptr: int) -> None:
-        check(runtime.cudaStreamSynchronize(ptr))
-
-    def destroy_stream(self, ptr: int) -> None:
-        check(runtime.cudaStreamDestroy(ptr))
-
-    def malloc(self, nbytes: int) -> int:
-        return int(check(runtime.cudaMalloc(nbytes)))
-
-    def free(self, ptr: int) -> None:
-        check(runtime.cudaFree(ptr))
-
-    def memcpy(self, dst: int, src: int, nbytes: int, kind: Any, stream_ptr: int | None = None) -> None:
-        kind = runtime.cudaMemcpyKind(kind.value)
-        check(
-            runtime.cudaMemcpy(dst, src, nbytes, kind)
-            if stream_ptr is None
-            else runtime.cudaMemcpyAsync(dst, src, nbytes, kind, stream_ptr)
-        )
-
-
-class EngineRunner(TrtRunner):
-    """Runner of an engine (trt.ICudaEngine) on one of its optimization profiles.
-
-    Weights are fed beside what the caller gives. `inputs` are the graph's: where TensorRT made an input of another
-    type, as 8.6 makes int32 of int64, values are cast.
+    weights: on the device. with_rows: those that have rows for adapters. `inputs` are the graph's: where TensorRT made
+    an input of another type, as 8.6 makes int32 of int64, values are cast.
     """
 
     def __init__(
-        self, name: str, where: str, inputs: Sequence[IO], engine: Any, weights: Mapping[str, np.ndarray], profile: int
+        self,
+        name: str,
+        inputs: Sequence[IO],
+        program: TensorRTProgram,
+        weights: Mapping[str, cuda.Array],
+        with_rows: Mapping[str, np.ndarray],
+        profile: int,
     ):
-        polygraphy_cuda.G_CUDA = CudaPython()  # what `polygraphy.cuda.wrapper()` gives to all
-        super().__init__(engine, name=name, optimization_profile=profile)
-        self._where, self._declared, self._weights = where, inputs, weights
-        tensors = TENSORRT.tensors(engine)
-        self._types = {tensor.name: tensor.dtype for tensor in tensors}
-        self._masks = {tensor.name: (tensor.shape[1], tensor.dtype) for tensor in tensors if mask_rank(tensor.name)}
+        super().__init__(name=name)
+        self._declared, self._program, self._profile = inputs, program, profile
+        self._weights, self._with_rows = weights, with_rows
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._declared)
 
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        rows = {slot: rows_of(slot) for slot in self._weights}
-        weights = {
-            slot: np.concatenate([array, *(feed_dict[name].T for name in rows[slot])])
-            for slot, array in self._weights.items()
-        }
-        in_rows = {name for names in rows.values() for name in names}
-        given = {name: array for name, array in feed_dict.items() if name not in in_rows}
-        for name, (columns, dtype) in self._masks.items():
-            given[name] = mask_of(given.pop(IDS), columns, mask_rank(name), dtype)
-        feeds = cast({**given, **weights}, self._types)
-        TENSORRT.log.clear()
         try:
-            return super().infer_impl(feeds)
-        except PolygraphyException as error:
-            raise CheckError(
-                f"{self._where}: Polygraphy cannot run this engine: {one_line(error)}; TensorRT "
-                f"says: {TENSORRT.log.first_error()}"
-            ) from error
+            return self._infer(_upload(self._program, self._host_inputs(feed_dict)))
+        except CheckError as error:
+            raise CheckError(f"{self._program.path}: {error}") from None
 
-    def deactivate_impl(self) -> None:
-        for array in self.output_allocator.buffers.values():  # Polygraphy leaves them on the device
-            array.free()
-        super().deactivate_impl()
+    def _host_inputs(self, feed_dict: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return what the engine reads: adapters' A are rows of weights in it, and their ids a mask."""
+        given = dict(feed_dict)
+        for slot, array in self._with_rows.items():
+            given[slot] = np.concatenate([array, *(given.pop(name).T for name in rows_of(slot))])
+        for name, tensor in self._program.tensors.items():
+            if rank := mask_rank(name):
+                given[name] = mask_of(given.pop(IDS), tensor.shape[1], rank, tensor.dtype)
+        return given
+
+    def _infer(self, given: dict[str, cuda.Array]) -> dict[str, np.ndarray]:
+        program, library = self._program, self._program.library
+        # A context of its own for these shapes, as a step has: with the kernels that are compiled for them.
+        held = program.new_context(self._profile, True)
+        context, stream = held.native, program.device.stream
+        for name in given:
+            if name in program.dynamic:
+                library.set_input_shape(context, name, given[name].shape)
+        outputs = [tensor for tensor in program.tensors.values() if not tensor.is_input]
+        made = {tensor.name: cuda.empty(library.shape(context, tensor.name), tensor.dtype) for tensor in outputs}
+        found = {name: np.empty(array.shape, array.dtype) for name, array in made.items()}
+        for name, array in {**given, **self._weights, **made}.items():
+            library.set_tensor_address(context, name, array.address)
+        start = time.perf_counter()
+        library.enqueue(context, stream.handle)
+        for name, array in made.items():
+            stream.download(found[name], array)
+        stream.synchronize()
+        del held  # whose memory had to live until here
+        self.inference_time = time.perf_counter() - start  # Polygraphy accumulates them
+        return found
 
 
-def cast(arrays: Mapping[str, np.ndarray], types: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
-    """Cast integers to what the engine takes, and float32 where it takes float16; copy nothing else."""
-    narrow = lambda name, array: array.dtype == np.float32 and types[name] == np.float16
-    return {
-        name: array.astype(types[name], copy=False) if array.dtype.kind == "i" or narrow(name, array) else array
-        for name, array in arrays.items()
-    }
+def _upload(program: TensorRTProgram, arrays: Mapping[str, np.ndarray]) -> dict[str, cuda.Array]:
+    """Return copies on the device, of the engine's dtypes; integers of quantised weights with their sign."""
+    found, stream = {}, program.device.stream
+    for name, array in arrays.items():
+        dtype = program.tensors[name].dtype
+        if sign := sign_of(dtype.name, array.dtype.name):
+            host = np.ascontiguousarray(array) ^ np.uint8(sign)
+        else:
+            host = np.ascontiguousarray(array, dtype)
+        found[name] = cuda.empty(host.shape, host.dtype)
+        stream.upload(found[name], host)
+    stream.synchronize()
+    return found

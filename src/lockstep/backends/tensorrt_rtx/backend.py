@@ -9,11 +9,10 @@ the graph before the build.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
@@ -56,10 +55,6 @@ class TensorRTRTXBackend(PortableGpuBackend):
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded; compute_capabilities: None is portable."""
         return {"compute_capabilities": None, **{name: getattr(Limits(), name) for name in LIMITS}}
-
-    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
-        """Return all graphs: attention is the model's own graph."""
-        yield from assembly.engine_graphs()
 
     def file(self, name: str) -> str:
         return name + _PLAN
