@@ -5,10 +5,10 @@ They give types and shapes of all values, and remove what is not read.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import onnx
-from onnx import GraphProto, ModelProto
+from onnx import GraphProto, ModelProto, NodeProto
 
 
 def typed_values(model: ModelProto) -> dict[str, tuple[int, list[int]]]:
@@ -36,6 +36,13 @@ def prune(graph: GraphProto, wanted: Collection[str]) -> set[str]:
     graph.node.extend(reversed(kept))
     keep_constants(graph, needed)
     return needed
+
+
+def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Let a graph have these nodes instead, of which some may be its own."""
+    copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
 
 
 def keep_constants(graph: GraphProto, names: Collection[str]) -> None:

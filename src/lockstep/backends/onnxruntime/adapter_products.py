@@ -16,6 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
+from lockstep.onnx_tools.graph_types import replace_nodes
 
 PIECE = 128  # the least numbers that ONNX Runtime accumulates without a cut
 
@@ -36,9 +37,7 @@ def keep_order(model: onnx.ModelProto) -> bool:
         else:
             nodes.append(node)
     if found:
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del graph.node[:]
-        graph.node.extend(nodes)
+        replace_nodes(graph, nodes)
         model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
     return found
 

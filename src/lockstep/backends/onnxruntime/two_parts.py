@@ -17,6 +17,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from lockstep.onnx_tools.graph_types import replace_nodes
+
 _LEVELS = 127.0  # of int8, on each side of zero
 _TINY = 1e-30  # the step of a group of zeros
 
@@ -27,9 +29,7 @@ def split_activations(model: onnx.ModelProto) -> bool:
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         nodes += rewriter.product(node) if node.op_type == "MatMulNBits" else [node]
-    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    replace_nodes(model.graph, nodes)
     return bool(rewriter.parts)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from lockstep.onnx_tools.graph_types import replace_nodes
+
 VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch64, whatever the CPU has
 
 
@@ -42,7 +44,5 @@ def pad_angles(model: onnx.ModelProto) -> bool:
         cut = [f"{angles}/first", f"{angles}/size", f"{angles}/axis"]
         nodes += [node, helper.make_node("Slice", [node.output[0], *cut], [found])]
     if padded:
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del graph.node[:]
-        graph.node.extend(nodes)
+        replace_nodes(graph, nodes)
     return bool(padded)

@@ -20,6 +20,7 @@ from onnx import helper
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace
 from lockstep.backends.openvino.quantized import compress, expand
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.graph_types import replace_nodes
 
 XML, BIN = "model.xml", "model.bin"
 _DATE = (1980, 1, 1, 0, 0, 0)  # the first that an archive can hold
@@ -92,9 +93,7 @@ def _plain_products(graph: onnx.GraphProto) -> None:
         nodes.append(helper.make_node("MatMul", [x, weight], [product]))
         if bias:
             nodes.append(helper.make_node("Add", [product, *bias], [out]))
-    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_nodes(graph, nodes)
 
 
 def _name_outputs(model: Any, names: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from lockstep.artifacts.quantized import data_name
 from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.openvino.library import openvino, replace, tensor_on
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.graph_types import replace_nodes
 
 _opset = openvino.opset13
 
@@ -70,10 +71,9 @@ def expand(graph: onnx.ModelProto, where: str) -> list[Weight]:
             helper.make_tensor_value_info(weight.full, TensorProto.FLOAT, [weight.rows, weight.columns])
             for weight in weights
         ]
-        nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
         kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in kept]
-        del graph.graph.node[:], graph.graph.input[:]
-        graph.graph.node.extend(nodes)
+        replace_nodes(graph.graph, nodes)
+        del graph.graph.input[:]
         graph.graph.input.extend([*kept, *added])
     return weights
 

@@ -9,7 +9,7 @@ so that those of a call are padded to the longest of them. Needs the package nvi
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,14 +37,11 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of cuDNN on these packed tokens; more: offsets, of several chunks."""
+    """A call of cuDNN on these packed tokens; arrays: what it reads of their chunks, by the names of its graph."""
 
     plan: _CudnnPlan
     tokens: slice
-    table: cuda.Array
-    new: cuda.Array
-    held: cuda.Array
-    more: tuple[list[cuda.Array], ...] = ()
+    arrays: Mapping[str, cuda.Array]
 
 
 class PromptAttention:
@@ -111,12 +108,7 @@ class PromptAttention:
         planned = self._planned.get((id(spec), scale))
         if planned is None:
             planned = self._planned[id(spec), scale] = list(self._plan_pass(spec, scale))
-        return [
-            call.plan.call(
-                query[call.tokens], keys, values, call.table, call.new, call.held, out[call.tokens], *call.more
-            )
-            for call in planned
-        ]
+        return [call.plan.bind(call, query, keys, values, out) for call in planned]
 
     def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[_Call]:
         """Yield the calls of a pass, which all layers of this spec share."""
@@ -124,13 +116,12 @@ class PromptAttention:
             size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], batch.last - batch.first)
             plan = _batch_plan(size, self._stream) if size.batch > 1 else None
             if plan is not None:
-                chosen = slice(batch.first, batch.last)
-                offsets = [
-                    self._offsets[spec.heads * dim][batch.at : batch.at + size.batch + 1]
-                    for dim in (spec.head_dim, spec.value_dim)
-                ]
-                arrays = self._table[chosen], self._new[chosen], self._held[chosen]
-                yield _Call(plan, slice(None), *arrays, (offsets,))
+                places = slice(batch.at, batch.at + size.batch + 1)
+                offsets = {
+                    "query_offsets": self._offsets[spec.heads * spec.head_dim][places],
+                    "out_offsets": self._offsets[spec.heads * spec.value_dim][places],
+                }
+                yield _Call(plan, slice(None), self._arrays(batch.first, batch.last) | offsets)
                 continue
             if size.batch > 1 and self._largest_batch > 1:
                 self._largest_batch = 1
@@ -140,9 +131,14 @@ class PromptAttention:
                 )
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
-                one = slice(number, number + 1)
                 plan = _plan(replace(size, batch=1, tokens=padded(high - low)), self._stream)
-                yield _Call(plan, slice(low, high), self._table[one], self._new[one], self._held[one])
+                yield _Call(plan, slice(low, high), self._arrays(number, number + 1))
+
+    def _arrays(self, first: int, last: int) -> dict[str, cuda.Array]:
+        """Return the table, and the numbers of new and of all tokens, of some chunks."""
+        chosen = slice(first, last)
+        table, new, held = self._table[chosen], self._new[chosen], self._held[chosen]
+        return {"key_table": table, "value_table": table, "new": new, "held": held}
 
 
 @dataclass(frozen=True)
@@ -272,26 +268,8 @@ class _CudnnPlan:
             held = _CudnnPlan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
         self._work = held
 
-    def call(
-        self,
-        query: cuda.Array,
-        keys: cuda.Array,
-        values: cuda.Array,
-        table: cuda.Array,
-        new: cuda.Array,
-        held: cuda.Array,
-        out: cuda.Array,
-        offsets: Sequence[cuda.Array] = (),
-    ) -> Call:
-        arrays = {
-            "query": query,
-            "keys": keys,
-            "values": values,
-            "key_table": table,
-            "value_table": table,
-            "new": new,
-            "held": held,
-            **dict(zip(("query_offsets", "out_offsets"), offsets)),
-        }
-        addresses = {self._inputs[name]: array.address for name, array in arrays.items()} | {self._out: out.address}
+    def bind(self, call: _Call, query: cuda.Array, keys: cuda.Array, values: cuda.Array, out: cuda.Array) -> Call:
+        arrays = {"query": query[call.tokens], "keys": keys, "values": values, **call.arrays}
+        addresses = {self._inputs[name]: array.address for name, array in arrays.items()}
+        addresses[self._out] = out[call.tokens].address
         return lambda: self._graph.execute(addresses, self._work.address, handle=self._handle)

@@ -22,6 +22,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.graph_types import replace_nodes
 
 # What kernels begin with that are launched with `cuda.Launch.overlaps`: the next one may be brought onto the device
 # while this one runs, and what the one before has written, or still reads, is touched behind `wait_for_previous` alone.
@@ -149,6 +150,11 @@ class _HasNoKernel(Exception):
     """The piece computes what has no kernel here."""
 
 
+def _refuse_if(has_no_kernel: object) -> None:
+    if has_no_kernel:
+        raise _HasNoKernel
+
+
 def row_kernel(piece: onnx.ModelProto, name: str) -> RowKernel:
     """Return the kernel of a piece with fp16 inputs and outputs. Raises CheckError for operators that have none."""
     for wide in (_WIDE, 1):
@@ -210,14 +216,11 @@ class _Writer:
         outputs = [value.name for value in self._graph.output]
         found = {name: self._value(name) for name in outputs}
         rows = {self._dims(name)[0] for name in outputs}
-        if len(rows) != 1 or not all(value.rows and value.width for value in found.values()):
-            raise _HasNoKernel
-        if any(self._element(name) != TensorProto.FLOAT16 for name in outputs):
-            raise _HasNoKernel
+        _refuse_if(len(rows) != 1 or not all(value.rows and value.width for value in found.values()))
+        _refuse_if(any(self._element(name) != TensorProto.FLOAT16 for name in outputs))
         sums = [node for node in self._graph.node if node.op_type in ("ReduceMean", "ReduceSum")]
         widest = max([value.width for value in found.values()] + [self._value(node.input[0]).width for node in sums])
-        if any(value.width % self._wide for value in found.values()):
-            raise _HasNoKernel
+        _refuse_if(any(value.width % self._wide for value in found.values()))
         vectors = -(-widest // self._wide)
         if sums:
             blocks, threads = 1, min(_MOST_THREADS, -(-vectors // 32) * 32)
@@ -272,15 +275,16 @@ class _Writer:
         if rows and isinstance(dims[0], int):  # one row for all
             raise _HasNoKernel
         numbers = tuple(size for size in sizes if isinstance(size, int))
-        if len(numbers) != len(sizes) or 0 in numbers:
-            raise _HasNoKernel
+        _refuse_if(len(numbers) != len(sizes) or 0 in numbers)
         return _Value(rows, numbers)
 
     def _is_number(self, name: str) -> bool:
         return name in self._constants or self._element(name) in _FLOATS
 
     def _kind(self, name: str) -> str:
-        return INDEX if name in self._index else ROWS if self._value(name).rows else WEIGHT
+        if name in self._index:
+            return INDEX
+        return ROWS if self._value(name).rows else WEIGHT
 
     def _declared_as(self, outputs: Sequence[str]) -> str:
         texts = []
@@ -352,8 +356,7 @@ class _Writer:
             return self._load(name, index, row)
         node, value = self._maker[name], self._value(name)
         if name in self._sums:
-            if row != "row" or index.unit:
-                raise _HasNoKernel
+            _refuse_if(row != "row" or index.unit)
             return self._sums[name].format(index.base), False
         if node.op_type == "Gather":
             return self._gathered(node, index, row)
@@ -361,12 +364,10 @@ class _Writer:
             return self._number(node.input[0], self._part(node, name, index), row)
         if node.op_type in _SHAPING:
             source = self._value(node.input[0])
-            if source.rows != value.rows or source.width != value.width:
-                raise _HasNoKernel
+            _refuse_if(source.rows != value.rows or source.width != value.width)
             return self._number(node.input[0], index, row)
         if node.op_type == "Cast":
-            if self._element(name) not in _FLOATS or not self._is_number(node.input[0]):
-                raise _HasNoKernel
+            _refuse_if(self._element(name) not in _FLOATS or not self._is_number(node.input[0]))
             return self._number(node.input[0], index, row)
         operands = [self._number(each, self._place(each, value, index), row) for each in node.input]
         form = self._form(node)
@@ -390,16 +391,13 @@ class _Writer:
 
     def _constant(self, name: str) -> str:
         values = self._constants[name]
-        if values.size != 1 or values.dtype.kind != "f":
-            raise _HasNoKernel
+        _refuse_if(values.size != 1 or values.dtype.kind != "f")
         number = float(values.reshape(-1)[0])
-        if not math.isfinite(number):
-            raise _HasNoKernel
+        _refuse_if(not math.isfinite(number))
         return f"{np.float32(number):.9e}f"
 
     def _load(self, name: str, index: _Index, row: str) -> tuple[str, bool]:
-        if self._element(name) != TensorProto.FLOAT16:
-            raise _HasNoKernel
+        _refuse_if(self._element(name) != TensorProto.FLOAT16)
         number, made = self._argument(name), self._new()
         at = f"in{number} + {f'{row} * step{number} + ' if self._value(name).rows else ''}{index.base}"
         if index.unit:
@@ -412,8 +410,7 @@ class _Writer:
         """Read rows of another number of rows, or of a weight, by an input of integers."""
         axis = {each.name: helper.get_attribute_value(each) for each in node.attribute}.get("axis", 0)
         source, ids = node.input
-        if axis or ids not in self._index or len(self._dims(ids)) != 1 or row != "row":
-            raise _HasNoKernel
+        _refuse_if(axis or ids not in self._index or len(self._dims(ids)) != 1 or row != "row")
         key = (ids, _Index("", False), row)
         if key not in self._memo:
             number, made = self._argument(ids), self._new()
@@ -424,38 +421,28 @@ class _Writer:
             return self._number(source, index, at)
         while source in self._maker and self._maker[source].op_type == "Cast":  # values are read as float32
             source = self._maker[source].input[0]
-        if source not in self._given:
-            raise _HasNoKernel
+        _refuse_if(source not in self._given)
         width = math.prod(self._value(source).sizes[1:])
-        if index.unit and width % self._wide:
-            raise _HasNoKernel
+        _refuse_if(index.unit and width % self._wide)
         return self._load(source, _Index(f"{at} * {width} + {index.base}", index.unit), row)
 
     def _part(self, node: onnx.NodeProto, name: str, index: _Index) -> _Index:
         """Return where in the input of a Split or Slice a number of its output is."""
         source, value = self._value(node.input[0]), self._value(name)
         attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
-        if not source.rows:
-            raise _HasNoKernel
+        _refuse_if(not source.rows)
         if node.op_type == "Split":
-            axis = attributes.get("axis", 0)
-            axis = axis - 1 if axis > 0 else axis + len(source.sizes) if axis < 0 else -1
-            if axis < 0:
-                raise _HasNoKernel
+            axis = _axis_of_row(attributes.get("axis", 0), source)
             own = [self._value(out).sizes[axis] for out in node.output]
             first = sum(own[: list(node.output).index(name)])
         else:
             starts, _, axes, *steps = (self._constants[each].tolist() for each in node.input[1:])
-            if len(axes) != 1 or (steps and steps[0] != [1]):
-                raise _HasNoKernel
-            axis = axes[0] - 1 if axes[0] > 0 else axes[0] + len(source.sizes) if axes[0] < 0 else -1
-            if axis < 0:
-                raise _HasNoKernel
+            _refuse_if(len(axes) != 1 or (steps and steps[0] != [1]))
+            axis = _axis_of_row(axes[0], source)
             first = starts[0] if starts[0] >= 0 else starts[0] + source.sizes[axis]
         inner = math.prod(source.sizes[axis + 1 :])
         whole, part, offset = source.sizes[axis] * inner, value.sizes[axis] * inner, first * inner
-        if index.unit and (offset % self._wide or whole % self._wide or part % self._wide):
-            raise _HasNoKernel
+        _refuse_if(index.unit and (offset % self._wide or whole % self._wide or part % self._wide))
         if math.prod(source.sizes[:axis]) == 1:
             return index.plus(offset)
         return _Index(f"({index.base}) / {part} * {whole} + {offset} + ({index.base}) % {part}", index.unit)
@@ -465,14 +452,12 @@ class _Writer:
         given = self._value(operand)
         sizes = given.sizes
         if not given.rows and value.rows and len(sizes) > len(value.sizes):
-            if sizes[0] != 1:
-                raise _HasNoKernel
+            _refuse_if(sizes[0] != 1)
             sizes = sizes[1:]
         if math.prod(sizes) == 1:
             return _Index("0", False)
         sizes = (1,) * (len(value.sizes) - len(sizes)) + sizes
-        if given.rows and not value.rows or len(sizes) != len(value.sizes):
-            raise _HasNoKernel
+        _refuse_if(given.rows and not value.rows or len(sizes) != len(value.sizes))
         if given.rows and len(given.sizes) != len(value.sizes):  # what is a row is another axis there
             raise _HasNoKernel
         if sizes == value.sizes:
@@ -480,12 +465,10 @@ class _Writer:
         for cut in range(len(sizes)):
             inner = math.prod(value.sizes[cut:])
             if math.prod(sizes[:cut]) == 1 and sizes[cut:] == value.sizes[cut:]:
-                if index.unit and inner % self._wide:
-                    raise _HasNoKernel
+                _refuse_if(index.unit and inner % self._wide)
                 return _Index(f"({index.base}) % {inner}", index.unit)
             if sizes[:cut] == value.sizes[:cut] and math.prod(sizes[cut:]) == 1:
-                if index.unit and inner % self._wide:
-                    raise _HasNoKernel
+                _refuse_if(index.unit and inner % self._wide)
                 return _Index(f"({index.base}) / {inner}", False)
         raise _HasNoKernel
 
@@ -496,11 +479,9 @@ class _Writer:
         axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
         rank = len(source.sizes) + 1
         last = sorted(axis % rank - 1 for axis in axes)
-        if not source.rows or not last or last != list(range(last[0], rank - 1)) or last[0] < 0:
-            raise _HasNoKernel
+        _refuse_if(not source.rows or not last or last != list(range(last[0], rank - 1)) or last[0] < 0)
         groups, size = math.prod(source.sizes[: last[0]]), math.prod(source.sizes[last[0] :])
-        if size % self._wide:
-            raise _HasNoKernel
+        _refuse_if(size % self._wide)
         made, total = self._new(), self._new()
         scale = f" * {np.float32(1 / size):.9e}f" if node.op_type == "ReduceMean" else ""
         self._memo = {}
@@ -533,6 +514,13 @@ class _Writer:
         self._sums[name] = made + "[{}]"
 
 
+def _axis_of_row(axis: int, value: _Value) -> int:
+    """Return which of the sizes of a row an axis is; of [rows, *sizes] the first has no kernel."""
+    found = axis + len(value.sizes) if axis < 0 else axis - 1
+    _refuse_if(found < 0)
+    return found
+
+
 def _plain_norms(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with LayerNormalization over the last dimension as the operators it is made of."""
     norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
@@ -546,25 +534,26 @@ def _plain_norms(model: onnx.ModelProto) -> onnx.ModelProto:
             nodes.append(node)
             continue
         (out,) = node.output
-        part = lambda what, out=out: f"{out}/{what}"
-        epsilon = np.array(attributes.get("epsilon", 1e-5), np.float32)  # which fp16 may not have
-        constants: dict[str, np.ndarray] = {part("axes"): np.array([-1], np.int64), part("epsilon"): epsilon}
-        copy.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+        axes, epsilon = f"{out}/axes", f"{out}/epsilon"
+        small = np.array(attributes.get("epsilon", 1e-5), np.float32)  # which fp16 may not have
+        for name, value in ((axes, np.array([-1], np.int64)), (epsilon, small)):
+            copy.graph.initializer.append(numpy_helper.from_array(value, name))
+        mean, off, square, variance, shifted, root, scaled, weighted = (
+            f"{out}/{what}" for what in ("mean", "off", "square", "variance", "shifted", "root", "scaled", "weighted")
+        )
         made = [
-            ("ReduceMean", [node.input[0], part("axes")], "mean"),
-            ("Sub", [node.input[0], part("mean")], "off"),
-            ("Mul", [part("off"), part("off")], "square"),
-            ("ReduceMean", [part("square"), part("axes")], "variance"),
-            ("Add", [part("variance"), part("epsilon")], "shifted"),
-            ("Sqrt", [part("shifted")], "root"),
-            ("Div", [part("off"), part("root")], "scaled"),
-            ("Mul", [part("scaled"), node.input[1]], "weighted"),
+            ("ReduceMean", [node.input[0], axes], mean),
+            ("Sub", [node.input[0], mean], off),
+            ("Mul", [off, off], square),
+            ("ReduceMean", [square, axes], variance),
+            ("Add", [variance, epsilon], shifted),
+            ("Sqrt", [shifted], root),
+            ("Div", [off, root], scaled),
+            ("Mul", [scaled, node.input[1]], weighted if len(node.input) > 2 else out),
         ]
         if len(node.input) > 2:
-            made.append(("Add", [part("weighted"), node.input[2]], "shifted by the bias"))
-        names = [part(what) for *_, what in made[:-1]] + [out]
-        nodes += [helper.make_node(kind, inputs, [name]) for (kind, inputs, _), name in zip(made, names)]
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del copy.graph.node[:], copy.graph.value_info[:]
-    copy.graph.node.extend(kept)
+            made.append(("Add", [weighted, node.input[2]], out))
+        nodes += [helper.make_node(kind, inputs, [name]) for kind, inputs, name in made]
+    replace_nodes(copy.graph, nodes)
+    del copy.graph.value_info[:]
     return copy

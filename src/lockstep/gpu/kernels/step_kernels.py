@@ -88,37 +88,16 @@ class Kernels:
         head_dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`.
         """
         tokens, heads, key_dim = key.shape
-        sizes = [dim * key.dtype.itemsize for dim in (key_dim, value.shape[2])]
-        unit = 16 if all(size % 16 == 0 for size in sizes) else 2
-        key_size, value_size = (size // unit for size in sizes)
-        self._write[unit].launch(
-            stream,
-            (tokens, heads, 1),
-            min(128, max(32, key_size, value_size)),
-            key,
-            value,
-            keys,
-            values,
-            rows,
-            positions,
-            self.wide,
-            keys.shape[2],
-            heads,
-            key_size,
-            value_size,
-        )
+        widths = [dim * key.dtype.itemsize for dim in (key_dim, value.shape[2])]
+        unit = 16 if all(width % 16 == 0 for width in widths) else 2
+        key_size, value_size = (width // unit for width in widths)
+        sizes = keys.shape[2], heads, key_size, value_size
+        threads = min(128, max(32, key_size, value_size))
+        arrays = key, value, keys, values, rows, positions
+        self._write[unit].launch(stream, (tokens, heads, 1), threads, *arrays, self.wide, *sizes)
 
     def advance(
-        self,
-        stream: Stream,
-        logits: Array,
-        slots: Array,
-        held: Array,
-        limit: int,
-        samplings: Array,
-        found: Array,
-        tokens: Array,
-        positions: Array,
+        self, stream: Stream, logits: Array, slots: Array, held: Array, limit: int, samplings: Array, *out: Array
     ) -> None:
         """Choose the next token of each row of logits.
 
@@ -128,10 +107,10 @@ class Kernels:
         What the draw weighs and its noise are fp32, within the last bits of NumPy's: each ratio of the two within 2^-19
         of it. The set that top-p keeps may end a token earlier or later for the same reason.
 
-        The token goes into found [slots] int32, -1 for one that is NaN or infinite, and into tokens [slots], 0 for
-        that; positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no token may have. held
-        [num_requests]: the positions of the tokens that the logits follow; it may be `positions`. Raises CheckError for
-        more than 2^20 tokens.
+        out: found, tokens, positions. The token goes into found [slots] int32, -1 for one that is NaN or infinite, and
+        into tokens [slots], 0 for that; positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no
+        token may have. held [num_requests]: the positions of the tokens that the logits follow; it may be `positions`.
+        Raises CheckError for more than 2^20 tokens.
         """
         count, size = logits.shape
         if size > _MOST_TOKENS:
@@ -139,22 +118,8 @@ class Kernels:
                 f"vocab_size: expected at most {_MOST_TOKENS} for the kernel that samples, found {size}; use the "
                 "backend onnxruntime"
             )
-        self._advance.launch(
-            stream,
-            count,
-            _THREADS,
-            logits,
-            NUMBERS[logits.dtype.name],
-            size,
-            slots,
-            held,
-            limit,
-            samplings,
-            found,
-            tokens,
-            positions,
-            self.wide,
-        )
+        given = logits, NUMBERS[logits.dtype.name], size, slots, held, limit, samplings
+        self._advance.launch(stream, count, _THREADS, *given, *out, self.wide)
 
     def largest(self, stream: Stream, part: Array, first: int, slots: Array, told: Array) -> None:
         """Find the largest logit of each row of a rank's part of the logits.
@@ -167,19 +132,7 @@ class Kernels:
         number = NUMBERS[part.dtype.name]
         self._largest.launch(stream, count, _THREADS, part, number, columns, first, slots, told)
 
-    def choose(
-        self,
-        stream: Stream,
-        told: Array,
-        slots: Array,
-        held: Array,
-        limit: int,
-        found: Array,
-        tokens: Array,
-        positions: Array,
-    ) -> None:
+    def choose(self, stream: Stream, told: Array, slots: Array, held: Array, limit: int, *out: Array) -> None:
         """Choose greedy rows' tokens from told [num_requests, 2 * ranks] (`largest`); write what `advance` writes."""
         count, columns = told.shape
-        self._choose.launch(
-            stream, count, 32, told, columns // 2, slots, held, limit, found, tokens, positions, self.wide
-        )
+        self._choose.launch(stream, count, 32, told, columns // 2, slots, held, limit, *out, self.wide)
