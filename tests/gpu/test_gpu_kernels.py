@@ -8,6 +8,8 @@ import pytest
 from lockstep.step.sampling import Sampling
 from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
 
+# Other types of the same code: `make test` runs these tests on a fake GPU (tests/unit/test_gpu_tests.py).
+long = pytest.mark.long
 POSITIONS, HEADS, KV_HEADS, DIM, PAGE = 200, 4, 2, 16, 64
 # the second token belongs to nobody; row 1 goes over to its second page
 ROWS = np.array([0, -1, 2, 1, 1, 1, 1, 1, 1], np.int32)
@@ -50,8 +52,7 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("given", ["float16", "float32"])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("given", "wide"), [("float16", False), ("float32", True)])
 def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
     from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
     from lockstep.gpu.attention.rope_kernel import RopeKernel
@@ -261,9 +262,11 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
         assert not device.down(scratch.counters).any()
 
 
-@pytest.mark.parametrize("size", [7, 1024, 32003])  # fewer than a block's threads, as many, more
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("wide", [False, True])
+# Fewer logits than a block's threads, as many, more.
+@pytest.mark.parametrize(
+    ("wide", "dtype", "size"),
+    [(False, "float32", 7), (True, "float16", 1024), (False, "bfloat16", 32003), (True, "float32", 32003)],
+)
 def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     import ml_dtypes
 
@@ -296,9 +299,10 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
         assert device.down(array).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(("ranks", "columns"), [(2, 7), (2, 16001), (4, 8000)])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("wide", "dtype", "ranks", "columns"),
+    [(False, "float32", 2, 7), (True, "float16", 2, 16001), (False, "bfloat16", 4, 8000)],
+)
 def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ranks, columns):
     """As `advance` of the whole logits, to the bit: equals across ranks, NaN, infinity, rows without a slot."""
     from lockstep.gpu.kernels.step_kernels import Kernels
@@ -355,7 +359,7 @@ class Drawing:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(each, marks=long) for each in ("float32", "bfloat16"))])
 def test_drawn_tokens_are_those_of_the_definition(dtype, case):
     """And the same each time: sums are of integers, whatever order they are added in."""
     logits, samplings, choices, positions = rows_of(case, 16)

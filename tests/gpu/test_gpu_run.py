@@ -22,9 +22,9 @@ def tensorrt(attention: str) -> dict[str, Any]:
 FORMS = [
     pytest.param("cuda", "fp16", {}, id="cuda-fp16"),
     pytest.param("tensorrt", "fp16", tensorrt("fused"), id="tensorrt-fp16-fused"),
-    pytest.param("tensorrt", "fp32", tensorrt("traced"), id="tensorrt-fp32-traced"),
+    pytest.param("tensorrt", "fp32", tensorrt("traced"), id="tensorrt-fp32-traced", marks=pytest.mark.long),
 ]
-TRACED = pytest.param("tensorrt", "fp16", tensorrt("traced"), id="tensorrt-fp16-traced")
+TRACED = pytest.param("tensorrt", "fp16", tensorrt("traced"), id="tensorrt-fp16-traced", marks=pytest.mark.long)
 
 
 def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 EXPORTED = Path(__file__).with_name("exported_bytes.py")
 
 
+@pytest.mark.long  # minutes; test_committed_lock.py holds the graphs of this CPU to those of others
 def test_graphs_are_the_same_bytes_on_every_cpu() -> None:
     """torch reads the variable when it is imported, so each instruction set has a process of its own."""
     wanted = {"default": "1"}  # and their numbers of threads
