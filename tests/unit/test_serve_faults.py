@@ -14,7 +14,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,9 +22,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from demo_model import LIMITS
+from demo_model import GOLDEN, LIMITS
 from recorded import recorded
 
+from calls import call
 from lockstep.bundle.pack import pack
 from lockstep.cli.serve import serve
 from lockstep.cli.serve_options import _keys
@@ -196,6 +196,7 @@ def test_an_engine_that_hangs_is_replaced_too(tree: Path) -> None:
         assert f"engine process {hung} gave no sign of life" in server.stderr
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_twice_at_a_request_ends_it_with_an_error(tree: Path) -> None:
     with RealServer(tree, "--max-queue", 300) as server:
         with server.opened(**MANY) as events:
@@ -251,7 +252,7 @@ def test_sigterm_lets_what_runs_finish(tree: Path) -> None:
         assert engine is None or not Path("/proc", str(engine)).exists()
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sigterm_ends_what_does_not_finish(tree: Path, signals: int) -> None:
     with RealServer(tree, "--drain", 0.5 if signals == 1 else 600) as server:
         with server.opened(**LONG) as events:
@@ -266,6 +267,7 @@ def test_sigterm_ends_what_does_not_finish(tree: Path, signals: int) -> None:
         assert server.process.wait(20) == 0 and not Path("/proc", str(engine)).exists()
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_request_whose_body_is_not_there(tree: Path) -> None:
     with RealServer(tree, "--drain", 1) as server, socket.create_connection(("127.0.0.1", server.port), 20) as end:
         end.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
@@ -291,6 +293,7 @@ def test_an_engine_whose_server_is_gone_ends(tree: Path) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
     with RealServer(tree, "--slow-reader", 1, "--max-queue", 300) as server:
         with server.opened(**MANY) as events:
@@ -312,24 +315,47 @@ def test_sigterm_ends_a_request_whose_client_does_not_read(tree: Path) -> None:
         assert "Traceback" not in server.stderr
 
 
-def test_keys_open_what_is_not_for_everyone(tree: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.txt"
+@pytest.fixture(scope="module")
+def keyed(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """One that asks for a key."""
+    folder = tmp_path_factory.mktemp("keyed")
+    keys = folder / "keys.txt"
     keys.write_text("# of the team\n\n  first-key  \r\nsecond-key\n")
     keys.chmod(0o600)
+    with RealServer(make_tree(folder / "results", demo), "--api-key-file", keys, "--chunk-size", 64) as server:
+        yield server
+
+
+def test_keys_open_what_is_not_for_everyone(keyed: RealServer) -> None:
     body = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
-    with RealServer(tree, "--api-key-file", keys) as server:
-        for path in ("/v1/models", "/metrics", "/status"):
-            status, headers, _ = server.request("GET", path)
-            assert (status, headers["www-authenticate"]) == (401, "Bearer")
-        wrong = ["Bearer third-key", "Bearer first-key2", "Bearer ", "first-key", "Basic first-key", "Bearer #", None]
-        for given in wrong:
-            headers = {} if given is None else {"Authorization": given}
-            status, _, data = server.request("POST", "/v1/completions", body, headers)
-            assert status == 401 and json.loads(data)["error"]["type"] == "authentication_error"
-        for given in ("Bearer first-key", "bearer second-key", "BEARER first-key"):
-            assert server.request("POST", "/v1/completions", body, {"Authorization": given})[0] == 200
-        assert server.request("GET", "/health/ready")[0] == 200
-        assert "key" not in server.stderr
+    for path in ("/v1/models", "/metrics", "/status"):
+        status, headers, _ = keyed.request("GET", path)
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    wrong = ["Bearer third-key", "Bearer first-key2", "Bearer ", "first-key", "Basic first-key", "Bearer #", None]
+    for given in wrong:
+        headers = {} if given is None else {"Authorization": given}
+        status, _, data = keyed.request("POST", "/v1/completions", body, headers)
+        assert status == 401 and json.loads(data)["error"]["type"] == "authentication_error"
+    for given in ("Bearer first-key", "bearer second-key", "BEARER first-key"):
+        assert keyed.request("POST", "/v1/completions", body, {"Authorization": given})[0] == 200
+    assert keyed.request("GET", "/health/ready")[0] == 200
+    assert "key" not in keyed.stderr
+
+
+def test_each_key_has_prefixes_of_its_own(keyed: RealServer) -> None:
+    body = {"model": "demo-llama", "prompt": list(range(3, 123)), "max_tokens": 2}
+
+    def hits(key: str, **more: str) -> float:
+        headers = {"Authorization": f"Bearer {key}"}
+        read = lambda: keyed.request("GET", "/metrics", None, headers)[2].decode()
+        value = lambda: float(next(re.finditer(r"^lockstep:prefix_cache_hits_total\S* (\S+)$", read(), re.M))[1])
+        before = value()
+        assert keyed.request("POST", "/v1/completions", {**body, **more}, headers)[0] == 200
+        return value() - before
+
+    assert [hits("first-key"), hits("first-key"), hits("second-key"), hits("second-key")] == [0, 64, 0, 64]
+    assert [hits("first-key", cache_salt="a"), hits("first-key", cache_salt="a")] == [0, 64]
+    assert hits("second-key", cache_salt="a") == 0
 
 
 @pytest.mark.parametrize(
@@ -372,16 +398,14 @@ def test_a_body_that_does_not_come_is_waited_for_no_longer_than_said(tree: Path)
 
 
 def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree: Path, tmp_path: Path) -> None:
-    target = Target("demo-llama", "fp16", "all", "onnxruntime")
+    target, prompt = Target("demo-llama", "fp16", "all", "onnxruntime"), GOLDEN.prompts[0]
     bundle = pack(recorded(demo, tmp_path / "recorded"), target, LIMITS, tmp_path / "demo.tar", True)
-    with RealServer(tree, target=str(target)) as server:
-        expected = server.complete(PROMPT, 20)["choices"]
     options = ("--bundle", bundle, "--python", sys.executable, "--served-model-name", "other")
     with RealServer(tree, *options, target=None) as server:
-        assert server.complete(PROMPT, 20, model="other")["choices"] == expected
+        assert server.complete(prompt.text, model="other")["choices"][0]["text"] == prompt.expected["all"]
         os.kill(server.engine_pid, signal.SIGKILL)  # the next one finds its files too
         server.wait_until(lambda status: status["restarts"] == 1)
-        assert server.complete(PROMPT, 20, model="other")["choices"] == expected
+        assert server.complete(prompt.text, model="other")["choices"][0]["text"] == prompt.expected["all"]
 
 
 @pytest.mark.parametrize(
@@ -399,8 +423,8 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
     ],
 )  # fmt: skip
 def test_a_server_that_cannot_start_says_why_in_one_line(tree: Path, arguments: tuple[str, ...], line: str) -> None:
-    command = [sys.executable, "-m", "lockstep", "serve", *arguments, "--results", str(tree), "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+    given = ("serve", *arguments, "--results", str(tree), "--port", "0")
+    ended = call("lockstep", given, tree, {**os.environ, "COLUMNS": "200"})
     assert ended.returncode == 2 and not ended.stdout
     assert line in ended.stderr and "Traceback" not in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
@@ -420,25 +444,6 @@ def test_a_server_that_is_ended_before_it_is_ready_says_so(tree: Path, monkeypat
     monkeypatch.setattr("lockstep.cli.serve.run_server", ended)
     said = CliRunner().invoke(serve, ["demo-llama/fp32/all", "--results", str(tree)])
     assert said.exit_code == 143 and "ended by SIGTERM before the server was ready\n" in said.output
-
-
-def test_each_key_has_prefixes_of_its_own(tree: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.txt"
-    keys.write_text("first-key\nsecond-key\n")
-    body = {"model": "demo-llama", "prompt": list(range(3, 123)), "max_tokens": 2}
-    with RealServer(tree, "--api-key-file", keys, "--chunk-size", 64) as server:
-
-        def hits(key: str, **more: str) -> float:
-            headers = {"Authorization": f"Bearer {key}"}
-            read = lambda: server.request("GET", "/metrics", None, headers)[2].decode()
-            value = lambda: float(next(re.finditer(r"^lockstep:prefix_cache_hits_total\S* (\S+)$", read(), re.M))[1])
-            before = value()
-            assert server.request("POST", "/v1/completions", {**body, **more}, headers)[0] == 200
-            return value() - before
-
-        assert [hits("first-key"), hits("first-key"), hits("second-key"), hits("second-key")] == [0, 64, 0, 64]
-        assert [hits("first-key", cache_salt="a"), hits("first-key", cache_salt="a")] == [0, 64]
-        assert hits("second-key", cache_salt="a") == 0
 
 
 def test_a_server_may_end_with_the_process_that_holds_its_stdin(tree: Path) -> None:
