@@ -82,7 +82,10 @@ def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
     assert results_of(made, devices) == results_of(committed, devices), "see this file's first lines"
 
 
-@pytest.mark.parametrize("precision, backends", OTHERS.items(), ids=OTHERS)
+@pytest.mark.parametrize(
+    "precision, backends",
+    [pytest.param(*other, id=other[0], marks=[pytest.mark.long] * (other[0] == "bf16")) for other in OTHERS.items()],
+)
 def test_other_precisions_and_backends_are_what_is_locked(
     demo: Checkout, precision: str, backends: tuple[str, ...]
 ) -> None:

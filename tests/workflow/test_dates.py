@@ -45,7 +45,12 @@ def restore_a_backup(demo: Checkout) -> None:
 
 @pytest.mark.parametrize(
     "act",
-    [touch_sources, touch_scripts, restore_a_backup, lambda demo: shuffle_dates(demo.folder)],
+    [
+        touch_sources,
+        pytest.param(touch_scripts, marks=pytest.mark.long),
+        pytest.param(restore_a_backup, marks=pytest.mark.long),
+        lambda demo: shuffle_dates(demo.folder),
+    ],
     ids=["touched files", "touched scripts", "a restored backup", "a copy without dates"],
 )
 def test_the_same_bytes_under_other_dates_rerun_nothing(demo: Checkout, act) -> None:
@@ -88,7 +93,10 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("act, rules", OTHERWISE.values(), ids=OTHERWISE)
+@pytest.mark.parametrize(
+    "act, rules",
+    [pytest.param(*case, id=name, marks=[pytest.mark.long] * (name != "weights")) for name, case in OTHERWISE.items()],
+)
 def test_what_differs_from_results_in_a_fresh_clone_runs(finished: Checkout, tmp_path: Path, act, rules) -> None:
     """Though Snakemake has no record of its own: those beside the results tell."""
     fresh = copy_without_dates(finished, tmp_path / "checkout")

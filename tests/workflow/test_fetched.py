@@ -83,6 +83,7 @@ def checkpoint(folder: Path, seed: int) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long
 def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub: HubServer) -> None:
     user = User.make(tmp_path / "checkout")
     user.configure()
@@ -152,6 +153,7 @@ def test_too_many_layers_stop_a_hub_model_before_its_weights(tmp_path: Path, hub
     assert "expected at most 1 (num_hidden_layers in " in process.stdout + process.stderr
 
 
+@pytest.mark.long  # `make real` makes one
 def test_a_gguf_file_is_made_a_checkpoint_and_made_again_when_it_changes(tmp_path: Path) -> None:
     user = User.make(tmp_path / "checkout")
     limits = {"max_seq_len": gguf_models.LENGTH, "max_input_len": 32}

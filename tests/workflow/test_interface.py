@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from checkout import REPOSITORY, Checkout
 from lockstep.artifacts.manifest_files import record_path
 
 
-@pytest.mark.parametrize("snakefile", ["Snakefile", "workflow/Snakefile"])
+@pytest.mark.parametrize("snakefile", ["Snakefile", pytest.param("workflow/Snakefile", marks=pytest.mark.long)])
 def test_lint_is_clean(fresh: Checkout, snakefile: str) -> None:
     assert "Congratulations" in fresh.call("snakemake", "--lint", "--snakefile", snakefile).stderr
 
@@ -57,6 +58,7 @@ def test_the_table_names_each_target_with_its_engine_and_result(demo: Checkout) 
     assert rows[0][4] == rows[1][4], "a layer count has no engines of its own"
 
 
+@pytest.mark.long
 def test_another_config_in_another_folder_whose_first_run_fails_has_a_summary_there(
     fresh: Checkout, filled_cache: Path, tmp_path: Path
 ) -> None:
@@ -91,7 +93,13 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("change, message", MISTAKES.values(), ids=MISTAKES)
+def some(cases: dict[str, Any], *always: str) -> list[Any]:
+    """Cases as parameters; those but `always` are long, for tests/unit has each of them."""
+    marks = {name: [pytest.mark.long] * (name not in always) for name in cases}
+    return [pytest.param(*case, id=name, marks=marks[name]) for name, case in cases.items()]
+
+
+@pytest.mark.parametrize("change, message", some(MISTAKES, "unknown key", "no such folder"))
 def test_a_mistake_in_the_config_is_one_line_before_any_job(
     fresh: Checkout, tmp_path: Path, change: dict, message: str
 ) -> None:
@@ -117,7 +125,7 @@ YAML_MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("data, message", YAML_MISTAKES.values(), ids=YAML_MISTAKES)
+@pytest.mark.parametrize("data, message", some(YAML_MISTAKES, "a key twice", "no file"))
 def test_a_config_that_cannot_be_read_is_one_line_with_its_place(
     fresh: Checkout, tmp_path: Path, data: bytes | None, message: str
 ) -> None:
@@ -140,7 +148,7 @@ def refuses(checkout: Checkout, message: str, *arguments: str) -> None:
     assert lines[0].startswith(f"lockstep: error: {message}")
 
 
-@pytest.mark.parametrize("snakefile", ["Snakefile", "workflow/Snakefile"])
+@pytest.mark.parametrize("snakefile", ["Snakefile", pytest.param("workflow/Snakefile", marks=pytest.mark.long)])
 def test_a_job_that_fails_says_the_line_first_and_ends_as_the_stage_by_hand(fresh: Checkout, snakefile: str) -> None:
     weights = fresh.folder / "resources" / "demo-llama" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
@@ -208,6 +216,7 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
     assert set(rows(demo).values()) == {"pass"} and "golden:" not in demo.call("lockstep", "summary").stdout
 
 
+@pytest.mark.long
 def test_a_check_that_fails_by_hand_is_a_row_and_is_made_again(demo: Checkout) -> None:
     config = yaml.safe_load((demo.folder / "config" / "config.yaml").read_text())
     nonsense(config)
@@ -221,6 +230,7 @@ def test_a_check_that_fails_by_hand_is_a_row_and_is_made_again(demo: Checkout) -
     demo.call("lockstep", "verify")
 
 
+@pytest.mark.long  # test_committed_lock.py makes other precisions by hand
 def test_stages_by_hand_make_what_the_workflow_makes(finished: Checkout, fresh: Checkout) -> None:
     for stage in ("resolve", "convert", "export", "build"):
         fresh.call("lockstep", stage, "demo-llama/fp16")
@@ -271,7 +281,9 @@ def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple
     assert len(process.stderr.splitlines()) == 1 and message in process.stderr
 
 
-@pytest.mark.parametrize("of", ["engines/onnxruntime/engines.json", "weights.json"])
+@pytest.mark.parametrize(
+    "of", ["engines/onnxruntime/engines.json", pytest.param("weights.json", marks=pytest.mark.long)]
+)
 def test_what_has_no_record_is_not_run(demo: Checkout, of: str) -> None:
     manifest = demo.folder / "results" / "demo-llama" / "fp16" / of
     record = record_path(manifest)

@@ -82,17 +82,6 @@ def test_an_interrupted_run_ends_by_itself_and_goes_on_next_time(fresh: Checkout
     assert fresh.would_run()["export"] >= 1
 
 
-def test_a_run_that_is_alive_keeps_others_out(fresh: Checkout) -> None:
-    process = start(fresh)
-    try:
-        wait_for(lambda: list((fresh.folder / ".snakemake" / "locks").glob("*.lock")))
-        second = fresh.snakemake("--cores", "1", check=False)
-        assert second.returncode == 1 and "cannot be locked" in second.stderr
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def start(checkout: Checkout, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "snakemake", "--cores", "2", *arguments],

@@ -101,7 +101,13 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("edit, message", BEFORE.values(), ids=BEFORE)
+ALWAYS = ("a weight", "a layer count", "a tolerance", "no lock")
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [pytest.param(*case, id=name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name, case in BEFORE.items()],
+)
 def test_a_change_is_refused_before_any_job(locked: Checkout, edit: Callable[[Checkout], None], message: str) -> None:
     before = locked.digests()
     edit(locked)
@@ -170,6 +176,7 @@ def test_a_stage_by_hand_is_refused_before_it_works(
     assert locked.digests() == before
 
 
+@pytest.mark.long
 def test_a_check_by_hand_is_held_to_its_terms(locked: Checkout) -> None:
     BEFORE["a tolerance"][0](locked)
     line = refused(locked, "lockstep", "golden", "--locked", f"{MODEL}/fp16/2")
@@ -193,6 +200,7 @@ FLIPPED = {
 }
 
 
+@pytest.mark.long  # test_damage.py and test_two_checkouts.py have its parts
 def test_flipped_bytes_are_made_again_though_their_times_are_kept(locked: Checkout, filled_cache: Path) -> None:
     """Each alone is refused by who reads it and made again; a run makes them again, but for a reference, which it takes
     from the cache."""
@@ -254,6 +262,7 @@ def test_an_engine_set_that_is_refused_takes_its_provenance_with_it(locked: Chec
     assert not list((locked.results / MODEL / "fp16" / "engines" / "onnxruntime").glob("*.json"))
 
 
+@pytest.mark.long
 def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
     locked: Checkout, filled_cache: Path, tmp_path: Path
 ) -> None:

@@ -169,7 +169,13 @@ EDITS = {
 OTHERS = {"config", "summary", "plots"}
 
 
-@pytest.mark.parametrize("edit, stage, reason", EDITS.values(), ids=EDITS)
+ALWAYS = ("a pin", "a module", "a weight", "a lost engine")
+
+
+@pytest.mark.parametrize(
+    "edit, stage, reason",
+    [pytest.param(*case, id=name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name, case in EDITS.items()],
+)
 def test_explain_names_what_changed_and_what_a_run_makes_again(demo: Checkout, edit, stage: str, reason: str) -> None:
     edit(demo)
     found = explained(demo)
@@ -238,6 +244,7 @@ def test_a_lock_of_what_is_not_finished_is_refused(fresh: Checkout) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_model_whose_server_is_not_checked_is_locked_without_that_check(demo: Checkout) -> None:
     demo.edit_config(lambda config: config.update(check_server=False))
     for path in demo.results.rglob("served"):

@@ -54,7 +54,7 @@ def outer(folder: Path, prefix: str = "", change: Callable[[dict], object] = lam
     return Outer(folder, {"PYTHONPATH": str(REPOSITORY / "src")})
 
 
-@pytest.mark.parametrize("prefix", ["", "sub/"])
+@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.long), "sub/"])
 def test_a_module_plans_all_stages_under_its_names(tmp_path: Path, prefix: str) -> None:
     jobs = outer(tmp_path, prefix).would_run()
     assert jobs["lockstep_golden"] == 4 and jobs["lockstep_export"] == 2 and jobs["lockstep_summary"] == 1
@@ -67,6 +67,7 @@ def only_one_target(config: dict) -> None:
         prompt["expected"].pop("all")
 
 
+@pytest.mark.long
 def test_a_prefix_holds_for_jobs_recovery_and_locks(tmp_path: Path, filled_cache: Path) -> None:
     """Not for the rules' paths alone: what a job writes by itself, and what is looked at before a run, lies there."""
     cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs, engines and references already
@@ -90,7 +91,7 @@ def test_a_prefix_holds_for_jobs_recovery_and_locks(tmp_path: Path, filled_cache
     assert checkout.would_run(*locked)["lockstep_export"] == 1
 
 
-@pytest.mark.parametrize("prefix", ["", "sub/"])
+@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.long), "sub/"])
 def test_a_record_names_the_stage_not_the_renamed_rule(tmp_path: Path, prefix: str) -> None:
     made = f"{prefix}results/demo-llama/checkpoint.json"
     outer(tmp_path, prefix).snakemake("--cores", "1", made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from checkout import Checkout
 
 from network import TELEMETRY, Recorder
@@ -16,6 +17,7 @@ def test_the_demo_asks_nothing_of_the_network(finished: Checkout, recorder: Reco
     assert not recorder.calls() and not recorder.traces()
 
 
+@pytest.mark.long
 def test_commands_on_its_results_ask_nothing_either(demo: Checkout, tmp_path: Path) -> None:
     recorder = Recorder.make(tmp_path / "recorder")
     user = Checkout(demo.folder, {**dict.fromkeys(TELEMETRY, ""), **recorder.environment})

@@ -58,6 +58,7 @@ def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(
     assert not list((tmp_path / "scratch").glob("lockstep*"))
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_it_in_one_line_and_leaves_nothing(finished: Checkout, tmp_path: Path) -> None:
     environment = {**finished.environment(), "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(

@@ -42,6 +42,7 @@ def test_a_layer_count_builds_no_engine(demo: Checkout) -> None:
     assert demo.would_run() == Counter(config=1, reference=1, validate=2, golden=2, served=2) + REPORT
 
 
+@pytest.mark.long
 def test_a_precision_adds_its_own_jobs_only(demo: Checkout) -> None:
     demo.edit_config(lambda config: config["models"][MODEL].update(precisions=["fp32"]))
     without = demo.finish()
@@ -100,6 +101,7 @@ def test_an_expected_text_touches_the_checks_of_its_layer_count(demo: Checkout) 
     assert set(demo.would_run()) == {"config", "golden", "served", "summary", "plots"}
 
 
+@pytest.mark.long  # test_dates.py plans it
 def test_other_weights_need_no_new_graphs_and_no_new_engines(demo: Checkout) -> None:
     """A fine-tune of the same shapes: one bit of one weight."""
     weights = demo.folder / "resources" / MODEL / "model.safetensors"
@@ -165,11 +167,12 @@ def test_a_comment_a_docstring_and_a_module_of_no_stage_rerun_nothing(demo: Chec
     ("package", "untouched"),
     [
         ("transformers", {"config", "resolve", "convert", "build", "golden", "served"}),
-        (
+        pytest.param(
             "rich",
             {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "served", "plots"},
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "snakemake",
             {
                 "config",
@@ -184,6 +187,7 @@ def test_a_comment_a_docstring_and_a_module_of_no_stage_rerun_nothing(demo: Chec
                 "summary",
                 "plots",
             },
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -229,12 +233,24 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("result", RESULTS)
+# One of each kind: those that are known to Snakemake, that lie beside a manifest, and that nothing reads.
+ALWAYS = (
+    "config.json",
+    f"{MODEL}/reference/all.safetensors",
+    f"{MODEL}/fp16/engines/onnxruntime/middle.onnx",
+    "summary.csv",
+)
+
+
+@pytest.mark.parametrize(
+    "result", [pytest.param(name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name in RESULTS]
+)
 def test_a_deleted_result_is_noticed(demo: Checkout, result: str) -> None:
     os.remove(demo.results / result)
     assert demo.would_run()[RESULTS[result]] == 1
 
 
+@pytest.mark.long
 def test_deleted_results_are_made_again_as_they_were_by_a_clock_that_was_set_back(demo: Checkout) -> None:
     """One of each kind that comes late, so that not everything is made again. The clock was an hour ahead while the
     results were made: what is made now is older than what it is made from, and the user's files older or younger."""
@@ -255,11 +271,3 @@ def test_deleted_results_are_made_again_as_they_were_by_a_clock_that_was_set_bac
     assert demo.digests() == before
     assert not demo.would_run()
     demo.call("lockstep", "verify")
-
-
-def test_a_deleted_cast_is_made_again_as_it_was(demo: Checkout) -> None:
-    weights = demo.results / MODEL / "fp32" / "weights.safetensors"
-    before = demo.digests()
-    weights.unlink()
-    demo.snakemake("--cores", "2", f"results/{MODEL}/fp32/weights.json")
-    assert demo.digests() == before

@@ -43,7 +43,13 @@ with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
 """
 
 
-@pytest.mark.parametrize(("scope", "asked"), [("local", "2"), ("global", "1")], ids=["a cluster", "this machine"])
+@pytest.mark.parametrize(
+    ("scope", "asked"),
+    [
+        pytest.param("local", "2", id="a cluster"),
+        pytest.param("global", "1", id="this machine", marks=pytest.mark.long),
+    ],
+)
 def test_jobs_of_several_ranks_ask_for_as_many_gpus(demo: Checkout, scope: str, asked: str) -> None:
     """Those that run the model; engines are built and compared on one. On a machine where one such job runs at a time
     it takes what there is."""
@@ -57,7 +63,9 @@ def test_jobs_of_several_ranks_ask_for_as_many_gpus(demo: Checkout, scope: str, 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
-@pytest.mark.parametrize("python", [None, sys.executable], ids=["this Python", "another"])
+@pytest.mark.parametrize(
+    "python", [pytest.param(None, id="this Python"), pytest.param(sys.executable, id="another", marks=pytest.mark.long)]
+)
 def test_what_is_missing_is_said_before_any_job(demo: Checkout, python: str | None) -> None:
     """Not after minutes of export."""
     demo.edit_config(with_tensorrt)

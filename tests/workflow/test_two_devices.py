@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from checkout import Checkout
 
+pytestmark = pytest.mark.long  # each device takes two runs
+
 BACKEND = Path(__file__).resolve().parents[1] / "data" / "dummy_backend"
 GPUS = {"alpha": "Alpha 100 80GB", "beta": "Beta 4"}
 
@@ -147,7 +149,6 @@ def test_a_target_is_not_reproduced_where_its_device_is_not(both: Checkout) -> N
     assert wrong.returncode == 1 and "made for name Alpha 100 80GB" in line and "name Beta 4" in line
 
 
-@pytest.mark.long  # test_reproduce.py does it with the demo
 def test_a_target_is_reproduced_where_its_device_is(both: Checkout, tmp_path: Path) -> None:
     copy = both.copy(tmp_path / "checkout")
     said = node(copy, "alpha").run("lockstep", *REPRODUCE).stdout

@@ -146,7 +146,13 @@ def test_each_extra_of_pyproject_is_in_the_table() -> None:
     assert not set(EXTRAS) & set(project["dependencies"])
 
 
-@pytest.mark.parametrize("command", main.commands)
+# Of the commands of stages, which are made from a table, one.
+ONE_STAGE = [
+    pytest.param(name, marks=[pytest.mark.long] * (name in STAGES and name != "export")) for name in main.commands
+]
+
+
+@pytest.mark.parametrize("command", ONE_STAGE)
 def test_a_command_names_the_extra_that_it_needs(command: str, installed: Path, tmp_path: Path) -> None:
     """With pyproject's `dependencies` alone. What needs no more says what else is missing."""
     (tmp_path / "results").mkdir()
