@@ -86,7 +86,7 @@ slurm-test: setup $(SLURM_ENV)/.pinned
 	LOCKSTEP_SLURM=$(abspath $(SLURM_ENV)) $(BIN)/python -m pytest -n 0 tests/slurm $(ARGS)
 
 oldest-test: setup $(OLDEST_ENV)/.pinned
-	LOCKSTEP_OLDEST=$(abspath $(OLDEST_ENV)) $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py $(ARGS)
+	LOCKSTEP_OLDEST=$(abspath $(OLDEST_ENV)) $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py -k oldest $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check
