@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 WINDOW = 5
 _SIZES = {
     "vocab_size": 288,
@@ -202,3 +204,13 @@ FAMILIES = {
     ),
     "phimoe": _family("phimoe", sliding_window=WINDOW, windows=(WINDOW,), num_local_experts=4, num_experts_per_tok=2),
 }
+
+
+def some_families(*always: str) -> list[Any]:
+    """All families as parameters; those but `always` are long.
+
+    To trace one takes longer than all that a test does with it, and each trace is made once a test run. So tests take
+    the same few: llama (biases), gpt2 (learned positions, transposed weights), gemma2 (windows, caps, norms around
+    branches), phi3 (fused weights), gpt_neox (branches side by side), mixtral (experts).
+    """
+    return [pytest.param(name, marks=[pytest.mark.long] * (name not in always)) for name in FAMILIES]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from demo_model import DEMO, ROOT
-from families import FAMILIES
+from families import FAMILIES, some_families
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_folders import ADAPTERS, NAMES, ROOM, logits_of, opened, requests, shared_lora, sizes, tensors, write
@@ -169,13 +169,7 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
             assert [hits[number, 0], hits[number, 1]] == alone[name] == [found[number, 0], found[number, 1]]
 
 
-# Tied embeddings; fused q, k, v and gate, up; transposed weights.
-_ALWAYS = ("llama, llama3 rope", "phi3", "gpt2")
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.long) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", some_families("gpt2", "phi3"))  # transposed weights; fused q, k, v and gate, up
 def test_every_family_computes_what_transformers_does_with_the_adapter(family: str, shared: Shared) -> None:
     config = dict(FAMILIES[family].config)
     model = parity.reference_model(config, 0, 1.0)

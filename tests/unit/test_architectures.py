@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, WINDOW, Family
+from families import FAMILIES, WINDOW, Family, some_families
 
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, resolve_architecture
@@ -26,8 +26,6 @@ from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 
-# Those that differ most: layers of two kinds, learned positions, experts and two sorts of layers.
-ALWAYS = {"gemma3_text", "gpt2", "qwen3_moe"}
 NEW_TOKENS = 20
 PROMPTS = [np.random.default_rng(seed).integers(3, 256, length) for seed, length in enumerate((5, 19, 11))]
 # Logits of random models have a standard deviation of 0.3 to 4; fp32 sums in another order give 1e-6 to 2e-5 of it.
@@ -69,8 +67,8 @@ def forward(model, ids) -> np.ndarray:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
-)
+    scope="module", params=some_families("gemma2", "qwen3_moe")
+)  # attention of two kinds, layers of two kinds
 def built(request, shared) -> Built:
     family = FAMILIES[request.param]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from demo_model import CONFIG as DEMO_CONFIG
-from families import FAMILIES
+from families import FAMILIES, some_families
 
 from lockstep import make_random_checkpoint
 from lockstep.artifacts.assembly import FileEntry
@@ -26,7 +26,7 @@ from shared import Shared
 
 # What differs most: biases and shared heads; a fused weight; transposed weights with learned positions; query, key and
 # value of a head together and two branches in one sum; tied, with softcaps and windows; experts; latent attention.
-ALWAYS = ("llama", "phi3", "gpt2", "gpt_neox", "gemma2", "mixtral", "minicpm3")
+ALWAYS = ("gpt_neox", "mixtral")  # the graphs of others are in test_tensor_parallel.py
 ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
 # As long as any of the families may be: a longrope ends at 64 tokens.
 LIMITS = Limits(max_batch_size=3, max_input_len=56, max_seq_len=64, max_num_tokens=128)
@@ -69,9 +69,7 @@ def make(family: str, folder: Path) -> Made:
     return Made(family, results, source)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", some_families(*ALWAYS))
 def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path: Path) -> None:
     from lockstep.serve import check as served  # loads what a server needs
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import onnx
 import pytest
-from families import FAMILIES
+from families import FAMILIES, some_families
 from onnx import TensorProto
 
 from lockstep.artifacts.agreement import agrees
@@ -17,13 +17,8 @@ from lockstep.export.tracer import meta_model
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.widened import widened
 
-# A norm of one node, a norm of many with another behind each branch, learned positions and a parallel MLP.
-ALWAYS = {"gpt2", "gemma3_text", "phi"}
 
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", some_families("gpt2", "gemma2"))  # a norm of one node, of many
 def test_the_stream_is_wide_and_the_computation_the_same(family: str) -> None:
     """In float32 throughout, the graphs are held to transformers as those of an fp32 export are."""
     config = FAMILIES[family].config

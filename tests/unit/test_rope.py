@@ -29,8 +29,8 @@ from lockstep.onnx_tools.sessions import open_session
 pytestmark = pytest.mark.exports
 
 POSITIONS = 100
-# Halves, with frequencies and weights scaled; neighbours, of a part of the elements; neighbours in fp32; no encoding.
-ALWAYS = {"llama, yarn rope", "glm", "cohere", "gpt2"}
+# Halves, with frequencies and weights scaled; neighbours, of a part of the elements; no encoding.
+ALWAYS = {"llama, yarn rope", "glm", "gpt2"}
 TWO_KINDS = {"qwen2", "gemma2", "gemma3_text", "smollm3"}
 REFUSED = {"deepseek_v3"}  # writes neighbours into halves, and puts keys together before RoPE
 # positions in the embedding; keys normalised behind the encoding, which then stays in the block

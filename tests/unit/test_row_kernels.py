@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from families import FAMILIES
+from families import FAMILIES, some_families
 
 from fake_gpu import compiled
 from lockstep.errors import CheckError
@@ -198,11 +198,11 @@ def test_the_source_depends_on_the_graph_alone() -> None:
 
 # Norms with and without a mean, biases, heads with norms of their own, scaled embeddings, capped logits, tied heads.
 OTHERS = ("llama", "gemma2", "qwen2", "qwen3", "gpt_neox", "phi", "olmo2", "granite")
-ALWAYS = ("llama", "llama, llama3 rope", "gemma2")  # biases; tied heads; caps, scaled embeddings and norms with a one
-NAMES = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in sorted(FAMILIES)]
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    "family", some_families("llama", "gemma2")
+)  # biases; caps, scaled embeddings and norms with a one
 def test_blocks_of_the_families(family: str, shared: Shared) -> None:
     """What stands between the products of each class, and its embedding, computes what its graph does."""
     files, assembly = shared.assembled(dict(FAMILIES[family].config), "fp16")
