@@ -203,7 +203,7 @@ def test_a_request_gives_the_same_bits_in_any_company(opened, precision):
         np.testing.assert_array_equal(found[number][1], alone[i][1])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "w4a16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=LONG), "w4a16"])
 def test_another_process_builds_the_same_bytes(opened, tmp_path, precision):
     results, name, engines = opened(precision)
     # after others, for OpenVINO numbers what a process makes

@@ -51,7 +51,7 @@ def lora(demo: Results, shared: Shared) -> Results:
     return shared_lora(demo, shared)
 
 
-@pytest.fixture(params=[FORMS[0], FORMS[2], pytest.param(FORMS[1], marks=pytest.mark.long)], ids="-".join)
+@pytest.fixture(params=[FORMS[2], *(pytest.param(form, marks=pytest.mark.long) for form in FORMS[:2])], ids="-".join)
 def form(request: pytest.FixtureRequest) -> Form:
     return request.param
 

@@ -60,7 +60,9 @@ def split(demo: Results, shared: Shared) -> dict[tuple[str, int], tuple[Path, Pa
     }
 
 
-@pytest.fixture(params=FORMS, ids=lambda form: "-".join(map(str, form)))
+@pytest.fixture(
+    params=[pytest.param(FORMS[0], marks=pytest.mark.long), *FORMS[1:]], ids=lambda form: "-".join(map(str, form))
+)
 def form(request: pytest.FixtureRequest) -> tuple[str, str, str, int]:
     return request.param
 
@@ -165,7 +167,10 @@ def test_the_demo_passes_the_golden_check(references: Results, paths, form: tupl
 
 @pytest.mark.parametrize(
     "form",
-    [*FORMS[:2], pytest.param(FORMS[2], marks=pytest.mark.long)],  # four compute in the tests around it
+    [
+        FORMS[1],
+        *(pytest.param(form, marks=pytest.mark.long) for form in FORMS[::2]),
+    ],  # four compute in the tests around it
     indirect=True,
     ids=lambda form: "-".join(map(str, form)),
 )

@@ -56,7 +56,15 @@ def engines(demo, tmp_path_factory):
     return found
 
 
-@pytest.fixture(params=FORMS, ids=lambda form: "-".join(form))
+def forms(*always):
+    """All forms as parameters; those but `always` are long, for what runs is mostly the same."""
+    return [pytest.param(form, id="-".join(form), marks=[pytest.mark.long] * (form not in always)) for form in FORMS]
+
+
+ALL_FORMS = pytest.mark.parametrize("form", forms(*FORMS), indirect=True)
+
+
+@pytest.fixture(params=forms(FORMS[2]))
 def form(request):
     return request.param
 
@@ -152,7 +160,7 @@ atexit.register(spies["ended"].append, True)
 """
 
 
-@pytest.mark.parametrize("form", FORMS[::2], indirect=True, ids="-".join)
+@pytest.mark.parametrize("form", forms(FORMS[2]), indirect=True)
 def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engines, form, gpu):
     """The interpreter would destroy streams and engines in any order, behind the driver's and TensorRT's own end."""
     paths = engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
@@ -165,7 +173,8 @@ def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engi
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("following", [False, True])
+@ALL_FORMS
+@pytest.mark.parametrize("following", [pytest.param(False, marks=pytest.mark.long), True])
 def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, following):
     both = Both(demo, open_model, form[1], following=following)
     both.step(prompts=[(2, 45), (0, 8)])
@@ -187,6 +196,7 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, followi
         both.step(0, 1, 2, 3)
 
 
+@ALL_FORMS
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
     precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
     golden.check_engines(
@@ -566,7 +576,7 @@ class Chaos:
         assert 0 < len(aborted) < len(self.requests) / 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_early(
     open_model, form, gpu, monkeypatch, seed
