@@ -188,12 +188,14 @@ ENTRY = {
 STAYS = ("a folder",)
 
 
+GARBAGE = [(kind, name) for kind in ("entry", "manifest", "weights") for name in ANY]
+GARBAGE += [("entry", name) for name in ENTRY]
+ALWAYS = [("weights", "a flipped byte"), ("manifest", "gone"), ("entry", "a folder")]
+ALWAYS += [("entry", name) for name in ("no mapping", "another key", "a file outside", "a file too few")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *((kind, name) for kind in ("entry", "manifest", "weights") for name in ANY),
-        *(("entry", name) for name in ENTRY),
-    ],
+    ("kind", "name"), [pytest.param(*each, marks=[pytest.mark.long] * (each not in ALWAYS)) for each in GARBAGE]
 )
 def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, name: str) -> None:
     manifest = checkpoint(tmp_path)
