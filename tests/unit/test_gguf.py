@@ -77,6 +77,7 @@ def test_weights_are_what_the_blocks_say(tmp_path: Path, stored: str) -> None:
 
 
 @pytest.mark.exports
+@pytest.mark.long
 def test_bytes_are_the_same_on_every_cpu(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "gemma2", quantized="Q4_1")
     code = "import sys; from pathlib import Path; from lockstep.export import gguf_model; "

@@ -41,8 +41,15 @@ def check(results, tmp_path, precision="fp32", layers=2, **changes):
     return golden.check_engines(**{**given, **changes})
 
 
-@pytest.mark.parametrize("layers", [2, "all"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "layers"),
+    [
+        ("fp32", 2),
+        ("fp16", "all"),
+        pytest.param("fp32", "all", marks=pytest.mark.long),
+        pytest.param("fp16", 2, marks=pytest.mark.long),
+    ],
+)
 def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, precision, layers):
     report = read_json(check(references, tmp_path, precision, layers), "lockstep.golden/2")
     assert report["result"] == "pass" and report["max_logit_error"] <= report["tolerance"]
@@ -79,7 +86,12 @@ def test_two_checks_are_the_same_bytes(references, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_batch_size": 3}, {"max_num_tokens": 10}, {"max_batch_size": 1, "max_num_tokens": 7}], ids=str
+    "limits",
+    [
+        {"max_batch_size": 3, "max_num_tokens": 10},
+        pytest.param({"max_batch_size": 1, "max_num_tokens": 7}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_more_prompts_than_slots_and_prompts_in_chunks_give_the_same(references, tmp_path, limits):
     report = read_json(check(references, tmp_path, limits=replace(LIMITS, **limits)))

@@ -69,7 +69,12 @@ def measured(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: objec
     ]
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
+def long(*endpoints: str) -> list[Any]:
+    """Endpoints of the long run: that all count the same tokens is a test below."""
+    return [pytest.param(endpoint, marks=pytest.mark.long) for endpoint in endpoints]
+
+
+@pytest.mark.parametrize("endpoint", ["completions", *long("triton", "grpc")])
 def test_drawn_prompts_get_answers_of_the_drawn_lengths(
     server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, endpoint: str
 ) -> None:
@@ -82,7 +87,7 @@ def test_drawn_prompts_get_answers_of_the_drawn_lengths(
     assert all(record["status"] == "completed" and record["chunks"] for record in records)
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat", "triton", "grpc"])
+@pytest.mark.parametrize("endpoint", ["completions", "grpc", *long("chat", "triton")])
 def test_texts_of_a_file_are_the_same_alone_streamed_and_together(
     server: RealServer, capsys: pytest.CaptureFixture[str], dataset: Path, endpoint: str
 ) -> None:
@@ -109,7 +114,7 @@ def test_all_endpoints_count_the_same_tokens(
         assert found == counts["grpc0"], name
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
+@pytest.mark.parametrize("endpoint", ["completions", *long("triton", "grpc")])
 def test_cancelled_requests_leave_nothing_behind(
     server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, endpoint: str
 ) -> None:
@@ -121,7 +126,7 @@ def test_cancelled_requests_leave_nothing_behind(
     server.wait_idle()
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
+@pytest.mark.parametrize("endpoint", ["completions", *long("triton", "grpc")])
 def test_a_server_with_a_key_needs_it(
     guarded: tuple[RealServer, Path], capsys: pytest.CaptureFixture[str], endpoint: str
 ) -> None:

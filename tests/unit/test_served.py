@@ -124,8 +124,8 @@ def _keep_what_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_lose_the_last_token, "with the engine killed: step"),
         (_mix_up_numbers, "step 0: expected token"),
-        (_lose_pieces, "expected token|expected 24 tokens|expected \\d+ tokens"),
-        (_keep_what_was_cancelled, "afterwards: expected no request"),
+        pytest.param(_lose_pieces, "expected token|expected 24 tokens|expected \\d+ tokens", marks=pytest.mark.long),
+        pytest.param(_keep_what_was_cancelled, "afterwards: expected no request", marks=pytest.mark.long),
     ],
 )
 def test_a_planted_fault_is_found(

@@ -28,6 +28,7 @@ def grown(name: str, by: int) -> list[Sample]:
     return [IDLE] * 20 + [more] * 10
 
 
+@pytest.mark.long
 def test_a_short_run_finds_nothing_and_asks_everything(
     demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,7 +274,7 @@ def test_a_dropped_download_goes_on_with_a_range(user: User, hub: HubServer, mon
     assert sha256_file(found.folder / "model.safetensors") == found.sha256["model.safetensors"] and not user.parts()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_stopped_download_goes_on_with_a_range(user: User, hub: HubServer, how: signal.Signals) -> None:
     data = weights(size=16 << 20)
     hub.model(NAME, model(**{"model.safetensors": data}))

@@ -126,9 +126,10 @@ def change(path: Path, add: Mapping[str, np.ndarray] = MappingProxyType({}), dro
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("shard_bytes", [1 << 30, 50_000], ids=["one file", "shards"])
-@pytest.mark.parametrize("cached", [False, True], ids=["folder", "hub cache"])
+@pytest.mark.parametrize(
+    ("dtype", "shard_bytes", "cached"),
+    [("float32", 1 << 30, False), ("float16", 50_000, True), ("bfloat16", 50_000, False)],
+)
 def test_every_dtype_in_one_file_or_shards_as_a_folder_or_in_a_hub_cache(tmp_path, graphs, dtype, shard_bytes, cached):
     folder = source(tmp_path / "s", dtype, shard_bytes)
     if cached:

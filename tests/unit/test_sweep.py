@@ -50,7 +50,9 @@ SEED = 7
 FAULTS = {fault.name: fault for fault in faults(SEED)}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.long] * (n % 4 > 0)) for n, name in enumerate(FAULTS)]
+)
 def test_a_fault_between_the_edges_is_seen(demo: Results, tmp_path: Path, fault: str) -> None:
     (pattern,) = FAULTS[fault].graphs
     name = pattern.replace("*", "attention")
