@@ -276,7 +276,14 @@ def _without_a_module(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -
     )
 
 
-@pytest.mark.parametrize("fault", [_neighbour, _unscaled, _garbage, _not_cleared, _without_a_module])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _neighbour,
+        _unscaled,
+        *(pytest.param(fault, marks=pytest.mark.long) for fault in (_garbage, _not_cleared, _without_a_module)),
+    ],
+)
 def test_the_check_finds_a_fault_in_loading(
     lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
 ) -> None:
