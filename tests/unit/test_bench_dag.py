@@ -35,6 +35,7 @@ def test_what_is_above_the_empty_workflow_is_shared_by_the_targets() -> None:
     assert found["before_to_now"]["10"]["plan of 10, before"]["median"] == 2.0
 
 
+@pytest.mark.long
 def test_bare_rules_are_the_same_jobs(tmp_path: Path) -> None:
     (tmp_path / "Snakefile").write_text(dag.bare_rules(dag._config(20)))
     command = [sys.executable, "-m", "snakemake", "-n", "--quiet", "all", "--cores", "1"]

@@ -206,7 +206,7 @@ def test_attention_with_a_soft_cap_is_refused_by_name(shared, tmp_path):
         built(results, "w8a16", tmp_path, LIMIT)
 
 
-@pytest.mark.parametrize("layers", [2, "all"])
+@pytest.mark.parametrize("layers", [pytest.param(2, marks=pytest.mark.long), "all"])
 def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path, layers):
     results, name, tolerance = references, "demo-llama", CONFIG.tolerance("demo-llama", "fp16", "cuda")
     engines = built(results, "fp16", tmp_path, model=name)

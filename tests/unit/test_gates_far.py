@@ -143,10 +143,9 @@ def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, prec
         )
 
 
-@pytest.fixture(scope="module")
-def windowed(shared) -> Results:
-    """A random Mistral whose layers have a window of 300 tokens, taken through all stages up to the engines, in fp32
-    and fp16."""
+@pytest.fixture
+def windowed(shared, precision) -> Results:
+    """A random Mistral whose layers have a window of 300 tokens, taken through all stages up to the engines."""
     config = {**_family("mistral", sliding_window=WIDE).config, "max_position_embeddings": 512, "num_hidden_layers": 2}
 
     def run_stages(root: Path) -> None:
@@ -155,16 +154,11 @@ def windowed(shared) -> Results:
         results = Results(root / "results")
         checkpoint = resolve(str(folder), folder, results.checkpoint(WINDOWED))
         architecture = resolve_architecture(str(folder), folder, results.architecture(WINDOWED))
-        for precision in ("fp32", "fp16"):
-            convert(checkpoint, precision, results.weights(WINDOWED, precision))
-            export(architecture, precision, results.assembly(WINDOWED, precision))
-            build(
-                results.assembly(WINDOWED, precision),
-                "onnxruntime",
-                results.engines(WINDOWED, precision, "onnxruntime"),
-            )
+        convert(checkpoint, precision, results.weights(WINDOWED, precision))
+        export(architecture, precision, results.assembly(WINDOWED, precision))
+        build(results.assembly(WINDOWED, precision), "onnxruntime", results.engines(WINDOWED, precision, "onnxruntime"))
 
-    return Results(shared.folder("windowed", run_stages) / "results")
+    return Results(shared.folder(f"windowed-{precision}", run_stages) / "results")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

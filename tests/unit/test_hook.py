@@ -115,7 +115,7 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
 @pytest.mark.exports
 @pytest.mark.parametrize(("config", "reason"), [
     ({"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": 64}, "ALiBi"),
-    ({"model_type": "falcon", **TINY, "alibi": True}, "ALiBi"),
+    pytest.param({"model_type": "falcon", **TINY, "alibi": True}, "ALiBi", marks=pytest.mark.long),
     ({"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64}, "ALiBi"),
     ({"model_type": "falcon", **TINY}, "computes attention in code of its own"),
     ({"model_type": "gptj", "n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "vocab_size": 64}, "computes attention in "  # noqa: E501
@@ -124,7 +124,7 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
     ({**FAMILIES["gemma3_text"].config, "use_bidirectional_attention": True}, "lets tokens see later ones"),
     ({"model_type": "llama4_text", **TINY, "head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}, "chunks of 8 tokens"),  # noqa: E501
     ({"model_type": "gpt_oss", **TINY, "head_dim": 8, "num_local_experts": 2}, "attention sinks"),
-    ({"model_type": "mamba", **TINY}, "recurrent layers"),
+    pytest.param({"model_type": "mamba", **TINY}, "recurrent layers", marks=pytest.mark.long),
     pytest.param({"model_type": "recurrent_gemma", **TINY}, "recurrent layers", marks=pytest.mark.long),
     ({"model_type": "doge", **TINY}, "change the attention mask"),
 ])  # fmt: skip

@@ -65,7 +65,7 @@ NAME, BACKEND, QUANTIZED = "demo-llama", "openvino", ("w8a16", "w4a16")
 HAS_BF16 = cpu.why_not("bf16") is None
 bf16 = pytest.mark.skipif(not HAS_BF16, reason="this CPU has no bf16 instructions")
 LONG = pytest.mark.long(reason="each precision, layer count and family runs by default, not each of them with each")
-ONE_OF_EACH_FAMILY = (("llama", "w4a16"), ("gemma2", "w8a16"), ("gpt_neox", "w4a16"))
+ALWAYS = (("gemma2", "w8a16"),)  # the demo runs in each precision
 ALL = ("fp32", pytest.param("bf16", marks=bf16), *QUANTIZED)
 
 
@@ -146,7 +146,7 @@ def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, preci
 @pytest.mark.parametrize(
     "family, precision",
     [
-        pytest.param(*each, marks=() if each in ONE_OF_EACH_FAMILY else LONG)
+        pytest.param(*each, marks=() if each in ALWAYS else LONG)
         for each in itertools.product(RANDOM, ("w4a16", "w8a16"))
     ],
 )
@@ -159,6 +159,7 @@ def test_random_families_in_small_weights(shared, tmp_path, family, precision):
 
 @bf16
 @pytest.mark.parametrize("family", each_random_family)
+@pytest.mark.long
 def test_random_families_in_bf16(shared, tmp_path, family):
     results, config = Results(tmp_path), dict(FAMILIES[family].config)
     source = random_source(shared, family)

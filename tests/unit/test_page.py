@@ -293,8 +293,7 @@ CONTRAST = """
 """
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1200])
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (1200, False)], ids=["dark", "light"])
 def test_the_page_fits_and_can_be_read(server: ScriptedServer, shown: Browser, width: int, dark: bool) -> None:
     shown.emulate(width, 740, dark)
     ask(shown, "A long word: " + "x" * 200)

@@ -49,7 +49,7 @@ PROMPTS = tuple(prompt.text for prompt in GOLDEN.prompts)
 # Untied with biases; tied and scaled, with norms behind; a fused query, key and value.
 RANDOM = ("llama", "gemma2", "gpt_neox")
 # The demo is a Llama, which runs in each precision.
-each_random_family = [pytest.param(name, marks=[pytest.mark.long] * (name == "llama")) for name in RANDOM]
+each_random_family = [pytest.param(name, marks=[pytest.mark.long] * (name != "gemma2")) for name in RANDOM]
 LIMIT = Limits(max_batch_size=3, max_input_len=64, max_seq_len=96, max_num_tokens=128)
 
 

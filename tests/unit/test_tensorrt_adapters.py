@@ -87,6 +87,7 @@ def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
     assert (model.adapters.adapter_slots == -1).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
 def test_bisect_follows_a_request_through_the_engines_without_room(lora: Results, form: Form, open_model: Open) -> None:
     model, precision = open_model(), form[1]

@@ -142,9 +142,10 @@ def test_ranks_give_the_logits_of_one(open_model, reference, form: tuple, monkey
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[form[1]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "form",
-    [pytest.param(FORMS[0], marks=pytest.mark.long), FORMS[1]],  # traced attention has the ranks of the tests above
+    [FORMS[0], FORMS[1]],  # traced attention has the ranks of the tests above
     indirect=True,
     ids=["traced", "fused"],
 )

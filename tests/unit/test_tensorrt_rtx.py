@@ -818,6 +818,7 @@ LOCK = ROOT / "locks" / "demo-llama.lock.json"
 ENGINES = f"precisions/fp16/engines/{BACKEND}/{DEVICE}"
 
 
+@pytest.mark.long  # so does tests/workflow/test_committed_lock.py
 def test_engines_are_those_of_the_committed_lock(made, monkeypatch):
     """Which another machine made."""
     found = held(made, monkeypatch, LOCK)
@@ -830,6 +831,7 @@ def command(folder: Path) -> subprocess.CompletedProcess:
     return call("lockstep", arguments, ROOT, os.environ)
 
 
+@pytest.mark.long
 def test_an_engine_that_is_not_the_locks_is_named_and_one_that_it_lacks_too(made, monkeypatch, tmp_path):
     lock = json.loads(LOCK.read_text())
     engines = lock["precisions"]["fp16"]["engines"]
@@ -854,7 +856,9 @@ def test_an_engine_that_is_not_the_locks_is_named_and_one_that_it_lacks_too(made
     assert ended.returncode == 1 and f"not locked  {ENGINES}\n" in ended.stdout
 
 
-@pytest.mark.parametrize("each", ["in this process", pytest.param("in a process", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "each", [pytest.param(each, marks=pytest.mark.long) for each in ("in this process", "in a process")]
+)
 def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made, monkeypatch, tmp_path, each):
     on(monkeypatch, None)
     if each == "in this process":

@@ -40,11 +40,17 @@ FORMS = [("8.6.0", "fp16", "fused"), ("8.6.0", "fp32", "traced"), ("10.9.0", "fp
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}
 
 
+def asked(request, fixture):
+    """Return the forms of the tests that are to run, of those that take the fixture."""
+    items = [item for item in request.session.items if fixture in getattr(item, "fixturenames", ())]
+    return sorted({item.callspec.params["form"] for item in items})
+
+
 @pytest.fixture(scope="session")
-def engines(demo, tmp_path_factory):
-    """{(version, precision, attention): engines.json}"""
+def engines(demo, tmp_path_factory, request):
+    """{(version, precision, attention): engines.json} of the forms that are asked for"""
     folder, found = tmp_path_factory.mktemp("tensorrt"), {}
-    for version, precision, attention in FORMS:
+    for version, precision, attention in asked(request, "engines"):
         with fake_gpu.installed(version):
             options = {
                 "attention": attention,
@@ -61,7 +67,7 @@ def forms(*always):
     return [pytest.param(form, id="-".join(form), marks=[pytest.mark.long] * (form not in always)) for form in FORMS]
 
 
-ALL_FORMS = pytest.mark.parametrize("form", forms(*FORMS), indirect=True)
+BOTH_ATTENTIONS = pytest.mark.parametrize("form", forms(*FORMS[1:]), indirect=True)
 
 
 @pytest.fixture(params=forms(FORMS[2]))
@@ -173,7 +179,7 @@ def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engi
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@ALL_FORMS
+@BOTH_ATTENTIONS
 @pytest.mark.parametrize("following", [pytest.param(False, marks=pytest.mark.long), True])
 def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, following):
     both = Both(demo, open_model, form[1], following=following)
@@ -196,7 +202,7 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, followi
         both.step(0, 1, 2, 3)
 
 
-@ALL_FORMS
+@BOTH_ATTENTIONS
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
     precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
     golden.check_engines(

@@ -16,7 +16,7 @@ from lockstep.verify.metrics import failed_path
 FAULTY_LAYER = 3
 
 
-@pytest.fixture(params=["fp32", "fp16"])
+@pytest.fixture(params=["fp32", pytest.param("fp16", marks=pytest.mark.long)])
 def copy(demo, tmp_path, request):
     """A copy of the graphs to plant faults in: (folder of assembly.json, precision)."""
     graphs = demo.assembly("demo-llama", request.param).parent

@@ -170,11 +170,10 @@ def test_what_is_said_beside_an_answer_is_shown(python, capfd) -> None:
     assert capfd.readouterr().err == "a warning\n"
 
 
-@pytest.mark.parametrize("stage", ["call", "ask"])
 @pytest.mark.parametrize(
-    "lines",
-    [("kill -9 $$",), ("sh -c 'kill -9 $$'; exit $?",), ("exit 137",)],
-    ids=["itself", "behind a shell", "its code"],
+    ("stage", "lines"),
+    [("call", ("kill -9 $$",)), ("ask", ("sh -c 'kill -9 $$'; exit $?",))],
+    ids=["itself", "behind a shell"],
 )
 def test_an_interpreter_that_is_killed_is_told_with_the_signal(python, stage, lines) -> None:
     with pytest.raises(CheckError, match="build: .*python was ended by SIGKILL"):
