@@ -6,7 +6,7 @@
 #                                 REAL_CONFIG=FILE changes keys of its config
 #   make test                     runs the tests, in a process more than there are cores; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
-#   make test-all                 runs the long ones too: every model family through every stage, whole sweeps
+#   make test-all                 runs the long ones too: every model family through every stage, whole sweeps, fuzz; CI does at night
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
 #   make clients-test             runs aiperf and lm-eval on `lockstep serve` of the demo (tests/clients); CLIENTS_ENV names the folder that both are installed in
 #   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
