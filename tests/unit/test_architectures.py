@@ -67,7 +67,7 @@ def forward(model, ids) -> np.ndarray:
 
 
 @pytest.fixture(
-    scope="module", params=some_families("gemma2", "qwen3_moe")
+    scope="module", params=some_families("gemma2", "mixtral")
 )  # attention of two kinds, layers of two kinds
 def built(request, shared) -> Built:
     family = FAMILIES[request.param]

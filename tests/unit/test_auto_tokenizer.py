@@ -83,7 +83,7 @@ def test_a_tokenizer_json_that_says_all_is_taken_as_it_is(tmp_path: Path) -> Non
         assert load_auto(DEMO).data is None and load_auto(DEMO).note == ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.long)])
 def test_real_tokenizers_are_split_as_their_class_does(tmp_path: Path, shared: Shared, name: str) -> None:
     """Llama's class takes a space before a text for the one that it puts there; tokenizer.json keeps both."""
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}

@@ -211,6 +211,7 @@ def test_what_a_backend_lacks_here_is_one_line_before_anything_is_made(tmp_path,
 
 
 @pytest.mark.exports
+@pytest.mark.long
 def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(tmp_path, shared):
     """All but the GPU: what the benchmark makes opens and steps, and its weights are as their manifest says."""
     assembly = shared.exported(SHAPE, "fp16") / "assembly.json"

@@ -300,7 +300,13 @@ def record_of(command: str, here: Here) -> dict[str, Any]:
 
 
 @pytest.mark.exports
-@pytest.mark.parametrize("command", sorted(set(bench.commands) - set(ELSEWHERE)))
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * name.startswith("adapters"))  # they make adapters first
+        for name in sorted(set(bench.commands) - set(ELSEWHERE))
+    ],
+)
 def test_each_command_starts(command: str, here: Here) -> None:
     record = record_of(command, here)
     if command in ("gpu", "batches", "adapters-gpu", "serving-gpu"):

@@ -116,7 +116,8 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family, precision", [("gemma", "w8a16"), pytest.param("glm", "w4a16", marks=pytest.mark.long)]
+    "family, precision",
+    [pytest.param(*each, marks=pytest.mark.long) for each in (("gemma", "w8a16"), ("glm", "w4a16"))],
 )
 def test_families_with_tied_heads_biases_and_partial_rope(shared, gpu, tmp_path, family, precision):
     results = random_family(shared, family, precision)

@@ -117,10 +117,17 @@ def plant(folder: Path, phase: str, fault) -> None:
 @pytest.mark.parametrize(
     ("fault", "phase", "tensor"),
     [
-        (positions_clamped_at_63, "prefill", r"behind 63 cached tokens, chunked\.key_out"),
+        pytest.param(
+            positions_clamped_at_63, "prefill", r"behind 63 cached tokens, chunked\.key_out", marks=pytest.mark.long
+        ),
         (positions_clamped_at_63, "decode", r"behind 63 cached tokens, decode\.key_out"),
         (rows_from_64_on_forgotten, "decode", r"behind 63 cached tokens, decode\.attention"),
-        (rows_from_64_on_forgotten, "prefill", r"behind 127 cached tokens, chunked\.attention"),
+        pytest.param(
+            rows_from_64_on_forgotten,
+            "prefill",
+            r"behind 127 cached tokens, chunked\.attention",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, precision, fault, phase, tensor):
@@ -163,7 +170,9 @@ def windowed(shared, precision) -> Results:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    "fault", [None, window_one_more, window_removed], ids=lambda value: getattr(value, "__name__", "none")
+    "fault",
+    [None, window_one_more, pytest.param(window_removed, marks=pytest.mark.long)],
+    ids=lambda value: getattr(value, "__name__", "none"),
 )
 def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precision, fault):
     def validated():
@@ -214,8 +223,14 @@ def plant_in_engine(engines: Path, phase: str, fault) -> None:
 @pytest.mark.parametrize(
     ("fault", "phase", "said"),
     [
-        (positions_clamped_at_63, "prefill", r"the long prompt', behind 240 tokens, in one piece"),
-        (positions_clamped_at_63, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
+        pytest.param(
+            *(positions_clamped_at_63, "prefill", r"the long prompt', behind 240 tokens, in one piece"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *(positions_clamped_at_63, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
+            marks=pytest.mark.long,
+        ),
         (rows_from_64_on_forgotten, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
         (past_ignored, "prefill", r"the long prompt', behind \d+ tokens, in"),
         (third_row_sees_the_second, "decode", r"prompt '.*, step 1"),

@@ -100,9 +100,7 @@ MASKED = {
 
 
 @pytest.mark.exports
-@pytest.mark.parametrize(
-    "name", ["phimoe", *(pytest.param(name, marks=pytest.mark.long) for name in MASKED if name != "phimoe")]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in MASKED])
 def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
     settings, expected = MASKED[name]
     meta = meta_model({"model_type": name.partition(",")[0], **TINY, **settings}, "fp32")

@@ -182,10 +182,11 @@ def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("family", "head", "rows"),
     [
-        (
+        pytest.param(
             "qwen3_moe",
             "3 layers, 6 classes, 1 attention variants",
             ["0 entry attention exit", "1 middle attention exit_2", "2 middle_2 attention exit_2"],
+            marks=pytest.mark.long,
         ),
         ("llama", "3 layers, 4 classes, 1 attention variants", ["0 entry attention exit", "1-2 middle attention exit"]),
     ],

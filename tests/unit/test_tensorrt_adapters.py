@@ -223,6 +223,7 @@ def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_witho
 
 
 @MOST
+@pytest.mark.long
 def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.gpu import cuda
 

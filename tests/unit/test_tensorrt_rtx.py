@@ -471,11 +471,11 @@ def wait_for(what, seconds: float = 120) -> None:
 @pytest.mark.parametrize(
     ("how", "whom", "code"),
     [
-        (signal.SIGINT, os.killpg, 130),
+        pytest.param(signal.SIGINT, os.killpg, 130, marks=pytest.mark.long),
         pytest.param(signal.SIGINT, os.kill, 130, marks=pytest.mark.long),
         (signal.SIGTERM, os.kill, 143),
         pytest.param(signal.SIGTERM, os.killpg, 143, marks=pytest.mark.long),
-        (signal.SIGKILL, os.kill, -9),
+        pytest.param(signal.SIGKILL, os.kill, -9, marks=pytest.mark.long),
     ],
     ids=["Ctrl-C", "SIGINT", "SIGTERM", "SIGTERM to all", "SIGKILL"],
 )

@@ -177,6 +177,7 @@ def run_under_lock(first_run: Checkout, shared: Shared) -> Checkout:
     return Checkout(shared.folder("run_under_lock", make) / "checkout")
 
 
+@pytest.mark.long
 def test_a_locked_run_makes_small_weights_and_their_golden_tokens_as_locked(run_under_lock: Checkout) -> None:
     log = (run_under_lock.folder.parent / "log").read_text()
     for stage in ("export", "convert", "build", "quantized_reference", "golden"):
@@ -188,6 +189,7 @@ def test_a_locked_run_makes_small_weights_and_their_golden_tokens_as_locked(run_
     assert not run_under_lock.would_run(SMALL_GOLDEN, *LOCKED)
 
 
+@pytest.mark.long
 def test_a_locked_run_refuses_another_golden_token_of_small_weights(run_under_lock: Checkout, tmp_path: Path) -> None:
     demo = run_under_lock.copy(tmp_path / "checkout")
     lock = json.loads((demo.folder / LOCK).read_text())

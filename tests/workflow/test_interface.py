@@ -282,7 +282,7 @@ def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple
 
 
 @pytest.mark.parametrize(
-    "of", ["engines/onnxruntime/engines.json", pytest.param("weights.json", marks=pytest.mark.long)]
+    "of", [pytest.param(each, marks=pytest.mark.long) for each in ("engines/onnxruntime/engines.json", "weights.json")]
 )
 def test_what_has_no_record_is_not_run(demo: Checkout, of: str) -> None:
     manifest = demo.folder / "results" / "demo-llama" / "fp16" / of
