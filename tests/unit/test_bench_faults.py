@@ -1,7 +1,6 @@
 """Planted faults: each is a change, is judged by what users would see, and counts as caught only where a gate says
 so."""
 
-import json
 import shutil
 import sys
 
@@ -10,7 +9,7 @@ import onnx
 import onnx.reference
 import pytest
 from benchmarks.__main__ import bench
-from benchmarks.faults import models, page
+from benchmarks.faults import models
 from benchmarks.faults import run as faults
 from benchmarks.faults.case import Case, Setting, plant
 from benchmarks.faults.edit import Edit
@@ -21,7 +20,6 @@ from click.testing import CliRunner
 from onnx import helper
 
 from lockstep.artifacts.files import read_json
-from lockstep.errors import InputError
 
 
 def chosen(*names):
@@ -187,29 +185,6 @@ def test_each_fault_of_the_demo_changes_what_it_says_and_leaves_a_graph(planted,
         assert bool(graphs) == (FAULTS[name].place == "graph"), name
 
 
-def test_there_are_many_faults_of_all_kinds():
-    on_cpu, on_gpu = (
-        [fault for fault in FAULTS.values() if backend in fault.backends] for backend in ("onnxruntime", "tensorrt")
-    )
-    assert len(on_cpu) >= 60 and len(on_gpu) >= 60
-    assert {fault.place for fault in on_cpu} == {"graph", "assembly", "runtime"}
-    assert sum(fault.name.startswith("pages-") for fault in on_gpu) >= 5 and not any(
-        fault.name.startswith("pages-") for fault in on_cpu
-    )
-    assert len({fault.about for fault in FAULTS.values()}) == len(FAULTS)
-
-
-def test_a_choice_is_by_name_or_spread_over_all():
-    assert [fault.name for fault in chosen("rope-sine", "eps-10")] == ["rope-sine", "eps-10"]
-    few = faults.choose("onnxruntime", limit=10)
-    assert len(few) == 10 and len({fault.place for fault in few}) > 1
-    assert {fault.model for fault in faults.choose("tensorrt", models=("window", "bias"))} == {"window", "bias"}
-    with pytest.raises(InputError, match="found no-such-fault"):
-        chosen("no-such-fault")
-    with pytest.raises(InputError, match="expected at least one for the backend onnxruntime, found none: pages-second"):
-        chosen("pages-second")
-
-
 def test_a_fault_stands_in_one_place():
     with pytest.raises(ValueError, match="expected one place"):
         Fault("none", "nothing")
@@ -262,17 +237,6 @@ def test_an_edit_without_effect_or_with_a_circle_is_refused(graph):
     edit.producer("z").input[1] = "y"
     with pytest.raises(ValueError, match="reads what nothing makes, or itself"):
         edit.done()
-
-
-@pytest.mark.exports
-def test_the_page_shows_what_was_refused_and_what_is_not_finite(record):
-    changed = json.loads(json.dumps(record))
-    refused, *others = changed["faults"]
-    refused |= {"fault": "refused", "refused": True, "largest_logit_difference": None}
-    others[-1] |= {"largest_logit_difference": None}
-    text = page.render([changed, {**changed, "backend": "tensorrt"}])
-    assert "| 1 | 1 | not built | " in text and "| 1 | 1 | not finite | " in text
-    assert "## onnxruntime" in text and "## tensorrt" in text and max(map(len, text.splitlines())) < 400
 
 
 @pytest.mark.long

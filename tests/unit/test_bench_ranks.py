@@ -128,17 +128,3 @@ def test_each_aim_is_judged_by_its_own_figure(scale: float, met: bool) -> None:
     assert len(aims) == 7 and {row["met"] for row in aims} == {met}
     on_one = ranks.record_of({shape: {"4": case(scale)}}, True)
     assert {row["met"] for row in on_one["aims"]} == {None} and "say nothing" in ranks.page(on_one)
-
-
-def test_logits_that_are_no_numbers_meet_no_aim() -> None:
-    spoilt = case(1)
-    spoilt["check"]["2"]["max_logit_error"] = None
-    rows = ranks.record_of({"llama-3-70b": {"4": spoilt}}, False)["aims"]
-    assert [row["met"] for row in rows if row["figure"].startswith("logits")] == [False, True]
-
-
-def test_speeds_are_held_against_one_gpu() -> None:
-    cases = {"llama-2-7b": {"1": case(1), "2": case(1.65), "4": case(2.4)}}
-    rows = {(row["ranks"], row["figure"]): row["met"] for row in ranks.record_of(cases, False)["aims"]}
-    assert rows[2, "decode 1: times one GPU"] is True and rows[4, "decode 1: times one GPU"] is False
-    assert rows[2, "decode 16: times one GPU"] is True and rows[4, "decode 16: times one GPU"] is False

@@ -119,17 +119,6 @@ def test_a_model_that_is_gone_is_looked_for_again(server: ScriptedServer, shown:
     assert [body["model"] for body in server.bodies] == ["gone", "scripted"]
 
 
-@pytest.mark.parametrize(("said", "expected"), [("", pytest.fail.Exception), ("1", pytest.skip.Exception)])
-def test_under_ci_a_browser_that_is_not_there_is_a_failure(
-    said: str, expected: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CI", "1")
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("LOCKSTEP_NO_BROWSER", said)
-    with pytest.raises(expected, match="is installed"):
-        find()
-
-
 def test_a_completion_takes_the_parameters(server: ScriptedServer, shown: Browser) -> None:
     shown.run("document.querySelector('input[value=complete]').click()")
     for name, value in {
