@@ -113,6 +113,7 @@ def test_a_tokenizer_that_transformers_cannot_load_is_one_line(tmp_path: Path) -
     assert not (tmp_path / "architecture.json").exists()
 
 
+@pytest.mark.exports
 def test_chat_tokens_and_all_ends_reach_graphs_and_reference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
