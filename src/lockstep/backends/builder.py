@@ -1,7 +1,4 @@
-"""The build stage: an assembly in, an engine set out.
-
-Every graph is built once; engines of an earlier build that still fit are kept.
-"""
+"""The build stage: an assembly in, an engine set out; engines of an earlier build that still fit are kept."""
 
 from __future__ import annotations
 
@@ -116,11 +113,7 @@ def _engines(
 
 @contextlib.contextmanager
 def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[dict[str, Any]]:
-    """Print a line on stderr, begun before the engine and ended after it.
-
-    So a build that is killed says in which engine it was. Yields what to write down, with a `note` that is only
-    printed.
-    """
+    """Print a line on stderr, begun before the engine, so that a killed build says in which; yield its cost."""
     cost: dict[str, Any] = {}
     say = (
         functools.partial(print, file=sys.stderr, flush=True) if library.takes_long else lambda *words, **settings: None

@@ -1,7 +1,4 @@
-"""The CPU here: its architecture, instruction sets, and how many threads to start.
-
-Libraries choose kernels and layouts by the instruction sets.
-"""
+"""The CPU here: its architecture, the instruction sets that libraries choose kernels by, and thread counts."""
 
 from __future__ import annotations
 

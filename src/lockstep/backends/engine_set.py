@@ -1,7 +1,4 @@
-"""An engine set, opened: engines.json and the assembly in, loaded programs out.
-
-It refuses what was made elsewhere or changed since.
-"""
+"""An engine set, opened: refused where it was made elsewhere or changed since."""
 
 from __future__ import annotations
 

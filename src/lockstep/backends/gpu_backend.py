@@ -1,7 +1,4 @@
-"""The common part of backends whose engines run on NVIDIA GPUs, by `lockstep.gpu`.
-
-A backend derives from `GpuBackend` and adds the rest of `lockstep.backends.base.Backend`.
-"""
+"""The base of backends whose engines run on NVIDIA GPUs, by `lockstep.gpu`."""
 
 from __future__ import annotations
 

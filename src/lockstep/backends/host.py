@@ -1,7 +1,4 @@
-"""The common part of backends whose engines run on the CPU here, on NumPy arrays.
-
-A backend derives from `HostBackend` and adds the rest of `lockstep.backends.base.Backend`.
-"""
+"""The base of backends whose engines run on the CPU here, on NumPy arrays."""
 
 from __future__ import annotations
 

@@ -171,11 +171,7 @@ def empty(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Arr
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
-    """Return device memory of zeros, for any stream.
-
-    The default stream, which clears it, is waited for, because nothing orders it with a `Stream`. Raises CheckError as
-    `empty` does.
-    """
+    """Return device memory of zeros, for any stream: it waits for the default one. Raises as `empty` does."""
     array = empty(shape, dtype, what)
     check(runtime.cudaMemset(array.address, 0, array.nbytes))
     check(runtime.cudaStreamSynchronize(0))

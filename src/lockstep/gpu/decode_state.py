@@ -73,11 +73,7 @@ class DecodeState:
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int] | None, positions: Sequence[int], stream: cuda.Stream
     ) -> None:
-        """Prepare a step of `slots`, which is put on the stream next.
-
-        tokens: the slots' tokens, at `positions`; None: what the device found last. Uploads what the device does not
-        hold.
-        """
+        """Prepare the next step of `slots` at `positions`; tokens: None: what the device found last."""
         self.send_samplings(stream)
         self.send_adapters(stream)
         chosen = np.array(slots, np.int64)

@@ -1,7 +1,4 @@
-"""What an engine depends on in a GPU: name, compute capability and driver.
-
-Nothing here needs CUDA to be imported.
-"""
+"""What an engine depends on in a GPU (name, compute capability, driver), without an import of CUDA."""
 
 from __future__ import annotations
 

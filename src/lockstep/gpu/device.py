@@ -1,7 +1,4 @@
-"""The device of a rank.
-
-A model on one GPU has one rank; several ranks are on GPUs of one kind, which reach each other's memory.
-"""
+"""The device of a rank; several ranks are on GPUs of one kind, which reach each other's memory."""
 
 from __future__ import annotations
 

@@ -42,10 +42,7 @@ _WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights tak
 
 @dataclass
 class _Flight:
-    """A step in flight: the device runs it, or has finished it.
-
-    ends: by slot, the tokens that it holds after the step. chunks: by slot its prompts.
-    """
+    """A step in flight; ends: by slot, its tokens after the step. chunks: by slot its prompts."""
 
     ends: dict[int, int]
     chunks: dict[int, Advance]
@@ -269,11 +266,7 @@ class GpuExecutor:
         )
 
     def _put_ahead(self, following: Sequence[Advance], ends: Mapping[int, int]) -> _Flight | None:
-        """Put the next step on the streams, behind one in which slots come to hold `ends`.
-
-        Returns None for what is no step behind it, or goes on with other tokens than the device finds, and where there
-        is no room.
-        """
+        """Launch the next step behind one in which slots come to hold `ends`; None where that cannot be."""
         decoding, chunks = _split(following)
         lengths = self._behind(ends)
         if not self._can_follow(decoding, chunks, ends, lengths):
@@ -434,11 +427,7 @@ class GpuExecutor:
         return together <= first + second
 
     def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[StepCalls]:
-        """Put rows that decode and prompts on the streams in one pass.
-
-        Returns each rank's calls, which have the logits by slot. The rows are all up to the highest: engines take a
-        token more for each than `max_num_tokens` (`profiles`).
-        """
+        """Put decoding rows, all up to the highest, and prompts on the streams; the calls have logits by slot."""
         ends = _ends((*decoding, *chunks))
         for rank in self.group.each():
             rank.state.send_samplings(rank.stream)

@@ -83,11 +83,7 @@ class PromptPass:
         return self._calls(0)
 
     def layer(self, index: int) -> tuple[Calls, list[Values]]:
-        """Return the calls of a layer's block, and the values of its attention.
-
-        The values are what attention reads and writes, by name: of tokens that decode, if there are any, and of those
-        of prompts.
-        """
+        """Return a block's calls, and what its attention reads and writes: of decoding tokens, of prompts."""
         whole = self._blocks.values[index]
         values = self._values.get(id(whole))
         if values is None:

@@ -68,11 +68,7 @@ class ResidentAdapters:
         return at
 
     def _pieces(self, each: LoraArrays, adapter_slot: int, rank: int) -> list[tuple[int, int, int, int]]:
-        """Return where `rank` rows or columns of a slot lie, of A and of B.
-
-        Each is (address, bytes from one row to the next, bytes of a row, rows); rows that lie one behind another are
-        one.
-        """
+        """Return where a slot's A and B lie: (address, bytes to the next row, bytes of a row, rows) each."""
         first, unit = adapter_slot * self._rank, each.a.dtype.itemsize
 
         def by_rows(array: cuda.Array) -> tuple[int, int, int, int]:

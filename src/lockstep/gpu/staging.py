@@ -1,7 +1,4 @@
-"""Uploads that nobody waits for, through page-locked memory.
-
-Small host arrays are copied to one of two pieces in turn.
-"""
+"""Uploads of small arrays that nobody waits for, through two pieces of page-locked memory in turn."""
 
 from __future__ import annotations
 

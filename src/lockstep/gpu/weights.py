@@ -1,7 +1,4 @@
-"""Weights on a device, each tensor once, whichever layers share it.
-
-They come from the mapped checkpoint through page-locked memory; the parts of a fused slot lie one after another.
-"""
+"""Weights on a device, each tensor once, from the mapped checkpoint through page-locked memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A Polygraphy runner for blocks of the `cuda` backend, called as the runtime calls them.
-
-Needs cuda-bindings, polygraphy and a GPU.
-"""
+"""A Polygraphy runner for blocks of the `cuda` backend; needs cuda-bindings, polygraphy and a GPU."""
 
 from __future__ import annotations
 

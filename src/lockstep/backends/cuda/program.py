@@ -1,7 +1,4 @@
-"""A block's kernels and products on a device, bound and called as one: see `kernels_file` for its file.
-
-What lies between two steps is in buffers that all blocks of a device share.
-"""
+"""A block's kernels and products on a device, with buffers that all blocks share: see `kernels_file`."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ Sizes = Mapping[str, int]  # of dimensions, by name
 
 
 class _Shared:
-    """Products and buffers that the blocks of a device share.
-
-    They are of blocks that run one after another: those of decode steps (`own`), or of prompts. They go with the last
-    call that uses them.
-    """
+    """Products and buffers of a device's blocks for decode steps (`own`) or prompts, until their last call goes."""
 
     _instances: weakref.WeakValueDictionary[tuple[int, bool], _Shared] = weakref.WeakValueDictionary()
 

@@ -203,11 +203,7 @@ def _session(model: str | bytes, settings: ort.SessionOptions, failure: str) -> 
 
 
 def _canonical(data: bytes) -> bytes:
-    """Return the model without what differs between equal builds.
-
-    That is what names a producer, a place or a time, and the operator sets that ONNX Runtime knows but the model does
-    not use.
-    """
+    """Return the model without producer, places, times, and operator sets that it does not use."""
     model = onnx.ModelProto.FromString(data)
     for field in ("producer_name", "producer_version", "doc_string", "metadata_props"):
         model.ClearField(field)

@@ -30,11 +30,7 @@ from lockstep.weights import Tensors, check_arrays, check_bound_slots, check_inp
 
 
 class OpenVINOBackend(HostBackend):
-    """OpenVINO's CPU plugin.
-
-    Precision is the graph's: bf16 graphs multiply in bf16, and what is float32 in them stays float32. Engines are the
-    same bytes on every CPU (`ir`), but what was checked of them is what they compute on one.
-    """
+    """OpenVINO's CPU plugin; precision is the graph's. Engines are the same bytes on every CPU, results are not."""
 
     name = "openvino"
     suffixes = (".zip",)
@@ -111,11 +107,7 @@ class OpenVINOProgram:
         return OpenVINOExecutable(compiled, names, held, str(self._path))
 
     def _properties(self) -> dict[str, Any]:
-        """Return the settings of a compilation: one request at a time, on all threads.
-
-        Types are the model's; activations are int8 in products with quantised weights only, in the groups in which
-        `quantized` cut them.
-        """
+        """Return the settings of a compilation; int8 activations are in products with quantised weights only."""
         return {
             "INFERENCE_PRECISION_HINT": "f32",
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": self._group_size,

@@ -1,4 +1,1 @@
-"""The TensorRT backend: graphs in, engines without weights out, run on a GPU.
-
-Only `compat` imports the library.
-"""
+"""The TensorRT backend: graphs in, engines without weights out. Only `compat` imports the library."""

@@ -216,11 +216,7 @@ class TensorRTBackend(GpuBackend):
     def _engine(
         self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str
     ) -> tuple[Any, bytes, list[Layer]]:
-        """Build an engine plan and hold it to the graph.
-
-        Returns the configuration that it was built with, which has the timing cache; the engine plan; its layers.
-        Raises CheckError.
-        """
+        """Return configuration (with the timing cache), plan and layers of an engine held to the graph."""
         if self._builder is None:
             self._builder = TENSORRT.create_builder()
         types, bounds = tensor_types(model), profiles(model, built_limits(options))

@@ -182,11 +182,7 @@ class Library:
             ) from None
 
     def compiler_flags(self) -> str:
-        """Return the flags of the compiler of fused regions.
-
-        It reads them from a variable of the environment. They are what the user set there, and where the version needs
-        it that to accumulate fp16 products in fp32, unless the user set something else for it.
-        """
+        """Return the flags of the compiler of fused regions: the user's, and fp32 accumulation if needed."""
         flags = os.environ.get(_FLAGS, "").split()
         if self.has("fp16_sums") and not any(flag.startswith(f"{_FP16_SUMS}=") for flag in flags):
             flags = [*flags, f"{_FP16_SUMS}=off"]

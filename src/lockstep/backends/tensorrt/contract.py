@@ -1,7 +1,4 @@
-"""Check that an engine has the inputs and outputs of its graph.
-
-Compared are names, dtypes, shapes, and the sizes that the optimization profiles allow.
-"""
+"""Check that an engine has its graph's inputs and outputs: names, dtypes, shapes, sizes of profiles."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What versions of TensorRT have, where they differ.
-
-This is the table that `compat.Library.has` reads.
-"""
+"""What versions of TensorRT have, where they differ: the table that `compat.Library.has` reads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Whether a GPU here runs TensorRT-RTX's engines, by the CUDA driver alone.
-
-The library is not asked. In: the compute capabilities that engines were built for. Out: nothing, or why they cannot run
-here.
-"""
+"""Whether a GPU here runs engines for these compute capabilities, by the CUDA driver alone."""
 
 from __future__ import annotations
 

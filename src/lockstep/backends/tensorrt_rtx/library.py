@@ -1,7 +1,4 @@
-"""TensorRT-RTX behind TensorRT's class, the only module that imports it.
-
-A build needs no GPU: kernels are compiled when an engine is loaded, for the GPU at hand, and kept in a runtime cache.
-"""
+"""TensorRT-RTX behind TensorRT's class; kernels are compiled, and cached, where an engine is loaded."""
 
 from __future__ import annotations
 
@@ -79,11 +76,7 @@ class RTXLibrary(Library):
         return context
 
     def _runtime_cache(self, config: trt.IRuntimeConfig, folder: Path) -> trt.IRuntimeCache:
-        """Return the cache of kernels that were compiled for the engines of a folder.
-
-        There is one for each GPU, driver and version. One that the library refuses, for it is damaged or another
-        version's, is begun anew.
-        """
+        """Return a folder's cache of kernels for this GPU, driver and version; a refused one is begun anew."""
         gpu = gpu_key(describe_gpu(f"backend {self.backend}"))
         path = folder / f"runtime.{sha256_json([self.version_text(), gpu])[:12]}.cache"
         if path not in self._caches:

@@ -1,7 +1,4 @@
-"""The config of TensorRT-RTX: its section `backends.tensorrt_rtx`.
-
-It also says whether engines can be built and run here.
-"""
+"""The config of TensorRT-RTX, and whether engines can be built and run here."""
 
 from __future__ import annotations
 

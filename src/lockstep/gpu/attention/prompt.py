@@ -64,11 +64,7 @@ class PromptAttention:
         self._largest_batch = LARGEST_BATCH  # 1 where this cuDNN was found to take no more
 
     def begin(self, chunks: Chunks, table: np.ndarray) -> None:
-        """Send what the calls of a pass read of its chunks.
-
-        These are the numbers of new tokens and of all tokens, pages and offsets. table [rows, pages_per_row]: the pages
-        of each row.
-        """
+        """Send the numbers of new and of all tokens, pages (of table [rows, pages_per_row]) and offsets."""
         self._chunks, self._batches, self._planned = chunks, [], {}
         offsets: list[int] = []
         for first in range(0, len(chunks), LARGEST_BATCH):
@@ -175,11 +171,7 @@ def _batch_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
 
 
 class _CudnnPlan:
-    """cuDNN's plan of one size, with its workspace.
-
-    Each token sees itself and what is before it (bottom right). A batch of several is packed: offsets say where each
-    begins; one alone may begin anywhere.
-    """
+    """cuDNN's plan of one size, with its workspace; a batch of several is packed, with offsets."""
 
     _workspaces: dict[int, cuda.Array] = {}  # by stream: each has its device
 

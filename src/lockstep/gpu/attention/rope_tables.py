@@ -84,11 +84,7 @@ def check_rope_tables(executable: HostExecutable, positions: int, where: str) ->
 
 
 def _pieces(positions: int, most: int) -> Iterator[np.ndarray]:
-    """Yield all positions in order, at most `most` at a time.
-
-    The first pieces are small, so that RoPE which depends on the largest position of a step is not always read as that
-    of a long one.
-    """
+    """Yield all positions, the first pieces small: RoPE may depend on the largest position of a step."""
     low = 0
     while low < positions:
         high = min(positions, low + most, max(1, 2 * low))

@@ -1,7 +1,4 @@
-"""Attention by the exported graphs, as engines, over a contiguous cache.
-
-The cache is one array a layer, [rows, num_kv_heads, capacity, head_dim], whose capacity doubles.
-"""
+"""Attention by the exported graphs: a cache [rows, num_kv_heads, capacity, head_dim] a layer, which grows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""cuBLAS GEMM of fp16 matrices with fp32 accumulation, through ctypes.
-
-It needs the library alone, no Python package.
-"""
+"""cuBLAS GEMM of fp16 matrices with fp32 accumulation, through ctypes: no Python package is needed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The ranks of a network, each on its device, driven by one thread.
-
-A call is put on all their streams before the next one is, for a rank may wait for what another does.
-"""
+"""The ranks of a network, driven by one thread: each call is put on all streams before the next one is."""
 
 from __future__ import annotations
 

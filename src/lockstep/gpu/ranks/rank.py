@@ -225,11 +225,7 @@ class Rank:
             self.device.use()
 
     def warm_products(self, adapted: bool) -> None:
-        """Run products with weights at many numbers of tokens.
-
-        They read what lies in the buffers of prompts. cuBLAS chooses a kernel by the size, and its first call loads it,
-        for which a request would wait.
-        """
+        """Run products at many numbers of tokens: cuBLAS loads a kernel in the first call of a size."""
         self.device.use()
         blocks = self._blocks_for_prompts(adapted)
         for tokens in range(_PRODUCTS_EVERY, self._largest_pass + 1, _PRODUCTS_EVERY):

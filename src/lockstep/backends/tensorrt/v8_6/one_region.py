@@ -67,11 +67,7 @@ def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
 
 
 def _bring_to_rank(model: onnx.ModelProto) -> bool:
-    """Give fp32 operands made of weights and constants the rank of their result.
-
-    Where such an operand is broadcast to a higher rank, it is computed from weights and constants that have the leading
-    ones. Returns whether there was one.
-    """
+    """Give fp32 operands of weights and constants the rank of their result; return whether there was one."""
     graph = model.graph
     values = typed_values(model)
     shapes = {name: shape for name, (_, shape) in values.items()}

@@ -46,11 +46,7 @@ def region_layers(plan: bytes) -> list[Layer]:
 
 
 def region_notes(layers: Sequence[Layer], reads_cache: bool, version: str) -> list[str]:
-    """Return the notes of a build about the fused regions of an engine.
-
-    layers: those of the inspector and of `region_layers`. reads_cache: whether TensorRT read what the timing cache says
-    of fused regions.
-    """
+    """Return the notes of a build; reads_cache: whether TensorRT read what the cache says of fused regions."""
     notes, in_regions = [], _any_in_region(layers)
     if in_regions and not reads_cache:
         notes.append(
