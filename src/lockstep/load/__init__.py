@@ -1,4 +1,1 @@
-"""Load measurement of a server that speaks OpenAI's API or Triton's.
-
-The workload and its arrivals, the client, and the figures of its records.
-"""
+"""Load measurement of a server that speaks OpenAI's API or Triton's: workload, arrivals, client, figures."""

@@ -21,10 +21,7 @@ class Endpoint(Protocol):
     """A sender of requests of one kind."""
 
     async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
-        """Send a request and fill its record.
-
-        Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds.
-        """
+        """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""
 
 
 def request(

@@ -18,10 +18,7 @@ _GOALS = {"ttft": "ttft", "tpot": "tpot", "e2el": "latency"}  # as vLLM names th
 
 
 def goals(text: str) -> dict[str, float]:
-    """Return the limits of `--goodput` by name, in seconds.
-
-    text: such as `ttft:500,tpot:30,e2el:5000`, in milliseconds. Raises InputError for another form.
-    """
+    """Return the limits of `--goodput` (`ttft:500,tpot:30`, in ms) by name, in seconds. Raises InputError."""
     found = {}
     for part in filter(None, re.split(r"[,\s]+", text)):
         name, _, limit = part.partition(":")
@@ -79,10 +76,7 @@ def _times(records: Sequence[Record], completed: Sequence[Record]) -> dict[str, 
 
 
 def _keeps(record: Record, name: str, limit: float) -> bool:
-    """Return whether a request keeps a limit, in seconds.
-
-    A request of one token has no time per further token (tpot), and keeps any limit of it.
-    """
+    """Return whether a request keeps a limit, in seconds; one of one token keeps any limit of tpot."""
     value = getattr(record, _GOALS[name])
     return name == "tpot" if value is None else value <= limit
 

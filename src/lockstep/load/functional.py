@@ -1,7 +1,4 @@
-"""A functional check: each prompt alone, whole and streamed, then all at once.
-
-What `end_to_end_test.py` of TensorRT-LLM's Triton backend did for its ensemble.
-"""
+"""A functional check, as `end_to_end_test.py` of TensorRT-LLM: prompts alone, whole, streamed, all at once."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ _REASONS = ("stop", "length", "tool_calls", "content_filter")
 
 @dataclass(frozen=True)
 class Functional:
-    """The result of the check.
-
-    prompts: how many were asked; different: numbers of those whose text was another one among all the others.
-    """
+    """The numbers of prompts, and of those whose text was another one among all the others."""
 
     prompts: int
     different: tuple[int, ...]

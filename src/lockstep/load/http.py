@@ -55,10 +55,7 @@ class _Connection(asyncio.Protocol):
         self.since = 0.0  # the clock when it became idle
 
     def ask(self, request: bytes, on_piece: OnPiece | None) -> asyncio.Future[Answer]:
-        """Send a request, and return the future of its answer.
-
-        on_piece: gets each piece of the body and the clock at which it was read.
-        """
+        """Send a request; return its answer's future. on_piece: gets each piece of the body and when it came."""
         import httptools
 
         self._parser, self._on_piece, self._now = httptools.HttpResponseParser(self), on_piece, 0.0
@@ -187,10 +184,7 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[_Connection]:
-        """Give a connection that no other request uses.
-
-        It is kept for the next request if the answer was read to its end. Raises NoAnswer if none can be made.
-        """
+        """Give a connection of its own, kept if the answer is read to its end. Raises NoAnswer if there is none."""
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable and not connection.transport.is_closing() and clock() - connection.since < _KEPT:

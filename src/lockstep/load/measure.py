@@ -60,10 +60,7 @@ class LoadSpec:
         }  # fmt: skip
 
     def requests(self, rate: float, model: str) -> list[Planned]:
-        """Return the requests of a run at `rate` requests per second.
-
-        Raises InputError for a rate or prompt that cannot be sent.
-        """
+        """Return the requests of a run at `rate` requests per second. Raises InputError."""
         number = len(self.prompts)
         if self.is_trace:
             due = [(prompt.arrival or 0.0) for prompt in self.prompts]
@@ -134,10 +131,7 @@ async def served_model(client: Client) -> str:
 
 
 async def _warm_up(client: Client, endpoint: Endpoint, spec: LoadSpec, planned: Sequence[Planned]) -> None:
-    """Send the first requests of a run once, all together.
-
-    Connections are open then, and no measured request pays for what happens only the first time.
-    """
+    """Send the first requests of a run once, together: connections are open, and first times are over."""
     chosen = [Planned(one.number, 0.0, one.body, one.path) for one in planned[: spec.warmup]]
     observed = await run(endpoint, chosen, spec.concurrency, spec.timeout)
     for record in observed.records:

@@ -92,10 +92,7 @@ _OTHER = COLORS[2]
 
 
 class _Axis:
-    """A linear axis from 0 to a round number at or above `largest`.
-
-    at: the place of a value; ticks: five or so.
-    """
+    """A linear axis from 0 to a round number; at: the place of a value. ticks: five or so."""
 
     def __init__(self, largest: float, origin: float, length: float) -> None:
         largest = largest if largest > 0 else 1.0

@@ -10,10 +10,7 @@ COMPLETED, CANCELLED, REFUSED, FAILED = "completed", "cancelled", "refused", "fa
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of a workload.
-
-    content: text, token ids, or a chat's messages; max_tokens: to ask for; arrival: seconds, where a trace has it.
-    """
+    """A prompt: text, token ids or messages, tokens to ask for, and its arrival in seconds, of a trace."""
 
     content: str | list[int] | list[dict[str, Any]]
     max_tokens: int
@@ -22,10 +19,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Planned:
-    """A request of a run, before it is sent.
-
-    cancel_after: seconds from its sending, None to take the whole answer. stream: whether it comes in events.
-    """
+    """A request before it is sent; cancel_after: seconds from its sending, None: never. stream: in events."""
 
     number: int
     scheduled: float

@@ -45,10 +45,7 @@ _MORE_IS_BETTER = ("requests_per_s", "output_tokens_per_s", "goodput", "complete
 
 @dataclass(frozen=True)
 class Run:
-    """The figures of a run at one rate.
-
-    rate: requests per second, None where all were sent at once; figures: of `figures.figures`.
-    """
+    """The figures of a run; rate: requests per second, None where all were sent at once."""
 
     rate: float | None
     figures: Mapping[str, float | None]
@@ -56,10 +53,7 @@ class Run:
 
 @dataclass(frozen=True)
 class LoadReport(Document):
-    """The report of a measurement, one run for each rate.
-
-    settings: what was asked of the server, which two reports must share to be compared.
-    """
+    """The runs of a measurement, one a rate; settings: what two reports must share to be compared."""
 
     FORMAT: ClassVar[str] = LOAD
 

@@ -23,10 +23,7 @@ _AHEAD = 0.05  # seconds from the call to the first request: everything is set u
 
 @dataclass(frozen=True)
 class Observed:
-    """The records of a run, and by how much this program was late.
-
-    records: one a request, in their order; lags: seconds, looked at every 10 ms.
-    """
+    """A run's records, in the requests' order, and by how many seconds this program was late, every 10 ms."""
 
     records: list[Record]
     lags: list[float]
@@ -64,10 +61,7 @@ async def run(
 
 
 async def _watch(lags: list[float]) -> None:
-    """Add by how many seconds each sleep of 10 ms was too long.
-
-    So long did events of sockets wait, too.
-    """
+    """Add by how many seconds each sleep of 10 ms was too long: so long did events of sockets wait, too."""
     while True:
         due = clock() + _TICK
         await asyncio.sleep(_TICK)

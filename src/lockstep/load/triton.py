@@ -19,10 +19,7 @@ _CORE = "tensorrt_llm"
 
 
 def fields(prompt: Prompt, model: str, extra: Mapping[str, Any], stream: bool) -> tuple[str, dict[str, Any]]:
-    """Return a model and its inputs by name. model: another than the usual one, or "".
-
-    Raises InputError for a prompt that is a chat.
-    """
+    """Return a model (`model`, or the usual one for "") and its inputs by name. Raises InputError for a chat."""
     content = prompt.content
     if isinstance(content, str):
         given: dict[str, Any] = {"text_input": content, "max_tokens": prompt.max_tokens, "stream": stream}

@@ -66,10 +66,7 @@ class EventReader:
 
 
 class Reader:
-    """A reader that fills a record from the pieces of an answer.
-
-    start: the clock at the start of the run. stream: whether the answer is to be a stream of events.
-    """
+    """A reader that fills a record; start: the clock at the run's start. stream: the answer comes in events."""
 
     def __init__(self, record: Record, start: float, stream: bool) -> None:
         self._record, self._start, self._stream, self._events = record, start, stream, EventReader()

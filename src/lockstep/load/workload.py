@@ -22,10 +22,7 @@ _TOKENS_PER_WORD = 1.3  # of an answer that is given as text, as TensorRT-LLM's 
 
 
 def normal(number: int, sizes: Sequence[float], seed: int) -> list[Prompt]:
-    """Return `number` prompts with lengths from normal distributions.
-
-    Lengths are cut off below 1 token. sizes: mean and standard deviation of the prompt's tokens, then of the answer's.
-    """
+    """Return prompts of normal lengths; sizes: mean and deviation, in tokens, of the prompt and of the answer."""
     if len(sizes) != 4 or not all(np.isfinite(sizes)) or min(sizes) < 0 or sizes[0] < 1 or sizes[2] < 1:
         raise InputError(
             "--token-norm-dist: expected IN_MEAN,IN_STDEV,OUT_MEAN,OUT_STDEV in tokens, means of at least 1, such as "

@@ -1,7 +1,4 @@
-"""The thread that checks and reads adapters while the engine steps.
-
-In: folders. Out: adapters that were checked and read.
-"""
+"""The thread that checks and reads adapters while the engine steps: folders in, adapters out."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ class AdapterLoader:
         self._asked.put((number, name, folder))
 
     def poll(self) -> Iterator[tuple[int, LoadedAdapter | str]]:
-        """Yield (number, adapter) of the adapters that were read since the last call.
-
-        In place of an adapter that cannot be used, a line that says why.
-        """
+        """Yield (number, adapter) read since the last call; for one that cannot be used a line that says why."""
         while not self._read.empty():
             self.under_way -= 1
             yield self._read.get()

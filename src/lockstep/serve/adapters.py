@@ -24,10 +24,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class LoadedFolder:
-    """A loaded adapter's folder, and what its files were then.
-
-    stamp: of its files; sha256: of what the adapter computes.
-    """
+    """A loaded adapter's folder, a stamp of its files then, and the digest of what it computes."""
 
     folder: Path
     stamp: Stamp | None
@@ -70,11 +67,7 @@ class Adapters:
         return self._own[name] if loaded is None else loaded.sha256
 
     def named(self, model: str | None, lora: str | None = None) -> str | None:
-        """Return the adapter that a request names; None for none.
-
-        It is named as part of the model, or by `lora`. Raises BadRequest, 404, with the names that are there, for
-        another.
-        """
+        """Return the adapter that `model` or `lora` names; None for none. Raises BadRequest, 404, for another."""
         named: str | None = None
         if model not in (None, self._model):
             if model not in self.model_names:
@@ -97,11 +90,7 @@ class Adapters:
     # -- loading
 
     async def bring(self, lora: str | None) -> None:
-        """Load the folder that a request names as its adapter, if it is not loaded yet.
-
-        Only where that is allowed. Raises BadRequest for one that cannot be used, that changed since, or that lies
-        elsewhere.
-        """
+        """Load the folder that a request names as its adapter, where allowed and needed. Raises BadRequest."""
         if lora is None or self._root is None or lora in self._own:
             return
         if lora in self._loaded:
@@ -118,10 +107,7 @@ class Adapters:
         self._use(name)
 
     def _find(self, text: str) -> tuple[str, Path]:
-        """Return the name and the path of the folder that a request names, by its path or relative to the root.
-
-        Its name is its path below the root. Raises BadRequest for one elsewhere: links are followed first.
-        """
+        """Return the name and path of a folder below the root, links followed. Raises BadRequest for another."""
         assert self._root is not None  # nobody asks otherwise
         try:
             folder = (self._root / text).resolve()
@@ -139,10 +125,7 @@ class Adapters:
         return name, folder
 
     def _use(self, name: str) -> None:
-        """Mark a loaded adapter as the most recently used.
-
-        Raises BadRequest, 409, where its folder is not as it was.
-        """
+        """Mark a loaded adapter as just used. Raises BadRequest, 409, where its folder is not as it was."""
         entry = self._loaded[name] = self._loaded.pop(name)
         if _stamp_of(entry.folder) != entry.stamp:
             raise BadRequest(
@@ -201,10 +184,7 @@ class Adapters:
         return entry
 
     def unload(self, name: str) -> None:
-        """Unload an adapter that was loaded.
-
-        Raises BadRequest for one that is not, or that requests are computed with.
-        """
+        """Unload an adapter. Raises BadRequest for one that is not loaded, or in use."""
         loaded = self._loaded
         if name not in loaded:
             there = _one_of(sorted(loaded)) or "none, for none was loaded"
@@ -228,10 +208,7 @@ class Adapters:
         return [(name, str(entry.folder), entry.sha256) for name, entry in self._loaded.items()]
 
     def engine_started(self, link: EngineLink, ready: Ready) -> list[str]:
-        """Take note of a new engine and its adapters.
-
-        ready: what the engine said of itself. Returns a line for each adapter that it could not load again.
-        """
+        """Take note of a new engine; return a line for each adapter that it could not load again."""
         lost = ready.lost_adapters
         for name in self._asked - set(self._loaded) - set(lost):  # unloaded while it started
             link.unload(name)

@@ -50,10 +50,7 @@ class UnloadAdapterBody(msgspec.Struct):
 
 
 def application(service: Service, access: Access = Access(), triton: Triton | None = None) -> ASGIApp:
-    """Return the ASGI application of a service.
-
-    triton: shared with another front end, whose requests may be stopped by those of this one.
-    """
+    """Return a service's ASGI application; triton: shared with another front end, which may stop its requests."""
     encoded = [key.encode() for key in access.keys]
     triton = triton or Triton(service)
 
@@ -157,10 +154,7 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
 
 def _is_own(host: str, own_name: str) -> bool:
-    """Return whether the Host of a request is a name of this server.
-
-    That is an IP address, localhost or `own_name`, with or without a port.
-    """
+    """Return whether a Host is an IP address, localhost or `own_name`, with or without a port."""
     name = (host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]).lower().rstrip(".")
     try:
         return name in ("localhost", own_name.lower()) or bool(ipaddress.ip_address(name))
@@ -199,10 +193,7 @@ def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None)
 
 
 def check_key(authorization: str, keys: Sequence[bytes]) -> None:
-    """Check an API key, and set the tenant of what follows: who has the key.
-
-    Raises BadRequest, 401, for an authorization without one of the keys, where there are any.
-    """
+    """Check an API key, and set the tenant: who has it. Raises BadRequest, 401, for none of `keys`, if any."""
     scheme, _, rest = authorization.partition(" ")
     given = rest.strip().encode() if scheme.lower() == "bearer" else b""  # RFC 7235: schemes are case-insensitive
     if keys:

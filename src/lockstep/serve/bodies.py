@@ -52,10 +52,7 @@ class BadRequest(StreamError):
 
 
 def bad_request(error: InputError, names: Mapping[str, str] = {}) -> BadRequest:
-    """Return the error of a value out of range, which begins with its name.
-
-    names: by the names of `Request` and `Sampling` those that the client knows.
-    """
+    """Return the error of a value out of range; names: the client's, by those of `Request` and `Sampling`."""
     name, _, said = str(error).partition(": ")
     name = names.get(name, name)
     return BadRequest(f"{name}: {said}", name)
@@ -84,10 +81,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 async def read_body(request: Request, access: Access) -> bytes:
-    """Return the whole body of a request, decompressed.
-
-    Raises BadRequest for one of too many bytes, one that is not there in time, and another encoding.
-    """
+    """Return the body, decompressed. Raises BadRequest for one too long or too late, or of another encoding."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", *_COMPRESSED):
         raise BadRequest(f"content-encoding: expected gzip, deflate or identity, found {encoding[:40]!r}", status=415)
@@ -184,10 +178,7 @@ def _check_names(value: dict[str, Any], body: msgspec.Struct, place: str = "") -
 
 
 def is_near(name: str, known: str) -> bool:
-    """Return whether a name is one edit from another of at least `_SHORTEST` characters.
-
-    An edit is a character more, less or other, or two that changed places.
-    """
+    """Return whether a name is one edit (a character, or two swapped) from one of at least `_SHORTEST`."""
     if len(known) < _SHORTEST or abs(len(name) - len(known)) > 1 or name == known or name in _OTHERS:
         return False
     at = next((at for at, (a, b) in enumerate(zip(name, known)) if a != b), min(len(name), len(known)))

@@ -51,10 +51,7 @@ class Chat:
         return self._template if self.fault is None else None
 
     async def start(self) -> None:
-        """Load the template.
-
-        One that cannot be loaded is said on stderr, and is a fault: completions need none.
-        """
+        """Load the template. One that cannot be loaded is said on stderr, and is a fault: completions need none."""
         if self._template is None:
             return
         try:

@@ -15,10 +15,7 @@ from lockstep.errors import CheckError
 
 @dataclass
 class Answer:
-    """The answer of a stream.
-
-    Token ids, and their log-probabilities where the request has them. finish: why it ended.
-    """
+    """A stream's token ids, their log-probabilities where asked for, its text, and why it ended."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -124,10 +124,7 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
 
 
 def _load_again(model: Model, options: EngineOptions) -> dict[str, str]:
-    """Load the adapters that the engine before this one had loaded.
-
-    Returns those that cannot be loaded, each with a line that says why.
-    """
+    """Load the adapters that the engine before this one had; return why, of those that cannot be loaded."""
     lost = {}
     for name, folder, digest in options.loaded:
         try:

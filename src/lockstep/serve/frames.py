@@ -64,10 +64,7 @@ def packed(frame: Mapping[str, Any]) -> bytes:
 
 
 def split(data: bytearray) -> list[bytes]:
-    """Take all whole frames off the front of `data`, and return them.
-
-    Raises InputError for one that is longer than any is.
-    """
+    """Take all whole frames off the front of `data`, and return them. Raises InputError for one too long."""
     found, at = [], 0
     while len(data) - at >= HEADER.size:
         (size,) = HEADER.unpack_from(data, at)
@@ -127,10 +124,7 @@ def finite(logprob: float) -> float:
 
 
 class Connection:
-    """The engine process's end of the socket.
-
-    It never waits for the other end to read: what does not go out now goes out later.
-    """
+    """The engine's end of the socket, which never waits for a reader: what does not go out now goes out later."""
 
     def __init__(self, end: socket.socket):
         end.setblocking(False)

@@ -72,10 +72,7 @@ def _structured_outputs(value: Any) -> Grammar | None:
 
 
 def _made(key: str, value: Any, name: str) -> Grammar:
-    """Return the grammar of one field.
-
-    key: as vLLM calls what `value` is; name: of the field.
-    """
+    """Return the grammar of the field `name`; key: as vLLM calls what `value` is."""
     if key == "json_object":
         return Grammar("json_object", name=name)
     kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "grammar": "lark", "choice": "lark"}

@@ -51,10 +51,7 @@ class GrpcServer:
     """A gRPC server before a service. port: where it listens."""
 
     def __init__(self, triton: Triton, access: Access, host: str, port: int):
-        """Bind the address; `start` takes requests.
-
-        Call it where an event loop runs. Raises InputError for an address that cannot be had.
-        """
+        """Bind the address, in an event loop; `start` takes requests. Raises InputError for one that is taken."""
         self._triton, self._service = triton, triton.service
         self._keys = [key.encode() for key in access.keys]
         # Without the second, two servers could listen at the same port and share its requests.
@@ -202,10 +199,7 @@ class GrpcServer:
 
 
 def _parser(name: str) -> Callable[[bytes], Any]:
-    """Return a function from bytes to a message.
-
-    It returns a BadRequest for bytes that are none: what a parser raises, gRPC would log.
-    """
+    """Return a parser of messages, which returns a BadRequest for other bytes: gRPC logs what is raised."""
 
     def parsed(data: bytes) -> Any:
         try:

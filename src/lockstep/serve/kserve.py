@@ -1,7 +1,4 @@
-"""The KServe v2 protocol over HTTP, as Triton speaks it.
-
-Health, metadata, and inference with tensors in JSON or, with Triton's binary tensor data extension, behind it.
-"""
+"""The KServe v2 protocol over HTTP, as Triton speaks it, with JSON or Triton's binary tensor data."""
 
 from __future__ import annotations
 
@@ -105,10 +102,7 @@ def asked_model(request: Request) -> Model:
 
 
 def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -> list[Route]:
-    """Return the routes of the protocol.
-
-    route: makes one of a path, a handler, a method and `refuse`, which words errors.
-    """
+    """Return the protocol's routes; route: makes one of path, handler, method and `refuse`, which words errors."""
     service = triton.service
     state = lambda holds: Response(status_code=200 if holds else 503)
     chosen = lambda request: asked_model(request).name if "name" in request.path_params else None

@@ -139,10 +139,7 @@ class EngineLink(asyncio.Protocol):
         self._transport.write(packed({"type": "abort", "id": number, **({} if choice is None else {"choice": choice})}))
 
     async def run(self, take: Callable[[Frame], None]) -> Frame | None:
-        """Give all frames to `take`, until the process ends.
-
-        Returns its last frame ("failed"), if it sent one, else None.
-        """
+        """Give all frames to `take` until the process ends; return its last one if "failed", else None."""
         while not self._early.empty():
             if (frame := self._early.get_nowait()) is not None and frame["type"] != "failed":
                 take(frame)

@@ -49,11 +49,7 @@ class LogprobsFormat:
         }
 
     def _likeliest(self, chosen: int, text: str, logprobs: Logprobs) -> dict[str, float]:
-        """Return the likeliest tokens by their texts, and the chosen one, whether it is one of those or not.
-
-        Each has an entry: where another token of the same text is likelier, or was chosen, under its name in the
-        vocabulary.
-        """
+        """Return the likeliest tokens and the chosen one by text, or by name where another has the text."""
         found: dict[str, float] = {}
         for token, value in (*logprobs.top, (chosen, logprobs.chosen)):
             if token == chosen:

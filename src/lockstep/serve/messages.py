@@ -48,11 +48,7 @@ async def chat_text(
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages as a template takes them.
-
-    With one text as content, or null beside tool calls as the client sent it, and without other nulls. Raises
-    BadRequest for others.
-    """
+    """Return the messages as a template takes them: one text as content, no nulls. Raises BadRequest."""
     if not isinstance(value, list) or not 1 <= len(value) <= _MOST_MESSAGES:
         found = f"{len(value)} of them" if isinstance(value, list) else "no list"
         raise BadRequest(f"messages: expected 1 to {_MOST_MESSAGES} messages, found {found}", "messages")

@@ -47,10 +47,7 @@ class _EngineCounters(Collector):
 
 
 class _TokenTimes(Collector):
-    """A histogram of seconds that takes one for each token.
-
-    prometheus_client's has a lock for each of its numbers.
-    """
+    """A histogram of each token's seconds: prometheus_client's has a lock for each of its numbers."""
 
     def __init__(self, model: str, name: str, text: str):
         self._model, self._name, self._text, self._created = model, name, text, time.time()
@@ -70,10 +67,7 @@ class _TokenTimes(Collector):
 
 
 class Metrics:
-    """The series of one server.
-
-    read: by name the gauges and the engine's counters, which are read when the metrics are.
-    """
+    """The series of one server; read: by name gauges and the engine's counters, read when the metrics are."""
 
     def __init__(self, model: str, read: Mapping[str, Callable[[], float]], prefix: str = "lockstep"):
         self._prefix, self._model = prefix, model

@@ -1,7 +1,4 @@
-"""Answers in the format of OpenAI's API, whole or as server-sent events.
-
-Each endpoint derives the format of its choices.
-"""
+"""Answers in the format of OpenAI's API, whole or as events; each endpoint derives that of its choices."""
 
 from __future__ import annotations
 

@@ -31,10 +31,7 @@ _UNSUPPORTED: Unsupported = {
 
 
 class ChatBody(Parameters, kw_only=True):
-    """The body of POST /v1/chat/completions.
-
-    add_generation_prompt, continue_final_message, chat_template_kwargs: as vLLM has them.
-    """
+    """The body of POST /v1/chat/completions, with vLLM's add_generation_prompt and its like."""
 
     UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
 

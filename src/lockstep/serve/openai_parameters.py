@@ -44,10 +44,7 @@ _UNSUPPORTED: Unsupported = {
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream has beside its text.
-
-    continuous_usage_stats: with include_usage, as vLLM has it: each chunk has the numbers of its answer so far.
-    """
+    """What a stream has beside its text; continuous_usage_stats, as vLLM's: each chunk has numbers so far."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False

@@ -33,10 +33,7 @@ class Turns:
         self._count = 0
 
     async def run(self, make: Callable[[], _Made], size: int) -> _Made:
-        """Return what `make` makes, in a thread where its `size` is more than `LONG`.
-
-        Raises StreamError, 429, where too many wait.
-        """
+        """Return what `make` makes, in a thread if `size` is above `LONG`. Raises StreamError, 429, if many wait."""
         if size <= LONG:
             return make()
         if self._count >= _MOST_WAITING:

@@ -30,10 +30,7 @@ _SECONDS = 2.0  # that the last lines may take when the server ends
 
 
 def note(scope: Scope, **known: Any) -> None:
-    """Note that an HTTP request belongs into the log.
-
-    known: `id`, `stream`, `in_chunks`, or the `error` that it is refused with.
-    """
+    """Note what is known of an HTTP request for the log: `id`, `stream`, `in_chunks`, or its `error`."""
     scope.setdefault(_NOTES, {}).update(known)
 
 
@@ -41,10 +38,7 @@ class RequestLog:
     """A log file; `-` is stderr. Close it at the end."""
 
     def __init__(self, path: Path, model: str):
-        """Open the file, and start the thread that writes to it.
-
-        model: what the lines call it. Raises InputError for a file that cannot be written.
-        """
+        """Open the file, and start its thread; model: in the lines. Raises InputError where it cannot be written."""
         self._path, self._model = path, model
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -88,10 +82,7 @@ class RequestLog:
         in_chunks: bool = False,
         error: StreamError | None = None,
     ) -> None:
-        """Add the line of a request that has ended.
-
-        began: by `time.monotonic`. stream: of what made tokens for it.
-        """
+        """Add the line of an ended request; began: by `time.monotonic`. stream: of what made tokens for it."""
         error = error or (stream.error if stream else None)
         line = {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -141,10 +132,7 @@ class RequestLog:
 
 
 def _of_stream(stream: Stream) -> Mapping[str, Any]:
-    """Return the fields of a line that a stream which has ended tells.
-
-    Times are from when it was queued, as in /metrics.
-    """
+    """Return the fields that an ended stream tells; times are from when it was queued, as in /metrics."""
     unfinished = "error" if stream.error else "abort"
     admitted = min((prompt.admitted for prompt in stream.prompts if prompt.admitted is not None), default=None)
     reasons = [choice.finish and FINISH_REASONS.get(choice.finish, choice.finish) for choice in stream.choices]

@@ -1,7 +1,4 @@
-"""The life of a server: start, serve, and drain on SIGTERM.
-
-The engine is up and warm, then one line is printed, then requests are taken; on SIGTERM what runs is finished first.
-"""
+"""The life of a server: an engine that is warm, a line that says so, requests, and a drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ class Address:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: `serve` drains first.
-
-    It wakes once a second, for the date in its headers, and not ten times.
-    """
+    """uvicorn's server without its signal handlers (`serve` drains first), awake once a second, not ten times."""
 
     def __init__(self, app: ASGIApp):
         # Once all requests are through, connections that are kept alive are closed; what is left has a moment more.
@@ -113,10 +107,7 @@ def serve(
 
 @contextlib.asynccontextmanager
 async def listening(service: Service, path: Path) -> AsyncIterator[None]:
-    """Start a service and serve it on a Unix socket, until the context ends.
-
-    Raises LockstepError where the engine does not start.
-    """
+    """Start a service and serve it on a Unix socket, until the context ends. Raises LockstepError."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as end:
         end.bind(str(path))
         server = _Server(application(service))

@@ -153,10 +153,7 @@ class Service:
         return self._fault is None and (age is None or age < self.limits.stall)
 
     def total(self, name: str) -> int:
-        """Return a counter, summed over all engines that there were.
-
-        prefix_queries and prefix_hits count tokens, swaps requests.
-        """
+        """Return a counter over all engines: prefix_queries and prefix_hits count tokens, swaps requests."""
         return self._earlier[name] + self.counters.get(name, 0)
 
     def _read(self) -> dict[str, Callable[[], float]]:
@@ -301,10 +298,7 @@ class Service:
                 self._fail(stream, StreamError("the engine died twice within a minute"))
 
     def _bring_again(self) -> None:
-        """Send all unfinished requests to the new engine, each choice by itself.
-
-        Its prompt, and behind it the tokens that were given out.
-        """
+        """Send all unfinished requests, with the tokens given out, to the new engine, by choice."""
         assert self._link is not None
         self._prompts.clear()
         for stream in self._streams:
@@ -365,10 +359,7 @@ class Service:
     def _token(
         self, prompt: PromptRequest, number: int, token: int, finish: str | None, logprobs: Sequence[Any], now: float
     ) -> bool:
-        """Take a token, or the end of an answer; return whether it is a token.
-
-        It is not if its request was cancelled meanwhile, or if it is an end alone.
-        """
+        """Take a token, or an answer's end; return whether it is a token of a request that is still there."""
         choice = number - prompt.request.choice
         if choice not in prompt.choices:
             return False
@@ -446,10 +437,7 @@ class Service:
             self._fail(stream, error)
 
     async def _watch(self) -> None:
-        """End, once a second, requests that wait or stall, and an engine that hangs.
-
-        Requests that waited too long, streams whose reader does not read, and an engine without a sign of life.
-        """
+        """End, once a second, requests that waited too long, unread streams, and an engine without a sign of life."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.queue_timeout / 2, self.limits.stall / 2))
             now = time.monotonic()

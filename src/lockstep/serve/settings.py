@@ -1,7 +1,4 @@
-"""The settings of a server: its engine process's options, and its limits.
-
-Standard library alone: the engine's Python may have no more.
-"""
+"""The settings of a server. Standard library alone: the engine's Python may have no more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The stream of one HTTP request: the answers to its prompts, as deltas.
-
-A delta holds all that came since its reader took the one before.
-"""
+"""The stream of one HTTP request: deltas, each with all that came since its reader took the one before."""
 
 from __future__ import annotations
 
@@ -70,10 +67,7 @@ class AnswerDelta:
 
 
 class StreamError(Exception):
-    """The error of a stream that ends without an answer.
-
-    status: of HTTP, where nothing was sent yet. param: the field of the body that is why, where one is.
-    """
+    """The error of a stream without an answer; status: of HTTP. param: the field of the body that is why."""
 
     def __init__(
         self,
@@ -89,10 +83,7 @@ class StreamError(Exception):
 
 
 class Stream:
-    """The answers of one request; iterating gives lists of deltas.
-
-    A list has all that came since the one before. Raises StreamError when no more comes.
-    """
+    """The answers of one request, as lists of deltas that came together. Raises StreamError at a bad end."""
 
     def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer):
         self.began = time.monotonic()
@@ -129,10 +120,7 @@ class Stream:
         return any(prompt.admitted is not None for prompt in self.prompts)
 
     def push(self, index: int, text: str, token: int | None, logprobs: Logprobs | None, finish: str | None) -> None:
-        """Add to an answer.
-
-        token: None for text without a new token; finish: why the answer ends, if it does.
-        """
+        """Add to an answer. token: None for text without a new token; finish: why the answer ends, if it does."""
         delta = self._pending.get(index)
         if delta is None:
             delta = self._pending[index] = AnswerDelta(index, "", [], [], None)

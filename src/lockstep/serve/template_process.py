@@ -43,10 +43,7 @@ class TooLong(Exception):
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`: a scope, and nothing else.
-
-    It marks what the assistant said for those who train on it.
-    """
+    """The tag `{% generation %}`, a scope alone: it marks what the assistant said for those who train on it."""
 
     tags = {"generation"}
 
@@ -71,10 +68,7 @@ class _PlainNamespace(Namespace):
 
 
 def environment() -> jinja2.Environment:
-    """Return Jinja's environment as transformers makes it for templates.
-
-    The same white space, extensions, filters and functions.
-    """
+    """Return Jinja's environment as transformers makes it: white space, extensions, filters, functions."""
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     found.filters["tojson"] = _to_json
     found.tests["none"] = lambda value: value is None or isinstance(value, _Null)
@@ -186,10 +180,7 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _opened(text: str, final: str) -> str:
-    """Return `text` up to the end of its final message.
-
-    Where the template trims messages, that is trimmed too. Raises TemplateError where that message cannot be found.
-    """
+    """Return `text` up to its final message's end, trimmed as the template does. Raises TemplateError."""
     before, mark, after = text.rpartition(_MARK.strip())
     if not mark or final.strip() not in before:
         raise TemplateError("the chat template leaves out the final message, or changes it: it cannot be continued")

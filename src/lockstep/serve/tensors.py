@@ -40,10 +40,7 @@ DATATYPES: dict[str, np.dtype] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor by name, datatype and array.
-
-    array: of the dtype that DATATYPES has for `datatype`; BYTES: objects that are bytes.
-    """
+    """A tensor; array: of the dtype that DATATYPES has for `datatype`, objects that are bytes for BYTES."""
 
     name: str
     datatype: str

@@ -64,10 +64,7 @@ async def tokenized(body: TokenizeBody, service: Service) -> bytes:
 
 
 async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
-    """Return the JSON of the text of token ids, special tokens and all.
-
-    Raises BadRequest, and StreamError where too many wait.
-    """
+    """Return the JSON of the text of token ids, special ones too. Raises BadRequest, StreamError."""
     service.adapters.named(body.model)
     most = 3 * _most_tokens(service)  # of which `encode_texts` gives fewer
     try:

@@ -78,10 +78,7 @@ async def _request_of(request: Request, access: Access) -> InferRequest:
 
 
 def _tensor(name: str, spec: Spec, value: Any) -> Tensor:
-    """Return a value of the body as a tensor of a batch of one.
-
-    The innermost free dimension is as long as the values make it, the others 1.
-    """
+    """Return a value as a tensor of a batch of one; the innermost free dimension takes the values, others 1."""
     array = values_array(name, spec.datatype, value if isinstance(value, list) else [value])
     free = [place for place, size in enumerate(spec.dims) if size == -1]
     shape = [max(1, size) for size in spec.dims]

@@ -34,10 +34,7 @@ class InferResponse:
 
 
 class Inference:
-    """An inference request that was accepted.
-
-    stream: what it waits for; None where nothing runs for it. in_tokens: whether tokens are to be sent as they come.
-    """
+    """An accepted request; stream: what it waits for, if anything. in_tokens: tokens are sent as they come."""
 
     stream: Stream | None = None
     in_tokens = False
@@ -51,10 +48,7 @@ class Inference:
         return InferResponse(self._outputs)
 
     async def parts(self, in_tokens: bool) -> AsyncIterator[InferResponse]:
-        """Yield a response for each answer, or for all tokens that came meanwhile.
-
-        Raises StreamError.
-        """
+        """Yield a response for each answer, or for all tokens that came meanwhile. Raises StreamError."""
         yield InferResponse(self._outputs)
 
     def close(self) -> None:
@@ -65,10 +59,7 @@ class Triton:
     """The five models in front of a service."""
 
     def __init__(self, service: Service, fold_ids: bool = False):
-        """Put the models before a service.
-
-        fold_ids: take prompts' token ids modulo the size of the vocabulary. Else one outside it is refused.
-        """
+        """Put the models before a service; fold_ids: take token ids modulo the vocabulary, not refuse them."""
         self.service, self._fold_ids = service, fold_ids
         self._running: dict[str, set[Generation]] = {}  # by the ids of their requests
         self.statistics = Statistics()
@@ -247,10 +238,7 @@ class Generation(Inference):
 
 
 def _place(answer: _Answer, with_prompt: bool) -> list[Tensor]:
-    """Return the place of a piece in its answer, for postprocessing, which keeps nothing between pieces.
-
-    CONTEXT_IDS: the last tokens before it, -1 where it is the first of a text. IS_LAST: whether the answer has ended.
-    """
+    """Return CONTEXT_IDS (tokens before a piece, -1 for a text's first) and IS_LAST, for postprocessing."""
     before: list[int] = []
     if not (with_prompt and answer.prompt.repeated_ids):
         prompt_ids = answer.prompt.prompt_request.request.prompt_ids

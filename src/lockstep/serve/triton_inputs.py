@@ -1,7 +1,4 @@
-"""The input tensors of a Triton request, checked against its model.
-
-In: tensors. Out: each prompt of the batch, with its sampling and stop conditions.
-"""
+"""The input tensors of a Triton request, checked against its model: tensors in, prompts out."""
 
 from __future__ import annotations
 
@@ -54,10 +51,7 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One element of a batch.
-
-    end_ids: tokens that end it and are not given out; stop_ids: sequences of tokens that end it and are.
-    """
+    """One element of a batch; end_ids end it and are not given out, sequences of stop_ids end it and are."""
 
     prompt_request: PromptRequest
     end_ids: frozenset[int]
@@ -75,11 +69,7 @@ class Batch:
     """The checked inputs of a model, by name and number of the prompt."""
 
     def __init__(self, model: Model, inputs: Mapping[str, Tensor], max_batch_size: int):
-        """Check the inputs.
-
-        Raises BadRequest for inputs that the model does not have, that are missing, that are of another datatype or
-        shape, and that ask for what this server cannot do.
-        """
+        """Check the inputs. Raises BadRequest for names, datatypes, shapes and values that the model does not take."""
         self._tensors: dict[str, np.ndarray] = {}
         sizes: dict[str, int] = {}
         for given, tensor in inputs.items():
@@ -114,10 +104,7 @@ class Batch:
         return self._tensors[name][number].item() if name in self._tensors else default
 
     def texts(self, name: str, number: int) -> list[str]:
-        """Return the strings of a prompt's tensor, without empty ones.
-
-        Empty ones stand for none. Raises BadRequest for bytes that are not UTF-8.
-        """
+        """Return a prompt's strings without empty ones, which stand for none. Raises BadRequest for no UTF-8."""
         try:
             return [value.decode() for value in self.values(name, number).ravel() if value]
         except UnicodeDecodeError as error:
@@ -143,10 +130,7 @@ def check_outputs(request: InferRequest) -> None:
 
 
 async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any = None) -> list[Prompt]:
-    """Return the prompts of a batch, for a model that generates tokens.
-
-    fold_ids: see `Triton`. lora: the request's parameter of this name, an adapter's. Raises BadRequest.
-    """
+    """Return a batch's prompts; fold_ids: see `Triton`. lora: the parameter. Raises BadRequest."""
     ready, texts = service.ready, []
     if "input_ids" not in batch:
         texts = [next(iter(batch.texts("text_input", number)), "") for number in range(batch.size)]
@@ -159,10 +143,7 @@ async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any =
 
 
 def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | None:
-    """Return the adapter of a prompt; None for none.
-
-    By its name, or by `lora_task_id`, its place among the names from 1 on; 0 is none.
-    """
+    """Return a prompt's adapter, by name or `lora_task_id`, its place among names from 1 on; None for none."""
     task = batch.value("lora_task_id", number, 0)
     names = service.adapters.names
     if not 0 <= task <= len(names):
@@ -225,10 +206,7 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
 def _sampling(
     batch: Batch, number: int, bias: Mapping[int, float], bad_words: Sequence[str | tuple[int, ...]], log_probs: bool
 ) -> Sampling:
-    """Return the sampling of a prompt, with upstream's defaults.
-
-    Greedy where neither top_k nor top_p is given, or both are 0; seed 0. Raises InputError.
-    """
+    """Return a prompt's sampling: greedy without top_k and top_p, seed 0, as upstream. Raises InputError."""
     top_k, top_p = batch.value("top_k", number, 0), batch.value("top_p", number, 0.0)
     temperature = batch.value("temperature", number, 1.0)
     if top_k == 1 or (top_k == 0 and top_p <= 0):

@@ -166,10 +166,7 @@ NEVER_MADE = set(
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor of a model.
-
-    dims: without the batch; -1: any. use: required, taken, ignored or refused. value: the ensemble's name of it.
-    """
+    """A tensor; dims: without the batch, -1: any. use: required, taken, ignored, refused. value: ensemble's name."""
 
     name: str
     datatype: str

@@ -21,10 +21,7 @@ class Statistics:
         self._last: dict[str, int] = {}  # milliseconds since 1970
 
     def succeeded(self, model: str, seconds: float, queued: float = 0.0, batch: int = 1) -> None:
-        """Count a request that was answered.
-
-        queued: of its `seconds`, those before its prompt was taken in.
-        """
+        """Count an answered request; queued: of its `seconds`, those before its prompt was taken in."""
         self._inferences[model] += batch
         self._last[model] = time.time_ns() // 1_000_000
         for name, value in (("success", seconds), ("queue", queued), ("compute_infer", seconds - queued)):

@@ -15,10 +15,7 @@ _MOST_CHARACTERS = 4096  # or tokens, where words are tokens
 
 
 def check_words(name: str, given: Sequence[Sized], unit: str = "characters") -> None:
-    """Raise BadRequest for more or longer words than each token is searched for.
-
-    name: of the parameter. unit: of the lengths.
-    """
+    """Raise BadRequest for more or longer words than each token is searched for; unit: of the lengths."""
     total = sum(map(len, given))
     if len(given) > _MOST_WORDS or total > _MOST_CHARACTERS:
         raise BadRequest(

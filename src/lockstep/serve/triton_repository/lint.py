@@ -1,7 +1,4 @@
-"""The lint of a model repository: what differs from what would be written with its settings.
-
-It says what Triton says only when it starts, or when a request fails, and what it never says.
-"""
+"""The lint of a model repository: what differs from what would be written with its settings."""
 
 from __future__ import annotations
 
