@@ -137,10 +137,7 @@ class Client:
     """Connections to one server, for requests side by side, as an async context."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Take the address of a server, which is not connected to yet.
-
-        url: `http://HOST:PORT`, with or without a path, `/v1` at its end too. Raises InputError for another one.
-        """
+        """Take a server's URL, with or without a path or `/v1`; nothing is connected yet. Raises InputError."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port

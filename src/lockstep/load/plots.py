@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lockstep.load.records import COMPLETED, Record
 from lockstep.load.report import Run
@@ -55,11 +55,7 @@ def _over_rate(runs: Sequence[Run], keys: Sequence[str], title: str, unit: str) 
 
 
 def timeline(records: Sequence[Record]) -> str:
-    """Draw a row for each request along the time.
-
-    Its parts: due but not sent, waiting for its first token, getting tokens; a cross where it failed. Of more than 300
-    requests, one in so many is drawn.
-    """
+    """Draw a row for each of up to 300 requests: due, waiting, getting tokens; a cross where it failed."""
     chosen = list(records)[:: max(1, math.ceil(len(records) / _MOST_ROWS))]
     x = _Axis(max((record.end or 0.0 for record in chosen), default=1.0), _LEFT, _PLOT[0])
     row = max(1.0, min(8.0, 2 * _PLOT[1] / max(len(chosen), 1)))
@@ -101,7 +97,10 @@ class _Axis:
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
         count = math.ceil(largest / step - 1e-9)
         self.ticks = [round(step * number, 12) for number in range(count + 1)]
-        self.at: Callable[[float], float] = lambda value: origin + length * value / (step * count)
+        self._origin, self._length, self._largest = origin, length, step * count
+
+    def at(self, value: float) -> float:
+        return self._origin + self._length * value / self._largest
 
 
 def _axes(x: _Axis, y: _Axis, x_name: str, y_name: str) -> list[str]:

@@ -79,11 +79,7 @@ def judge(record: Record) -> None:
 
 
 def answered(value: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the text and the number of tokens of an answer's outputs.
-
-    The outputs are by name, each a list of values or a single one. The text of tokens is their ids, each with a space
-    behind it. Raises KeyError and TypeError for other outputs.
-    """
+    """Return the text and the token count of an answer's outputs, by name. Raises KeyError and TypeError."""
     if "text_output" in value:
         return str(value["text_output"]), len(_list(value.get("output_log_probs", ())))
     ids = _list(value["output_ids"])

@@ -16,11 +16,7 @@ _MOST_BODY = 64 << 20  # bytes of an answer that is no stream
 
 
 def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], stream: bool = True) -> bytes:
-    """Return the body of a request.
-
-    endpoint: a key of `PATHS`; extra: fields that are added, or take another's place. Raises InputError for a prompt
-    that the endpoint does not take.
-    """
+    """Return a request's body; extra: fields added or replaced. Raises InputError for a prompt it cannot take."""
     content, asked = prompt.content, {"model": model, "max_tokens": prompt.max_tokens, "temperature": 0}
     is_chat = isinstance(content, list) and isinstance(content[0], dict)
     if endpoint == "chat":

@@ -16,11 +16,7 @@ from lockstep.weights.check_adapters import read_folder
 
 
 class AdapterLoader:
-    """A reader of adapters, which are checked against a checkpoint.
-
-    It reads one at a time, in the order of the requests, for `adapters`. checkpoint_json: path of the checkpoint's
-    manifest.
-    """
+    """A reader of adapters, one at a time, in the order of requests, checked against `checkpoint_json`."""
 
     def __init__(self, adapters: Adapters, checkpoint_json: str | None):
         self.adapters = adapters

@@ -35,11 +35,7 @@ class Adapters:
     """The names of adapters, and which of them the engine has loaded."""
 
     def __init__(self, model: str, root: Path | None, is_used: Callable[[str], bool]):
-        """Begin without an engine; `engine_started` tells which adapters there are.
-
-        model: its name in requests. root: folder below which requests may name folders as adapters
-        (`--allow-adapter-loading`); None: nowhere. is_used: whether a request is computed with an adapter.
-        """
+        """Begin without an engine; root: folder below which requests may name folders as adapters, None: nowhere."""
         self._model, self._root, self._is_used = model, None if root is None else root.resolve(), is_used
         self._loaded: dict[str, LoadedFolder] = {}  # while the server runs, the least recently used first
         self._own: Mapping[str, str] = {}  # {name: sha256}
@@ -99,11 +95,8 @@ class Adapters:
         if name not in self._loaded:
             return await self.load(name, folder)
         if (other := self._loaded[name].folder) != folder:
-            raise BadRequest(
-                f"lora: expected a folder whose name is free, found {name!r}, as which {other.name!r} is loaded",
-                "lora",
-                409,
-            )
+            said = f"lora: expected a folder whose name is free, found {name!r}, as which {other.name!r} is loaded"
+            raise BadRequest(said, "lora", 409)
         self._use(name)
 
     def _find(self, text: str) -> tuple[str, Path]:
@@ -114,12 +107,8 @@ class Adapters:
         except (OSError, ValueError, RuntimeError):
             folder = self._root
         if self._root not in folder.parents:
-            raise BadRequest(
-                "lora: expected the name of an adapter, or a folder below that of --allow-adapter-loading, found "
-                f"{text[:80]!r}",
-                "lora",
-                403,
-            )
+            expected = "the name of an adapter, or a folder below that of --allow-adapter-loading"
+            raise BadRequest(f"lora: expected {expected}, found {text[:80]!r}", "lora", 403)
         name = folder.relative_to(self._root).as_posix()
         _check_name("lora", name)
         return name, folder
@@ -150,11 +139,8 @@ class Adapters:
             task.add_done_callback(lambda task: self._has_loaded(name, task))
         other, task = self._loads[name]
         if other != folder:
-            raise BadRequest(
-                f"lora_name: expected a new name, found {name!r}, as which {other.name!r} is being loaded",
-                "lora_name",
-                409,
-            )
+            said = f"lora_name: expected a new name, found {name!r}, as which {other.name!r} is being loaded"
+            raise BadRequest(said, "lora_name", 409)
         await asyncio.shield(task)
 
     def _has_loaded(self, name: str, task: asyncio.Task[LoadedFolder]) -> None:
@@ -190,12 +176,8 @@ class Adapters:
             there = _one_of(sorted(loaded)) or "none, for none was loaded"
             raise BadRequest(f"lora_name: expected {there}, found {name[:80]!r}", "lora_name", 404)
         if self._is_used(name):
-            raise BadRequest(
-                f"lora_name: expected an adapter that no request uses, found {name!r} in use; try again when they have "
-                "ended",
-                "lora_name",
-                409,
-            )
+            said = f"expected an adapter that no request uses, found {name!r} in use; try again when they have ended"
+            raise BadRequest(f"lora_name: {said}", "lora_name", 409)
         del loaded[name]
         if self._link is not None:
             self._link.unload(name)

@@ -124,11 +124,7 @@ def _decompressed(data: bytes, encoding: str, largest: int) -> bytes:
 
 
 async def decoded(data: bytes, kind: type[_Body]) -> _Body:
-    """Return the JSON object `data` as a `kind`; a large one is decoded in a thread.
-
-    Raises BadRequest for what is no JSON by RFC 8259, an object that has a name twice, a number beyond float64, and
-    values of other types.
-    """
+    """Return JSON as a `kind`, a large one in a thread. Raises BadRequest for bad JSON, twice a name, other types."""
     return await asyncio.to_thread(_decoded, data, kind) if len(data) > _LARGE else _decoded(data, kind)
 
 

@@ -30,11 +30,7 @@ async def get(path: Path, url: str) -> Any:
 
 
 async def complete(path: Path, body: Mapping[str, Any], leave_after: int | None = None) -> AsyncIterator[Answer]:
-    """Send one completion, streamed; yield the answer so far at each event.
-
-    leave_after: break the connection off after so many events. Raises CheckError for an error, and for a stream that
-    ends without its end.
-    """
+    """Send one completion; yield the answer so far at each event, `leave_after` at most. Raises CheckError."""
     data = json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     answer, pieces, rest = Answer(), 0, b""

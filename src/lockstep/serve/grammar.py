@@ -15,11 +15,7 @@ _HARMLESS = ("disable_fallback",)  # there is no other backend to fall back to
 
 
 def grammar_of(body: Any) -> Grammar | None:
-    """Return the grammar in a body's fields `FIELDS`; None where it has none.
-
-    A field that the body lacks, or that is None, counts as absent. Raises BadRequest for what is no grammar, and for
-    more than one.
-    """
+    """Return the grammar in a body's fields `FIELDS`; None without any. Raises BadRequest for a bad one, or two."""
     found: list[Grammar] = []
     for name in FIELDS:
         value = getattr(body, name, None)

@@ -20,10 +20,10 @@ from lockstep.serve.kserve import SEQUENCE, repository_index, server_metadata
 from lockstep.serve.request_log import CLIENT_GONE
 from lockstep.serve.say import fault_of, say
 from lockstep.serve.stream import Stream, StreamError
-from lockstep.serve.tensors import Tensor, check_declaration, from_bytes, from_list, of, to_bytes
+from lockstep.serve.tensors import Tensor, check_declaration, check_parameters, from_bytes, from_list, of, to_bytes
 from lockstep.serve.triton_infer import InferResponse, Triton
 from lockstep.serve.triton_inputs import InferRequest
-from lockstep.serve.triton_models import VERSION, config, metadata, model_of
+from lockstep.serve.triton_models import VERSION, Model, config, metadata, model_of
 
 _OPEN = ("ServerLive", "ServerReady")  # without a key
 _CODES = {
@@ -80,8 +80,13 @@ class GrpcServer:
     def _methods(self) -> dict[str, Callable[[Any], dict[str, Any]]]:
         """Return what answers the methods that wait for nothing, as the fields of their responses."""
         service, triton = self._service, self._triton
-        ready = lambda: service.is_ready and service.is_live
-        model = lambda request: model_of(request.name, request.version)
+
+        def ready() -> bool:
+            return service.is_ready and service.is_live
+
+        def model(request: Any) -> Model:
+            return model_of(request.name, request.version)
+
         return {
             "ServerLive": lambda request: {"live": service.is_live},
             "ServerReady": lambda request: {"ready": ready()},
@@ -187,15 +192,17 @@ class GrpcServer:
                         await send(made(infer_response=answer), inference.stream)
                 finally:
                     inference.close()
-        except StreamError as error:
-            # Of one request: the others of the stream go on.
-            failed = MESSAGES["ModelInferResponse"](id=getattr(request, "id", ""))
-            await send(made(error_message=error.message, infer_response=failed), None)
+        except StreamError as error:  # of one request: the others of the stream go on
+            await send(_failed(request, error.message), None)
         except Exception as error:  # whoever waits for this answer is told; where the client has gone, nobody is there
             say(f"ModelStreamInfer: {fault_of(error)}")
-            failed = MESSAGES["ModelInferResponse"](id=getattr(request, "id", ""))
             with contextlib.suppress(Exception):
-                await send(made(error_message="the server failed; its log says why", infer_response=failed), None)
+                await send(_failed(request, "the server failed; its log says why"), None)
+
+
+def _failed(request: Any, message: str) -> Any:
+    failed = MESSAGES["ModelInferResponse"](id=getattr(request, "id", ""))
+    return MESSAGES["ModelStreamInferResponse"](error_message=message, infer_response=failed)
 
 
 def _parser(name: str) -> Callable[[bytes], Any]:
@@ -237,9 +244,7 @@ def infer_request(message: Any) -> InferRequest:
 
 def _tensor(given: Any, raw: bytes | None) -> Tensor:
     name, datatype, shape = given.name[:80], given.datatype, list(given.shape)
-    for each in ("shared_memory_region", "classification"):
-        if each in given.parameters:
-            raise BadRequest(f"{name}: {each}: not supported by this server; leave it out")
+    check_parameters(name, {each: each in given.parameters for each in given.parameters})
     if raw is not None:
         return from_bytes(name, datatype, shape, raw)
     count = check_declaration(name, datatype, shape)

@@ -16,7 +16,7 @@ import lockstep
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, json_response, read_body
 from lockstep.serve.response import TokenResponse
 from lockstep.serve.stream import StreamError
-from lockstep.serve.tensors import Tensor, from_bytes, from_list, to_bytes, to_list
+from lockstep.serve.tensors import Tensor, check_parameters, from_bytes, from_list, to_bytes, to_list
 from lockstep.serve.triton_infer import Inference, InferResponse, Triton
 from lockstep.serve.triton_inputs import InferRequest
 from lockstep.serve.triton_models import MODELS, VERSION, Model, config, metadata, model_of
@@ -25,7 +25,6 @@ EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "
 # What Triton says with each response of an ensemble.
 SEQUENCE = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 _HEADER_LENGTH = "Inference-Header-Content-Length"
-_UNSUPPORTED = ("shared_memory_region", "classification")
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -104,8 +103,9 @@ def asked_model(request: Request) -> Model:
 def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -> list[Route]:
     """Return the protocol's routes; route: makes one of path, handler, method and `refuse`, which words errors."""
     service = triton.service
-    state = lambda holds: Response(status_code=200 if holds else 503)
-    chosen = lambda request: asked_model(request).name if "name" in request.path_params else None
+
+    def state(holds: bool) -> Response:
+        return Response(status_code=200 if holds else 503)
 
     def telling(answer: Callable[[Request], Any]) -> Handler:
         async def handle(request: Request) -> Any:
@@ -121,7 +121,10 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
             asked_model(request)
         return state(service.is_ready and service.is_live)
 
-    statistics = telling(lambda request: triton.statistics.of(chosen(request)))
+    def counted(request: Request) -> dict[str, Any]:
+        return triton.statistics.of(asked_model(request).name if "name" in request.path_params else None)
+
+    statistics = telling(counted)
     configuration = telling(lambda request: config(asked_model(request), service.ready.max_batch_size))
 
     async def index(request: Request) -> Any:
@@ -136,7 +139,13 @@ def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -
         asked, _ = await _request_of(request, access)
         asked = replace(asked, outputs=None, complete=True)
         inference = await triton.infer(asked)
-        return InferAnswer(inference, lambda response: _encoded(asked, response), _events(asked, inference))
+
+        def encode(response: InferResponse) -> bytes:
+            """Return the JSON of a response, of which the last one is marked as in gRPC."""
+            return _encoded(asked, response, parameters={"triton_final_response": response.final})[0]
+
+        events = events_of(inference, inference.in_tokens, encode)
+        return InferAnswer(inference, lambda response: _encoded(asked, response), events)
 
     return [
         route("/v2", telling(lambda request: server_metadata()), refuse=refused),
@@ -169,7 +178,9 @@ async def _request_of(request: Request, access: Access) -> tuple[InferRequest, C
     model = asked_model(request)
     data = await read_body(request, access)
     given = request.headers.get(_HEADER_LENGTH)
-    length = len(data) if given is None else int(given) if given.isdecimal() and len(given) < 12 else -1
+    length = len(data)
+    if given is not None:
+        length = int(given) if given.isdecimal() and len(given) < 12 else -1
     if not 0 <= length <= len(data):
         raise BadRequest(f"{_HEADER_LENGTH}: expected 0 to {len(data)}, the bytes of the body, found {given}")
     body = await decoded(data[:length], _Body)
@@ -177,7 +188,7 @@ async def _request_of(request: Request, access: Access) -> tuple[InferRequest, C
     if rest:
         raise BadRequest(f"body: expected its end behind the data of the last input, found {len(rest)} bytes more")
     for output in body.outputs:
-        _check_parameters(output.name, output.parameters)
+        check_parameters(output.name, output.parameters)
     binary = {output.name: output.parameters.get("binary_data") for output in body.outputs}
     default = body.parameters.get("binary_data_output", False)
     names = tuple(binary) or None
@@ -194,7 +205,7 @@ def _inputs(given: Sequence[_Input], rest: memoryview) -> tuple[dict[str, Tensor
     found: dict[str, Tensor] = {}
     for each in given:
         name = each.name[:80]
-        _check_parameters(name, each.parameters)
+        check_parameters(name, each.parameters)
         if each.name in found:
             raise BadRequest(f"{name}: expected each input once, found it twice", name)
         size = each.parameters.get("binary_data_size")
@@ -212,18 +223,13 @@ def _inputs(given: Sequence[_Input], rest: memoryview) -> tuple[dict[str, Tensor
     return found, rest
 
 
-def _check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
-    for each in _UNSUPPORTED:
-        if parameters.get(each):
-            raise BadRequest(f"{name[:80]}: {each}: not supported by this server; leave it out", name)
-
-
-async def _events(asked: InferRequest, inference: Inference) -> AsyncIterator[bytes]:
-    """Yield an event for each response, in JSON; the last one of a request is marked as in gRPC."""
+async def events_of(
+    inference: Inference, in_tokens: bool, encode: Callable[[InferResponse], bytes]
+) -> AsyncIterator[bytes]:
+    """Yield an event for each response; what fails is one too."""
     try:
-        async for response in inference.parts(inference.in_tokens):
-            body, _ = _encoded(asked, response, parameters={"triton_final_response": response.final})
-            yield b"data: " + body + b"\n\n"
+        async for response in inference.parts(in_tokens):
+            yield b"data: " + encode(response) + b"\n\n"
     except StreamError as error:
         yield b"data: " + error_json(error.message) + b"\n\n"
 

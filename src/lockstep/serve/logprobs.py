@@ -27,11 +27,7 @@ class LogprobsFormat:
     def part(
         self, tokens: Sequence[int], logprobs: Sequence[Logprobs | None], finish: str | None = None
     ) -> dict[str, list[Any]]:
-        """Return the next part, in OpenAI's format.
-
-        tokens: those that follow. logprobs: one for each, None where there is nothing before a token. finish: why the
-        text ends, if it does.
-        """
+        """Return the next part, in OpenAI's format; logprobs: one a token, or None. finish: why the text ends."""
         texts = [self._stream.push(token) for token in tokens]
         if finish and texts and finish != "stop_id":
             texts[-1] += self._stream.finish()

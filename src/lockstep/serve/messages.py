@@ -28,23 +28,19 @@ async def chat_text(
     if service.chat.fault is not None:
         raise BadRequest(f"messages: {service.chat.fault}; use /v1/completions", "messages")
     if continues and opens:
-        raise BadRequest(
-            "continue_final_message: expected false with add_generation_prompt true; leave one out",
-            "continue_final_message",
-        )
+        name = "continue_final_message"
+        raise BadRequest(f"{name}: expected false with add_generation_prompt true; leave one out", name)
     if taken := sorted(set(variables) & set(_GIVEN)):
-        raise BadRequest(
-            f"chat_template_kwargs: expected no {taken[0]}, which is no variable of its own", "chat_template_kwargs"
-        )
+        name = "chat_template_kwargs"
+        raise BadRequest(f"{name}: expected no {taken[0]}, which is no variable of its own", name)
     found = _messages(messages)
     if continues and not isinstance(found[-1].get("content"), str):
         raise BadRequest("messages: expected a text to go on from in the last one, found none", "messages")
     try:
         return await service.chat.render(found, not continues if opens is None else opens, continues, variables)
     except ChatError as error:
-        raise BadRequest(
-            f"messages: expected a chat that the model's template renders, found: {error}", "messages"
-        ) from None
+        said = f"messages: expected a chat that the model's template renders, found: {error}"
+        raise BadRequest(said, "messages") from None
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -76,11 +77,10 @@ class Metrics:
         self.prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")
         self.generation_tokens = self._make(Counter, "generation_tokens", "Tokens that were made.")
         self._success = self._make(Counter, "request_success", "Answers that ended, by reason.", ["finished_reason"])
-        histogram = lambda name, text: self._make(Histogram, name, text, buckets=_SECONDS)
-        self.queue_time = histogram("request_queue_time_seconds", "From arrival to admission.")
-        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to admission.")
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = _TokenTimes(model, f"{prefix}:inter_token_latency_seconds", "Between two tokens of a request.")
-        self.latency = histogram("e2e_request_latency_seconds", "From arrival to the end.")
+        self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.")
         for name, text in _GAUGES.items():
             self._make(Gauge, name, text).set_function(read[name])
         self._registry.register(self._itl)
@@ -89,6 +89,9 @@ class Metrics:
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
         made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
         return made if labels else made.labels(self._model)
+
+    def _histogram(self, name: str, text: str) -> Any:
+        return self._make(Histogram, name, text, buckets=_SECONDS)
 
     def token(self, now: float, prompt: PromptRequest) -> None:
         if prompt.last_token is None:

@@ -59,18 +59,21 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
 async def _prompts(body: CompletionBody, service: Service) -> tuple[list[list[int]], list[str | None]]:
     """Return the token ids of each prompt, and its text if it came as one."""
     each = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    if each and all(type(token) is int for token in each):
+    if each and _are_ids(each):
         each = [each]
     if not each or len(each) > _MOST_PROMPTS:
         raise BadRequest(f"prompt: expected 1 to {_MOST_PROMPTS} prompts, found {len(each)}", "prompt")
-    are_ids = lambda prompt: isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not all(isinstance(prompt, str) or are_ids(prompt) for prompt in each):
+    if not all(isinstance(prompt, str) or _are_ids(prompt) for prompt in each):
         raise BadRequest("prompt: expected text, token ids, or a list of either", "prompt")
     texts = [prompt if isinstance(prompt, str) else None for prompt in each]
     given = [text for text in texts if text is not None]
     special = body.add_special_tokens is not False
     encoded = iter(await encode_texts(given, service.tokenizer, "prompt", longest_prompt(service), special))
     return [prompt if text is None else next(encoded) for prompt, text in zip(each, texts)], texts
+
+
+def _are_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
 class CompletionFormat(AnswerFormat):

@@ -64,11 +64,7 @@ class AnswerFormat(TokenResponse):
         return json_response({**self._common, "object": self.OBJECT, "choices": choices, "usage": self._counts()})
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events: chunks, the usage if requested, and the end.
-
-        A chunk has all that came since the one before; chunks that came together are yielded as one. A stream that
-        fails ends with an error event.
-        """
+        """Yield server-sent events: chunks of what came meanwhile, the usage if requested, the end or an error."""
         silent = set(range(len(self._stream.choices)))  # answers of which nothing is out
         try:
             if opening := [self._event(choice) for choice in self.opening()]:

@@ -51,11 +51,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """The fields of both bodies.
-
-    lora: the name of an adapter, which may also stand in `model`. What is not named is accepted and ignored, but for
-    what is unsupported.
-    """
+    """The fields of both bodies; lora: an adapter's name, as in `model`. Unknown ones are ignored."""
 
     UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
 
@@ -114,11 +110,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 
 def request_id(body: Parameters, header: str | None) -> str:
-    """Return what the answer's id ends in.
-
-    That is what the header X-Request-Id names, the body, or a random one. A header that is none is ignored: a proxy may
-    have set it. Raises BadRequest for a value of the body that is none.
-    """
+    """Return what the answer's id ends in: of the header, the body, or random. Raises BadRequest for the body's."""
     if body.request_id is not None and not _ID.fullmatch(body.request_id):
         raise BadRequest("request_id: expected 1 to 128 visible ASCII characters, found others", "request_id")
     if header is not None and _ID.fullmatch(header):

@@ -62,7 +62,10 @@ async def encode_texts(
     for text in texts:
         if (least := tokenizer.min_tokens(len(text))) > most:
             raise bad_request(wrong_length(param, most, f"at least {least}"))
-    encode = lambda: [_encode(text, tokenizer, param, most, special) for text in texts]
+
+    def encode() -> list[list[int]]:
+        return [_encode(text, tokenizer, param, most, special) for text in texts]
+
     return await turns.run(encode, sum(map(len, texts)))
 
 

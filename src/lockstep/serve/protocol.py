@@ -13,11 +13,7 @@ _LINGER_SECONDS = 2.0  # that a client may still send when it has its answer
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A protocol that limits heads, and bodies whose answer is out before their end.
-
-    A head has limits of bytes and seconds, and names its host once, as RFC 9112 says. A client of HTTP/1.0 gets no
-    chunks.
-    """
+    """A protocol with limits of heads (bytes, seconds, one host), and of bodies that are answered early."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -216,26 +216,19 @@ class Service:
         number = len(prompts)
         most = self.limits.max_queue + self.ready.max_batch_size
         if number > most:  # for ever: "try again" would be no help
-            raise StreamError(
-                f"prompt: expected at most {most} prompts ({self.limits.max_queue} that wait and "
-                f"{self.ready.max_batch_size} that run), found {number}; send fewer",
-                400,
-                "request_too_large",
-                param="prompt",
-            )
+            room = f"({self.limits.max_queue} that wait and {self.ready.max_batch_size} that run)"
+            said = f"prompt: expected at most {most} prompts {room}, found {number}; send fewer"
+            raise StreamError(said, 400, "request_too_large", param="prompt")
         tokens = self._waiting_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
         # What fits into free slots does not wait.
-        room = self.limits.max_queue + max(0, self.ready.max_batch_size - self._running)
-        if self._waiting + number > room or (self._waiting and tokens > self.limits.max_queue_tokens):
+        free = self.limits.max_queue + max(0, self.ready.max_batch_size - self._running)
+        if self._waiting + number > free or (self._waiting and tokens > self.limits.max_queue_tokens):
             after = min(60, max(1, round(self._backlog_tokens / self._rate))) if self._rate else 1
             self.metrics.refused.inc()
-            raise StreamError(
-                f"the queue is full: {self._waiting} requests of {self._waiting_tokens} prompt tokens wait "
-                f"(at most {self.limits.max_queue} and {self.limits.max_queue_tokens}); try again in {after} s",
-                429,
-                "queue_full",
-                after,
-            )
+            waits = f"{self._waiting} requests of {self._waiting_tokens} prompt tokens wait"
+            most_of = f"(at most {self.limits.max_queue} and {self.limits.max_queue_tokens})"
+            said = f"the queue is full: {waits} {most_of}; try again in {after} s"
+            raise StreamError(said, 429, "queue_full", after)
 
     def _count_waiting(self, prompt: PromptRequest, sign: int) -> None:
         request = prompt.request
@@ -281,10 +274,7 @@ class Service:
             self._bring_again()
 
     def _bury(self) -> None:
-        """Note a death of the engine.
-
-        Ends the requests whose second one it was, and all requests where it is the second one in `_FORGIVEN` seconds.
-        """
+        """Note a death of the engine; fail requests of two deaths, and all at the second in `_FORGIVEN` s."""
         now = time.monotonic()
         while self._deaths and now - self._deaths[0] > _FORGIVEN:
             self._deaths.popleft()
@@ -444,9 +434,8 @@ class Service:
             self._measure(now)
             for stream in list(self._streams):
                 if not stream.is_admitted and now - stream.began > self.limits.queue_timeout:
-                    waited = (
-                        f"the request waited for {now - stream.began:.0f} s (at most {self.limits.queue_timeout:g})"
-                    )
+                    limit = self.limits.queue_timeout
+                    waited = f"the request waited for {now - stream.began:.0f} s (at most {limit:g})"
                     self._fail(stream, StreamError(waited, 503, "queue_timeout", 1))
                 elif stream.sending_since is not None and now - stream.sending_since > self.limits.slow_reader:
                     self.cancel(stream)

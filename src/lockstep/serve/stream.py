@@ -53,11 +53,7 @@ class PromptRequest:
 
 @dataclass
 class AnswerDelta:
-    """New text of an answer, and its tokens.
-
-    The text of a token may come later than the token. finish: why the answer ends, if it does. index: number of the
-    answer, prompt by prompt.
-    """
+    """New text of an answer, and its tokens, whose text may come later; index: its number, prompt by prompt."""
 
     index: int
     text: str

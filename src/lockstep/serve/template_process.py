@@ -71,13 +71,17 @@ def environment() -> jinja2.Environment:
     """Return Jinja's environment as transformers makes it: white space, extensions, filters, functions."""
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     found.filters["tojson"] = _to_json
-    found.tests["none"] = lambda value: value is None or isinstance(value, _Null)
+    found.tests["none"] = _is_none
     found.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _PlainNamespace,
     }
     return found
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or isinstance(value, _Null)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -88,7 +92,10 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Return JSON without the escapes of HTML that Jinja's own filter makes."""
-    null = lambda other: None if isinstance(other, _Null) else json.JSONEncoder().default(other)
+
+    def null(other: Any) -> Any:
+        return None if isinstance(other, _Null) else json.JSONEncoder().default(other)
+
     return json.dumps(
         value, default=null, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,13 @@ def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
+def check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
+    """Raise BadRequest for a tensor's parameter that asks for what this server has not."""
+    for each in ("shared_memory_region", "classification"):
+        if parameters.get(each):
+            raise BadRequest(f"{name[:80]}: {each}: not supported by this server; leave it out", name)
+
+
 def from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
     """Return a tensor of JSON's values, flat or nested, row by row."""
     count = check_declaration(name, datatype, shape)
@@ -94,15 +101,14 @@ def values_array(name: str, datatype: str, values: list[Any]) -> np.ndarray:
     dtype = DATATYPES[datatype]
     if datatype == "BYTES":
         return of(name, datatype, [_bytes(name, value) for value in values]).array
-    if datatype == "BOOL":
-        fits = lambda value: isinstance(value, bool)
-    elif dtype.kind in "iu":
+    kinds: tuple[type, ...] = (bool,) if datatype == "BOOL" else (int,)
+    lowest, highest = (0, 1) if datatype == "BOOL" else (-math.inf, math.inf)
+    if dtype.kind in "iu":
         lowest, highest = np.iinfo(dtype).min, np.iinfo(dtype).max
-        fits = lambda value: type(value) is int and lowest <= value <= highest
-    else:
-        largest = float(np.finfo(dtype).max)
-        fits = lambda value: type(value) in (int, float) and abs(value) <= largest
-    bad = next((value for value in values if not fits(value)), None)
+    elif dtype.kind == "f":
+        kinds, highest = (int, float), float(np.finfo(dtype).max)
+        lowest = -highest
+    bad = next((value for value in values if type(value) not in kinds or not lowest <= value <= highest), None)
     if bad is not None or None in values:
         raise BadRequest(f"{name}: expected a value of {datatype}, found {str(bad)[:40]!r}", name)
     return np.array(values, dtype)

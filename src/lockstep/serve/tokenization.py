@@ -72,7 +72,10 @@ async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
         expect_tokens("tokens", body.tokens, service.ready.vocab_size)
     except InputError as error:
         raise bad_request(error) from None
-    answer = lambda: msgspec.json.encode({"prompt": service.tokenizer.decode_whole(body.tokens)})
+
+    def answer() -> bytes:
+        return msgspec.json.encode({"prompt": service.tokenizer.decode_whole(body.tokens)})
+
     return await _TURNS.run(answer, len(body.tokens))
 
 
@@ -81,11 +84,7 @@ def _most_tokens(service: Service) -> int:
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """Return what clients read of a tokenizer_config.json.
-
-    Special tokens and chat template. An export keeps the special tokens with the template. For a model without one they
-    are the token that ends an answer, and the one that the tokenizer puts before a text.
-    """
+    """Return what clients read of tokenizer_config.json; without a template, the tokenizer's own tokens."""
     tokenizer, template = service.tokenizer, service.chat.template
     ends, begins = tokenizer.names(service.ready.eos_token_ids), tokenizer.names(tokenizer.encode("").tolist()[:1])
     special = dict(template.special_tokens) if template else {"bos_token": next(iter(begins), None)}

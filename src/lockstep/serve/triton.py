@@ -8,7 +8,7 @@ list.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,10 +16,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from lockstep.serve.bodies import Access, BadRequest, decoded, read_body
-from lockstep.serve.kserve import SEQUENCE, InferAnswer, asked_model, error_json, model_routes
-from lockstep.serve.stream import StreamError
+from lockstep.serve.kserve import SEQUENCE, InferAnswer, asked_model, events_of, model_routes
 from lockstep.serve.tensors import Tensor, to_list, values_array
-from lockstep.serve.triton_infer import Inference, InferResponse, Triton
+from lockstep.serve.triton_infer import InferResponse, Triton
 from lockstep.serve.triton_inputs import InferRequest
 from lockstep.serve.triton_models import VERSION, Spec
 
@@ -36,7 +35,7 @@ def generate_routes(route: Callable[..., Route], triton: Triton, access: Access)
         inference = await triton.infer(asked)
         # Tokens, unless the body says that it wants none: upstream gives one event where `stream` is left out.
         in_tokens = inference.in_tokens or not {"stream", "streaming"} & asked.inputs.keys()
-        events = _events(asked, inference, in_tokens)
+        events = events_of(inference, in_tokens, lambda response: _answer(asked, response))
         return InferAnswer(inference, lambda response: (_answer(asked, response), _JSON), events)
 
     return [
@@ -46,14 +45,6 @@ def generate_routes(route: Callable[..., Route], triton: Triton, access: Access)
 
 
 _JSON = {"content-type": "application/json"}
-
-
-async def _events(asked: InferRequest, inference: Inference, in_tokens: bool) -> AsyncIterator[bytes]:
-    try:
-        async for response in inference.parts(in_tokens):
-            yield b"data: " + _answer(asked, response) + b"\n\n"
-    except StreamError as error:
-        yield b"data: " + error_json(error.message) + b"\n\n"
 
 
 async def _request_of(request: Request, access: Access) -> InferRequest:

@@ -80,11 +80,10 @@ class Triton:
         batch = Batch(request.model, request.inputs, self.service.ready.max_batch_size)
         outputs = request.outputs
         check_outputs(request)
-        kept = lambda made: [tensor for tensor in made if outputs is None or tensor.name in outputs]
-        if request.model.name == "preprocessing":
-            return Inference(kept(await preprocess(batch, self.service)), request.id)
-        if request.model.name == "postprocessing":
-            return Inference(kept(postprocess(batch, self.service)), request.id)
+        if request.model.name in ("preprocessing", "postprocessing"):
+            is_first = request.model.name == "preprocessing"
+            made = await preprocess(batch, self.service) if is_first else postprocess(batch, self.service)
+            return Inference([each for each in made if outputs is None or each.name in outputs], request.id)
         if any(batch.value("stop", number) for number in range(batch.size)):
             if not request.id:
                 raise BadRequest("id: expected that of the request to stop, found none", "id")
@@ -114,11 +113,7 @@ class Triton:
 
 @dataclass(eq=False)
 class _Answer:
-    """One answer of a prompt.
-
-    tokens: of the answer, with their log-probabilities in log_probs; text: of them, up to the end of a stop word; sent:
-    how many of them are out.
-    """
+    """One answer of a prompt; text: up to the end of a stop word. sent: how many of `tokens` are out."""
 
     batch: int
     sequence: int

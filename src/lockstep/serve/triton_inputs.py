@@ -227,11 +227,7 @@ def _sampling(
 def word_biases(
     batch: Batch, words_name: str, weights_name: str, number: int, tokenizer: Tokenizer
 ) -> dict[int, float]:
-    """Return what to add to the logits of the tokens of words, by token.
-
-    Of all ways in which the tokenizer splits them, but once for each time that a token stands in one of these. Raises
-    BadRequest.
-    """
+    """Return what to add to logits by token, for all spellings of words. Raises BadRequest."""
     raw, weights = batch.values(words_name, number), batch.values(weights_name, number)
     if len(raw) != len(weights):
         raise BadRequest(f"{weights_name}: expected {len(raw)}, one for each word, found {len(weights)}", weights_name)

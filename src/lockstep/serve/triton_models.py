@@ -218,7 +218,10 @@ def model_of(name: str, version: str = "") -> Model:
 
 def metadata(model: Model) -> dict[str, Any]:
     """Return the answer of GET /v2/models/NAME."""
-    tensor = lambda spec: {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.dims]}
+
+    def tensor(spec: Spec) -> dict[str, Any]:
+        return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.dims]}
+
     return {
         "name": model.name,
         "versions": [VERSION],
@@ -230,8 +233,11 @@ def metadata(model: Model) -> dict[str, Any]:
 
 def config(model: Model, max_batch_size: int) -> dict[str, Any]:
     """Return the answer of GET /v2/models/NAME/config, as far as there is one."""
-    kind = lambda spec: "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
-    tensor = lambda spec: {"name": spec.name, "data_type": kind(spec), "dims": list(spec.dims)}
+
+    def tensor(spec: Spec) -> dict[str, Any]:
+        kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
+        return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.dims)}
+
     return {
         "name": model.name,
         "platform": "ensemble" if model.name == "ensemble" else "",

@@ -41,7 +41,10 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
             raise bad_request(error) from None
         for token, weight in found.items():
             row[token] = weight
-    column = lambda name, values: of(name, "INT32", values, batch.size, 1)
+
+    def column(name: str, values: Sequence[int]) -> Tensor:
+        return of(name, "INT32", values, batch.size, 1)
+
     return [
         of("INPUT_ID", "INT32", padded, batch.size, longest),
         column("REQUEST_INPUT_LEN", list(map(len, ids))),

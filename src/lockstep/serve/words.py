@@ -35,10 +35,7 @@ def spellings(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tu
 
 
 def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """Return sequences of tokens from upstream's format, [2, length].
-
-    Row 0: tokens one behind the other; row 1: where each sequence ends, filled up with -1. Raises BadRequest.
-    """
+    """Return sequences of tokens from [2, length]: tokens, and where each ends or -1. Raises BadRequest."""
     if not rows.size:
         return ()
     tokens, found, start = rows[0].tolist(), [], 0

@@ -11,11 +11,7 @@ _FILE = Path(__file__).with_name("index.html")
 
 
 def page() -> tuple[bytes, dict[str, str]]:
-    """Return the page and its headers.
-
-    The policy lets the browser run the one script and style that stand in the page, known by their digests, and talk to
-    this server only. Whatever a model or a message brings in is text, and could not run if it were not.
-    """
+    """Return the page and its headers: the browser runs the page's own script only, and talks to this server only."""
     html = _FILE.read_bytes()
     digests = {tag: _digest(html, tag) for tag in ("script", "style")}
     policy = (

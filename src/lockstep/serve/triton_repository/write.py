@@ -31,11 +31,7 @@ _STEPS = ("preprocessing", "tensorrt_llm", "postprocessing")
 
 @dataclass(frozen=True)
 class Repository:
-    """The settings of a model repository.
-
-    command: that starts the server. max_batch_size: prompts of a request. max_queue: requests that may wait. options:
-    of tensorrt_llm's parameters, instead of their defaults.
-    """
+    """The settings of a model repository; command: starts the server. max_queue: requests that may wait."""
 
     command: Sequence[str]
     socket: Path
@@ -101,5 +97,7 @@ def _step(name: str) -> dict[str, Any]:
     outputs |= {each["name"]: f"_{each['name']}" for each in _PLACE if name == "tensorrt_llm"}
     outputs |= {"OUTPUT": "text_output"} if name == "postprocessing" else {}
     known = {*ensemble.inputs, *ensemble.outputs, *(spec.value for step in _STEPS for spec in MODELS[step].listed)}
-    kept = lambda names: {key: value for key, value in names.items() if value in known}
-    return {"model_name": name, "model_version": -1, "input_map": kept(inputs), "output_map": kept(outputs)}
+    input_map, output_map = (
+        {key: value for key, value in names.items() if value in known} for names in (inputs, outputs)
+    )
+    return {"model_name": name, "model_version": -1, "input_map": input_map, "output_map": output_map}
