@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import os
 import shutil
@@ -115,9 +114,11 @@ def _engines(
 def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[dict[str, Any]]:
     """Print a line on stderr, begun before the engine, so that a killed build says in which; yield its cost."""
     cost: dict[str, Any] = {}
-    say = (
-        functools.partial(print, file=sys.stderr, flush=True) if library.takes_long else lambda *words, **settings: None
-    )
+
+    def say(words: str, end: str = "\n") -> None:
+        if library.takes_long:
+            print(words, end=end, file=sys.stderr, flush=True)
+
     say(f"build: engine {number} of {total}: {name} ...", end="")
     start = time.perf_counter()
     try:
@@ -167,12 +168,20 @@ def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[
         old = EngineSetManifest.load(out)
     except InputError:
         return {}  # another format or half a file of an older version: it is built again
-    named = lambda of: (of.backend, of.precision, of.backend_version, of.builder_revision)
-    keys = lambda of: (library.device_key(of.device), library.options_key(of.options))
-    if named(old) != named(manifest) or keys(old) != keys(manifest):  # keys: of this version's device and options only
+    for name in ("backend", "precision", "backend_version", "builder_revision"):
+        if getattr(old, name) != getattr(manifest, name):
+            return {}
+    # Keys are of this version's device and options only.
+    if library.device_key(old.device) != library.device_key(manifest.device):
         return {}
-    whole = lambda entry: (out.parent / entry.file).is_file() and sha256_file(out.parent / entry.file) == entry.sha256
-    return {name: entry for name, entry in old.engines.items() if whole(entry) and library.keeps(name, entry)}
+    if library.options_key(old.options) != library.options_key(manifest.options):
+        return {}
+
+    def is_whole(entry: EngineFile) -> bool:
+        path = out.parent / entry.file
+        return path.is_file() and sha256_file(path) == entry.sha256
+
+    return {name: entry for name, entry in old.engines.items() if is_whole(entry) and library.keeps(name, entry)}
 
 
 def _remove_temporary(folder: Path, names: Iterable[str]) -> None:

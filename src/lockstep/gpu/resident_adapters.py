@@ -47,25 +47,18 @@ class ResidentAdapters:
         self._stream.upload(staging, packed)
         at = staging.address
         for each in self._arrays:
-            self._clear(each, adapter_slot)
+            for to, pitch, width, rows in self._pieces(each, adapter_slot, self._rank):
+                self._stream.fill_zero(to, pitch, width, rows)
             if each.module in adapter.modules:
-                at = self._place(each, adapter_slot, adapter.modules[each.module][0].shape[0], at)
+                rank = adapter.modules[each.module][0].shape[0]
+                for to, pitch, width, rows in self._pieces(each, adapter_slot, rank):
+                    self._stream.copy_rows(to, pitch, at, width, width, rows)
+                    at += width * rows
 
     def forget(self, adapter: LoadedAdapter) -> None:
         """Free the memory of an adapter."""
         self._stream.synchronize()  # a copy from there may be under way
         del self._packed[adapter.name]
-
-    def _clear(self, each: LoraArrays, adapter_slot: int) -> None:
-        for to, pitch, width, rows in self._pieces(each, adapter_slot, self._rank):
-            self._stream.fill_zero(to, pitch, width, rows)
-
-    def _place(self, each: LoraArrays, adapter_slot: int, rank: int, at: int) -> int:
-        """Copy a module's two matrices from `at`; return the address behind them."""
-        for to, pitch, width, rows in self._pieces(each, adapter_slot, rank):
-            self._stream.copy_rows(to, pitch, at, width, width, rows)
-            at += width * rows
-        return at
 
     def _pieces(self, each: LoraArrays, adapter_slot: int, rank: int) -> list[tuple[int, int, int, int]]:
         """Return where a slot's A and B lie: (address, bytes to the next row, bytes of a row, rows) each."""

@@ -124,4 +124,6 @@ def _worse_by(key: str, before: float, value: float | None) -> float:
     change = value - before if key in _LESS_IS_BETTER else before - value
     if key == "failed" and change > 0:
         return math.inf
-    return change / before if before else (math.inf if change > 0 else 0.0)
+    if not before:
+        return math.inf if change > 0 else 0.0
+    return change / before

@@ -199,7 +199,9 @@ def check_key(authorization: str, keys: Sequence[bytes]) -> None:
     if keys:
         TENANT.set(hashlib.sha256(given).hexdigest())
     if keys and not sum(hmac.compare_digest(given, key) for key in keys):  # all of them: the time says nothing
-        found = ("another" if scheme.lower() == "bearer" else "another scheme") if authorization else "nothing"
+        found = "nothing"
+        if authorization:
+            found = "another" if scheme.lower() == "bearer" else "another scheme"
         raise BadRequest(f"authorization: expected 'Bearer' and a key of this server, found {found}", status=401)
 
 

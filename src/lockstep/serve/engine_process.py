@@ -165,7 +165,8 @@ class _Loop:
                 said = time.monotonic()
                 connection.send({"type": "tick", **self._counters()})
             loads = self._loader is not None and self._loader.under_way
-            frames = connection.receive(0.0 if engine.has_work else _SOON if loads else TICK)
+            idle = _SOON if loads else TICK
+            frames = connection.receive(0.0 if engine.has_work else idle)
             if loads:
                 self._take_loaded()
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -50,17 +51,12 @@ class KernelsFile:
     steps: Sequence[Step]
 
     def to_bytes(self) -> bytes:
-        step = lambda of: (
-            {"kernel": of.to_json()}
-            if isinstance(of, RowKernel)
-            else {"products": [product.to_json() for product in of]}
-        )
         value = {
             "format": formats.KERNELS,
             "inputs": self.inputs,
             "outputs": self.outputs,
             "inner": self.inner,
-            "steps": [step(of) for of in self.steps],
+            "steps": list(map(_step_json, self.steps)),
         }
         return json.dumps(value, sort_keys=True, indent=1).encode()
 
@@ -70,18 +66,31 @@ class KernelsFile:
 
         Raises CheckError for one that is damaged or of another version.
         """
-        named = lambda values: {name: (dtype, tuple(shape)) for name, (dtype, shape) in values.items()}
-        step = lambda of: (
-            RowKernel.from_json(of["kernel"]) if "kernel" in of else tuple(map(Product.from_json, of["products"]))
-        )
         try:
             value = read_json(path, formats.KERNELS)
             inner = {name: tuple(shape) for name, shape in value["inner"].items()}
-            return cls(named(value["inputs"]), named(value["outputs"]), inner, [step(of) for of in value["steps"]])
+            steps = list(map(_step_from, value["steps"]))
+            return cls(_named_shapes(value["inputs"]), _named_shapes(value["outputs"]), inner, steps)
         except InputError as error:
             raise CheckError(f"{str(error).partition(';')[0]}; build it again") from None
         except (TypeError, ValueError, KeyError) as error:
             raise CheckError(f"{path}: expected kernels and products, found {error!r}; build it again") from None
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    if isinstance(step, RowKernel):
+        return {"kernel": step.to_json()}
+    return {"products": [product.to_json() for product in step]}
+
+
+def _step_from(value: Mapping[str, Any]) -> Step:
+    return (
+        RowKernel.from_json(value["kernel"]) if "kernel" in value else tuple(map(Product.from_json, value["products"]))
+    )
+
+
+def _named_shapes(values: Mapping[str, Any]) -> dict[str, tuple[str, Shape]]:
+    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in values.items()}
 
 
 def compile_block(model: onnx.ModelProto) -> KernelsFile:
@@ -138,8 +147,10 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 
     def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         own = sessions[number]
-        half = lambda array: array.astype(np.float16) if array.dtype == np.float32 else array
-        given = {value.name: half(values[value.name]) for value in own.get_inputs()}
+        given = {value.name: values[value.name] for value in own.get_inputs()}
+        given = {
+            name: array.astype(np.float16) if array.dtype == np.float32 else array for name, array in given.items()
+        }
         return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
 
     found = run_cut(cut.steps, feeds, run_piece, multiply)
@@ -158,12 +169,16 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
 
     values: by name.
     """
-    half = lambda array: array.astype(np.float16).astype(np.float32)
-    rows, parts = half(values[product.input]), [values[slot] for slot in product.slots]
+    rows, parts = _as_half(values[product.input]), [values[slot] for slot in product.slots]
     weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
-    exact = half(rows @ half(weight).T)
+    exact = _as_half(rows @ _as_half(weight).T)
     if (lora := product.lora) is not None:
         ids = values[IDS][values[lora.rows]] if lora.rows else values[IDS]
         own = np.arange(lora.columns) // lora.rank == ids[:, None]
-        exact += np.where(own, half(rows @ half(values[lora.a])), 0) @ half(values[lora.b])
+        exact += np.where(own, _as_half(rows @ _as_half(values[lora.a])), 0) @ _as_half(values[lora.b])
     return exact.astype(np.float16)
+
+
+def _as_half(array: np.ndarray) -> np.ndarray:
+    """Return numbers rounded to float16, as float32."""
+    return array.astype(np.float16).astype(np.float32)

@@ -141,6 +141,10 @@ def _numpy_type(value: str) -> np.dtype:
     return named_dtype(onnx_dtype(value.removeprefix("tensor(").removesuffix(")")))
 
 
+def _declared(values: Sequence[Any]) -> dict[str, Declared]:
+    return {value.name: Declared(_numpy_type(value.type), value.shape) for value in values}
+
+
 class OnnxRuntimeExecutable:
     """An ONNX Runtime session, and the values that it may read in place."""
 
@@ -148,8 +152,7 @@ class OnnxRuntimeExecutable:
         self._session = session
         self._values = values
         self.where = where
-        declared = lambda values: {value.name: Declared(_numpy_type(value.type), value.shape) for value in values}
-        self.inputs, self.outputs = declared(session.get_inputs()), declared(session.get_outputs())
+        self.inputs, self.outputs = _declared(session.get_inputs()), _declared(session.get_outputs())
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
         binding = self._session.io_binding()
@@ -270,16 +273,9 @@ def _place_weights(
         settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     for tensor in graph.initializer:
         if tensor.name in slots:
-            path, offset, length = in_files.get(tensor.name) or (
-                folder / "memory",
-                0,
-                values[tensor.name].numpy().nbytes,
-            )
-            for key, value in (
-                ("location", str(path.relative_to(folder))),
-                ("offset", str(offset)),
-                ("length", str(length)),
-            ):
-                entry = tensor.external_data.add()
-                entry.key, entry.value = key, value
+            in_memory = tensor.name in values
+            place = (folder / "memory", 0, values[tensor.name].numpy().nbytes) if in_memory else in_files[tensor.name]
+            path, offset, length = place
+            for key, value in {"location": path.relative_to(folder), "offset": offset, "length": length}.items():
+                tensor.external_data.add(key=key, value=str(value))
     return values

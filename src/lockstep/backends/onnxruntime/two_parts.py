@@ -37,9 +37,7 @@ class _Rewriter:
     def __init__(self, graph: onnx.GraphProto):
         self._graph = graph
         self._constants: set[str] = set()
-        self.parts: dict[
-            tuple[str, int], str
-        ] = {}  # {(activation, group size): both parts of it, one behind the other}
+        self.parts: dict[tuple[str, int], str] = {}  # {(activation, group size): both its parts, one behind the other}
 
     def product(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         sizes = {entry.name: entry.i for entry in node.attribute if entry.name in ("K", "N", "block_size")}
@@ -60,26 +58,25 @@ class _Rewriter:
 
     def _split(self, activation: str, columns: int, group_size: int) -> list[onnx.NodeProto]:
         stem = f"{activation}/{group_size}"
-        name = lambda part: f"{stem}/{part}"
-        self.parts[activation, group_size] = name("parts")
+        self.parts[activation, group_size] = f"{stem}/parts"
         in_groups = self._ints("groups", [-1, columns // group_size, group_size])
         in_rows, last = self._ints("rows", [-1, columns]), self._ints("last_axis", [-1])
         levels, tiny = self._float("levels", 1 / _LEVELS), self._float("tiny", _TINY)
         steps: Sequence[tuple[str, Sequence[str], str]] = (
             ("Reshape", [activation, in_groups], "groups"),
-            ("Abs", [name("groups")], "magnitudes"),
-            ("ReduceMax", [name("magnitudes"), last], "largest"),
-            ("Mul", [name("largest"), levels], "step"),
-            ("Max", [name("step"), tiny], "positive_step"),
-            ("Div", [name("groups"), name("positive_step")], "quotients"),
-            ("Round", [name("quotients")], "integers"),
-            ("Mul", [name("integers"), name("positive_step")], "high"),
-            ("Sub", [name("groups"), name("high")], "low"),
-            ("Concat", [name("high"), name("low")], "both"),
-            ("Reshape", [name("both"), in_rows], "parts"),
+            ("Abs", [f"{stem}/groups"], "magnitudes"),
+            ("ReduceMax", [f"{stem}/magnitudes", last], "largest"),
+            ("Mul", [f"{stem}/largest", levels], "step"),
+            ("Max", [f"{stem}/step", tiny], "positive_step"),
+            ("Div", [f"{stem}/groups", f"{stem}/positive_step"], "quotients"),
+            ("Round", [f"{stem}/quotients"], "integers"),
+            ("Mul", [f"{stem}/integers", f"{stem}/positive_step"], "high"),
+            ("Sub", [f"{stem}/groups", f"{stem}/high"], "low"),
+            ("Concat", [f"{stem}/high", f"{stem}/low"], "both"),
+            ("Reshape", [f"{stem}/both", in_rows], "parts"),
         )
         attributes: dict[str, dict[str, Any]] = {"ReduceMax": {"keepdims": 1}, "Concat": {"axis": 0}}
-        return [helper.make_node(op, inputs, [name(out)], **attributes.get(op, {})) for op, inputs, out in steps]
+        return [helper.make_node(op, inputs, [f"{stem}/{out}"], **attributes.get(op, {})) for op, inputs, out in steps]
 
     def _ints(self, what: str, values: Sequence[int]) -> str:
         return self._constant(f"two_parts/{what}/{'x'.join(map(str, values))}", np.array(values, np.int64))

@@ -74,12 +74,13 @@ def read_layers(text: str, where: str) -> list[Layer]:
 
 
 def _layer(entry: Mapping[str, Any]) -> Layer:
-    tensors = lambda key: tuple(
-        (tensor["Name"], str(tensor.get("Format/Datatype", tensor.get("Format", "")))) for tensor in entry.get(key, ())
-    )
     tactic = " ".join(str(entry[key]) for key in ("TacticName", "TacticValue") if entry.get(key))
     kind = " ".join(str(entry[key]) for key in ("LayerType", "ParameterType") if entry.get(key))
-    return Layer(entry["Name"], kind, tactic, tensors("Inputs"), tensors("Outputs"))
+    return Layer(entry["Name"], kind, tactic, _tensors(entry.get("Inputs", ())), _tensors(entry.get("Outputs", ())))
+
+
+def _tensors(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    return tuple((each["Name"], str(each.get("Format/Datatype", each.get("Format", "")))) for each in entries)
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,13 @@ class Gemm:
         transposed; the call is given their number.
         """
         out_features, in_features = weight.shape
-        pointer = lambda array: ctypes.c_void_p(array.address)
         # column by column, as cuBLAS counts: out is [out_features, rows]
         front = self._handle, _TRANSPOSE, _AS_IS, out_features
+        one, zero = ctypes.byref(self._one), ctypes.byref(self._zero)
+        a, b, c = (ctypes.c_void_p(array.address) for array in (weight, x, out))
         back = (
-            in_features, ctypes.byref(self._one), pointer(weight), _FP16, in_features, pointer(x), _FP16, in_features,
-            ctypes.byref(self._zero), pointer(out), _FP16, out_features, _SUMS_FP32, _DEFAULT,
+            in_features, one, a, _FP16, in_features, b, _FP16, in_features,
+            zero, c, _FP16, out_features, _SUMS_FP32, _DEFAULT,
         )  # fmt: skip
         gemm = self._library.cublasGemmEx
 
