@@ -140,10 +140,7 @@ class Backend(Protocol):
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> Program:
-        """Load an engine file whose weight inputs are `slots`.
-
-        rank: whose device it is for (`rank_devices`).
-        """
+        """Load an engine file whose weight inputs are `slots`, for a rank's device (`rank_devices`)."""
 
     def choices(self, engine_path: Path) -> Any:
         """Return the JSON of the kernels, tactics and fusions that the library chose when it built the engine."""
@@ -161,17 +158,11 @@ class Backend(Protocol):
     def executor(
         self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
     ) -> Executor | None:
-        """Return an executor of a network's steps, on the devices of all its ranks.
-
-        The network is of this backend's engines. None: the runtime's own executor, on host arrays.
-        """
+        """Return an executor of this backend's network on its ranks' devices; None: the runtime's own, on the host."""
 
 
 def get_backend(name: str) -> Backend:
-    """Return the backend of this name.
-
-    Raises InputError for an unknown name or a library that is not installed.
-    """
+    """Return the backend of this name. Raises InputError for an unknown one, or a library that is absent."""
     known = sorted(path.parent.name for path in Path(__file__).parent.glob("*/backend.py"))
     if name not in known:
         raise InputError(f"backend: expected one of {', '.join(known)}, found {name!r}")

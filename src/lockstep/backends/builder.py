@@ -93,10 +93,7 @@ def _engines(
     library: Backend,
     costs: dict[str, Any],
 ) -> dict[str, EngineFile]:
-    """Build the engines of `graphs` that an earlier engine set at `out` does not have; return all their entries.
-
-    costs: gets those of each that is built.
-    """
+    """Build the engines that an earlier set at `out` does not have, with their `costs`; return all entries."""
     recorded, engines = _reusable(out, manifest, library), {}
     for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = graph_file(assembly.parent, graph)

@@ -85,10 +85,7 @@ def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator
 
 
 def build_rope(graph_path: Path, out_path: Path, max_seq_len: int) -> None:
-    """Keep a RoPE graph as an engine.
-
-    Raises CheckError where RoPE tables do not give what it computes.
-    """
+    """Keep a RoPE graph as an engine. Raises CheckError where RoPE tables do not give what it computes."""
     rope = OnnxRuntimeBackend().load(graph_path, (), None, False).bind(None, {})
     check_rope_tables(rope, max_seq_len, str(out_path))
     write_bytes(out_path, graph_path.read_bytes())

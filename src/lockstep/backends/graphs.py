@@ -24,21 +24,14 @@ class RopeGraph(GraphFile):
 
 @dataclass(frozen=True)
 class BaseGraph(GraphFile):
-    """The graph of a block that takes adapters, built without room for them.
-
-    A backend may take it as `<class>.base` (`Backend.graphs`), for steps in which no row has an adapter. block: the
-    class.
-    """
+    """The graph of a block without room for adapters, `<class>.base`, for steps without any; block: the class."""
 
     block: str
 
 
 @dataclass(frozen=True)
 class RowsGraph(GraphFile):
-    """The graph of a block that takes adapters, built with these as rows of weights.
-
-    The adapters' first products become rows of the weights (onnx_tools/adapter_rows.py).
-    """
+    """The graph of a block whose adapters' first products become rows of weights (onnx_tools/adapter_rows.py)."""
 
 
 def with_rows(assembly: Assembly, name: str, graph: GraphFile) -> GraphFile:

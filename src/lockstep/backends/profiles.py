@@ -65,11 +65,7 @@ def decode_ranges(max_batch_size: int) -> list[tuple[int, int]]:
 
 
 def prompt_ranges(max_batch_size: int, max_num_tokens: int) -> list[tuple[int, int]]:
-    """Return the ranges of tokens of prompts that have a profile each.
-
-    The profile is tuned for the top of its range. They lie between those of decoding rows, which take short prompts
-    too, and the one for `max_num_tokens`.
-    """
+    """Return the ranges of tokens of prompts, behind those of decoding rows, whose top a profile is tuned for."""
     tops = [size for size in PROMPT_SIZES if max_batch_size < size < max_num_tokens]
     return [(low + 1, top) for low, top in zip([max_batch_size, *tops], tops)]
 

@@ -105,10 +105,7 @@ def multiprocessors(number: int = 0) -> int:
 
 
 class Array:
-    """Contiguous device memory: an address with shape and NumPy dtype.
-
-    Views keep the memory alive.
-    """
+    """Contiguous device memory: an address with shape and NumPy dtype; views keep it alive."""
 
     def __init__(self, address: int, shape: Sequence[int], dtype: DTypeLike, owner: object):
         self.address, self.shape, self.dtype, self._owner = address, tuple(shape), np.dtype(dtype), owner
@@ -127,10 +124,7 @@ class Array:
         return Array(self.address + low * row, (max(0, high - low), *tail), self.dtype, self._owner)
 
     def reshape(self, *shape: int) -> Array:
-        """Return the first numbers of the array in another shape.
-
-        Raises ValueError for a shape of more numbers.
-        """
+        """Return the first numbers of the array in another shape. Raises ValueError for more numbers."""
         if math.prod(shape) > math.prod(self.shape):
             raise ValueError(f"expected at most {math.prod(self.shape)} numbers, found {shape}")
         return Array(self.address, shape, self.dtype, self._owner)

@@ -21,11 +21,7 @@ _CUBLAS_FOLDERS = ("nvidia/cublas/lib", "nvidia/cu13/lib")
 
 
 def require_cudnn(instead: str = "") -> Any:
-    """Return the module `cudnn`.
-
-    instead: what one may do without it, for the error. Raises InputError where it, or the library cuDNN 9, is not found
-    or does not start.
-    """
+    """Return the module `cudnn`. Raises InputError without it, or cuDNN 9; instead: what one may do then."""
     instead = f", or {instead}" if instead else ""
     try:
         import cudnn
@@ -51,10 +47,7 @@ def require_cudnn(instead: str = "") -> Any:
 
 
 def require_capability(device: Mapping[str, Any], instead: str) -> None:
-    """Raise InputError for a GPU that is too old for the kernels of fused attention.
-
-    These are cuDNN's and ours. device: of `describe.describe_gpu`. instead: what one may do with it, for the error.
-    """
+    """Raise InputError for a GPU too old for fused attention's kernels; instead: what one may do with it."""
     found = device["compute_capability"]
     if tuple(map(int, found.split("."))) < (8, 0):
         raise InputError(

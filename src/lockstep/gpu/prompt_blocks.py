@@ -65,11 +65,7 @@ class PromptBlocks:
 
 
 class PromptPass:
-    """The blocks of one pass; calls may be repeated.
-
-    It has `num_tokens` tokens of `num_requests` requests. num_decoding: of the tokens, those in front, of slots that
-    decode.
-    """
+    """The blocks of one pass, whose calls may be repeated; num_decoding: tokens in front, that decode."""
 
     def __init__(self, blocks: PromptBlocks, num_tokens: int, num_requests: int, num_decoding: int):
         self._blocks = blocks

@@ -9,11 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of an engine.
-
-    shape: -1 where it is dynamic. profiles: (min, opt, max) of each optimization profile, for inputs; none where any
-    size costs what it is.
-    """
+    """An input or output of an engine; shape: -1 where dynamic. profiles: (min, opt, max) each, of inputs."""
 
     name: str
     is_input: bool

@@ -35,10 +35,7 @@ REVISION = 1  # of the kernels and of what runs them: engines are for exactly th
 
 
 class CudaBackend(PortableGpuBackend):
-    """Kernels of our own and cuBLAS, on GPUs of compute capability 8.0 and higher.
-
-    Activations are float16; w8a16 and w4a16 are dequantised inside their products.
-    """
+    """Kernels of our own and cuBLAS; activations are float16, quantised weights dequantised in products."""
 
     name = "cuda"
     gpus = "NVIDIA GPUs of compute capability 8.0 and higher"
@@ -104,10 +101,7 @@ class CudaBackend(PortableGpuBackend):
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> Program:
-        """Load an engine file.
-
-        Raises InputError where there is no GPU for it, or a library is missing.
-        """
+        """Load an engine file. Raises InputError where there is no GPU for it, or a library is missing."""
         if engine_path.suffix == _GRAPH:
             return self._host.load(engine_path, slots, None, low_memory)
         self.require()

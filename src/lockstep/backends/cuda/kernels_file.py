@@ -62,10 +62,7 @@ class KernelsFile:
 
     @classmethod
     def load(cls, path: Path) -> KernelsFile:
-        """Read an engine file.
-
-        Raises CheckError for one that is damaged or of another version.
-        """
+        """Read an engine file. Raises CheckError for one that is damaged or of another version."""
         try:
             value = read_json(path, formats.KERNELS)
             inner = {name: tuple(shape) for name, shape in value["inner"].items()}
@@ -165,10 +162,7 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 
 
 def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return a product in NumPy, of float16 rows, with its result in float16.
-
-    values: by name.
-    """
+    """Return a product of float16 rows, in float16, in NumPy; values: by name."""
     rows, parts = _as_half(values[product.input]), [values[slot] for slot in product.slots]
     weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
     exact = _as_half(rows @ _as_half(weight).T)

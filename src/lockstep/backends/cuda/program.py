@@ -82,10 +82,7 @@ class KernelsProgram(GpuProgram):
         return len(group) > 1 and made.isdisjoint({*self.block.outputs, *by_products})
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> KernelsExecutable:
-        """Return the block with its weights, whose uploads may still go on.
-
-        Raises CheckError for a slot without tensors, tensors without a slot, or another dtype or size than the slot's.
-        """
+        """Return the block with its weights, whose uploads may go on. Raises CheckError where they do not fit."""
         check_bound_slots(self.slots, slots, str(self.path))
         assert weights is not None  # every block has some
         self.device.use()
@@ -139,10 +136,7 @@ class _Store:
         return self._put([slot], self._program.slots[slot][0], self._cast(slot))
 
     def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
-        """Return the weights of a group's products, one behind the other.
-
-        With adapters A is further rows of them, transposed. rows: gets where these go.
-        """
+        """Return the weights of a group's products in one array; rows: gets where A of adapters goes, transposed."""
         first, outs = group[0], tuple(product.out_features for product in group)
         columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
         more, whole, deep = sum(columns.values()), sum(outs), first.in_features

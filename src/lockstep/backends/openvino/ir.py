@@ -28,10 +28,7 @@ _opset = openvino.opset13
 
 
 def convert(graph: onnx.ModelProto, where: str) -> Any:
-    """Return the graph as a model of OpenVINO.
-
-    Changes `graph`. Raises CheckError where OpenVINO refuses it.
-    """
+    """Return the graph, which is changed, as a model of OpenVINO. Raises CheckError where it is refused."""
     weights = expand(graph, where)
     _plain_products(graph.graph)
     try:
@@ -45,10 +42,7 @@ def convert(graph: onnx.ModelProto, where: str) -> Any:
 
 
 def to_bytes(model: Any, folder: Path) -> bytes:
-    """Return the engine's bytes.
-
-    Renames the model's nodes. folder: for files that are deleted afterwards.
-    """
+    """Return the engine's bytes; renames the model's nodes. folder: for files that are deleted afterwards."""
     for number, node in enumerate(model.get_ordered_ops()):  # OpenVINO counts in names what the process made before
         node.set_friendly_name(f"{node.get_type_name()}_{number}")
     archive = io.BytesIO()
@@ -62,10 +56,7 @@ def to_bytes(model: Any, folder: Path) -> bytes:
 
 
 def from_file(path: Path) -> Any:
-    """Return the model of an engine file.
-
-    Raises CheckError where it is none.
-    """
+    """Return the model of an engine file. Raises CheckError where it is none."""
     try:
         with zipfile.ZipFile(path) as file:
             return CORE.read_model(file.read(XML), file.read(BIN))

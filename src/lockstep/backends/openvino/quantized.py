@@ -27,10 +27,7 @@ _opset = openvino.opset13
 
 @dataclass(frozen=True)
 class Weight:
-    """A quantised weight [rows, columns].
-
-    full: the input that stands for it until `compress`. data, scales: slots.
-    """
+    """A quantised weight [rows, columns] of two slots; full: the input that stands for it until `compress`."""
 
     full: str
     data: str

@@ -54,10 +54,7 @@ _ATTENTIONS, _INSTEAD = ("fused", "traced"), "build with attention: traced"
 
 @dataclass(frozen=True)
 class _Made:
-    """An engine plan, its layers, and the configuration that it was built with.
-
-    config: has the timing cache. level: the optimization level. refused: why it is not one region, where it was to be.
-    """
+    """An engine plan, its layers, its configuration, its level, and why it is not one region, if it should be."""
 
     config: Any
     plan: bytes
@@ -67,10 +64,7 @@ class _Made:
 
 
 class TensorRTBackend(GpuBackend):
-    """TensorRT 8.6, 10.x or 11.x.
-
-    Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays float32.
-    """
+    """TensorRT 8.6, 10.x or 11.x; precision is the graph's: no TF32, float32 in fp16 graphs stays float32."""
 
     library = TENSORRT
     name = "tensorrt"

@@ -68,11 +68,7 @@ class Log:
 
 
 class Library:
-    """TensorRT, as one Python package offers it.
-
-    The package is imported at the first use; `log` holds what it says. Another package with TensorRT's API is a
-    subclass: see `backends.tensorrt_rtx.library`.
-    """
+    """TensorRT, imported at the first use, as one Python package offers it; `log` holds what it says."""
 
     name = "TensorRT"
     backend = "tensorrt"
@@ -87,10 +83,7 @@ class Library:
 
     @functools.cached_property
     def api(self) -> Any:
-        """Return the library's Python module.
-
-        Raises InputError where this Python cannot load it.
-        """
+        """Return the library's Python module. Raises InputError where this Python cannot load it."""
         try:
             return importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -376,10 +369,7 @@ class Library:
     # --- run
 
     def deserialize(self, data: bytes, where: str) -> trt.ICudaEngine:
-        """Return the engine of an engine plan's bytes.
-
-        Raises CheckError with TensorRT's first error.
-        """
+        """Return the engine of an engine plan's bytes. Raises CheckError with TensorRT's first error."""
         self.log.clear()
         if self._runtime is None:  # it must outlive its engines
             self._runtime = self.api.Runtime(self.logger())

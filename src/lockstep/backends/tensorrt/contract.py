@@ -17,10 +17,7 @@ from lockstep.onnx_tools.signature import dtype_name
 def check_contract(
     tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], has_int64: bool, where: str
 ) -> None:
-    """Raise CheckError for the first input or output that is not the graph's.
-
-    That is one that is absent or new, or whose dtype, shape or sizes are other than the graph and the profiles say.
-    """
+    """Raise CheckError for the first input or output whose name, dtype, shape or sizes are not the graph's."""
     found = {(tensor.is_input, tensor.name): tensor for tensor in tensors}
     declared = {(True, value.name): value for value in model.graph.input} | {
         (False, value.name): value for value in model.graph.output

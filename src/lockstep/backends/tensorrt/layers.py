@@ -39,11 +39,7 @@ _HALVES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of an engine.
-
-    inputs, outputs: (tensor, format as TensorRT writes it). Names stand as TensorRT gives them, those made from
-    pointers too.
-    """
+    """A layer of an engine, as TensorRT names it; inputs, outputs: (tensor, format as TensorRT writes it)."""
 
     name: str
     kind: str
@@ -58,10 +54,7 @@ class Layer:
 
 
 def read_layers(text: str, where: str) -> list[Layer]:
-    """Return all layers, of all profiles.
-
-    Raises CheckError where the inspector's JSON does not have them in detail.
-    """
+    """Return all layers, of all profiles. Raises CheckError where the JSON does not have them in detail."""
     try:
         entries = json.loads(text, strict=False)["Layers"]
         return [_layer(entry) for entry in entries]
@@ -85,10 +78,7 @@ def _tensors(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
 
 @dataclass(frozen=True)
 class ChosenLayer:
-    """What TensorRT chose for a layer, the same in equal builds.
-
-    No part of it is made from pointers. formats: of inputs and outputs; of a fused region with their names, sorted.
-    """
+    """What TensorRT chose for a layer, without pointers; formats: of a fused region with their names, sorted."""
 
     name: str
     formats: tuple[str, ...]
@@ -151,10 +141,7 @@ def _without_pointers_in_name(tactic: str) -> str:
 
 
 def differences(recorded: Sequence[ChosenLayer], found: Sequence[ChosenLayer], where: str) -> Iterator[str]:
-    """Yield a line for each layer that got another tactic or other formats.
-
-    A line has both choices. Where the layers themselves are others, or another number, that is the last line.
-    """
+    """Yield a line for each layer with another tactic or formats; one for other layers is the last."""
     for old, new in zip(recorded, found):
         if old.name != new.name:
             yield (f"{where}: expected layer {old.name} ({old.text}) as recorded, found layer {new.name} ({new.text})")

@@ -26,11 +26,7 @@ from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """An execution context.
-
-    memory: its scratch memory. shapes, addresses: those that were set last. Layers that follow each other share most of
-    them, and to set them again costs as much as a kernel.
-    """
+    """An execution context, its scratch memory, and the shapes and addresses set last: to set them costs."""
 
     native: Any
     memory: cuda.Array

@@ -71,11 +71,7 @@ class Tactics:
         return None
 
     def take(self, name: str, graph_sha256: str, layers: Sequence[ChosenLayer], where: str) -> str:
-        """Compare what was chosen for an engine with the record, or record it.
-
-        Returns the digest of the choices. With `verified`: raises CheckError naming the layer that differs, or for an
-        engine or graph that the record does not have.
-        """
+        """Record an engine's choices, or compare them (`verified`: CheckError for a difference); return a digest."""
         if self.mode == "verified":
             recorded = self.engines.get(name)
             if recorded is None or recorded["graph_sha256"] != graph_sha256:

@@ -71,10 +71,7 @@ class TensorRTRTXBackend(PortableGpuBackend):
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> Program:
-        """Load an engine file.
-
-        Raises InputError where no GPU here runs the engine.
-        """
+        """Load an engine file. Raises InputError where no GPU here runs the engine."""
         self.require_gpu()
         from lockstep.backends.tensorrt.program import TensorRTProgram
 

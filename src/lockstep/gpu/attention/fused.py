@@ -96,11 +96,7 @@ class FusedAttention:
                 self._stream.copy_rows(out, page.nbytes, page.address, page.nbytes, page.nbytes, 1)
 
     def save(self, slot: int, length: int) -> np.ndarray:
-        """Return the slot's pages in page-locked memory.
-
-        The array is [pages, bytes of a page of all layers] uint8, layer by layer, keys before values. The copies are
-        put on the stream.
-        """
+        """Return the slot's pages, [pages, bytes of all layers] uint8, page-locked; keys are before values."""
         pages = self._tables[slot][: -(-length // PAGE)]
         saved = cuda.pinned((len(pages), self._tables.pool.page_nbytes), "u1")
         for host, array in self._places(saved, pages):

@@ -18,10 +18,7 @@ _SOURCE = WORDS + Path(__file__).with_name("paged_decode.cu").read_text(encoding
 
 
 class Scratch:
-    """Memory in which the thread blocks of a row pass partial results to each other.
-
-    It is enough for each of `specs` with up to `rows` requests. Launches that follow each other share it.
-    """
+    """Memory in which thread blocks of a row pass partial results, for `rows` requests of each of `specs`."""
 
     def __init__(self, specs: Iterable[AttentionKernelSpec], rows: int):
         multiprocessors = cuda.multiprocessors(cuda.current_device())

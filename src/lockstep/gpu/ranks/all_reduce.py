@@ -31,10 +31,7 @@ _ONE_SHOT = 1 << 20
 
 
 class Exchange:
-    """A rank's end of the exchange.
-
-    What it is asked for is put on its device's stream; all ranks must be asked for the same.
-    """
+    """A rank's end of the exchange, on its device's stream; all ranks must be asked for the same."""
 
     def __init__(self, device: Device, rank: int, world: int, slot: int, outbox: int):
         """Allocate a rank's memory; slot, outbox: units (of 16 bytes) of its part of an inbox, and of the outbox."""

@@ -312,11 +312,7 @@ class Rank:
             yield add(name, call)
 
     def _last_calls(self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool) -> list[tuple[str, Call]]:
-        """Return the calls from what the exit made to the next tokens.
-
-        made: the logits, or a rank's part of them. The logits are gathered where tokens are drawn; else each rank tells
-        its own most likely ones.
-        """
+        """Return the calls from logits, or a rank's part of them, to tokens; gathered where any is drawn."""
         kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the step
         state, slots, held = self.state, inputs.slots, inputs.held
         found = state.found, state.token_ids, state.positions
