@@ -15,7 +15,6 @@ from recorded import recorded
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.backends import CanonicalBytes, EngineSet
-from lockstep.backends.inspected import inspected
 from lockstep.backends.onnxruntime import backend
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.errors import InputError
@@ -52,14 +51,8 @@ def first(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Resu
 
 
 def look(results: Results, failure: str | None = None) -> Facts:
-    return facts(
-        results,
-        TARGET,
-        inspected(
-            EngineSet.open(results.engines("demo-llama", "fp16", "onnxruntime"), results.assembly("demo-llama", "fp16"))
-        ),
-        failure,
-    )
+    engines, assembly = results.engines("demo-llama", "fp16", "onnxruntime"), results.assembly("demo-llama", "fp16")
+    return facts(results, TARGET, EngineSet.open(engines, assembly).inspected(), failure)
 
 
 def same(first: Results, second: Results) -> tuple[dict[str, bool], dict[str, list[str]]]:

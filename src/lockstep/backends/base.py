@@ -117,7 +117,8 @@ class Backend(Protocol):
         return assembly.engine_graphs()
 
     def file(self, name: str) -> str:
-        """Return the name of the file of an engine."""
+        """Return the name of the file of an engine: the last suffix is of graphs that run on the host."""
+        return name + self.suffixes[-1 if name.endswith(".rotary") else 0]
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         """Prepare to build the engines of a set, which have these names, in `folder`.
@@ -154,11 +155,13 @@ class Backend(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         """Return a contiguous buffer that is not initialised."""
+        return np.empty(shape, dtype)
 
     def executor(
         self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
     ) -> Executor | None:
         """Return an executor of this backend's network on its ranks' devices; None: the runtime's own, on the host."""
+        return None
 
 
 def get_backend(name: str) -> Backend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.inspected import InspectedEngine, InspectedSet
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Backend, Program, get_backend
 from lockstep.errors import CheckError
@@ -94,6 +96,16 @@ class EngineSet:
         parts = self.manifest.engines[name].parts or {slot: [slot] for slot in slots}
         own = {slot: [part for part in names if part not in rows_of(slot)] for slot, names in parts.items()}
         return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in own.items()}
+
+    def inspected(self) -> InspectedSet:
+        """Return what the backend says of each engine, and a digest of the bytes that equal builds share."""
+        engines = {}
+        for name in self.names():
+            path = self.file(name)
+            shared = self.backend.canonical_bytes(path)
+            said = self.backend.choices(path), self.backend.layer_information(path)
+            engines[name] = InspectedEngine(*said, hashlib.sha256(shared.data).hexdigest(), tuple(shared.removed))
+        return InspectedSet(self.digest(), self.backend.device_key(self.manifest.device), engines)
 
 
 def _same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:

@@ -13,11 +13,7 @@ from lockstep.errors import CheckError, InputError
 
 @dataclass(frozen=True)
 class RopeGraph(GraphFile):
-    """The decode graph of a variant that stands for its RoPE alone.
-
-    A backend that has attention of its own may take it as `<variant>.rotary` (`Backend.graphs`). That engine is a graph
-    too, cut out of the decode graph (onnx_tools/rope.py): engines run where the assembly's graphs are not.
-    """
+    """The decode graph of a variant, for its RoPE: `<variant>.rotary` is cut out of it (onnx_tools/rope.py)."""
 
     variant: AttentionVariant
 

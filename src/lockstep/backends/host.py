@@ -9,13 +9,11 @@ import numpy as np
 
 from lockstep.backends.base import Backend
 from lockstep.backends.cpu import cpu_key, describe_cpu
-from lockstep.step.network import Network
 
 
 class HostBackend(Backend):
     """A backend whose engines run on the CPU and depend on its instruction sets; equal builds are equal bytes."""
 
-    ending: str  # of the name of an engine's file
     rank_devices = False
 
     def describe_device(self) -> dict[str, Any]:
@@ -23,17 +21,6 @@ class HostBackend(Backend):
 
     def device_key(self, device: Mapping[str, Any]) -> Any:
         return cpu_key(device)
-
-    def file(self, name: str) -> str:
-        return name + self.ending
-
-    def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        return np.empty(shape, dtype)
-
-    def executor(
-        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
-    ) -> None:
-        return None
 
 
 class Declared(NamedTuple):

@@ -25,11 +25,7 @@ class Device:
 
     @classmethod
     def get(cls, rank: int = 0) -> Device:
-        """Return the device of a rank: that of the rank's number, or the first for all.
-
-        `ONE_GPU` says which. Raises CheckError where the device is not there, another kind than the first, or out of
-        reach of another rank's.
-        """
+        """Return a rank's device, the first for all with `ONE_GPU`. Raises CheckError for none, or an unlike one."""
         if rank not in cls._instances:
             number = 0 if os.environ.get(ONE_GPU) else rank
             _check_peers(number)

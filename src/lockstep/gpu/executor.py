@@ -70,11 +70,7 @@ class GpuExecutor:
     def __init__(
         self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None = None
     ):
-        """Allocate the ranks' KV cache and buffers.
-
-        kv_bytes: memory for keys and values, of each device; None: for the longest requests in all slots, or nine
-        tenths of what is free. Raises CheckError where that is no page.
-        """
+        """Allocate the KV cache, of kv_bytes a device: None: the longest requests, or 0.9 of what is free."""
         cuda.leave_at_exit(self)
         self.num_slots, self.max_seq_len = num_slots, max_seq_len
         self.lengths = np.zeros(num_slots, np.int64)
@@ -457,7 +453,8 @@ class GpuExecutor:
         """Put a pass whose inputs are sent on the streams, as a graph if its layout has come before."""
         first, layout = self.ranks[0], self.ranks[0].layout(*sent[0])
         for rank, (_, chunks) in zip(self.group.each(), sent):
-            rank.begin_prompts(chunks)
+            for attention in rank.attentions:
+                attention.begin(chunks)
         steps = self._captured.get((layout, adapted, drawn))
         if steps is not None:
             self.group.launch(steps)

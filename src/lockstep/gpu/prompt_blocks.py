@@ -60,9 +60,6 @@ class PromptBlocks:
             key = tuple((name, array.address, array.shape, array.dtype) for name, array in read.items())
             self.values.append(known.setdefault(key, read))
 
-    def begin(self, num_tokens: int, num_requests: int, num_decoding: int) -> PromptPass:
-        return PromptPass(self, num_tokens, num_requests, num_decoding)
-
 
 class PromptPass:
     """The blocks of one pass, whose calls may be repeated; num_decoding: tokens in front, that decode."""

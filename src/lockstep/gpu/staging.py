@@ -23,11 +23,7 @@ class Staging:
         self._pieces = [(cuda.pinned((size,), np.uint8), cuda.Event()) for _ in range(2)]
 
     def send(self, stream: cuda.Stream, pairs: Sequence[tuple[cuda.Array, np.ndarray]]) -> None:
-        """Put copies to device arrays on the stream.
-
-        pairs: a device array, and a host array of the same shape and of any integer or floating dtype. The host arrays
-        may change as soon as this returns.
-        """
+        """Put copies of host arrays, of any numbers, to device arrays on the stream; they may change then."""
         self._pieces.reverse()
         piece, sent = self._pieces[0]
         sent.wait()

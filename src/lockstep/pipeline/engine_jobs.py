@@ -74,9 +74,8 @@ def inspect(engines: str, assembly: str) -> dict[str, Any]:
     That is an `InspectedSet`, of engines that open here.
     """
     from lockstep.backends import EngineSet
-    from lockstep.backends.inspected import inspected
 
-    return inspected(EngineSet.open(engines, assembly)).to_json()
+    return EngineSet.open(engines, assembly).inspected().to_json()
 
 
 def build(assembly: str, backend: str, out: str, options: Mapping[str, Any], owns_folder: bool = False) -> None:

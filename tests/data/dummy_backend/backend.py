@@ -24,7 +24,6 @@ from lockstep.weights import Weights, slot_array
 class DummyBackend(HostBackend):
     name = "dummy"
     suffixes = (".dummy",)
-    ending = ".dummy"
     revision = 1
     precisions = ("fp32",)
     batch_invariant = False

@@ -85,9 +85,6 @@ class CudaBackend(PortableGpuBackend):
         yield from with_fused_attention(assembly, assembly.variants)
         yield from base_graphs(assembly)
 
-    def file(self, name: str) -> str:
-        return name + (_GRAPH if name.endswith(".rotary") else _KERNELS)
-
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         return {"attention": "fused"}
 

@@ -53,7 +53,6 @@ class OnnxRuntimeBackend(HostBackend):
 
     name = "onnxruntime"
     suffixes = (".onnx",)
-    ending = ".onnx"
     revision = 2
     precisions = ("fp32", "fp16", "w8a16", "w4a16")
     batch_invariant = True

@@ -34,7 +34,6 @@ class OpenVINOBackend(HostBackend):
 
     name = "openvino"
     suffixes = (".zip",)
-    ending = ".ir.zip"
     revision = 1
     precisions = ("fp32", "bf16", "w8a16", "w4a16")
 
@@ -42,6 +41,9 @@ class OpenVINOBackend(HostBackend):
         # Where that was measured: OpenVINO's kernels are others on CPUs with AMX and on those without AVX-512.
         flags = describe_cpu()["isa"]
         self.batch_invariant = "avx512f" in flags and "amx_tile" not in flags
+
+    def file(self, name: str) -> str:
+        return f"{name}.ir.zip"
 
     def version(self) -> str:
         return VERSION

@@ -39,11 +39,7 @@ class Weight:
 
 
 def expand(graph: onnx.ModelProto, where: str) -> list[Weight]:
-    """Let products read full weights, each an input, in place.
-
-    Returns the quantised weights that these stand for. Raises CheckError for a product whose weight is computed, or has
-    zero points.
-    """
+    """Let products read full weights, as inputs; return the quantised ones. Raises CheckError for others."""
     split_activations(graph)
     weights: list[Weight] = []
     nodes = []

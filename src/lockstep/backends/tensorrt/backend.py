@@ -139,10 +139,6 @@ class TensorRTBackend(GpuBackend):
             yield name, with_rows(assembly, name, graph)
         yield from base_graphs(assembly)
 
-    def file(self, name: str) -> str:
-        """Return the file name of an engine: an engine plan's, or that of a RoPE graph."""
-        return name + (_GRAPH if name.endswith(".rotary") else _PLAN)
-
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         if any(name.endswith(".rotary") for name in names):
             require_capability(manifest.device, _INSTEAD)

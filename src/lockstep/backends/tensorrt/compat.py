@@ -390,18 +390,9 @@ class Library:
             name = engine.get_tensor_name(number)
             is_input = engine.get_tensor_mode(name) == self.api.TensorIOMode.INPUT
             profiles = range(engine.num_optimization_profiles) if is_input else ()
-            bounds = tuple(
-                tuple(tuple(shape) for shape in engine.get_tensor_profile_shape(name, profile)) for profile in profiles
-            )
-            found.append(
-                Tensor(
-                    name,
-                    is_input,
-                    named_dtype(dtypes[engine.get_tensor_dtype(name)]),
-                    tuple(engine.get_tensor_shape(name)),
-                    bounds,
-                )
-            )
+            bounds = tuple(tuple(map(tuple, engine.get_tensor_profile_shape(name, profile))) for profile in profiles)
+            dtype, shape = named_dtype(dtypes[engine.get_tensor_dtype(name)]), tuple(engine.get_tensor_shape(name))
+            found.append(Tensor(name, is_input, dtype, shape, bounds))
         return found
 
     def num_profiles(self, engine: trt.ICudaEngine) -> int:

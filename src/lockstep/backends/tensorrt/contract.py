@@ -74,11 +74,7 @@ def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:
 
 
 def check_types(found: Mapping[str, str], types: Mapping[str, str], where: str) -> None:
-    """Raise GraphRefusedError for a tensor that has another dtype than in the graph.
-
-    found: {name: dtype} of a strongly typed network. Tensors that the parser adds are not in the graph: what they lead
-    to is.
-    """
+    """Raise GraphRefusedError for a tensor of another dtype than in the graph; the parser may add others."""
     wrong = [name for name in found if name in types and found[name] != types[name]]
     if wrong:
         raise GraphRefusedError(

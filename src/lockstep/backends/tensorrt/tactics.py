@@ -32,11 +32,7 @@ class Tactics:
     """The tactics of one engine set in `folder`; made_by: JSON of all else that decides them."""
 
     def __init__(self, mode: str, folder: Path, made_by: Mapping[str, Any]):
-        """Read the record of `folder`, unless the mode is free.
-
-        Raises InputError for an unknown mode; with `verified` CheckError for a record that is absent, damaged or made
-        with something else than `made_by`.
-        """
+        """Read the record, unless free. Raises InputError for a mode; CheckError (`verified`) for a bad record."""
         if mode not in MODES:
             raise InputError(f"tactics: expected one of {', '.join(MODES)}, found {mode!r}")
         self.mode, self.folder, self.made_by = mode, folder, made_by
@@ -83,11 +79,7 @@ class Tactics:
         return sha256_json(chosen)
 
     def take_cache(self, cache: bytes, cached: Mapping[str, str], where: str) -> None:
-        """Record the timing cache after an engine was built, or check it.
-
-        A record is written each time, so that a build that is interrupted goes on from it. With `verified`: raises
-        CheckError naming an entry that the record lacks or has another tactic for.
-        """
+        """Record the cache after each engine, or check it (`verified`: CheckError for another entry)."""
         if self.mode == "verified":
             for key, tactic in cached.items():
                 if self.cached.get(key) != tactic:

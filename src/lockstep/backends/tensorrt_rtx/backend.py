@@ -23,20 +23,14 @@ from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
 from lockstep.targets import Limits
 
-_PLAN = ".engine"
-
 
 class TensorRTRTXBackend(PortableGpuBackend):
-    """TensorRT-RTX 1.7 and later.
-
-    Precision is the graph's: no TF32, and what is float32 in an fp16 graph stays float32. w8a16 and w4a16 are
-    dequantised to float32 in the engine.
-    """
+    """TensorRT-RTX 1.7 and later; precision is the graph's, quantised weights are dequantised to float32."""
 
     library = TENSORRT_RTX
     name = "tensorrt_rtx"
     gpus = "NVIDIA RTX GPUs"  # `compute_capabilities` of the options says which
-    suffixes = (_PLAN,)
+    suffixes = (".engine",)
     revision = 4
     precisions = ("fp32", "fp16", "bf16", "w8a16", "w4a16")
     rank_devices = False
@@ -55,9 +49,6 @@ class TensorRTRTXBackend(PortableGpuBackend):
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded; compute_capabilities: None is portable."""
         return {"compute_capabilities": None, **{name: getattr(Limits(), name) for name in LIMITS}}
-
-    def file(self, name: str) -> str:
-        return name + _PLAN
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         self._compiler.end()

@@ -124,11 +124,7 @@ class AttentionKernelSpec:
 
     @property
     def block_heads(self) -> int:
-        """Return the query heads of a block.
-
-        These are the eight columns of a product, or, for heads of more than 128 numbers, four: as many as the registers
-        hold. It is never more than the query heads of a KV head.
-        """
+        """Return a block's query heads: 8 columns of a product, or 4 beyond 128 numbers, for the registers."""
         return min(self.heads // self.kv_heads, 4 if self.head_dim > 128 else 8)
 
     @property

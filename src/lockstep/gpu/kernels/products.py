@@ -46,11 +46,7 @@ Multiplier = Callable[[int], None]
 
 @dataclass(frozen=True)
 class StridedView:
-    """The rows of a value, and the stride from one to the next.
-
-    array: [rows, ...], or of a value beside others all that is behind its first number. stride: numbers from one row to
-    the next.
-    """
+    """The rows of a value, [rows, ...] or all behind its first number, and the numbers from one to the next."""
 
     array: cuda.Array
     stride: int

@@ -21,11 +21,7 @@ CHECK_RANKS = "LOCKSTEP_CHECK_RANKS"  # of the environment: set, each step's res
 
 
 class RankGroup:
-    """The ranks of a network: one where it is not split.
-
-    compares: each step's results are compared between ranks. last: the calls that were put on the streams last, by
-    rank.
-    """
+    """The ranks of a network; compares: results between ranks. last: calls put on the streams last, by rank."""
 
     def __init__(self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None):
         """Allocate the ranks' KV cache and buffers: see `GpuExecutor`. The first rank's device is used then."""
@@ -58,11 +54,9 @@ class RankGroup:
         if len(self.ranks) > 1:
             self.ranks[0].device.use()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Wait for devices inside; where one of several hangs, the process ends."""
-        with contextlib.nullcontext() if self.watch is None else self.watch.waiting():
-            yield
+        return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
 
     def wait_for_weights(self) -> None:
         """Wait until all weights are on the devices. Raises what an upload raised."""
@@ -123,7 +117,10 @@ class RankGroup:
                     step.warm = True
                 return
             for rank, step in zip(self.each(), steps):
-                rank.capture(step)
+                with rank.stream.capture() as graph:
+                    for call in step.calls:
+                        call()
+                step.graph = graph
         with self.together():
             for rank, step in zip(self.each(), steps):
                 assert step.graph is not None

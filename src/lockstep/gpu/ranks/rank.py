@@ -23,7 +23,7 @@ from lockstep.gpu.decode_state import DecodeState
 from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
-from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks
+from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks, PromptPass
 from lockstep.gpu.prompts import Inputs, PromptInputs, captured_tokens
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
@@ -164,11 +164,7 @@ class Rank:
         self._end.gather(step.part, step.logits)
 
     def decode_calls(self, count: int, adapted: bool, drawn: bool) -> StepCalls:
-        """Return the calls that decode a token of the slots 0 to `count`-1.
-
-        Only those of them that decode (`state`) are written. adapted: some have an adapter. drawn: tokens of some are
-        drawn. Nothing is put on the stream.
-        """
+        """Return the calls that decode slots 0 to `count`-1; adapted, drawn: some are. Nothing is launched."""
         key = (count, adapted, drawn, *(attention.capacity for attention in self.attentions))
         step = self.step_calls.get(key)
         if step is None:
@@ -178,13 +174,6 @@ class Rank:
             inputs = Inputs(tokens, positions, rows, self._every_row[:count], rows, positions, adapters)
             step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn)
         return step
-
-    def capture(self, step: StepCalls) -> None:
-        """Capture the graph of a step whose calls were made once."""
-        with self.stream.capture() as graph:
-            for call in step.calls:
-                call()
-        step.graph = graph
 
     def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
         """Send the inputs of a pass of chunks: see `PromptInputs.send`."""
@@ -207,11 +196,6 @@ class Rank:
             found += layout
         return tuple(found)
 
-    def begin_prompts(self, chunks: Chunks) -> None:
-        """Send what attention reads of the chunks of the pass that is put on the stream next."""
-        for attention in self.attentions:
-            attention.begin(chunks)
-
     def prompt_calls(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
         """Make the calls of a pass of chunks, and yield the step after each.
 
@@ -229,7 +213,7 @@ class Rank:
         self.device.use()
         blocks = self._blocks_for_prompts(adapted)
         for tokens in range(_PRODUCTS_EVERY, self._largest_pass + 1, _PRODUCTS_EVERY):
-            for call in blocks.begin(tokens, min(tokens, self._num_slots), 0).products():
+            for call in PromptPass(blocks, tokens, min(tokens, self._num_slots), 0).products():
                 call()
 
     def _blocks_for_prompts(self, adapted: bool) -> PromptBlocks:
@@ -281,7 +265,7 @@ class Rank:
         self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool
     ) -> Iterator[StepCalls]:
         total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
-        a_pass = blocks.begin(total, num_requests, inputs.num_decoding)
+        a_pass = PromptPass(blocks, total, num_requests, inputs.num_decoding)
         decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
         logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
         own = blocks.logits[:num_requests] if self.splits_logits and not drawn else None
