@@ -211,12 +211,12 @@ def _table(change: Callable[[np.ndarray], None]) -> Callable[[], AbstractContext
     """
 
     def wrap(right):
-        def reserve(self, ends, lengths, stream):
+        def reserve(self, ends, lengths):
             held = list(self._sent)
-            moved = right(self, ends, lengths, stream)
+            moved = right(self, ends, lengths)
             if self._sent != held:
                 change(self._host_table)
-                self._table_staging.send(stream, [(self._table, self._host_table)])
+                self._table_staging.send(self._stream, [(self._table, self._host_table)])
             return moved
 
         return reserve
@@ -260,10 +260,8 @@ def _pages_given_twice(right):
 
 
 def _chunk_length_short(right):
-    def begin(self, chunks, stream):
-        return right(
-            self, [(row, start - 1 if start else start, low, high) for row, start, low, high in chunks], stream
-        )
+    def begin(self, chunks):
+        return right(self, [(row, start - 1 if start else start, low, high) for row, start, low, high in chunks])
 
     return begin
 

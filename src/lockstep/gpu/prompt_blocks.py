@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.gpu import cuda
+from lockstep.gpu.attention.base import Call, Calls
 from lockstep.gpu.program import Bound, GpuProgram, Shapes
 
-Call = Callable[[], None]
-Calls = list[tuple[str, Call]]  # "sum" for one over ranks, else no name
 Values = dict[str, cuda.Array]
 _READ = ("query", "key", "value", "position_ids", "attention")  # by attention, of what a block makes
 
@@ -98,6 +97,7 @@ class PromptPass:
                     yield functools.partial(part.call, *self._context(part))
 
     def _calls(self, number: int) -> Calls:
+        """Return the calls of a block: "sum" for one over ranks, else without a name."""
         return [
             ("sum", functools.partial(part.sum, part.values[: self._dims[part.dim]]))
             if isinstance(part, BoundSum)

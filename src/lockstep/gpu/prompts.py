@@ -55,8 +55,9 @@ class PromptInputs:
     added are rows that do not decode, and tokens that go into no cache.
     """
 
-    def __init__(self, num_tokens: int, slots: int, integer: np.dtype, captured_tokens: int):
+    def __init__(self, num_tokens: int, slots: int, integer: np.dtype, captured_tokens: int, stream: cuda.Stream):
         self._num_tokens, self._slots, self._captured_tokens = num_tokens, slots, captured_tokens
+        self._stream = stream
         by_token, by_request = (num_tokens,), (slots,)
         # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
         self.arrays = Inputs(
@@ -72,7 +73,7 @@ class PromptInputs:
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
 
     def send(
-        self, chunks: Sequence[Advance], stream: cuda.Stream, write: bool = True, adapters: np.ndarray | None = None
+        self, chunks: Sequence[Advance], write: bool = True, adapters: np.ndarray | None = None
     ) -> tuple[Inputs, Chunks]:
         """Put the tokens of `chunks` on the device.
 
@@ -86,15 +87,10 @@ class PromptInputs:
         last = np.array([high - 1 for _, high in places])
         slots = np.array([chunk.slot if write else -1 for chunk in chunks])
         rows = packed.slots if write else np.full_like(packed.slots, -1)
-        return self._send(stream, packed, rows, last, slots, adapters), _places(chunks, places)
+        return self._send(packed, rows, last, slots, adapters), _places(chunks, places)
 
     def send_mixed(
-        self,
-        decoding: Sequence[Advance],
-        chunks: Sequence[Advance],
-        stream: cuda.Stream,
-        found: cuda.Array,
-        adapters: np.ndarray | None = None,
+        self, decoding: Sequence[Advance], chunks: Sequence[Advance], found: cuda.Array, adapters: np.ndarray | None
     ) -> tuple[Inputs, Chunks]:
         """Put a step on the device whose first tokens are of slots that decode.
 
@@ -111,10 +107,10 @@ class PromptInputs:
         places = packed.pack(decoding, chosen, count, chunks)
         last, slots = np.zeros(requests, np.int64), np.full(requests, -1)
         last[in_step], slots[in_step] = [high - 1 for _, high in places], in_step
-        inputs = self._send(stream, packed, packed.slots, last, slots, adapters, count)
+        inputs = self._send(packed, packed.slots, last, slots, adapters, count)
         if decoding[0].tokens[0] < 0:
             nbytes = found[:count].nbytes
-            stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
+            self._stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
         return inputs, _places(chunks, [(low - count, high - count) for low, high in places[len(decoding) :]])
 
     def _sizes(self, rows: int, tokens: int, requests: int) -> tuple[int, int, int]:
@@ -127,7 +123,6 @@ class PromptInputs:
 
     def _send(
         self,
-        stream: cuda.Stream,
         packed: PackedTokens,
         rows: np.ndarray,
         last: np.ndarray,
@@ -147,7 +142,7 @@ class PromptInputs:
         if adapters is not None:
             values[IDS] = packed.adapter_ids(adapters)
         arrays = {name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()}
-        self._staging.send(stream, [(arrays[name], array) for name, array in values.items()])
+        self._staging.send(self._stream, [(arrays[name], array) for name, array in values.items()])
         unsent = {IDS: self.arrays.adapter_ids[: len(rows)]}
         return Inputs(**unsent | arrays, num_decoding=num_decoding)
 

@@ -23,7 +23,7 @@ def open_engine(
     CudaBackend().require()
     slots = [IO(name, array.dtype.name, array.shape) for name, array in weights.items()]
     run = KernelsProgram(file, slots).bind(_Arrays(weights), {name: [name] for name in weights})
-    return lambda profile: EngineRunner("engine", inputs, run)
+    return lambda profile: EngineRunner(inputs, run)
 
 
 class _Arrays:
@@ -49,8 +49,8 @@ class _Arrays:
 class EngineRunner(BaseRunner):
     """Runner of a block, which runs as in the runtime. Adapters' A are written to where the block has them."""
 
-    def __init__(self, name: str, inputs: Sequence[IO], run: KernelsExecutable):
-        super().__init__(name=name)
+    def __init__(self, inputs: Sequence[IO], run: KernelsExecutable):
+        super().__init__(name="engine")
         self._declared, self._run = inputs, run
 
     def get_input_metadata_impl(self) -> TensorMetadata:

@@ -23,6 +23,7 @@ from lockstep.weights import Tensors, check_bound_slots, check_inputs
 _HALF = np.dtype(np.float16)
 _AS_HALF, _AS_SCALES = WeightCast(_HALF), WeightCast(_HALF, SCALES_TIMES)
 Sizes = Mapping[str, int]  # of dimensions, by name
+GroupWeights = Mapping[Group, SmallWeight]
 
 
 class _Shared:
@@ -175,12 +176,7 @@ class KernelsExecutable(GpuExecutable):
     program: KernelsProgram
 
     def __init__(
-        self,
-        program: KernelsProgram,
-        groups: Mapping[Group, SmallWeight],
-        weights: Arrays,
-        uploads: Uploads,
-        adapter_rows: Arrays,
+        self, program: KernelsProgram, groups: GroupWeights, weights: Arrays, uploads: Uploads, adapter_rows: Arrays
     ):
         super().__init__(uploads, weights, adapter_rows)
         self.program, self.groups = program, groups

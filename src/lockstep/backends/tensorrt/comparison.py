@@ -36,7 +36,7 @@ def open_engine(
     program = TensorRTProgram(library, file, ())
     placed = _upload(program, {slot: array for slot, array in weights.items() if not rows_of(slot)})
     with_rows = {slot: array for slot, array in weights.items() if rows_of(slot)}
-    return lambda profile: EngineRunner("engine", inputs, program, placed, with_rows, profile)
+    return lambda profile: EngineRunner(inputs, program, placed, with_rows, profile)
 
 
 class EngineRunner(BaseRunner):
@@ -48,14 +48,13 @@ class EngineRunner(BaseRunner):
 
     def __init__(
         self,
-        name: str,
         inputs: Sequence[IO],
         program: TensorRTProgram,
         weights: Mapping[str, cuda.Array],
         with_rows: Mapping[str, np.ndarray],
         profile: int,
     ):
-        super().__init__(name=name)
+        super().__init__(name="engine")
         self._declared, self._program, self._profile = inputs, program, profile
         self._weights, self._with_rows = weights, with_rows
 

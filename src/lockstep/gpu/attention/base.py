@@ -17,7 +17,9 @@ from lockstep.gpu import cuda
 
 SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
 LARGEST_BATCH = 4  # prompts that fused attention takes in one call
+Arrays = Mapping[str, cuda.Array]
 Call = Callable[[], None]
+Calls = list[tuple[str, Call]]  # each with the name that its time goes to
 Buffer = Callable[[str, Sequence[int], np.dtype], cuda.Array]  # by name, shape and dtype: all steps share it
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
 
@@ -51,9 +53,7 @@ class Attention(Protocol):
         Calls of a pass are those of any other of this layout whose arrays are as large. None: of this pass alone.
         """
 
-    def calls(
-        self, index: int, values: Mapping[str, cuda.Array], rows: cuda.Array, chunks: Chunks, own: bool
-    ) -> list[tuple[str, Call]]:
+    def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         """Return the calls of one layer, each with the name that its time goes to.
 
         They compute attention of the packed tokens ("attention") and write keys and values into the cache. Without

@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Buffer, Call, Chunks
+from lockstep.gpu.attention.base import Arrays, Buffer, Calls, Chunks
 from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables, PagedTokens
 from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
 from lockstep.gpu.attention.prompt import PromptAttention
@@ -128,9 +128,7 @@ class FusedAttention:
     def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
         return self._prompts.layout(chunks)
 
-    def calls(
-        self, index: int, values: Mapping[str, cuda.Array], rows: cuda.Array, chunks: Chunks, own: bool
-    ) -> list[tuple[str, Call]]:
+    def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         layer_attention, (keys, cached) = self._layers[index], self._cache[index]
         variant, shape, total = layer_attention.variant, layer_attention.cache, values["attention"].shape[0]
         out, key = values["attention"].reshape(total, variant.num_heads, shape.value_head_dim), id(layer_attention)
@@ -146,7 +144,7 @@ class FusedAttention:
                 ("attention", functools.partial(self._decode[key].launch, stream, tokens, out, scale, self._scratch))
             ]
         query_out = self._buffer("query_out", tokens.query.shape, self._dtype)
-        attend = self._prompts.calls(self._specs[key], scale, query_out, keys, cached, out)
+        attend = self._prompts.calls(self._specs[key], scale, query_out, tokens, out)
         apply_rope = functools.partial(self._rope[key].launch, stream, tokens, query_out)
         return [("rotary and cache", apply_rope), *(("attention", call) for call in attend)]
 

@@ -18,7 +18,7 @@ import numpy as np
 from lockstep.errors import CheckError, note
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import LARGEST_BATCH, Call, Chunks, padded
-from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec
+from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, PagedTokens
 from lockstep.gpu.libraries import require_cudnn
 from lockstep.gpu.staging import Staging
 
@@ -88,23 +88,17 @@ class PromptAttention:
         return len(chunks), padded(max(high - low for _, _, low, high in chunks))
 
     def calls(
-        self,
-        spec: AttentionKernelSpec,
-        scale: float,
-        query: cuda.Array,
-        keys: cuda.Array,
-        values: cuda.Array,
-        out: cuda.Array,
+        self, spec: AttentionKernelSpec, scale: float, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
     ) -> list[Call]:
         """Return the calls of attention of queries with RoPE.
 
-        query [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim], over keys, values [pages,
-        num_kv_heads, 64, dim], which hold the new ones too: each token sees itself and what is before it.
+        query [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim], over keys and values in
+        pages, which hold the new ones too: each token sees itself and what is before it.
         """
         planned = self._planned.get((id(spec), scale))
         if planned is None:
             planned = self._planned[id(spec), scale] = list(self._plan_pass(spec, scale))
-        return [call.plan.bind(call, query, keys, values, out) for call in planned]
+        return [call.plan.bind(call, query, tokens, out) for call in planned]
 
     def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[_Call]:
         """Yield the calls of a pass, which all layers of this spec share."""
@@ -260,8 +254,8 @@ class _CudnnPlan:
             held = _CudnnPlan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
         self._work = held
 
-    def bind(self, call: _Call, query: cuda.Array, keys: cuda.Array, values: cuda.Array, out: cuda.Array) -> Call:
-        arrays = {"query": query[call.tokens], "keys": keys, "values": values, **call.arrays}
+    def bind(self, call: _Call, query: cuda.Array, tokens: PagedTokens, out: cuda.Array) -> Call:
+        arrays = {"query": query[call.tokens], "keys": tokens.keys, "values": tokens.values, **call.arrays}
         addresses = {self._inputs[name]: array.address for name, array in arrays.items()}
         addresses[self._out] = out[call.tokens].address
         return lambda: self._graph.execute(addresses, self._work.address, handle=self._handle)

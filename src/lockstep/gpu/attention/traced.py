@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Buffer, Call, Chunks
+from lockstep.gpu.attention.base import Arrays, Buffer, Calls, Chunks
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.step.network import LayerAttention
@@ -72,14 +72,12 @@ class TracedAttention:
     def layout(self, chunks: Chunks) -> None:
         """Return None: the calls of a chunk are of its row."""
 
-    def calls(
-        self, index: int, values: Mapping[str, cuda.Array], rows: cuda.Array, chunks: Chunks, own: bool
-    ) -> list[tuple[str, Call]]:
+    def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         layer_attention, (keys, cached) = self._layers[index], self._cache[index]
         shape, total, positions = layer_attention.cache, values["attention"].shape[0], values["position_ids"]
         new_key = self._buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
         new_value = self._buffer("value_out", (total, shape.num_kv_heads, shape.value_head_dim), self._dtype)
-        calls: list[tuple[str, Call]] = []
+        calls: Calls = []
 
         def add(phase: str, tokens: slice, in_rows: slice, lengths: cuda.Array) -> None:
             inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.artifacts.adapters import IDS, mask_rank
 from lockstep.artifacts.signature import IO
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import SMALLEST_CHUNK, Chunks, PagedAttention
+from lockstep.gpu.attention.base import SMALLEST_CHUNK, Arrays, Call, Calls, Chunks, PagedAttention
 from lockstep.gpu.attention.make import make_attention
 from lockstep.gpu.decode_state import DecodeState
 from lockstep.gpu.device import Device
@@ -30,7 +30,6 @@ from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerAttention, Network, ShardCall
 from lockstep.step.pages import PageTables
 
-Call = Callable[[], None]
 _PRODUCTS_EVERY = 32  # tokens, of sizes whose products are warmed: kernels work in tiles of 64 tokens and more
 
 
@@ -56,8 +55,8 @@ class _Run:
     """A call of a piece's engine on arrays."""
 
     piece: ShardCall
-    inputs: Mapping[str, cuda.Array]
-    outputs: Mapping[str, cuda.Array]
+    inputs: Arrays
+    outputs: Arrays
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Rank:
         # Of passes of prompts. None where engines have profiles: a context keeps the sizes of one pass.
         has_profiles = engine_of(network.embedding).program.by_profiles
         self.captured_tokens = 0 if has_profiles else captured_tokens(1 if exchange is None else exchange.world)
-        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens)
+        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
         self._attention = make_attention(
             network, tables, num_slots, max_seq_len, self._kernels, self._buffer, self.stream
         )
@@ -177,11 +176,11 @@ class Rank:
 
     def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
         """Send the inputs of a pass of chunks: see `PromptInputs.send`."""
-        return self._prompts.send(chunks, self.stream, write, self.state.adapters)
+        return self._prompts.send(chunks, write, self.state.adapters)
 
     def send_mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> tuple[Inputs, Chunks]:
         """Send the inputs of a pass with rows that decode: see `PromptInputs.send_mixed`."""
-        return self._prompts.send_mixed(decoding, chunks, self.stream, self.state.token_ids, self.state.adapters)
+        return self._prompts.send_mixed(decoding, chunks, self.state.token_ids, self.state.adapters)
 
     def layout(self, inputs: Inputs, chunks: Chunks) -> tuple[int, ...] | None:
         """Return what a pass's calls depend on beside array contents; None: of this pass alone, not captured."""
@@ -227,7 +226,7 @@ class Rank:
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
         values, mask, network = inputs.values(), self._mask_array(inputs, adapted), self.network
 
-        def prepare(name: str, block: Block) -> list[tuple[str, Call]]:
+        def prepare(name: str, block: Block) -> Calls:
             return [
                 ("sum", functools.partial(self._end.sum, step.values))
                 if isinstance(step, _Sum)
@@ -255,7 +254,7 @@ class Rank:
         columns, _, dtype = self._mask
         return self._buffer("adapter mask", (inputs.token_ids.shape[0], columns), dtype)
 
-    def _mask_calls(self, inputs: Inputs, mask: cuda.Array | None) -> list[tuple[str, Call]]:
+    def _mask_calls(self, inputs: Inputs, mask: cuda.Array | None) -> Calls:
         if mask is None or self._mask is None:
             return []
         kernels, stream, ids, rank = self._kernels, self.stream, inputs.adapter_ids, self._mask[1]
@@ -295,7 +294,7 @@ class Rank:
         for name, call in self._last_calls(found, logits, inputs, drawn):
             yield add(name, call)
 
-    def _last_calls(self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool) -> list[tuple[str, Call]]:
+    def _last_calls(self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool) -> Calls:
         """Return the calls from logits, or a rank's part of them, to tokens; gathered where any is drawn."""
         kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the step
         state, slots, held = self.state, inputs.slots, inputs.held
@@ -394,7 +393,7 @@ class Rank:
         return self.exchange
 
 
-def _by_engine(step: _Run, mask: cuda.Array | None) -> Mapping[str, cuda.Array]:
+def _by_engine(step: _Run, mask: cuda.Array | None) -> Arrays:
     """Return the inputs as the engine names them: a mask has the name of its rank in place of `IDS`."""
     masks = [name for name in engine_of(step.piece).program.tensors if mask_rank(name)]
     if mask is None or not masks:
@@ -412,7 +411,7 @@ def _mask_of_engines(network: Network) -> tuple[int, int, np.dtype] | None:
     return None
 
 
-def _whole(network: Network, values: Mapping[str, cuda.Array], total: int) -> list[cuda.Array]:
+def _whole(network: Network, values: Arrays, total: int) -> list[cuda.Array]:
     others = ("attention", "logit_rows", *network.exit.adapters)
     names = [io.key for io in network.exit.signature.inputs if io.name not in others]
     return [values[name][:total] for name in names]
