@@ -42,10 +42,8 @@ def build(
     """Build the engine set of an assembly and write its engines.json.
 
     Returns its path. An engine already there is kept when graph, options, device, backend version and builder revision
-    are those recorded and its file is whole.
-
-    Raises InputError for a precision that the backend lacks and for a file of someone else where an engine goes,
-    CheckError for a graph that is damaged or that the library refuses.
+    are those recorded and its file is whole. Raises InputError for a precision that the backend lacks and for a file of
+    someone else where an engine goes, CheckError for a graph that is damaged or that the library refuses.
     """
     assembly_path, out = Path(assembly_json), Path(out_engines_json)
     assembly, library = Assembly.load(assembly_path), get_backend(backend)

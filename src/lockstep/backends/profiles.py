@@ -31,9 +31,8 @@ def profiles(model: onnx.ModelProto, limits: Limits) -> list[Profile]:
     """Return the optimization profiles of a graph.
 
     A block has one for each range of decoding rows, for each range of tokens of prompts, and for any number of tokens.
-    There is one without inputs where nothing is dynamic.
-
-    Raises InputError for a limit below 1 or a dimension that has no limit.
+    There is one without inputs where nothing is dynamic. Raises InputError for a limit below 1 or a dimension that has
+    no limit.
     """
     for name in LIMITS:
         limit = getattr(limits, name)

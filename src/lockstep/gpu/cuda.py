@@ -296,10 +296,9 @@ class Kernel:
 class Launch:
     """A kernel on a stream with fixed arguments, all but the last, an integer.
 
-    A call costs the host a third of `Kernel.launch`.
-
-    overlaps: the kernel waits itself for the one before it on the stream (`wait_for_previous`), and may be brought onto
-    the device while that one runs, where the device and its driver can do that, in graphs too.
+    A call costs the host a third of `Kernel.launch`. overlaps: the kernel waits itself for the one before it on the
+    stream (`wait_for_previous`), and may be brought onto the device while that one runs, where the device and its
+    driver can do that, in graphs too.
     """
 
     def __init__(

@@ -20,14 +20,11 @@ _UNKNOWN = -1  # a token that the host has not seen
 class DecodeState:
     """Device arrays by slot, [slots] each, and the host's copy of what they will hold.
 
-    The copy is of the state behind all that was put on the stream.
-
-    token_ids, positions (of dtype `integer`): of slots that do not decode any that are valid. rows (int32): the slot
-    itself, or -1 where it does not decode. found (int32): the token that was found last, -1 for one that is none.
-    samplings (sampling.PARAMETERS) and adapter_ids (`integer`: the slot's adapter slot, or -1): how tokens are
-    chosen, and computed; they change when a slot's request does, not each step.
-
-    adapters: the host's adapter_ids, which others change between steps; None where blocks take none.
+    The copy is of the state behind all that was put on the stream. token_ids, positions (of dtype `integer`): of slots
+    that do not decode any that are valid. rows (int32): the slot itself, or -1 where it does not decode. found (int32):
+    the token that was found last, -1 for one that is none. samplings (sampling.PARAMETERS) and adapter_ids (`integer`:
+    the slot's adapter slot, or -1): how tokens are chosen, and computed; they change when a slot's request does, not
+    each step. adapters: the host's adapter_ids, which others change between steps; None where blocks take none.
     """
 
     def __init__(self, slots: int, max_seq_len: int, integer: np.dtype):

@@ -16,9 +16,8 @@ def describe_gpu(where: str, ordinal: int = 0) -> dict[str, Any]:
     """Return the description of a CUDA device.
 
     It is {"type", "name", "compute_capability", "driver", "memory"} (memory in bytes). ordinal: the device's number,
-    the first one's by default. where: opens the line of an error, such as `backend cuda`.
-
-    Raises InputError where there is no CUDA driver or no GPU.
+    the first one's by default. where: opens the line of an error, such as `backend cuda`. Raises InputError where there
+    is no CUDA driver or no GPU.
     """
     try:
         from cuda.bindings import driver

@@ -469,10 +469,8 @@ class GpuExecutor:
         """Return the microseconds of a decode step of rows 0 to `batch`-1, by their part.
 
         The rows have the tokens that they hold. Each kind of call is repeated alone in a graph; "gaps": the rest of the
-        step. The rows hold afterwards what they held.
-
-        Raises InputError where a row has no room: what is repeated goes on, token after token, in the cache behind what
-        the row holds.
+        step. The rows hold afterwards what they held. Raises InputError where a row has no room: what is repeated goes
+        on, token after token, in the cache behind what the row holds.
         """
         held, count = self.lengths[:batch], _bucket(batch, self.num_slots)
         end = int(held.max()) + 2 + 2 * (ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
@@ -501,9 +499,8 @@ class GpuExecutor:
     def breakdown_prefill(self) -> dict[str, float]:
         """Return the microseconds of the prompt of the last step, by their part.
 
-        Its slot is reset: what is repeated spoils its cache.
-
-        Raises InputError where that step did not bring one prompt.
+        Its slot is reset: what is repeated spoils its cache. Raises InputError where that step did not bring one
+        prompt.
         """
         if self._prompt is None:
             raise InputError("breakdown: expected a step with one prompt just before, found none")

@@ -18,9 +18,7 @@ class ResidentAdapters:
     """A writer of adapters into device arrays, which it clears first.
 
     Copies are put on `stream`, and nobody waits: steps before them have the adapter that was there, steps behind them
-    the new one.
-
-    loads: by slot the number of the load that brought its adapter; the last entry, of slot -1, stays -1.
+    the new one. loads: by slot the number of the load that brought its adapter; the last entry, of slot -1, stays -1.
     """
 
     def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int, stream: cuda.Stream):

@@ -26,9 +26,7 @@ async def check(client: Client, spec: LoadSpec, model: str, exact: bool = False)
     """Check that each prompt has one text, whole and streamed, then ask all at once.
 
     exact: a text that is another one among all the others is an error too. Greedy decoding may differ there on servers
-    whose kernels depend on the batch.
-
-    Raises CheckError with the first answer that is not as it should be.
+    whose kernels depend on the batch. Raises CheckError with the first answer that is not as it should be.
     """
     alone: list[Record] = []
     async with opened(client, spec.endpoint) as endpoint:

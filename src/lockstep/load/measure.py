@@ -83,9 +83,8 @@ async def measure(
 ) -> tuple[LoadReport, dict[float | None, list[Record]]]:
     """Measure a server at each rate.
 
-    model: as the server calls it, None for its first. tell: gets progress.
-
-    Raises InputError where no server answers, CheckError where a request of the warm-up fails.
+    model: as the server calls it, None for its first. tell: gets progress. Raises InputError where no server answers,
+    CheckError where a request of the warm-up fails.
     """
     model = await model_of(client, spec, model)
     runs, found = [], {}

@@ -172,10 +172,8 @@ def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None)
 
     own_name: as of `Access`. There a page may be of an address, of localhost or of this name: another name could be
     that of any site, whose owner lets it point to this machine (DNS rebinding). To such a page a GET goes to its own
-    site, and has no origin. Nobody is led to a Unix socket so.
-
-    Raises BadRequest for a page of another site, since no site may use a visitor's browser to send requests, and for a
-    key that is none.
+    site, and has no origin. Nobody is led to a Unix socket so. Raises BadRequest for a page of another site, since no
+    site may use a visitor's browser to send requests, and for a key that is none.
     """
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:

@@ -24,9 +24,8 @@ _HEADERS = [
 class TokenResponse:
     """A response whose client may go away at any time: what it waits for ends in any case.
 
-    Each front end derives its own, with `whole`, `events` and `close`.
-
-    id: for the log. stream: what it waits for, if anything. in_chunks: whether it goes out as server-sent events.
+    Each front end derives its own, with `whole`, `events` and `close`. id: for the log. stream: what it waits for, if
+    anything. in_chunks: whether it goes out as server-sent events.
     """
 
     refuse: Callable[[Any], Response] = staticmethod(error_response)  # words an error

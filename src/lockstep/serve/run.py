@@ -93,10 +93,8 @@ def serve(
 
     drain: seconds that running requests have then. say: gets the line of a server that is ready. grpc_port: where gRPC
     is served too, 0 for any that is free; None: nowhere. triton: of the service, with options of its own. unix: a Unix
-    socket that HTTP is served at too, or alone if the address has no port.
-
-    Raises InputError for an address that cannot be had, and LockstepError where the engine does not start, or the
-    service ends by a fault of its own.
+    socket that HTTP is served at too, or alone if the address has no port. Raises InputError for an address that cannot
+    be had, and LockstepError where the engine does not start, or the service ends by a fault of its own.
     """
     with contextlib.ExitStack() as stack:
         ends = [] if address.port is None else [stack.enter_context(contextlib.closing(_bound(address)))]

@@ -14,11 +14,9 @@ class EngineOptions:
     engines, assembly, weights, adapters, checkpoint: paths of manifests; adapters is None for a model without any, and
     checkpoint for one whose adapters cannot be loaded later. layers: a layer count, or "all". limits: max_batch_size,
     max_seq_len, max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine
-    process had loaded.
-
-    threads: CPU threads, None for the default. kv_bytes: of the KV cache, a fraction below 1 of the free memory, or
-    None for the default. chunk_size, long_prefill_token_threshold: in tokens, None for the default. grammar_seconds:
-    that a grammar may take to compile.
+    process had loaded. threads: CPU threads, None for the default. kv_bytes: of the KV cache, a fraction below 1 of the
+    free memory, or None for the default. chunk_size, long_prefill_token_threshold: in tokens, None for the default.
+    grammar_seconds: that a grammar may take to compile.
     """
 
     engines: str

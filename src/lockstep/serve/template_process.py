@@ -104,10 +104,9 @@ def _to_json(
 def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mapping[str, Any], most: int) -> str:
     """Return the prompt of a chat.
 
-    asked: messages, add_generation_prompt, variables; continues: leave its last message open.
-
-    Raises what the template raises, TemplateError where the last message cannot be found in the prompt, and TooLong for
-    more than `most` characters.
+    asked: messages, add_generation_prompt, variables; continues: leave its last message open. Raises what the template
+    raises, TemplateError where the last message cannot be found in the prompt, and TooLong for more than `most`
+    characters.
     """
     messages = [_with_null(_with_arguments(_with_reasoning(message))) for message in asked["messages"]]
     final = messages[-1]["content"] if asked["continues"] else ""

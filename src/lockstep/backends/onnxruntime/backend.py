@@ -248,11 +248,9 @@ def _place_weights(
 ) -> dict[str, ort.OrtValue]:
     """Set where each slot's data lies, in initializers and settings.
 
-    Returns the values that have to live as long as the session.
-
-    A slot of one tensor points into the weights' file, which ONNX Runtime maps itself: no copy of ours, and no copy at
-    all with prepacking off. (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several
-    tensors goes that way.
+    Returns the values that have to live as long as the session. A slot of one tensor points into the weights' file,
+    which ONNX Runtime maps itself: no copy of ours, and no copy at all with prepacking off.
+    (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several tensors goes that way.
     """
     values: dict[str, ort.OrtValue] = {}
     in_files: dict[str, tuple[Path, int, int]] = {}

@@ -101,10 +101,8 @@ class ChosenLayer:
 def fingerprint(layers: Sequence[Layer]) -> list[ChosenLayer]:
     """Return what was chosen, layer by layer in the engine's order.
 
-    What is made from pointers is left out of names and tactics.
-
-    A fused region is known by its input and output tensors, in whatever order they are listed: TensorRT names it by two
-    of its nodes, not always the same.
+    What is made from pointers is left out of names and tactics. A fused region is known by its input and output
+    tensors, in whatever order they are listed: TensorRT names it by two of its nodes, not always the same.
     """
     return [
         ChosenLayer(*_name_and_formats(layer), layer.kind, _without_pointers_in_name(layer.tactic)) for layer in layers
@@ -161,11 +159,9 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
     """Raise GraphRefusedError for fp32 where the graph has half precision.
 
     A layer's tensors or its product are in fp32 then. Raises CheckError where the engine has no layers though the graph
-    has matrix products.
-
-    types: {tensor of the graph: dtype}. What is compared with the graph is every tensor of it that a layer reads or
-    writes, and the tactics of matrix products. Inside fused regions those are the products that `regions.region_layers`
-    finds; kernels that are generated for the graph tell no types.
+    has matrix products. types: {tensor of the graph: dtype}. What is compared with the graph is every tensor of it that
+    a layer reads or writes, and the tactics of matrix products. Inside fused regions those are the products that
+    `regions.region_layers` finds; kernels that are generated for the graph tell no types.
     """
     products = {node.output[0]: node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
     wanted = {types[tensor] for tensor in products if tensor in types}
@@ -194,10 +190,9 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
 def fp16_sums(layers: Sequence[Layer]) -> list[str]:
     """Return the layers whose kernel accumulates products of fp16 numbers in fp16.
 
-    At 4096 products this is an error ten times as large as that of rounding to fp16.
-
-    ONNX Runtime and transformers accumulate in fp32. TensorRT 8.6 has no other kernels for a product that is in no
-    fused region, and is told to take others inside (`Library.compiler_flags`). Kernels that are generated for the
-    graph, as those of products of one row, do not tell.
+    At 4096 products this is an error ten times as large as that of rounding to fp16. ONNX Runtime and transformers
+    accumulate in fp32. TensorRT 8.6 has no other kernels for a product that is in no fused region, and is told to take
+    others inside (`Library.compiler_flags`). Kernels that are generated for the graph, as those of products of one row,
+    do not tell.
     """
     return [layer.name for layer in layers if _FP16_SUMS.search(layer.tactic)]

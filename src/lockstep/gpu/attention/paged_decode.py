@@ -44,14 +44,11 @@ class DecodeAttention:
         """Put the attention of each request's new token on the stream.
 
         out [num_requests, num_heads, value_dim]: the attention of each request's new token, at `positions[i]`, to all
-        tokens of its row that it sees, the new one among them.
-
-        Queries and keys get their RoPE first and are rounded. The new key and value go into the cache as `RopeKernel`
-        writes them, to the bit. Request i is row i: rows[i] is i, or -1 for a request that does not decode, which
-        writes nowhere and whose `out` is 0.
-
-        Products are of numbers of the cache's dtype with fp32 accumulation. Scores, largest scores and sums of weights
-        are fp32; weights are rounded to the cache's dtype.
+        tokens of its row that it sees, the new one among them. Queries and keys get their RoPE first and are rounded.
+        The new key and value go into the cache as `RopeKernel` writes them, to the bit. Request i is row i: rows[i] is
+        i, or -1 for a request that does not decode, which writes nowhere and whose `out` is 0. Products are of numbers
+        of the cache's dtype with fp32 accumulation. Scores, largest scores and sums of weights are fp32; weights are
+        rounded to the cache's dtype.
         """
         spec, requests = self._spec, out.shape[0]
         grid = spec.splits(requests, self._multiprocessors), spec.blocks, requests

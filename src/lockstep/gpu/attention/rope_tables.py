@@ -56,11 +56,10 @@ def read_rope_tables(executable: HostExecutable, positions: int, where: str) -> 
 def check_rope_tables(executable: HostExecutable, positions: int, where: str) -> None:
     """Raise CheckError where a RoPE graph and its RoPE tables give different results.
 
-    Both are applied to random numbers at positions 0 to positions-1.
-
-    Three numbers may be rounded on the graph's side alone: the weight, where the graph has it more exactly than it can
-    be read, the product and the sum. Each is then off by half a unit in the last place, or half the smallest subnormal
-    number. float32, in which the tables are applied, adds its own.
+    Both are applied to random numbers at positions 0 to positions-1. Three numbers may be rounded on the graph's side
+    alone: the weight, where the graph has it more exactly than it can be read, the product and the sum. Each is then
+    off by half a unit in the last place, or half the smallest subnormal number. float32, in which the tables are
+    applied, adds its own.
     """
     graph, tables = _RopeGraph(executable, where), read_rope_tables(executable, positions, where)
     random, kind = np.random.default_rng(0), np.finfo(graph.dtype)

@@ -102,15 +102,13 @@ class Kernels:
         """Choose the next token of each row of logits.
 
         logits [num_requests, vocab_size]; a row is of the slot `slots[row]` (int32; -1: none). The token is the most
-        likely one, or what `sampling.draw` draws, as `samplings[slot]` (`sampling.PARAMETERS`) says.
-
-        What the draw weighs and its noise are fp32, within the last bits of NumPy's: each ratio of the two within 2^-19
-        of it. The set that top-p keeps may end a token earlier or later for the same reason.
-
-        out: found, tokens, positions. The token goes into found [slots] int32, -1 for one that is NaN or infinite, and
-        into tokens [slots], 0 for that; positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no
-        token may have. held [num_requests]: the positions of the tokens that the logits follow; it may be `positions`.
-        Raises CheckError for more than 2^20 tokens.
+        likely one, or what `sampling.draw` draws, as `samplings[slot]` (`sampling.PARAMETERS`) says. What the draw
+        weighs and its noise are fp32, within the last bits of NumPy's: each ratio of the two within 2^-19 of it. The
+        set that top-p keeps may end a token earlier or later for the same reason. out: found, tokens, positions. The
+        token goes into found [slots] int32, -1 for one that is NaN or infinite, and into tokens [slots], 0 for that;
+        positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no token may have. held
+        [num_requests]: the positions of the tokens that the logits follow; it may be `positions`. Raises CheckError for
+        more than 2^20 tokens.
         """
         count, size = logits.shape
         if size > _MOST_TOKENS:

@@ -31,10 +31,9 @@ def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
 
     Its last fp16 output [N, W] is element 0 of itself as [1, N, W]: the same bits. It is the last and not the first,
     which a block has in its midst: what follows that would be slower. An operand that is made of weights and constants,
-    and is added, subtracted, multiplied or divided in fp32, has the rank of the other operand from the start.
-
-    Returns None where there is no such output, or a Gather makes it already. Raises CheckError when the copy computes
-    something else.
+    and is added, subtracted, multiplied or divided in fp32, has the rank of the other operand from the start. Returns
+    None where there is no such output, or a Gather makes it already. Raises CheckError when the copy computes something
+    else.
     """
     outputs = [
         value

@@ -38,9 +38,7 @@ def region_layers(plan: bytes) -> list[Layer]:
 
     Each is named by what it computes and has no inputs and outputs. Its tactic is the kernel of the library and into
     how many parts its sum is split, or the size of its launch where it is generated for the graph: what is in those,
-    and how they accumulate, is not told.
-
-    A statement of another format is a layer too, by as much as can be read of it.
+    and how they accumulate, is not told. A statement of another format is a layer too, by as much as can be read of it.
     """
     return [_layer(kind, line) for line in _lines(plan) if (kind := _of(_STATEMENT, line)) and kind not in _NO_KERNEL]
 
