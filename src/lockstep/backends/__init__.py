@@ -13,15 +13,10 @@ if TYPE_CHECKING:
     from lockstep.backends.engine_set import EngineSet
     from lockstep.step.executable import Executable
 
-_MODULES = {
-    "Array": "lockstep.backends.base",
-    "Backend": "lockstep.backends.base",
-    "CanonicalBytes": "lockstep.backends.base",
+_MODULES = dict.fromkeys(("Array", "Backend", "CanonicalBytes", "Program", "get_backend"), "lockstep.backends.base") | {
     "EngineSet": "lockstep.backends.engine_set",
     "Executable": "lockstep.step.executable",
-    "Program": "lockstep.backends.base",
     "build": "lockstep.backends.builder",
-    "get_backend": "lockstep.backends.base",
 }
 __all__ = ["Array", "Backend", "CanonicalBytes", "EngineSet", "Executable", "Program", "build", "get_backend"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -46,6 +46,12 @@ class Problem:
 
     location: Location
     text: str
+
+
+def repeated(key: str, items: Sequence[object]) -> list[Problem]:
+    """Return the mistakes of a list that has an item twice."""
+    again = [index for index, item in enumerate(items) if item in items[:index]]
+    return [Problem((key, index), f"expected each item once; found {items[index]!r} again") for index in again]
 
 
 class Problems(ValueError):

@@ -138,23 +138,17 @@ class _Memory:
     ):
         result = allocate(max(1, nbytes))
         if result[0] == runtime.cudaError_t.cudaErrorMemoryAllocation:
+            kind, found = "page-locked", "less"
+            if allocate is not runtime.cudaMallocHost:
+                free_bytes, total = check(runtime.cudaMemGetInfo())
+                kind, found = "GPU", f"{free_bytes >> 20} MiB of {total >> 20} MiB"
+                found += f" on GPU {current_device()}" if device_count() > 1 else ""
             raise CheckError(
-                _out_of_memory(nbytes, what, "page-locked" if allocate is runtime.cudaMallocHost else "GPU")
+                f"expected {max(1, nbytes >> 20)} MiB of free {kind} memory for {what}, found {found}; lower "
+                f"limits.max_batch_size, max_seq_len or max_num_tokens, or end what else uses it"
             )
         self.address = int(check(result))
         destroy_with(self, free, self.address)
-
-
-def _out_of_memory(nbytes: int, what: str, kind: str) -> str:
-    free, total = check(runtime.cudaMemGetInfo())
-    found = f"{free >> 20} MiB of {total >> 20} MiB" if kind == "GPU" else "less"
-    if kind == "GPU" and device_count() > 1:
-        found += f" on GPU {current_device()}"
-    asked = max(1, nbytes >> 20)
-    return (
-        f"expected {asked} MiB of free {kind} memory for {what}, found {found}; lower "
-        f"limits.max_batch_size, max_seq_len or max_num_tokens, or end what else uses it"
-    )
 
 
 def empty(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
@@ -371,7 +365,9 @@ class _Module:
     """Kernels by name, on the device that was current when it was loaded."""
 
     def __init__(self, code: bytes):
-        self._module = check(driver.cuModuleLoadData(code))
+        self._module, self._kernels = check(driver.cuModuleLoadData(code)), dict[str, Kernel]()
 
     def __getitem__(self, name: str) -> Kernel:
-        return Kernel(check(driver.cuModuleGetFunction(self._module, name.encode())))
+        if name not in self._kernels:
+            self._kernels[name] = Kernel(check(driver.cuModuleGetFunction(self._module, name.encode())))
+        return self._kernels[name]

@@ -31,13 +31,8 @@ def describe_gpu(where: str, ordinal: int = 0) -> dict[str, Any]:
         number = _call(driver, driver.cuDeviceGet(ordinal))
         name = _call(driver, driver.cuDeviceGetName(128, number))
         attribute = driver.CUdevice_attribute
-        capability = [
-            _call(driver, driver.cuDeviceGetAttribute(which, number))
-            for which in (
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
-        ]
+        parts = (getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        capability = [_call(driver, driver.cuDeviceGetAttribute(part, number)) for part in parts]
         memory = _call(driver, driver.cuDeviceTotalMem(number))
         cuda = _call(driver, driver.cuDriverGetVersion())
     except RuntimeError as error:  # cuda-bindings raises it where there is no libcuda

@@ -388,7 +388,8 @@ class GpuExecutor:
     def _decode(self, decoding: Sequence[Advance]) -> list[StepCalls]:
         """Put one token of each slot on the streams; return each rank's calls."""
         slots, positions = zip(*((advance.slot, advance.start) for advance in decoding))
-        tokens = None if _go_on(decoding) else [advance.tokens[0] for advance in decoding]
+        go_on = decoding[0].tokens[0] < 0  # all, with what the step before finds (`FOUND`), or none
+        tokens = None if go_on else [advance.tokens[0] for advance in decoding]
         steps = self._decode_calls(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
         for rank in self.group.each():
             rank.state.decode(slots, tokens, positions, rank.stream)
@@ -528,11 +529,6 @@ def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
 def _ends(advances: Sequence[Advance]) -> dict[int, int]:
     """Return by slot the number of tokens that it holds behind the step."""
     return {advance.slot: advance.start + len(advance.tokens) for advance in advances}
-
-
-def _go_on(decoding: Sequence[Advance]) -> bool:
-    """Return whether all rows go on with what the step before finds (`FOUND`); else none does."""
-    return bool(decoding[0].tokens[0] < 0)
 
 
 def _is_same(chunk: Advance, other: Advance | None) -> bool:

@@ -31,11 +31,8 @@ def require_cudnn(instead: str = "") -> Any:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise InputError(f"{_CUDNN}, found: {_line(error)}; install what is missing{instead}") from None
     if not 90000 <= version < 100000:
-        found = (
-            f"{version // 1000}.{version % 1000 // 100}"
-            if version < 90000
-            else f"{version // 10000}.{version % 10000 // 100}"
-        )
+        unit = 1000 if version < 90000 else 10000
+        found = f"{version // unit}.{version % unit // 100}"
         raise InputError(f"{_CUDNN}, found cuDNN {found}; name the folder of libcudnn.so.9 in LD_LIBRARY_PATH{instead}")
     try:
         cudnn.destroy_handle(cudnn.create_handle())

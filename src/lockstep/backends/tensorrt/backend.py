@@ -24,17 +24,10 @@ from lockstep.backends.base import Built, Program
 from lockstep.backends.gpu_backend import GpuBackend, build_rope, with_fused_attention
 from lockstep.backends.graphs import base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.backends.profiles import built_limits, profiles
+from lockstep.backends.profiles import LIMITS, built_limits, profiles
 from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
-from lockstep.backends.tensorrt.layers import (
-    Layer,
-    check_precision,
-    fingerprint,
-    fingerprint_json,
-    fp16_sums,
-    read_layers,
-)
+from lockstep.backends.tensorrt.layers import Layer, check_precision, fingerprint, fp16_sums, read_layers
 from lockstep.backends.tensorrt.memory import PeakMemory
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
 from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
@@ -111,9 +104,7 @@ class TensorRTBackend(GpuBackend):
             "tactic_sources": None,
             "tactics": "free",
             "attention": "fused",
-            "max_batch_size": Limits().max_batch_size,
-            "max_num_tokens": Limits().max_num_tokens,
-            "max_seq_len": Limits().max_seq_len,
+            **{name: getattr(Limits(), name) for name in LIMITS},
             **({"compiler_flags": flags} if flags is not None else {}),
         }
 
@@ -180,22 +171,14 @@ class TensorRTBackend(GpuBackend):
             notes.append(f"products that TensorRT accumulates in fp16: {', '.join(sums)}")
         if TENSORRT.has("hidden_regions"):
             notes += region_notes(made.layers, self._whole, self.version())
-        about = {"fp16_sums": sums, "not_one_region": made.refused}
-        return Built(
-            {"tactics_sha256": digest, **{key: said for key, said in about.items() if said}},
-            peak.nbytes,
-            "; ".join(notes) or None,
-        )
+        about = {"tactics_sha256": digest, "fp16_sums": sums, "not_one_region": made.refused}
+        return Built({key: said for key, said in about.items() if said}, peak.nbytes, "; ".join(notes) or None)
 
     def _made(self, model: onnx.ModelProto, options: Mapping[str, Any], tactics: Tactics, where: str) -> _Made:
         """Build a graph as one region if possible, else as it is."""
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
-        region = (
-            as_one_region(model)
-            if options["one_region"] and TENSORRT.has("one_region") and model.graph.name not in _HIGHEST_LEVEL
-            else None
-        )
-        refused = ""
+        is_region = options["one_region"] and TENSORRT.has("one_region") and model.graph.name not in _HIGHEST_LEVEL
+        region, refused = as_one_region(model) if is_region else None, ""
         if region is not None:
             try:
                 return _Made(*self._engine(region, min(level, LEVEL), options, tactics, where))
@@ -234,7 +217,7 @@ class TensorRTBackend(GpuBackend):
         """Return tactics, formats and layers as JSON, without names made from pointers."""
         if engine_path.suffix == _GRAPH:
             return self._host.choices(engine_path)
-        return fingerprint_json(self._read(engine_path))
+        return [layer.to_json() for layer in fingerprint(self._read(engine_path))]
 
     def layer_information(self, engine_path: Path) -> Any:
         """Return the inspector's layers as they are, and the kernels of fused regions."""

@@ -19,9 +19,8 @@ def check_contract(
 ) -> None:
     """Raise CheckError for the first input or output whose name, dtype, shape or sizes are not the graph's."""
     found = {(tensor.is_input, tensor.name): tensor for tensor in tensors}
-    declared = {(True, value.name): value for value in model.graph.input} | {
-        (False, value.name): value for value in model.graph.output
-    }
+    declared = {(True, value.name): value for value in model.graph.input}
+    declared |= {(False, value.name): value for value in model.graph.output}
     for is_input, what in ((True, "inputs"), (False, "outputs")):
         names = [sorted(name for side, name in side_names if side == is_input) for side_names in (declared, found)]
         if names[0] != names[1]:
@@ -61,11 +60,10 @@ def _check_profiles(tensor: Tensor, expected: Sequence[tuple[Sequence[int], ...]
 
 
 def _bounds(shapes: Sequence[Sequence[int]]) -> str:
-    return (
-        " to ".join(str(list(shape)) for shape in (shapes[0], shapes[-1])) + f", tuned for {list(shapes[1])}"
-        if len(shapes) == 3
-        else str(shapes)
-    )
+    if len(shapes) != 3:
+        return str(shapes)
+    low, best, high = map(list, shapes)
+    return f"{low} to {high}, tuned for {best}"
 
 
 def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:

@@ -109,21 +109,13 @@ def fingerprint(layers: Sequence[Layer]) -> list[ChosenLayer]:
     ]
 
 
-def fingerprint_json(layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """Return `fingerprint` as JSON."""
-    return [layer.to_json() for layer in fingerprint(layers)]
-
-
 def _name_and_formats(layer: Layer) -> tuple[str, tuple[str, ...]]:
     if not layer.is_fused_region:
         return without_pointers(layer.name), tuple(text for _, text in (*layer.inputs, *layer.outputs))
-    inputs, outputs = (
-        [(without_pointers(name), text) for name, text in tensors] for tensors in (layer.inputs, layer.outputs)
-    )
-    boundary = [
-        f"{side} {name}: {text}" for side, tensors in (("from", inputs), ("to", outputs)) for name, text in tensors
-    ]
-    return f"fused region that gives {', '.join(sorted(name for name, _ in outputs))}", tuple(sorted(boundary))
+    sides = {"from": layer.inputs, "to": layer.outputs}
+    boundary = [f"{side} {without_pointers(name)}: {text}" for side, tensors in sides.items() for name, text in tensors]
+    outputs = sorted(without_pointers(name) for name, _ in layer.outputs)
+    return f"fused region that gives {', '.join(outputs)}", tuple(sorted(boundary))
 
 
 def without_pointers(name: str) -> str:
@@ -133,9 +125,8 @@ def without_pointers(name: str) -> str:
 def _without_pointers_in_name(tactic: str) -> str:
     """Return a tactic without pointers in its name; its value, a hash that looks like a pointer, stays."""
     name, space, value = tactic.rpartition(" ")
-    return (
-        f"{without_pointers(name)}{space}{value}" if re.fullmatch("0x[0-9a-fA-F]+", value) else without_pointers(tactic)
-    )
+    is_hash = re.fullmatch("0x[0-9a-fA-F]+", value)
+    return f"{without_pointers(name)}{space}{value}" if is_hash else without_pointers(tactic)
 
 
 def differences(recorded: Sequence[ChosenLayer], found: Sequence[ChosenLayer], where: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from lockstep.config.backends import BackendSettings, not_installed
-from lockstep.config.messages import Problem, Problems
+from lockstep.config.messages import Problem, Problems, repeated
 from lockstep.config.section import UNIQUE, AsTuple, Count, PathText, Section
 
 # TensorRT's names, in lower case
@@ -63,11 +63,7 @@ class TensorRTConfig(Section):
 
     @model_validator(mode="after")
     def _across_keys(self) -> TensorRTConfig:
-        problems, sources = [], self.tactic_sources or ()
-        for index, source in enumerate(sources):
-            if source in sources[:index]:
-                text = f"expected each item once; found {source!r} again"
-                problems.append(Problem(("tactic_sources", index), text))
+        problems = repeated("tactic_sources", self.tactic_sources or ())
         if self.tactics != "free" and self.optimization_level == 0:
             text = f"expected at least 1 with tactics: {self.tactics}, since level 0 ignores the timing cache; found 0"
             problems.append(Problem(("optimization_level",), text))

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from lockstep.backends.tensorrt_rtx.gpu import PORTABLE, why_not
 from lockstep.config.backends import BackendSettings, not_installed
-from lockstep.config.messages import Problem, Problems
+from lockstep.config.messages import Problems, repeated
 from lockstep.config.section import UNIQUE, AsTuple, Section
 
 # What the library has an enumerator for; 7.5 is not among the default.
@@ -30,11 +30,8 @@ class TensorRTRTXConfig(Section):
 
     @model_validator(mode="after")
     def _each_once(self) -> TensorRTRTXConfig:
-        asked = self.compute_capabilities or ()
-        for index, item in enumerate(asked):
-            if item in asked[:index]:
-                text = f"expected each item once; found {item!r} again"
-                raise Problems([Problem(("compute_capabilities", index), text)])
+        if problems := repeated("compute_capabilities", self.compute_capabilities or ()):
+            raise Problems(problems)
         return self
 
 

@@ -52,22 +52,15 @@ class FusedAttention:
         self._table = cuda.zeros(self._host_table.shape, "i4")
         self._table_staging = Staging(self._table.nbytes, 1)
         attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
-        self._rope_tables = {
-            key: _device_rope_tables(layer_attention, max_seq_len) for key, layer_attention in attentions.items()
-        }
-        specs = self._specs = {
-            key: _spec(layer_attention, self._dtype, wide) for key, layer_attention in attentions.items()
-        }
+        self._rope_tables = {key: _device_rope_tables(each, max_seq_len) for key, each in attentions.items()}
+        specs = self._specs = {key: _spec(each, self._dtype, wide) for key, each in attentions.items()}
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
         self._scratch = Scratch(specs.values(), rows)
         self._cache = {}
-        for index, layer_attention in layers.items():
-            heads = layer_attention.cache.num_kv_heads
-            self._cache[index] = tuple(
-                cuda.zeros((pages, heads, PAGE, dim), self._dtype, "the KV cache")
-                for dim in (layer_attention.cache.head_dim, layer_attention.cache.value_head_dim)
-            )
+        for index, cache in ((index, layer_attention.cache) for index, layer_attention in layers.items()):
+            shapes = ((pages, cache.num_kv_heads, PAGE, dim) for dim in (cache.head_dim, cache.value_head_dim))
+            self._cache[index] = tuple(cuda.zeros(shape, self._dtype, "the KV cache") for shape in shapes)
         self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:

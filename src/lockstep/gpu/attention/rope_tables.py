@@ -114,11 +114,8 @@ class _RopeGraph:
         self._executable, self._where = executable, where
         self._types = {name: value.dtype for name, value in executable.inputs.items()}
         out = [executable.outputs[name] for name in ("query_out", "key_out")]
-        self.heads, self.dim, self.dtype = (
-            tuple(int(value.shape[1]) for value in out),
-            int(out[0].shape[2]),
-            out[0].dtype,
-        )
+        self.heads = tuple(int(value.shape[1]) for value in out)
+        self.dim, self.dtype = int(out[0].shape[2]), out[0].dtype
         self.most = max(1, _NUMBERS // (sum(self.heads) * self.dim))
         unknown = sorted(set(self._types) - {"query", "key", "position_ids"})
         if unknown:

@@ -100,7 +100,6 @@ class Products:
         # For a weight as fp16: the last is as large as any that is bound; captured graphs may use those before.
         self._scratch = [cuda.empty((1,), "f2")]
         self._largest = 1
-        self._kernels: dict[str, cuda.Kernel] = {}
 
     def bind(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
         """Return a call that multiplies rows of `x` with weights.
@@ -136,7 +135,7 @@ class Products:
         to += [to[-1]] * (_MOST_OUTPUTS - len(to))
         ends = (ends + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
         sizes = total, weight.in_features, weight.group_size or weight.in_features
-        kernel = self._kernel(f"gemv_{weight.bits}_{outputs}_{warps}_{most}")
+        kernel = self._module[f"gemv_{weight.bits}_{outputs}_{warps}_{most}"]
         given: tuple[cuda.Array | int, ...]
         given = weight.data, weight.scales, x[first:], *to, *ends, *sizes, most
         return cuda.Launch(kernel, self._stream, 32 * warps, *given, overlaps=True), -(-total // outputs)
@@ -150,7 +149,7 @@ class Products:
         starts = [0, *ends[:-1]]
         calls = [self._gemm.bind(whole[low:high], x, out) for low, high, out in zip(starts, ends, outs, strict=True)]
         if weight.bits < 16:
-            kernel = self._kernel(f"dequantize_{weight.bits}")
+            kernel = self._module[f"dequantize_{weight.bits}"]
             made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
             dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *made)
             blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
@@ -220,8 +219,3 @@ class Products:
         if math.prod(self._scratch[-1].shape) < self._largest:
             self._scratch.append(cuda.empty((self._largest,), "f2", "a weight as fp16"))
         return self._scratch[-1]
-
-    def _kernel(self, name: str) -> cuda.Kernel:
-        if name not in self._kernels:
-            self._kernels[name] = self._module[name]
-        return self._kernels[name]

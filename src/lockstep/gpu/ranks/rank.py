@@ -141,17 +141,15 @@ class Rank:
 
     def tuned_for(self, num_tokens: int) -> int:
         """Return the tokens that the profile which takes `num_tokens` is tuned for: a block takes as long."""
-        if num_tokens not in self._tuned:
-            self._tuned[num_tokens] = self._tuned_for(num_tokens)
-        return self._tuned[num_tokens]
-
-    def _tuned_for(self, num_tokens: int) -> int:
+        if num_tokens in self._tuned:
+            return self._tuned[num_tokens]
         piece = self.network.layers[-1][0].pieces[0]
         program = engine_of(piece).program
         inputs = [io for io in piece.signature.inputs if io.name in program.dynamic]  # none of adapters
         shapes = {io.name: tuple(num_tokens if isinstance(size, str) else size for size in io.shape) for io in inputs}
         tuned = program.tuned_for(shapes)
-        return max(tuned[io.name][io.shape.index("num_tokens")] for io in inputs)
+        found = self._tuned[num_tokens] = max(tuned[io.name][io.shape.index("num_tokens")] for io in inputs)
+        return found
 
     def decode_logits(self, slot: int) -> cuda.Array:
         """Return a slot's logits of the last decode step, [1, vocab_size]."""
