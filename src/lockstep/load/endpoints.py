@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lockstep.errors import InputError
 from lockstep.load import triton, wire
 from lockstep.load.http import Client, clock
 from lockstep.load.records import Planned, Prompt, Record
 
+if TYPE_CHECKING:
+    from lockstep.load.triton_grpc import GrpcEndpoint
+
+Endpoint: TypeAlias = "HttpEndpoint | GrpcEndpoint"  # senders of requests of one kind
 # Over gRPC, Triton's API; all others over HTTP.
 ENDPOINTS = ("completions", "chat", "triton", "grpc")
 TRITON = ("triton", "grpc")  # no model is named, no tokens are counted and no reason is given
-
-
-class Endpoint(Protocol):
-    """A sender of requests of one kind."""
-
-    async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
-        """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""
 
 
 def request(
@@ -52,6 +49,7 @@ class HttpEndpoint:
         self._client, self._reader = client, triton.TritonReader if endpoint == "triton" else wire.StreamReader
 
     async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
+        """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""
         reader = self._reader(record, start, one.stream)
         async with self._client.connection() as connection:
             record.sent = clock() - start

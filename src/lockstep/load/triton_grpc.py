@@ -57,7 +57,7 @@ class GrpcEndpoint:
         await self._channel.close()
 
     async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
-        """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""
+        """Send a request and fill its record: see `endpoints.HttpEndpoint`."""
         record.sent = clock() - start
         try:
             await asyncio.wait_for(self._read(one.body, record, start), limit)

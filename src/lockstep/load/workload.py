@@ -7,7 +7,7 @@ which every vocabulary has (bytes in most). They make no text that a model was t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,9 @@ def _prompt(record: Mapping[str, Any], where: str, max_tokens: int) -> Prompt:
         content = " ".join(filter(None, (record["input"], record.get("instruction"))))
         if "max_tokens" not in record and isinstance(record.get("output"), str):
             max_tokens = max(1, int(len(record["output"].split()) * _TOKENS_PER_WORD))
-    checks: tuple[Callable[[], bool], ...] = (
-        lambda: isinstance(content, str) and bool(content),
-        lambda: "prompt" in record and _are(content, int, 0),
-        lambda: "messages" in record and _are(content, dict),
-    )
-    if not any(check() for check in checks):
+    is_text = isinstance(content, str) and bool(content)
+    is_list = ("prompt" in record and _are(content, int, 0)) or ("messages" in record and _are(content, dict))
+    if not (is_text or is_list):
         raise InputError(
             f"{where}: expected `prompt` (text or token ids), `messages` (a list of objects) or `input` (text), "
             f"found {_short(content) if content is not None else _short(sorted(record))}"
@@ -134,11 +131,8 @@ def _records(path: Path) -> list[dict[str, Any]]:
     if text.lstrip().startswith("["):
         values = [("record", at, value) for at, value in enumerate(_json(path), 1)]
     else:
-        values = [
-            ("line", at, _loads(line, f"{path}: line {at}"))
-            for at, line in enumerate(text.splitlines(), 1)
-            if line.strip()
-        ]
+        lines = ((at, line) for at, line in enumerate(text.splitlines(), 1) if line.strip())
+        values = [("line", at, _loads(line, f"{path}: line {at}")) for at, line in lines]
     for what, at, value in values:
         if not isinstance(value, dict):
             raise InputError(f"{path}: {what} {at}: expected an object, found {_short(value)}")
@@ -175,12 +169,10 @@ def _count(record: Mapping[str, Any], key: str, where: str) -> int:
 
 def _are(value: Any, kind: Any, least: float | None = None) -> bool:
     """Return whether `value` is a list of one type, not empty, and none below `least`."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(each, kind) and not isinstance(each, bool) for each in value)
-        and (least is None or min(value) >= least)
-    )
+    if not isinstance(value, list) or not value:
+        return False
+    fit = all(isinstance(each, kind) and not isinstance(each, bool) for each in value)
+    return fit and (least is None or min(value) >= least)
 
 
 def _short(value: Any) -> str:

@@ -153,10 +153,7 @@ class _Loop:
                 made = engine.step()
                 for number, message in engine.refused:
                     self._refuse(number, message, message.partition(":")[0])
-                prompts = [
-                    [number, first, [_packed(each) for each in found]]
-                    for number, first, found in engine.prompt_logprobs
-                ]
+                prompts = [[number, first, list(map(_packed, each))] for number, first, each in engine.prompt_logprobs]
                 if made or engine.admitted or prompts or time.monotonic() - said >= TICK:
                     said = time.monotonic()
                     step = {"type": "step", "tokens": [_entry(token) for token in made], "admitted": engine.admitted}

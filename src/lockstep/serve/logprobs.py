@@ -35,14 +35,9 @@ class LogprobsFormat:
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [each and finite(each.chosen) for each in logprobs],
-            "top_logprobs": [
-                each and self._likeliest(token, text, each) for token, text, each in zip(tokens, texts, logprobs)
-            ],
-            "text_offset": offsets,
-        }
+        chosen = [each and finite(each.chosen) for each in logprobs]
+        top = [each and self._likeliest(token, text, each) for token, text, each in zip(tokens, texts, logprobs)]
+        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
 
     def _likeliest(self, chosen: int, text: str, logprobs: Logprobs) -> dict[str, float]:
         """Return the likeliest tokens and the chosen one by text, or by name where another has the text."""

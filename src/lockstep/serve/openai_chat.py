@@ -53,18 +53,11 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     service.adapters.named(body.model, body.lora)
     # 0 without logprobs asks for nothing.
     if body.top_logprobs and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
-        raise BadRequest(
-            f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {body.top_logprobs} with logprobs "
-            f"{str(bool(body.logprobs)).lower()}",
-            "top_logprobs",
-        )
-    text = await chat_text(
-        service,
-        body.messages,
-        body.add_generation_prompt,
-        bool(body.continue_final_message),
-        body.chat_template_kwargs or {},
-    )
+        found = f"{body.top_logprobs} with logprobs {str(bool(body.logprobs)).lower()}"
+        said = f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {found}"
+        raise BadRequest(said, "top_logprobs")
+    continues, variables = bool(body.continue_final_message), body.chat_template_kwargs or {}
+    text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
     # Without the tokens that the tokenizer puts before a text: the template has written them.
     special = bool(body.add_special_tokens)
     prompts = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
@@ -96,15 +89,11 @@ class ChatFormat(AnswerFormat):
     def _token_logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        return {
-            "content": [
-                {
-                    **self._entry(token, each.chosen),
-                    "top_logprobs": [self._entry(other, value) for other, value in each.top],
-                }
-                for token, each in zip(tokens, logprobs)
-            ]
-        }
+        content = []
+        for token, each in zip(tokens, logprobs):
+            top = [self._entry(other, value) for other, value in each.top]
+            content.append({**self._entry(token, each.chosen), "top_logprobs": top})
+        return {"content": content}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, piece = self._tokenizer.token_text(token), self._tokenizer.token_bytes(token)

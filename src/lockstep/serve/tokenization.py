@@ -88,10 +88,6 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
     tokenizer, template = service.tokenizer, service.chat.template
     ends, begins = tokenizer.names(service.ready.eos_token_ids), tokenizer.names(tokenizer.encode("").tolist()[:1])
     special = dict(template.special_tokens) if template else {"bos_token": next(iter(begins), None)}
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": service.ready.max_seq_len,
-        "eos_token": next(iter(ends), None),
-        **special,
-        "chat_template": template.template if template else None,
-    }
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": service.ready.max_seq_len}
+    about |= {"eos_token": next(iter(ends), None), **special}
+    return {**about, "chat_template": template.template if template else None}

@@ -38,10 +38,8 @@ def generate_routes(route: Callable[..., Route], triton: Triton, access: Access)
         events = events_of(inference, in_tokens, lambda response: _answer(asked, response))
         return InferAnswer(inference, lambda response: (_answer(asked, response), _JSON), events)
 
-    return [
-        *model_routes(route, "/generate", generate, "POST"),
-        *model_routes(route, "/generate_stream", generate_stream, "POST"),
-    ]
+    whole, streamed = (route, "/generate", generate, "POST"), (route, "/generate_stream", generate_stream, "POST")
+    return model_routes(*whole) + model_routes(*streamed)
 
 
 _JSON = {"content-type": "application/json"}

@@ -210,10 +210,8 @@ class Generation(Inference):
             shape = [batch, each] if complete else [len(texts)]
             made.append(of("text_output", "BYTES", [text.encode(errors="replace") for text in texts], *shape))
         else:
-            rows = [
-                [*(answer.prompt.repeated_ids if with_prompt else ())] + answer.tokens[answer.sent :]
-                for answer in answers
-            ]
+            repeated = [answer.prompt.repeated_ids if with_prompt else [] for answer in answers]
+            rows: list[list[Any]] = [[*ids, *answer.tokens[answer.sent :]] for ids, answer in zip(repeated, answers)]
             made.append(_padded("output_ids", "INT32", rows, -1, batch, each, least))
             made.append(of("sequence_length", "INT32", list(map(len, rows)), batch, each))
             if complete:

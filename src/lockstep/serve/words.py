@@ -18,10 +18,9 @@ def check_words(name: str, given: Sequence[Sized], unit: str = "characters") -> 
     """Raise BadRequest for more or longer words than each token is searched for; unit: of the lengths."""
     total = sum(map(len, given))
     if len(given) > _MOST_WORDS or total > _MOST_CHARACTERS:
+        found = f"{len(given)}, of {total} in all"
         raise BadRequest(
-            f"{name}: expected at most {_MOST_WORDS}, of {_MOST_CHARACTERS} {unit} in all, found {len(given)}, of "
-            f"{total} in all",
-            name,
+            f"{name}: expected at most {_MOST_WORDS}, of {_MOST_CHARACTERS} {unit} in all, found {found}", name
         )
 
 
