@@ -1,8 +1,4 @@
-"""Optimization profiles from the limits: the sizes that an engine must take.
-
-In: a graph's inputs with their dimension names, and the limits. Out: for each profile {input: (min, opt, max)}; an
-engine is tuned for the second.
-"""
+"""Optimization profiles from the limits: for each {input: (min, opt, max)}; it is tuned for the second."""
 
 from __future__ import annotations
 

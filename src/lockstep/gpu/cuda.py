@@ -1,8 +1,4 @@
-"""CUDA through cuda-python: memory, streams, graphs, events, and compiled kernels.
-
-Kernels are compiled from source when they are first used. Needs NumPy and cuda-python (12 or 13); kernels also the
-library NVRTC of the CUDA toolkit.
-"""
+"""CUDA through cuda-python (12 or 13): memory, streams, graphs, events, and kernels that NVRTC compiles."""
 
 from __future__ import annotations
 

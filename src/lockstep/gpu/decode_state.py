@@ -1,8 +1,4 @@
-"""The inputs of a decode step on the device: tokens, positions, slots that decode.
-
-The kernel behind the logits (`kernels.Kernels.advance`) writes tokens and positions, those of prompts too: a step that
-goes on with what the device found uploads at most which slots decode.
-"""
+"""The inputs of a decode step on the device, of which kernels write what the next step goes on with."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The libraries that compute beside our own kernels: cuBLAS, cuDNN and NVRTC.
-
-Each is asked for when it is first needed, at the start of a build or where engines are opened, and refused in one line
-where it is missing or of a version that is not supported.
-"""
+"""The libraries beside our own kernels, cuBLAS, cuDNN and NVRTC: found when needed, or refused in a line."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The engines of a pass of prompts, bound once.
-
-Their arrays are fixed, only the sizes differ between passes. What a pass costs the host is paid while the device waits:
-a prompt of 256 tokens is through a layer before the host has prepared the next one.
-"""
+"""The engines of a pass of prompts, bound once to arrays of which only sizes differ between passes."""
 
 from __future__ import annotations
 

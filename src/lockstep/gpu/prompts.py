@@ -1,8 +1,4 @@
-"""The inputs of a pass of prompts.
-
-They are the prompts' tokens, packed one prompt after another, and where each begins and goes. In front of them may
-stand a token of each of some slots that decode.
-"""
+"""The inputs of a pass: packed prompts, behind a token of each of some slots that decode."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Resident adapters on a device.
-
-Each adapter is kept in page-locked memory as the blocks read it, and copied from there into the arrays of all resident
-adapters, where it has columns of every A and rows of every B.
-"""
+"""Resident adapters on a device, each copied from page-locked memory into columns of A and rows of B."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The times at which requests are due.
-
-In: a number, a rate and a seed. Out: seconds from the start of the run. The whole schedule is drawn before the first
-request is sent. Nothing that the server does moves it.
-"""
+"""The times at which requests are due, drawn before the first one is sent: nothing moves them later."""
 
 from __future__ import annotations
 
@@ -37,11 +33,7 @@ def schedule(number: int, rate: float, kind: str, seed: int) -> np.ndarray:
 
 
 def cancellations(number: int, share: float, within: float, seed: int) -> list[float | None]:
-    """Return after how many seconds each request is cancelled; None for never.
-
-    The seconds count from its sending. share: the probability of each request to be cancelled; within: the latest time,
-    in seconds; times are drawn uniformly.
-    """
+    """Return after how many seconds each request is cancelled, up to `within`; None for the others."""
     if not 0 <= share <= 1:
         raise InputError(f"--cancel: expected a share between 0 and 1, found {share:g}")
     draws = np.random.default_rng([seed, 2])

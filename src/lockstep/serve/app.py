@@ -94,6 +94,9 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
         return route(path, handle)
 
+    def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service, name) for name in service.adapters.model_names]}
+
     async def load_adapter(request: Request) -> Any:
         body = await decoded(await read_body(request, access), LoadAdapterBody)
         await service.adapters.load(body.lora_name, body.lora_path)
@@ -132,7 +135,7 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         routes=[
             route("/v1/completions", completing(CompletionBody, completion_requests, CompletionFormat), "POST"),
             route("/v1/chat/completions", completing(ChatBody, chat_requests, ChatFormat), "POST"),
-            telling("/v1/models", lambda request: _models(service)),
+            telling("/v1/models", models),
             telling("/v1/models/{name:path}", lambda request: _model(service, request.path_params["name"])),
             route("/v1/load_lora_adapter", load_adapter, "POST"),
             route("/v1/unload_lora_adapter", unload_adapter, "POST"),
@@ -162,11 +165,6 @@ def _is_own(host: str, own_name: str) -> bool:
         return False
 
 
-def _is_tcp(request: Request) -> bool:
-    server = request.scope.get("server")
-    return server is not None and server[1] is not None  # else the path of a Unix socket
-
-
 def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None) -> None:
     """Check a request's origin, its host and its API key.
 
@@ -180,7 +178,9 @@ def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None)
         raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
     is_open = request.url.path in _OPEN
     may_be_page = origin is not None or (request.method in ("GET", "HEAD") and host and not is_open)
-    if own_name is not None and may_be_page and _is_tcp(request) and not _is_own(host, own_name):
+    server = request.scope.get("server")
+    is_tcp = server is not None and server[1] is not None  # else the path of a Unix socket
+    if own_name is not None and may_be_page and is_tcp and not _is_own(host, own_name):
         raise BadRequest(
             f"host: expected an IP address, localhost or {own_name}, found {host[:80]!r}; have a proxy send one of "
             "them, or give its name as --host",
@@ -201,10 +201,6 @@ def check_key(authorization: str, keys: Sequence[bytes]) -> None:
         if authorization:
             found = "another" if scheme.lower() == "bearer" else "another scheme"
         raise BadRequest(f"authorization: expected 'Bearer' and a key of this server, found {found}", status=401)
-
-
-def _models(service: Service) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(service, name) for name in service.adapters.model_names]}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

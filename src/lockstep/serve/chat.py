@@ -1,8 +1,4 @@
-"""Chats as prompts: messages in, the text of the model's chat template out.
-
-The template runs in a process of its own (`template_process.py` says why), one chat at a time: a usual one takes less
-than a millisecond there. A process that was ended is started again for the next chat.
-"""
+"""Chats as prompts: the template runs in a process of its own (`template_process.py` says why)."""
 
 from __future__ import annotations
 

@@ -28,11 +28,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class EngineLink(asyncio.Protocol):
-    """One engine process, from its start to its end.
-
-    Each of its frames is given to the `take` of `run` in the moment in which it comes: without a task in between, which
-    would cost more than most frames. last_frame: when the last sign of life came, on the monotonic clock.
-    """
+    """One engine process; its frames go to the `take` of `run` as they come: a task between would cost more."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process

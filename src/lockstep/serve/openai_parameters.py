@@ -126,11 +126,7 @@ def longest_prompt(service: Service) -> int:
 def prompt_requests(
     body: Parameters, prompts: Sequence[list[int]], param: str, service: Service, prompt_logprobs: int | None = None
 ) -> list[PromptRequest]:
-    """Return what the engine computes for each prompt.
-
-    param: the field that the prompts stand in. prompt_logprobs: as of `Request`; an answer may then have no token.
-    Raises BadRequest for values that cannot be.
-    """
+    """Return what the engine computes for each prompt of the field `param`. Raises BadRequest."""
     ready, most, least = service.ready, body.most_tokens, int(prompt_logprobs is None)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else ready.eos_token_ids)

@@ -1,8 +1,4 @@
-"""Texts of prompts in, token ids out.
-
-The event loop is not held up, and texts that are far too long are refused before they are encoded: a text takes some
-200 bytes of memory a character, and a microsecond, while it is.
-"""
+"""Texts of prompts to token ids, long ones in threads; what is far too long is refused before."""
 
 from __future__ import annotations
 

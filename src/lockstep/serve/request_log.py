@@ -1,8 +1,4 @@
-"""The log of requests: one JSON line for each that has ended.
-
-Neither prompts and answers nor keys are in it. A thread writes, so that a slow disk holds up no answer; where it
-cannot, lines are lost, and the server goes on.
-"""
+"""The log of requests: a JSON line, without texts and keys, for each that has ended, written by a thread."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The service between front ends and engine.
-
-It takes requests while there is room for them, gives their streams what the engine makes, and starts the engine again
-when it dies, with all requests as far as they were.
-"""
+"""The service between front ends and engine: streams of requests, and a new engine for all where one dies."""
 
 from __future__ import annotations
 

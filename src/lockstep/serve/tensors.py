@@ -127,7 +127,9 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes) -> T
     """Return a tensor of binary data."""
     count = check_declaration(name, datatype, shape)
     if datatype == "BYTES":
-        return of(name, datatype, _elements(name, count, data), *shape) if count else _empty(name, datatype, shape)
+        if not count:
+            return Tensor(name, datatype, np.empty(shape, DATATYPES[datatype]))
+        return of(name, datatype, _elements(name, count, data), *shape)
     dtype = DATATYPES[datatype]
     if len(data) != count * dtype.itemsize:
         raise BadRequest(
@@ -137,10 +139,6 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes) -> T
     if datatype == "BOOL" and data.translate(None, b"\0\1"):
         raise BadRequest(f"{name}: expected bytes 0 and 1 for BOOL, found another", name)
     return Tensor(name, datatype, np.frombuffer(data, dtype).reshape(shape))
-
-
-def _empty(name: str, datatype: str, shape: Sequence[int]) -> Tensor:
-    return Tensor(name, datatype, np.empty(shape, DATATYPES[datatype]))
 
 
 def _elements(name: str, count: int, data: bytes) -> list[bytes]:

@@ -1,8 +1,4 @@
-"""Triton's inference: a request in, its responses out.
-
-Output tensors, once for all, once for each answer, or as tokens come. HTTP and gRPC have this in common, and the ids of
-what runs, by which another request may stop it.
-"""
+"""Triton's inference, over HTTP and gRPC: a request in, responses out, and ids by which others stop it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The OpenVINO backend on a CPU.
-
-Engine: the graph in OpenVINO's intermediate representation, with its weights as inputs, a few kilobytes. When an engine
-is bound its weights become constants on the mapped checkpoint, and it is compiled for the CPU here.
-"""
+"""The OpenVINO backend on a CPU; bound weights are constants on the mapped checkpoint."""
 
 from __future__ import annotations
 

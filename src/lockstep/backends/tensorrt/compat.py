@@ -1,9 +1,4 @@
-"""TensorRT 8.6, 10.x and 11.x behind one class, the only module that imports it.
-
-What a version lacks stands in `features.FEATURES`, and is asked for with `has`. All else is used on every version:
-tests hold each attribute that is named here, and the class that it is an attribute of, against listings of the
-versions' Python API.
-"""
+"""TensorRT 8.6, 10.x and 11.x behind one class, the only module that imports it; see `features`."""
 
 from __future__ import annotations
 

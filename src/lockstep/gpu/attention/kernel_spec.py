@@ -1,8 +1,4 @@
-"""The kernels of fused attention: what they are compiled for, and shared CUDA C++.
-
-The kernels are paged_decode.py for rows that decode and rope_kernel.py for tokens of prompts. Both need
-compute capability 8.0 or higher.
-"""
+"""The kernels of fused attention: what they are compiled for (8.0 or higher), and shared CUDA C++."""
 
 from __future__ import annotations
 

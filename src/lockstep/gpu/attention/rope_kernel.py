@@ -1,8 +1,4 @@
-"""The kernel for tokens of prompts: RoPE, then new keys and values into the cache.
-
-cuDNN's attention follows it. It moves 16 bytes at a time, and its sizes are known when it is compiled, so that nothing
-is divided by an argument.
-"""
+"""The kernel for prompts before cuDNN's attention: RoPE, then new keys and values into the cache."""
 
 from __future__ import annotations
 

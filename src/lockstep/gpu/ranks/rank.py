@@ -1,8 +1,4 @@
-"""A rank: one device's engines, buffers and cache, and the calls of a step.
-
-A model on one GPU has one rank. Several run the same calls, each on its device, with sums between them; whoever makes
-the calls (`executor.GpuExecutor`) uses the rank's device first.
-"""
+"""A rank: one device's engines, buffers and cache, and the calls of a step; callers use its device first."""
 
 from __future__ import annotations
 
