@@ -12,11 +12,7 @@ _ALIGNMENT = 16  # bytes
 
 
 class Staging:
-    """Page-locked memory for uploads of up to `nbytes` in `arrays` arrays.
-
-    A piece is written again once its last copies are through, which an event tells: the host waits only when it is two
-    uploads ahead of the device.
-    """
+    """Page-locked memory for `nbytes` in `arrays` arrays; the host waits only when two uploads ahead of the device."""
 
     def __init__(self, nbytes: int, arrays: int):
         size = nbytes + arrays * _ALIGNMENT

@@ -14,12 +14,7 @@ SPELLINGS = {"exponential_dist": EXPONENTIAL, "poisson": EXPONENTIAL}
 
 
 def schedule(number: int, rate: float, kind: str, seed: int) -> np.ndarray:
-    """Return the times of `number` arrivals in seconds, ascending from 0.
-
-    Shape `[number]`, float64. rate: requests per second; infinity is all at once. kind: `exponential`, a Poisson
-    process (gaps drawn independently, of mean 1/rate), or `constant`. Raises InputError for a rate that is not above
-    zero, or another kind.
-    """
+    """Return arrival times [number] float64, in seconds from 0; rate: a second, or inf. Raises InputError."""
     if not rate > 0:
         raise InputError(f"--rate: expected requests per second above 0, or inf for all at once, found {rate:g}")
     if kind not in (EXPONENTIAL, CONSTANT):

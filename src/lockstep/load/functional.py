@@ -23,11 +23,7 @@ class Functional:
 
 
 async def check(client: Client, spec: LoadSpec, model: str, exact: bool = False) -> Functional:
-    """Check that each prompt has one text, whole and streamed, then ask all at once.
-
-    exact: a text that is another one among all the others is an error too. Greedy decoding may differ there on servers
-    whose kernels depend on the batch. Raises CheckError with the first answer that is not as it should be.
-    """
+    """Check that prompts have one text, whole and streamed; exact: beside others too. Raises CheckError."""
     alone: list[Record] = []
     async with opened(client, spec.endpoint) as endpoint:
         for number in range(len(spec.prompts)):

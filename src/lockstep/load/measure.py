@@ -81,11 +81,7 @@ class LoadSpec:
 async def measure(
     client: Client, spec: LoadSpec, model: str | None, tell: Callable[[str], None]
 ) -> tuple[LoadReport, dict[float | None, list[Record]]]:
-    """Measure a server at each rate.
-
-    model: as the server calls it, None for its first. tell: gets progress. Raises InputError where no server answers,
-    CheckError where a request of the warm-up fails.
-    """
+    """Measure `model` (None: the first) at each rate; tell: gets progress. Raises InputError, CheckError."""
     model = await model_of(client, spec, model)
     runs, found = [], {}
     async with opened(client, spec.endpoint) as endpoint:

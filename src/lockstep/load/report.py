@@ -85,12 +85,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def worse(found: LoadReport, base: LoadReport, rtol: float) -> list[str]:
-    """Return a line for each figure that is worse than in `base`, the worst first.
-
-    Worse by more than the share `rtol`. Held are the figures that stand in `base`: times and failures may not be
-    higher, rates and completed requests not lower. What is better passes. Raises InputError where the two do not
-    measure the same.
-    """
+    """Return a line for each figure worse than in `base` by more than `rtol`, the worst first. Raises InputError."""
     if base.settings != found.settings:
         keys = sorted(base.settings.keys() | found.settings.keys())
         different = [key for key in keys if base.settings.get(key) != found.settings.get(key)]

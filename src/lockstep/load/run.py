@@ -32,11 +32,7 @@ class Observed:
 async def run(
     endpoint: Endpoint, planned: Sequence[Planned], concurrency: int | None = None, timeout: float = 600
 ) -> Observed:
-    """Send `planned` and return a record of each.
-
-    concurrency: how many may be in flight; those that are due wait for their turn. timeout: seconds for one, from its
-    sending. Times in the records count from the start of the run.
-    """
+    """Send `planned`, `concurrency` at a time, `timeout` seconds each; return records, timed from the start."""
     turn = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     was_frozen = gc.get_freeze_count() > 0  # by the program that this runs in
     gc.collect()

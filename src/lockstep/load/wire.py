@@ -38,11 +38,7 @@ def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], st
 
 
 class EventReader:
-    """A reader of server-sent events, which cuts a stream of bytes into events.
-
-    What is not whole yet stays for the next call. Lines end in LF or CRLF, several `data:` lines of an event are joined
-    by LF, comments and other fields are left out (https://html.spec.whatwg.org/multipage/server-sent-events.html).
-    """
+    """A reader of server-sent events (html.spec.whatwg.org); what is not whole yet stays for the next call."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -155,10 +155,7 @@ def _decoded(data: bytes, kind: type[_Body]) -> _Body:
 
 
 def _check_names(value: dict[str, Any], body: msgspec.Struct, place: str = "") -> None:
-    """Raise BadRequest for a field that is not supported, and for an unknown name that is one edit from a known one.
-
-    value: what `body`, a struct, was made of. Other unknown names are let pass, as vLLM does.
-    """
+    """Raise BadRequest for an unsupported field, or one an edit from a known one; value: what `body` was made of."""
     unsupported: Unsupported = getattr(body, "UNSUPPORTED", {})
     known = (*body.__struct_fields__, *unsupported)
     for name in value.keys() - set(known):

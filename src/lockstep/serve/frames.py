@@ -33,11 +33,7 @@ _DEFAULTS = asdict(Sampling())
 
 @dataclass(frozen=True)
 class Ready:
-    """The frame "ready": what an engine process says of its engines and limits.
-
-    identity: hex, of all that decides what is computed; prompt_logprobs: whether it gives those of prompts; adapters:
-    hex sha256 by name; lost_adapters: of those that were loaded before, by name why one is not loaded again.
-    """
+    """The frame "ready": an engine's limits; identity: of what is computed. lost_adapters: why, by name."""
 
     identity: str
     backend: str

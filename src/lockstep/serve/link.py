@@ -41,11 +41,7 @@ class EngineLink(asyncio.Protocol):
 
     @classmethod
     async def start(cls, python: str | None, options: EngineOptions, seconds: float) -> tuple[EngineLink, Ready]:
-        """Start an engine process in the interpreter `python` (None: this one).
-
-        Returns it, ready and warm, and what it says of itself. seconds: that it may take. Raises what opening raises,
-        and CheckError for one that ends before, or is not ready in time.
-        """
+        """Start a ready engine in `python` (None: this one) within `seconds`. Raises what opening it raises."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:  # no free descriptor

@@ -13,11 +13,7 @@ from lockstep.step.sampling import Logprobs
 
 
 class LogprobsFormat:
-    """The log-probabilities of one text, in as many parts as it comes in.
-
-    `tokens` are the parts of the text, which together are the text: of tokens that make up one character the last has
-    it, and a special token has none. A token's offset is the number of characters before its own.
-    """
+    """The log-probabilities of a text, in parts; a token's offset is the number of characters before its own."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray = (), echo: str | None = None):
         """Begin a text behind the tokens `context`, and behind the text of them where that is repeated."""

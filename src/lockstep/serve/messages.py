@@ -19,12 +19,7 @@ _GIVEN = ("messages", "tools", "chat_template", "add_generation_prompt", "contin
 async def chat_text(
     service: Service, messages: Any, opens: bool | None, continues: bool, variables: Mapping[str, Any]
 ) -> str:
-    """Return the text of a chat by the model's template.
-
-    opens: whether it ends with what opens an answer; None: unless it continues. continues: leave the last message open.
-    variables: further ones for the template. Raises BadRequest for values that cannot be, and where the model has no
-    chat template.
-    """
+    """Return a chat's text by the template; opens: None: unless it `continues`. Raises BadRequest."""
     if service.chat.fault is not None:
         raise BadRequest(f"messages: {service.chat.fault}; use /v1/completions", "messages")
     if continues and opens:

@@ -49,12 +49,7 @@ _TURNS = Turns(2, "prompts")
 async def encode_texts(
     texts: Sequence[str], tokenizer: Tokenizer, param: str, most: int, special: bool = True, turns: Turns = _TURNS
 ) -> list[list[int]]:
-    """Return the token ids of each text of a request.
-
-    param: the field that they stand in. most: tokens that each may have; an answer may have up to about twice as many.
-    special: as of `Tokenizer.encode`. turns: the threads for long texts. Raises BadRequest for a text that cannot be
-    encoded, or is far too long, and StreamError where too many long texts wait.
-    """
+    """Return each text's token ids; most: tokens of each. Raises BadRequest, and StreamError where many wait."""
     for text in texts:
         if (least := tokenizer.min_tokens(len(text))) > most:
             raise bad_request(wrong_length(param, most, f"at least {least}"))

@@ -69,12 +69,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _sender(self, cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], version: str) -> Any:
-        """Return the `send` of a request's answer.
-
-        It ends the connection where HTTP/1.0 or an unread body asks for it. Where the client may still send its body
-        the connection stays for a moment, and what comes is thrown away: to close at once would take from it the answer
-        too, by a reset.
-        """
+        """Return the answer's `send`; a client that still sends a body may go on, for a reset would take the answer."""
         is_raw = lingers = False
 
         async def sent(message: Any) -> None:

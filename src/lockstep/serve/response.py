@@ -22,11 +22,7 @@ _HEADERS = [
 
 
 class TokenResponse:
-    """A response whose client may go away at any time: what it waits for ends in any case.
-
-    Each front end derives its own, with `whole`, `events` and `close`. id: for the log. stream: what it waits for, if
-    anything. in_chunks: whether it goes out as server-sent events.
-    """
+    """A response whose client may go at any time; each front end derives `whole`, `events` and `close`."""
 
     refuse: Callable[[Any], Response] = staticmethod(error_response)  # words an error
 

@@ -102,12 +102,7 @@ def _to_json(
 
 
 def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mapping[str, Any], most: int) -> str:
-    """Return the prompt of a chat.
-
-    asked: messages, add_generation_prompt, variables; continues: leave its last message open. Raises what the template
-    raises, TemplateError where the last message cannot be found in the prompt, and TooLong for more than `most`
-    characters.
-    """
+    """Return the prompt of a chat. Raises what the template raises, TemplateError, and TooLong (over `most`)."""
     messages = [_with_null(_with_arguments(_with_reasoning(message))) for message in asked["messages"]]
     final = messages[-1]["content"] if asked["continues"] else ""
     if asked["continues"]:
@@ -131,11 +126,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Null(jinja2.Undefined):
-    """A content of null: none where a template asks for that, else as if it were left out.
-
-    transformers 5 leaves it out, so that no template writes "None"; templates of before ask whether it is none, and
-    would lose the tool calls beside it.
-    """
+    """A content of null: none where a template asks for that, else left out, as transformers 5 does."""
 
     def __eq__(self, other: Any) -> bool:
         return other is None or super().__eq__(other)
@@ -149,11 +140,7 @@ def _with_null(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Arguments(dict):
-    """Arguments of a tool call: an object where a template asks for one, the client's text where it writes one.
-
-    Templates are of two kinds. Some have `arguments | tojson`, as transformers wants it, others put the text of
-    OpenAI's API between others.
-    """
+    """Arguments of a tool call: an object for templates with `tojson`, the client's text where one writes it."""
 
     def __init__(self, value: Mapping[str, Any], text: str) -> None:
         super().__init__(value)

@@ -1,8 +1,4 @@
-"""vLLM's endpoints of the tokenizer: text or a chat to token ids, and back.
-
-What a request asks for in thousands is made in a thread of its own: prompts do not wait for it. Texts may have as many
-tokens as the model takes, and some thousands more: clients tokenize documents that they cut afterwards.
-"""
+"""vLLM's endpoints of the tokenizer: text or a chat to token ids, and back, long ones in a thread."""
 
 from __future__ import annotations
 

@@ -35,11 +35,7 @@ _NAMES = {"n": "num_return_sequences", "max_new_tokens": "max_tokens", "logit_bi
 
 @dataclass(frozen=True)
 class InferRequest:
-    """An inference request as a front end read it.
-
-    inputs: all of them, by name. outputs: names of the requested ones; None: all there are. complete: each answer has
-    responses of its own, with all outputs that config.pbtxt of a Triton repository lists.
-    """
+    """An inference request; outputs: None: all. complete: each answer responds, with all of config.pbtxt."""
 
     model: Model
     id: str

@@ -1,8 +1,4 @@
-"""A Polygraphy runner for engines whose weights are inputs, called as the runtime calls them.
-
-Polygraphy's own runner is for TensorRT alone, and allocates through a CUDA runtime of its own. Needs the library,
-cuda-python, polygraphy and a GPU.
-"""
+"""A Polygraphy runner for engines whose weights are inputs, called as the runtime calls them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Fused attention over a paged KV cache.
-
-A row that decodes is one kernel of our own (paged_decode.py), with the variant's RoPE (rope_tables.py) in it.
-A prompt's tokens get their RoPE from another kernel (rope_kernel.py) and then go through cuDNN's attention
-(prompt.py).
-
-A layer's cache is pages of 64 tokens, [pages, num_kv_heads, 64, head_dim]. One table for all layers says which pages a
-row has: step/pages.py allocates them.
-"""
+"""Fused attention over a paged KV cache, [pages, num_kv_heads, 64, head_dim] a layer (step/pages.py)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The paged decode attention kernel: RoPE, the cache write and attention at once.
-
-One launch a layer. cuDNN's attention, with the kernels in front of it, takes two and more: at one token a row the
-launches, and the reads that wait for each other, cost more than the cache. Needs compute capability 8.0 or higher.
-"""
+"""The paged decode attention kernel: RoPE, cache write and attention at once, for launches cost most."""
 
 from __future__ import annotations
 

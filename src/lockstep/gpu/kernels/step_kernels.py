@@ -1,10 +1,4 @@
-"""Small kernels of our own: the cache write, adapter masks, and the next token.
-
-Keys and values go into the cache, the next token comes out of the logits. (Kernels of fused attention:
-attention/paged_decode.py, attention/rope_kernel.py.)
-
-Token ids and positions are int32 or int64, as the engine wants them: `wide` says which.
-"""
+"""Small kernels of our own: the cache write, adapter masks, and the next token out of the logits."""
 
 from __future__ import annotations
 

@@ -28,9 +28,6 @@ def page() -> tuple[bytes, dict[str, str]]:
 
 
 def _digest(html: bytes, tag: str) -> str:
-    """Return the CSP source expression of the one inline element `tag`.
-
-    https://www.w3.org/TR/CSP3/#match-element-to-source-list
-    """
+    """Return the CSP source of the one inline element `tag` (w3.org/TR/CSP3/#match-element-to-source-list)."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -1,8 +1,4 @@
-"""The writer of a model repository: OUT/MODEL/config.pbtxt and OUT/MODEL/1/*.py of the five models.
-
-The tensors are those of `triton_models`; tensorrt_llm and postprocessing have two more between them, by which a stream
-keeps its spaces.
-"""
+"""The writer of a model repository: OUT/MODEL/config.pbtxt and OUT/MODEL/1/*.py of the five models."""
 
 from __future__ import annotations
 
