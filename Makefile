@@ -13,6 +13,7 @@
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
 #   make oldest-test              plans and runs with the oldest Snakemake that is claimed (envs/oldest.txt)
+#   make faults                   sends planted faults through all gates (tests/faults); ARGS="--help" has the choices
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml and SmolLM2, then measures the 7B shape, with the backend cuda in
 #                                 .venv, which needs the wheels of its extra `cuda`; with TENSORRT_PYTHON=/opt/trt/python3.10, the Python that TensorRT runs in, also
@@ -49,7 +50,7 @@ SLURM_ENV ?= .slurm
 OLDEST_ENV ?= .oldest
 REAL := .real
 REAL_CONFIG ?=
-.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test lint gpu setup clean
+.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test faults lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -87,6 +88,9 @@ slurm-test: setup $(SLURM_ENV)/.pinned
 
 oldest-test: setup $(OLDEST_ENV)/.pinned
 	LOCKSTEP_OLDEST=$(abspath $(OLDEST_ENV)) $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py -k oldest $(ARGS)
+
+faults: setup
+	PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

@@ -3,7 +3,7 @@
 Comparisons run side by side in one process, in turn.
 
 What a user can do is measured through the public API, `import lockstep`. Below it only the modules of `INSIDE` are
-imported, and by `faults` whatever it plants its faults in; tests/unit/test_api.py holds the list.
+imported; tests/unit/test_api.py holds the list.
 """
 
 # Module of lockstep: why the public API does not do.
@@ -39,22 +39,13 @@ INSIDE = {
     "weights": "arrays of slots",
     # On a GPU: weights that are made up, builds and engines looked into.
     "artifacts": "formats of manifests that are made up",
-    "artifacts.adapters": "where graphs take adapters",
     "artifacts.digest_cache": "random weights whose digests are known",
     "artifacts.dtypes": "weights that are made up, by their types",
-    "artifacts.engines": "the manifest of engines that are of no assembly",
     "artifacts.quantized": "weights that are made up, of integers and scales",
     "backends": "what a backend says of itself, and the default options of a build",
-    "backends.builder": "what each engine's build took",
-    "backends.tensorrt.compat": "what this version of the library can do",
-    "backends.tensorrt.layers": "layers in which two builds differ",
-    "backends.tensorrt.program": "an engine of a graph that is no block",
-    "backends.tensorrt.tactics": "records of tactics",
     "gpu": "events of the device, to time its share of a step",
-    "gpu.kernels": "products of one layer alone",
     "gpu.timing": "microseconds of a graph of sums, by events",
     "onnx_tools.metrics": "how far logits are apart",
-    "weights.adapters": "adapters that lie in memory",
     # `dag`: where the files of many targets lie.
     "pipeline.stage": "paths of artefacts",
 }

@@ -1,12 +1,9 @@
-"""What adapters cost on this CPU.
+"""`adapters`: what adapters cost on this CPU.
 
-Steps of a model with an adapter in each row, with none, and of the same model whose graphs take none, in turn; how long
-one takes to load; and the two forms that their products could have.
+Steps of a model with an adapter in each row, with none, and of the same model whose graphs take none, in turn; and how
+long one takes to load.
 
 In: a shape, which gets random weights and random adapters of all linear layers. Out: a record.
-
-The forms, of one linear layer: two thin products for all resident adapters, of which each token's own is kept (what is
-exported); and each token's matrices, gathered, then two products a token.
 """
 
 from __future__ import annotations
@@ -20,20 +17,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
 import lockstep
+from benchmarks import options
 from benchmarks.decode import prepare
-from benchmarks.export import SHAPES
-from benchmarks.measure import THREADS_VARIABLE, in_turn, read_json, spread, surroundings, thread_count
+from benchmarks.measure import THREADS_VARIABLE, deliver, in_turn, read_json, spread, surroundings, thread_count
+from benchmarks.shapes import checkpoint
 from lockstep import Advance, Model, Results
 
+OPTIONS = (
+    options.Option("--shape", "A shape, which gets random weights.", "llama-1024x8"), options.BATCHES,
+    options.number("--rank", 16, "Of each adapter.", most=128),
+    options.number("--adapters", 4, "Resident together.", most=64),
+    options.THREADS, options.CPU_TIME, options.rounds(), options.WRITE,
+)  # fmt: skip
 _CONTEXT, _STEPS, _PROMPT = 64, 16, 256
-_TOKENS = (1, 4, 64, 256)  # of one linear layer
 _NONE, _ROOM, _EACH = "graphs without room", "room, no row with one", "an adapter in each row"
+
+
+def main(write: Path | None, **settings: Any) -> None:
+    """Measure steps with an adapter in each row, with none, and without room for any."""
+    deliver(run(**settings), write)
 
 
 def run(
@@ -54,16 +59,14 @@ def run(
     os.environ[THREADS_VARIABLE] = str(thread_count(threads))  # of the builds too: a process has one pool
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        source = lockstep.make_random_checkpoint(SHAPES / f"{shape}.json", 0, work / shape)
+        source = checkpoint(shape, work)
         room = {"max_adapters": adapters, "max_lora_rank": next(r for r in (8, 16, 32, 64, 128) if r >= rank)}
         plain = prepare(source, "fp32", work / "plain")
         taking = _prepare(plain, source.name, work, room)
         names = [f"a{number}" for number in range(adapters)]
         nbytes = _make_adapters(work, source.name, plain, taking, names, rank)
-        hidden = read_json(SHAPES / f"{shape}.json")["hidden_size"]
         steps = {str(batch): _steps(plain, taking, names, batch, rounds, threads, clock) for batch in batches}
         load = _load(taking, names, rounds, threads, clock)
-    forms = {str(tokens): _forms(hidden, room, tokens, rounds, clock) for tokens in _TOKENS}
     return {
         "benchmark": "adapters",
         "shape": shape,
@@ -74,7 +77,6 @@ def run(
         "seconds_of": "CPU time, one thread" if cpu_time else "wall time",
         "batch": steps,
         "load_seconds": load,
-        "forms_of_one_layer": {"hidden_size": hidden, **room, "seconds_by_tokens": forms},
         **surroundings("numpy", "onnxruntime", threads=threads),
     }
 
@@ -197,67 +199,3 @@ def _load(
         seconds.append(clock() - began)
         model.release(0)
     return spread(seconds[1:])
-
-
-def _forms(
-    hidden: int, room: dict[str, int], tokens: int, rounds: int, clock: Callable[[], float]
-) -> dict[str, dict[str, float]]:
-    """Seconds of what one linear layer adds for its adapters, in both forms."""
-    count, rank = room["max_adapters"], room["max_lora_rank"]
-    random = np.random.default_rng(0)
-    a, b = (random.standard_normal(shape, np.float32) for shape in ((hidden, count * rank), (count * rank, hidden)))
-    x, ids = random.standard_normal((tokens, hidden), np.float32), np.arange(tokens) % count
-    owner = numpy_helper.from_array(np.repeat(np.arange(count), rank)[None], "owner")
-    constants = [
-        owner,
-        numpy_helper.from_array(np.array([1], np.int64), "one"),
-        numpy_helper.from_array(np.zeros((), np.float32), "zero"),
-    ]
-    node = helper.make_node
-    products = [
-        node("Unsqueeze", ["ids", "one"], ["column"]),
-        node("Equal", ["column", "owner"], ["mask"]),
-        node("Gemm", ["x", "a"], ["shrunk"]),
-        node("Where", ["mask", "shrunk", "zero"], ["own"]),
-        node("Gemm", ["own", "b"], ["y"]),
-    ]
-    gathered = [
-        node("Gather", ["a", "ids"], ["as"], axis=0),
-        node("Gather", ["b", "ids"], ["bs"], axis=0),
-        node("Unsqueeze", ["x", "one"], ["x3"]),
-        node("MatMul", ["x3", "as"], ["shrunk"]),
-        node("MatMul", ["shrunk", "bs"], ["y3"]),
-        node("Squeeze", ["y3", "one"], ["y"]),
-    ]
-    apart = a.reshape(hidden, count, rank).transpose(1, 0, 2).copy(), b.reshape(count, rank, hidden)
-    runs = {
-        "two thin products": _session(products, constants, {"x": x, "ids": ids, "a": a, "b": b}),
-        "gathered matrices": _session(gathered, constants[1:2], {"x": x, "ids": ids, "a": apart[0], "b": apart[1]}),
-    }
-    first, second = (run() for run in runs.values())
-    assert np.abs(first - second).max() < 1e-2, "both forms compute the same"
-
-    def timed(call: Callable[[], np.ndarray]) -> float:
-        began = clock()
-        for _ in range(_STEPS):
-            call()
-        return (clock() - began) / _STEPS
-
-    contestants = {name: lambda call=call: timed(call) for name, call in runs.items()}
-    return {name: spread(values, 7) for name, values in in_turn(contestants, rounds).items()}
-
-
-def _session(
-    nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorProto], feeds: dict[str, np.ndarray]
-) -> Callable[[], np.ndarray]:
-    given = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-        for name, array in feeds.items()
-    ]
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    graph = helper.make_graph(list(nodes), "form", given, [result], list(constants))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    settings = onnxruntime.SessionOptions()
-    settings.use_per_session_threads = False  # the models before have made the pool
-    session = onnxruntime.InferenceSession(model.SerializeToString(), settings)
-    return lambda: session.run(None, feeds)[0]

@@ -1,10 +1,10 @@
-"""A backend on a GPU at every batch size, of a model's shape with random weights.
+"""`batches`: a backend on a GPU at every batch size, of a model's shape with random weights.
 
 Decoding, steps that bring prompts beside rows that decode, prompts, and many requests at once.
 
-In: the assembly of a shape in fp16, a scratch folder with room for its weights. Out: a record, and its page. The record
-is written after each part, so that a run that is cut short says what it came to. What does not fit into the memory of
-the GPU is left out, and named with the reason.
+In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, and its page. The record is
+written after each part, so that a run that is cut short says what it came to. What does not fit into the memory of the
+GPU is left out, and named with the reason.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu import build_seconds, described, in_words, random_weights, timed
-from benchmarks.markdown import paragraph
-from benchmarks.measure import read_json, recorder, spread
+import lockstep
+from benchmarks import options
+from benchmarks.gpu import build_seconds, described, in_words, random_weights, record_path, require, timed
+from benchmarks.markdown import paragraph, table
+from benchmarks.measure import by_size, read_json, recorder, spread
+from benchmarks.shapes import config_of
 from lockstep import Advance, Assembly, CheckError, Engine, InputError, Model, Request, Sampling
 
 LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
@@ -33,7 +36,44 @@ PROMPTS = (16, 64, 128, 256, 512, 2048)
 SUMS, SUMS_IN_A_GRAPH = (1, 16, 64, 256, 512, 2048), 64  # tokens
 CONTEXT, WARM, STEPS, MIXED_STEPS = 512, 8, 64, 8
 REQUESTS = 512
+GROUP = 128
 SAMPLED, SAMPLED_BATCHES = Sampling(0.8, top_p=0.95), (1, 16, 64, 256)
+OPTIONS = (
+    options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
+    options.choice("--precision", "fp16", "w8a16", "w4a16", help="Small weights in groups of 128, of cuda."),
+    options.path("--vllm", "A record of vLLM on the same machine, to be put beside.", metavar="FILE", exists=True),
+    options.number("--tensor-parallel", 1, "Ranks, each on a GPU of its own: with what sums over them take.", most=16),
+    options.Option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),
+    *options.ON_A_GPU,
+)  # fmt: skip
+
+
+def main(
+    shape: str, precision: str, backend: str, python: str | None, work: Path, build_options: dict[str, Any],
+    vllm: Path | None, tensor_parallel: int, alike: bool, rounds: int, write: Path | None,
+) -> None:  # fmt: skip
+    """Measure one GPU at every batch size.
+
+    Decoding, prompts beside it, and many requests at once. What does not fit is left out and named.
+    """
+    require(python, backend)
+    name = "-".join(
+        [
+            "batches",
+            *([precision] if precision != "fp16" else []),
+            *([str(tensor_parallel)] if tensor_parallel > 1 else []),
+        ]
+    )
+    out = record_path(write, work, name, backend)
+    work = (work if precision == "fp16" else work / precision).absolute()
+    lockstep.export_config(read_json(config_of(shape)), precision, work / "graphs", tensor_parallel, GROUP)
+    names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out), "python": python}
+    names |= {"vllm": str(vllm.absolute()) if vllm else None, "backend": backend}
+    lockstep.run_in_python(
+        python, "benchmarks.batches:measure", **names, rounds=rounds, options=build_options, alike=alike
+    )
+    out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
+    print(out)
 
 
 def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
@@ -56,16 +96,10 @@ def run(
 
     rounds: of each speed, of which the median counts. vllm: a record of vLLM on the same machine, which is kept beside.
     alike: see `random_weights`.
-
-    Raises InputError for an assembly in another precision than fp16.
     """
     assembly = Assembly.load(assembly_json)
-    if assembly.precision != "fp16":
-        raise InputError(
-            f"{assembly_json}: precision: expected fp16, found {assembly.precision}; export the shape in fp16"
-        )
     work.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"benchmark": "batches", "layers": len(assembly.layers), "precision": "fp16"}
+    record: dict[str, Any] = {"benchmark": "batches", "layers": len(assembly.layers), "precision": assembly.precision}
     if alike:
         record["weights"] = "of one layer, for all"
 
@@ -333,6 +367,7 @@ def page(record: Mapping[str, Any]) -> str:
             f"{record['layers']} layers, {record['precision']}, random weights, on {record.get('ranks', 'one')} "
             f"{record['device']['name']} with {in_words(record)}. Made by `python -m benchmarks batches "
             f"--work FOLDER --write records{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}"
+            f"{'' if record['precision'] == 'fp16' else ' --precision ' + record['precision']}"
             f"{' --backend tensorrt' if record.get('backend') == 'tensorrt' else ''}`."
         ),
         "",
@@ -341,7 +376,7 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         f"Decoding behind {CONTEXT} tokens, tokens a second:",
         "",
-        *_table(
+        *table(
             ["batch", "ms a step", "Lockstep", *(["vLLM " + other["version"], "ratio"] if other else [])],
             [
                 [
@@ -350,7 +385,7 @@ def page(record: Mapping[str, Any]) -> str:
                     row["tokens_per_second"],
                     *_beside(row["tokens_per_second"], other and other["decode"].get(batch)),
                 ]
-                for batch, row in _by_size(record["decode"])
+                for batch, row in by_size(record["decode"])
             ],
         ),
         *(["", "vLLM ran on another day, on another machine of this kind."] if "another_run" in (other or ()) else []),
@@ -358,7 +393,7 @@ def page(record: Mapping[str, Any]) -> str:
         *_sums_lines(record),
         "",
         "A prompt alone, milliseconds: "
-        + ", ".join(f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in _by_size(record["prompts"]))
+        + ", ".join(f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in by_size(record["prompts"]))
         + (f" (vLLM: 2048 tokens {other['prompt_2048']})" if other and other["prompt_2048"] else "")
         + ".",
         "",
@@ -367,7 +402,7 @@ def page(record: Mapping[str, Any]) -> str:
             "other; host: before it waits for the device:"
         ),
         "",
-        *_table(
+        *table(
             ["rows", "prompt tokens", "step", "decoding alone", "prompt alone", "step of parts", "host"],
             [
                 [
@@ -379,8 +414,8 @@ def page(record: Mapping[str, Any]) -> str:
                     row["of_parts"],
                     row["host_milliseconds"]["median"],
                 ]
-                for rows, chunks in _by_size(record["mixed"])
-                for chunk, row in _by_size(chunks)
+                for rows, chunks in by_size(record["mixed"])
+                for chunk, row in by_size(chunks)
             ],
         ),
     ]
@@ -404,14 +439,14 @@ def _sampled_lines(record: Mapping[str, Any]) -> list[str]:
         return []
     rows = [
         [batch, row["greedy_milliseconds"]["median"], row["milliseconds"]["median"], row["of_greedy"]]
-        for batch, row in _by_size(record["sampled"])
+        for batch, row in by_size(record["sampled"])
     ]
     terms = f"temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}"
     return [
         "",
         f"Sampled ({terms}) beside greedy, in turn:",
         "",
-        *_table(["batch", "greedy, ms", "sampled, ms", "ratio"], rows),
+        *table(["batch", "greedy, ms", "sampled, ms", "ratio"], rows),
     ]
 
 
@@ -419,19 +454,9 @@ def _sums_lines(record: Mapping[str, Any]) -> list[str]:
     """None for one rank."""
     if "sums" not in record:
         return []
-    rows = [[f"{tokens} x {row['hidden']}", row["microseconds"]["median"]] for tokens, row in _by_size(record["sums"])]
-    return ["", "A sum over the ranks:", "", *_table(["tokens x hidden", "microseconds"], rows)]
-
-
-def _by_size(rows: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Keys of JSON are sorted as text."""
-    return sorted(rows.items(), key=lambda row: int(row[0]))
+    rows = [[f"{tokens} x {row['hidden']}", row["microseconds"]["median"]] for tokens, row in by_size(record["sums"])]
+    return ["", "A sum over the ranks:", "", *table(["tokens x hidden", "microseconds"], rows)]
 
 
 def _beside(ours: float, theirs: float | None) -> list[Any]:
     return [] if theirs is None else [theirs, round(ours / theirs, 3)]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    line = lambda cells: f"| {' | '.join(map(str, cells))} |"
-    return [line(head), line(["---"] * len(head)), *map(line, rows)]

@@ -1,4 +1,4 @@
-"""Time, size and sameness of engine sets that are built where no GPU is needed.
+"""`builds`: time, size and sameness of engine sets that are built where no GPU is needed.
 
 In: names of shapes (`shapes/*.json`), a precision, a backend. Out: seconds of each build, bytes and digest of the set.
 """
@@ -12,11 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.export import SHAPES
-from benchmarks.measure import read_json, spread, surroundings
-from lockstep import CheckError, build_engines, export_config
+import lockstep
+from benchmarks import options
+from benchmarks.measure import deliver, read_json, spread, surroundings
+from benchmarks.shapes import SHAPES
+from lockstep import CheckError
 
+OPTIONS = (
+    options.SHAPES, options.choice("--backend", "tensorrt_rtx", "cuda", help="Which builds without a GPU."),
+    options.PRECISION, options.rounds(), options.WRITE,
+)  # fmt: skip
 LIMITS = {"max_batch_size": 16, "max_num_tokens": 2048, "max_seq_len": 4096}
+
+
+def main(shapes: Sequence[str], backend: str, precision: str, rounds: int, write: Path | None) -> None:
+    """Build engine sets for a model's shape, without a GPU.
+
+    Measures seconds and bytes, and that two builds are the same bytes.
+    """
+    deliver(run(shapes, precision, backend, rounds), write)
 
 
 def run(shapes: Sequence[str], precision: str, backend: str, rounds: int = 3) -> dict[str, Any]:
@@ -28,7 +42,7 @@ def run(shapes: Sequence[str], precision: str, backend: str, rounds: int = 3) ->
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
             graphs = Path(folder) / "graphs"
-            export_config(json.loads((SHAPES / f"{shape}.json").read_text()), precision, graphs)
+            lockstep.export_config(json.loads((SHAPES / f"{shape}.json").read_text()), precision, graphs)
             samples = [_build(graphs, Path(folder) / str(number), backend) for number in range(rounds)]
         if len({sample["digest"] for sample in samples}) != 1:
             raise CheckError(f"{shape}: expected the same bytes of each build, found different ones")
@@ -46,7 +60,7 @@ def run(shapes: Sequence[str], precision: str, backend: str, rounds: int = 3) ->
 
 def _build(graphs: Path, folder: Path, backend: str) -> dict[str, Any]:
     began = time.perf_counter()
-    made = build_engines(graphs / "assembly.json", backend, folder / "engines.json", LIMITS)
+    made = lockstep.build_engines(graphs / "assembly.json", backend, folder / "engines.json", LIMITS)
     seconds = time.perf_counter() - began
     manifest = read_json(made)
     files = [folder / entry["file"] for entry in manifest["engines"].values()]

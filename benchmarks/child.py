@@ -67,15 +67,6 @@ def run_child(command: Sequence[str], log: Path, limit: float, environment: Mapp
     return Usage(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, reason)
 
 
-def available_memory() -> int:
-    """Bytes that a process can take without pushing others out (Linux: MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise OSError("/proc/meminfo: expected a line MemAvailable, found none")
-
-
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1].strip()[:200] if lines else "nothing printed"

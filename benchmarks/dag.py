@@ -1,4 +1,4 @@
-"""What a config of many models costs before its jobs and between them.
+"""`dag`: what a config of many models costs before its jobs and between them.
 
 Planning, a run with nothing to do, the scheduler.
 
@@ -23,14 +23,25 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from benchmarks import options
 from benchmarks.child import Usage, run_child
-from benchmarks.measure import ratios, spread, surroundings, write_json
+from benchmarks.measure import deliver, ratios, spread, surroundings, write_json
 from lockstep import CheckError, Results
 from lockstep.config import load
 from lockstep.pipeline.stage import path_of
 from lockstep.pipeline.stages import STAGES, all_steps
 from lockstep.pipeline.wanted import all_jobs
 
+OPTIONS = (
+    options.number("--targets", (100, 1000), "To plan.", 10, many=True),
+    options.number(
+        "--finished", (100, 1000), "To plan again once they are there, and to take from the queue.", 10, many=True,
+    ),
+    options.path(
+        "--before", "Another checkout of the repository, to be timed beside this one.", metavar="CHECKOUT", exists=True
+    ),
+    options.rounds(), options.WRITE,
+)  # fmt: skip
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAYERS, PRECISIONS = (1, 2, 3, 4, 5), ("fp32", "fp16")
 PER_MODEL = len(LAYERS) * len(PRECISIONS)
@@ -49,6 +60,11 @@ SHAPE = {
 }
 _LIMIT = 3600.0  # seconds of one command
 _NOTHING = "rule all:\n    input: []\n"
+
+
+def main(targets: Sequence[int], finished: Sequence[int], before: Path | None, rounds: int, write: Path | None) -> None:
+    """Many targets: planning, a run with nothing to do, the scheduler's part of a job."""
+    deliver(run(targets, finished, rounds, before and before.absolute()), write)
 
 
 def run(counts: Sequence[int], finished: Sequence[int], rounds: int, before: Path | None = None) -> dict[str, Any]:

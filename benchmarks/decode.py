@@ -1,4 +1,4 @@
-"""A decode step of the engine set, beside one monolithic graph and transformers.
+"""`decode`: a decode step of the engine set, beside one monolithic graph and transformers.
 
 The monolithic graph is ONNX with past inputs, transformers is eager; all run in one process, in turn.
 
@@ -17,31 +17,33 @@ from typing import Any
 import numpy as np
 
 import lockstep
-from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import in_turn, ratios, spread, surroundings, thread_count
-from benchmarks.monolithic import Monolithic
+from benchmarks import options
+from benchmarks.measure import deliver, in_turn, ratios, spread, surroundings, thread_count
+from benchmarks.shapes import checkpoint
 from lockstep import Advance, CheckError, Model, Results
 
+OPTIONS = (
+    options.MODELS, options.BATCHES, options.CONTEXT, options.STEPS, options.choice("--precision", "fp32", "fp16"),
+    options.THREADS, options.rounds(), options.WRITE,
+)  # fmt: skip
 PACKAGES = ("numpy", "onnxruntime", "torch", "transformers")
 _BACKEND = "onnxruntime"
 
 
-def run_models(models: Sequence[str], precision: str, batches: Sequence[int], **settings: Any) -> dict[str, Any]:
-    """Measure each of `models`, in a temporary folder; see `run`.
+def main(
+    models: Sequence[str], precision: str, batches: Sequence[int], write: Path | None, threads: int | None, **sizes: int
+) -> None:
+    """Measure a decode step beside one monolithic ONNX graph and transformers eager.
 
-    A model is a checkpoint folder or the name of a shape, which gets random weights.
+    The contestants take turns in one process.
     """
     measured = {}
     for model in models:
         with tempfile.TemporaryDirectory() as work:
-            folder = (
-                lockstep.make_random_checkpoint(SHAPES / f"{model}.json", 0, Path(work) / model)
-                if model in shape_names()
-                else Path(model)
-            )
-            measured[folder.name] = run(folder, precision, batches, Path(work) / "results", **settings)
-    surrounding = surroundings(*PACKAGES, threads=settings.get("threads"))
-    return {"benchmark": "decode", "precision": precision, "models": measured, **surrounding}
+            folder = checkpoint(model, Path(work))
+            measured[folder.name] = run(folder, precision, batches, Path(work) / "results", threads=threads, **sizes)
+    found = {"benchmark": "decode", "precision": precision, "models": measured}
+    deliver({**found, **surroundings(*PACKAGES, threads=threads)}, write)
 
 
 def run(
@@ -152,6 +154,8 @@ def decoding(paths, batch: int, capacity: int, threads: int) -> Callable:
 
 
 def _monolithic(paths, batch: int, capacity: int) -> Callable:
+    from benchmarks.monolithic import Monolithic  # loads torch
+
     model = Monolithic(paths["assembly"], paths["weights"], batch, capacity)
 
     def start(prompt: np.ndarray):

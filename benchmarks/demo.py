@@ -1,4 +1,4 @@
-"""The time that `make demo` takes once everything is installed.
+"""`demo`: the time that `make demo` takes once everything is installed.
 
 A full run of the workflow, and a run that has nothing to do.
 
@@ -15,10 +15,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import spread, surroundings
+from benchmarks import options
+from benchmarks.measure import deliver, spread, surroundings
 from lockstep import CheckError
 
+OPTIONS = (options.Option("--cores", "As Snakemake's --cores.", "all"), options.rounds(), options.WRITE)
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def main(cores: str, rounds: int, write: Path | None) -> None:
+    """Time the demo workflow: a full run in a new folder, and one with nothing to do."""
+    deliver(run(cores, rounds), write)
 
 
 def run(cores: str = "all", rounds: int = 5) -> dict[str, Any]:
@@ -37,17 +44,8 @@ def run(cores: str = "all", rounds: int = 5) -> dict[str, Any]:
 
 
 def _snakemake(cores: str, folder: str) -> float:
-    command = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "--cores",
-        cores,
-        "--snakefile",
-        str(REPOSITORY / "Snakefile"),
-        "--directory",
-        folder,
-    ]
+    command = [sys.executable, "-m", "snakemake", "--cores", cores, "--directory", folder]
+    command += ["--snakefile", str(REPOSITORY / "Snakefile")]
     began = time.perf_counter()
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:

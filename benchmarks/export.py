@@ -1,4 +1,4 @@
-"""Time and memory of the export of a model's shape from its config.json alone.
+"""`export`: time and memory of the export of a model's shape from its config.json alone.
 
 In: names of shapes (`shapes/*.json`) and a precision. Out: seconds of the export with its imports, wall and CPU
 seconds of the whole process, which is one of its own, its peak resident memory (it starts no other), bytes written.
@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import spread, surroundings
+from benchmarks import options
+from benchmarks.measure import deliver, spread, surroundings
+from benchmarks.shapes import SHAPES
 from lockstep import CheckError
 
-SHAPES = Path(__file__).parent / "shapes"
+OPTIONS = (options.SHAPES, options.PRECISION, options.rounds(), options.WRITE)
 PACKAGES = ("onnx", "onnx-ir", "onnxscript", "torch", "transformers")
 
 _CHILD = """
@@ -33,8 +35,12 @@ print(json.dumps({"seconds": seconds, "files": files}))
 """
 
 
-def shape_names() -> list[str]:
-    return sorted(path.stem for path in SHAPES.glob("*.json"))
+def main(shapes: Sequence[str], precision: str, rounds: int, write: Path | None) -> None:
+    """Measure the export of a model's shape from its config.json alone.
+
+    In seconds, peak memory and bytes written.
+    """
+    deliver(run(shapes, precision, rounds), write)
 
 
 def run(shapes: Sequence[str], precision: str, rounds: int = 5) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""A backend on one GPU, with a model's shape and random weights.
+"""`gpu`: a backend on one GPU, with a model's shape and random weights.
 
-Building, loading, decoding and prefill are measured; of TensorRT its builder too (tensorrt_builds.py).
+Building, loading, decoding and prefill are measured.
 
 In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, which is written after each
 part, so that a run that is cut short says what it came to. Runs in the Python that the backend runs in
@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 
 import lockstep
+from benchmarks import options
 from benchmarks.measure import read_json, recorder, spread, write_json
+from benchmarks.shapes import config_of
 from lockstep import Advance, Assembly, CheckError, InputError, Model
 from lockstep.artifacts import formats
 from lockstep.artifacts.digest_cache import remember
@@ -41,6 +43,54 @@ CONTEXT, PREFILL, WARM, STEPS = 512, 2048, 8, 64
 LIMITS = {"max_batch_size": 16, "max_num_tokens": PREFILL, "max_seq_len": PREFILL}
 BATCHES = (1, 16)
 CHECK_PROMPT, CHECK_TOKENS, CHECK_LAYERS = 48, 16, (2, "all")
+OPTIONS = (options.SHAPE, *options.ON_A_GPU)
+
+
+def main(
+    shape: str, backend: str, python: str | None, work: Path, build_options: dict[str, Any], rounds: int,
+    write: Path | None,
+) -> None:  # fmt: skip
+    """Measure one GPU: build, load, decode and prefill of a Llama in fp16.
+
+    With random weights, beside transformers.
+    """
+    path = config_of(shape)
+    config = llama(path)
+    require(python, backend)
+    graphs, out = (work / "graphs").absolute(), record_path(write, work, path.stem, backend)
+    lockstep.export_config(config, "fp16", graphs)
+    names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out), "python": python}
+    names |= {"transformers": sys.executable, "backend": backend}
+    lockstep.run_in_python(
+        python, "benchmarks.gpu:measure", **names, rounds=rounds, options=build_options, config=config
+    )
+    print(out)
+
+
+def require(python: str | None, backend: str) -> None:
+    """Raise InputError where engines of the backend do not run, before anything is made."""
+    lockstep.ask_python(python, "benchmarks.gpu:device", backend=backend)
+
+
+def record_path(write: Path | None, work: Path, name: str, backend: str) -> Path:
+    """Return where a record goes: NAME.json in `work`, or in gpu/ of the folder `write`.
+
+    That of TensorRT is NAME-tensorrt.json.
+    """
+    own = name if backend == "cuda" else f"{name}-{backend}"
+    return (write / "gpu" if write else work).absolute() / f"{own}.json"
+
+
+def llama(path: Path) -> dict[str, Any]:
+    """Read the config.json of a Llama. Raises InputError for another model's."""
+    config = read_json(path)
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != "llama":
+        raise InputError(
+            f"{path}: model_type: expected llama, which is what runs beside it in transformers, "
+            f"found {kind!r}; name another shape"
+        )
+    return config
 
 
 def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
@@ -76,16 +126,9 @@ def run(
     work.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"benchmark": "gpu", "layers": len(assembly.layers), "precision": "fp16", "rounds": rounds}
     note = recorder(out, record)
-    options = {**LIMITS, **options}
     weights = random_weights(assembly, work / "weights")
     engines = work / backend / "engines.json"
-    if backend == "tensorrt":
-        from benchmarks import tensorrt_builds
-
-        for made in tensorrt_builds.builds(assembly_json, engines, options, python):
-            note(build=made)
-    else:
-        note(build=built(assembly_json, engines, backend, options, python))
+    note(build=built(assembly_json, engines, backend, {**LIMITS, **options}, python))
     note(**described(engines))
     note(ready_seconds=ready_seconds(python, engines, assembly_json, weights))
     model = ready(engines, assembly_json, weights)
@@ -93,9 +136,6 @@ def run(
     note(prefill=prefill(model, rounds, assembly))
     note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
-    if backend == "tensorrt" and tensorrt_builds.has_regions(engines):
-        again = work / "as-they-are" / "engines.json"
-        note(as_they_are=tensorrt_builds.as_they_are(assembly_json, again, weights, options, python, assembly))
     note(transformers=beside(transformers, work, weights, config))
     checks = {
         str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
+from typing import Any
 
 _WIDTH = 120
 _HELD = 100  # characters of inline code that stay in one line
@@ -18,6 +20,12 @@ def paragraph(text: str) -> str:
 def item(text: str) -> str:
     """Return one item of a list, wrapped, with its dash and further lines indented."""
     return _wrapped(f"- {text}", "  ")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the lines of a table."""
+    cells = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(map(str, row))} |" for row in cells]
 
 
 def _wrapped(text: str, indent: str) -> str:

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.artifacts.files import atomic_path, dump_json, read_json, sha256_file, write_json
+from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
 
 __all__ = [
     "THREADS_VARIABLE",
-    "atomic_path",
+    "by_size",
+    "deliver",
     "dump_json",
     "in_turn",
     "ratios",
     "read_json",
     "recorder",
-    "sha256_file",
     "spread",
     "surroundings",
     "thread_count",
@@ -82,6 +82,21 @@ def recorder(out: Path, record: dict[str, Any]) -> Callable[..., None]:
         print(f"bench: {time.perf_counter() - began:.0f} s: {', '.join(parts)}", file=sys.stderr, flush=True)
 
     return note
+
+
+def by_size(rows: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the items in the order of their numbers: keys of JSON are sorted as text."""
+    return sorted(rows.items(), key=lambda row: int(row[0]))
+
+
+def deliver(record: Mapping[str, Any], write: Path | None) -> None:
+    """Print the record, or write it to bench/NAME.json in the folder `write` and print where it is."""
+    if write is None:
+        print(dump_json(record), end="")
+        return
+    path = write / "bench" / f"{record['benchmark']}.json"
+    write_json(path, record)
+    print(path)
 
 
 def surroundings(*packages: str, threads: int | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which models work: every causal-LM type of the installed transformers is tried.
+"""`models`: which models work: every causal-LM type of the installed transformers is tried.
 
 Each as a tiny model through all stages, whose activations are like those of trained ones.
 
@@ -12,18 +12,24 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks import options
 from benchmarks.markdown import paragraph
-from benchmarks.measure import surroundings
+from benchmarks.measure import deliver, surroundings
 from lockstep import InputError
 
+OPTIONS = (
+    options.Option("types", metavar="[TYPE]...", many=True),
+    options.number("--jobs", 1, "Types tried at a time."), options.WRITE,
+)  # fmt: skip
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "torch", "transformers")
 WORKS, REFUSED, NO_MODEL, WRONG, BROKEN = "works", "refused", "no tiny model", "wrong", "broken"
 RESULTS = {
@@ -38,6 +44,17 @@ OWN_ERRORS = 4  # times what transformers in fp32 differs from itself in fp64, w
 _CPU_SECONDS = 300
 _WALL_SECONDS = 1500  # for machines that do other work too
 _MEMORY = 14 << 30
+
+
+def main(types: Sequence[str], jobs: int, write: Path | None) -> None:
+    """Try which causal-LM types of transformers work, each as a tiny model.
+
+    Each goes through all stages.  [default: all types]
+    """
+    record = run(types or None, jobs, lambda tried: print(f"{tried['type']}: {tried['result']}", file=sys.stderr))
+    deliver(record, write)
+    if write is not None:
+        print(write_page(record, write / "models.md"))
 
 
 def run(

@@ -1,4 +1,4 @@
-"""A model over several GPUs, at each number of ranks, beside what is aimed at.
+"""`ranks`: a model over several GPUs, at each number of ranks, beside what is aimed at.
 
 Builds, readiness, decoding, prompts, sums and logits are measured.
 
@@ -10,12 +10,15 @@ folder: a run that was cut short goes on behind the last.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.batches import _by_size, _table, sums
+import lockstep
+from benchmarks import options
+from benchmarks.batches import sums
 from benchmarks.gpu import (
     BATCHES,
     LIMITS,
@@ -24,22 +27,71 @@ from benchmarks.gpu import (
     decode,
     described,
     in_words,
+    llama,
     prefill,
     probe,
     random_weights,
     ready,
     ready_seconds,
+    record_path,
     references,
+    require,
 )
-from benchmarks.markdown import paragraph
-from benchmarks.measure import write_json
-from lockstep import Assembly
+from benchmarks.markdown import paragraph, table
+from benchmarks.measure import by_size, read_json, write_json
+from benchmarks.shapes import config_of
+from lockstep import Assembly, InputError
 
 RANKS = {"llama-2-7b": (1, 2, 4), "llama-3-70b": (4,)}
 # Too large for a disk with all their layers apart, or for the GPU of transformers at full depth in fp32.
 ALIKE = {"llama-3-70b"}
 CHECK_LAYERS: dict[str, tuple[int | str, ...]] = {"llama-2-7b": (2, "all"), "llama-3-70b": (2, 16)}
 ONE_GPU = "LOCKSTEP_RANKS_ON_ONE_GPU"
+OPTIONS = (
+    replace(options.SHAPES, help="A Llama shape that comes with the benchmark, or a config.json."),
+    options.number(
+        "--ranks", (), "How many ranks; may be given several times.  [default: 1, 2 and 4, of the 70B shape 4; what "
+        "the GPUs allow]", most=16, name="degrees", many=True,
+    ),
+    *options.ON_A_GPU,
+)  # fmt: skip
+
+
+def main(
+    shapes: Sequence[str], degrees: Sequence[int], backend: str, python: str | None, work: Path,
+    build_options: dict[str, Any], rounds: int, write: Path | None,
+) -> None:  # fmt: skip
+    """Measure several GPUs.
+
+    Builds, readiness, decoding, prompts and logits beside transformers, with the aims beside the numbers. A run that
+    was cut short goes on where it was, with the same folder.
+    """
+    counts = {path: degrees or RANKS.get(path.stem, (1, 2, 4)) for path in map(config_of, shapes)}
+    configs = {path: llama(path) for path in counts}
+    require(python, backend)
+    gpus = lockstep.ask_python(python, "benchmarks.ranks:count_gpus", ranks=max(map(max, counts.values())))
+    if gpus < (least := min(map(min, counts.values()))):
+        raise InputError(
+            f"ranks: expected {least} GPUs or more, for the fewest ranks that are asked for, found {gpus}; make more "
+            "visible (CUDA_VISIBLE_DEVICES), or ask for fewer with --ranks"
+        )
+    cases: dict[str, dict[str, Any]] = {}
+    for path, count in ((shape, count) for shape in counts for count in counts[shape] if count <= gpus):
+        folder = (work / path.stem).absolute()
+        out, place = record_path(None, folder, str(count), backend), folder / backend / str(count)
+        if not out.is_file():
+            lockstep.export_config(configs[path], "fp16", place / "graphs", count)
+            names = {"assembly": str(place / "graphs" / "assembly.json"), "work": str(place), "out": str(out)}
+            names |= {"weights": str(folder / "weights"), "backend": backend, "transformers": sys.executable}
+            lockstep.run_in_python(
+                python, "benchmarks.ranks:measure", **names, python=python, rounds=rounds, options=build_options,
+                config=configs[path], alike=path.stem in ALIKE, layers=CHECK_LAYERS.get(path.stem, ("all",)),
+            )  # fmt: skip
+        cases.setdefault(path.stem, {})[str(count)] = read_json(out)
+        written = record_path(write, work, "ranks", backend)
+        write_json(written, record := record_of(cases, bool(os.environ.get(ONE_GPU))))
+        written.with_suffix(".md").write_text(page(record), encoding="utf-8")
+    print(written)
 
 
 @dataclass(frozen=True)
@@ -154,7 +206,7 @@ def figures(case: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str,
     one: the same shape on one GPU.
     """
     found: dict[str, float | None] = {"build: s": case["build_seconds"], "ready: s": case["ready_seconds"]}
-    for batch, row in _by_size(case["decode"]):
+    for batch, row in by_size(case["decode"]):
         found[f"decode {batch}: tokens/s"] = row["tokens_per_second"]
         if one is not None and one is not case:
             ratio = row["tokens_per_second"] / one["decode"][batch]["tokens_per_second"]
@@ -231,15 +283,15 @@ def page(record: Mapping[str, Any]) -> str:
         for row in record["aims"]
     ]
     head = ["shape", "GPUs", "figure", "found", "aim", "vLLM", "met"]
-    lines += ["", *_table(head, rows)]
+    lines += ["", *table(head, rows)]
     for shape, by_ranks in record["cases"].items():
         for ranks, case in by_ranks.items():
             if found := case.get("sums"):
                 taken = [
-                    [f"{tokens} x {row['hidden']}", row["microseconds"]["median"]] for tokens, row in _by_size(found)
+                    [f"{tokens} x {row['hidden']}", row["microseconds"]["median"]] for tokens, row in by_size(found)
                 ]
                 lines += ["", f"A sum over {ranks} ranks of {shape}:", ""]
-                lines += _table(["tokens x hidden", "microseconds"], taken)
+                lines += table(["tokens x hidden", "microseconds"], taken)
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What the server costs beside the bare engine, and what its clients wait for.
+"""`serving`: what the server costs beside the bare engine, and what its clients wait for.
 
 In: engines, assembly and weights of one model. Out: tokens a second through `lockstep serve`'s server beside those of
 the engine alone, in turn; CPU time of the API process, for a token and with idle connections; the time of a refusal by
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import os
 import re
 import select
 import signal
@@ -29,9 +30,16 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import lockstep
-from benchmarks.measure import spread, surroundings
+from benchmarks import options
+from benchmarks.measure import deliver, spread, surroundings
+from benchmarks.shapes import checkpoint
 from lockstep import Assembly, Engine, InputError, Model, Request
 
+OPTIONS = (
+    options.MODELS, options.number("--streams", 4, "Requests at a time."),
+    options.number("--threads", None, "CPU threads of the engine.  [default: one core is left]"),
+    options.rounds(), options.WRITE,
+)  # fmt: skip
 PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop")
 STARTS = 600.0  # seconds that a server may take until it is ready
 STREAMS_PROMPT, STREAMS_NEW = 32, 256  # tokens of each request beside the bare engine
@@ -44,6 +52,15 @@ KEPT = (
     "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tpot_mean_ms", "latency_p50_ms", "latency_p99_ms",
     "client_lag_p99_s", "send_delay_p99_ms",
 )  # fmt: skip
+
+
+def main(models: Sequence[str], streams: int, threads: int | None, rounds: int, write: Path | None) -> None:
+    """Measure the server beside the bare engine on this CPU.
+
+    In tokens/s, and in CPU time of the API process.
+    """
+    used = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    deliver(measured(models, streams, rounds, used), write)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +86,9 @@ def model(name: str, batch: int, threads: int) -> Iterator[Place]:
     A shape gets random weights.
     """
     from benchmarks.decode import prepare
-    from benchmarks.export import SHAPES, shape_names
-    from lockstep import make_random_checkpoint
 
     with tempfile.TemporaryDirectory() as work:
-        folder = Path(name)
-        if name in shape_names():
-            folder = make_random_checkpoint(SHAPES / f"{name}.json", 0, Path(work) / name)
-        paths = prepare(folder, "fp32", Path(work) / "results")
+        paths = prepare(checkpoint(name, Path(work)), "fp32", Path(work) / "results")
         limits = {"max_batch_size": batch, "max_seq_len": 512, "max_num_tokens": 512, "max_input_len": 512}
         engines, assembly, weights = (str(paths[key]) for key in ("engines", "assembly", "weights"))
         yield Place(engines, assembly, weights, limits, threads)

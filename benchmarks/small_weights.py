@@ -1,15 +1,14 @@
-"""Decoding with small weights on a CPU: bf16, w8a16 and w4a16 beside fp32.
+"""`small-weights`: decoding with small weights on a CPU: bf16, w8a16 and w4a16 beside fp32.
 
 All in one process, in turn.
 
-In: a checkpoint folder or a shape, batch sizes, group sizes, backends, and peers on request. Out: seconds of a decode
+In: a checkpoint folder or a shape, batch sizes, group sizes and backends. Out: seconds of a decode
 step and of a prompt of each, the ratio to ONNX Runtime's fp32 round by round, and what bounds it: the bytes of weights
 that a step reads over the bandwidth of memory, which is measured in the same run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
@@ -24,11 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import lockstep
+from benchmarks import options
 from benchmarks.decode import decoding, prepare, time_steps
-from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import THREADS_VARIABLE, in_turn, ratios, read_json, spread, surroundings, thread_count
-from benchmarks.peer_steps import PEERS, PeerProcess
+from benchmarks.measure import THREADS_VARIABLE, deliver, in_turn, read_json, spread, surroundings, thread_count
+from benchmarks.shapes import checkpoint
 from lockstep.config.backends import backends as known_backends
 
 PACKAGES = ("numpy", "onnxruntime")
@@ -37,6 +35,26 @@ FULL = "fp32"  # of ONNX Runtime, as all without another backend's name
 PRECISIONS = ("fp32", "bf16", "w8a16", "w4a16")
 Clock = Callable[[], float]
 _READ_BYTES = 1 << 29  # more than any cache holds
+OPTIONS = (
+    options.Option("--model", "As for decode, but one.", "llama-1024x8", metavar="FOLDER|SHAPE"), options.BATCHES,
+    options.number("--prompt", 512, "Tokens of a timed prompt; 0: none.", 0),
+    options.number("--group", (32, 128), "Group sizes.", name="groups", many=True),
+    options.Option(
+        "--backend", "Beside ONNX Runtime's fp32.", BACKENDS, name="backends", many=True, choices=BACKENDS
+    ),
+    options.Option(
+        "--precision", "Of each backend that has it.", PRECISIONS, name="precisions", many=True, choices=PRECISIONS
+    ),
+    options.CONTEXT, options.STEPS, options.THREADS, options.CPU_TIME, options.rounds(), options.WRITE,
+)  # fmt: skip
+
+
+def main(write: Path | None, **settings: Any) -> None:
+    """Measure a decode step in bf16, w8a16 and w4a16 beside fp32, in turn.
+
+    The bandwidth of memory is measured too.
+    """
+    deliver(run(**settings), write)
 
 
 def run(
@@ -51,16 +69,13 @@ def run(
     cpu_time: bool = False,
     backends: Sequence[str] = BACKENDS,
     precisions: Sequence[str] = PRECISIONS,
-    beside: Sequence[str] = (),
-    work: Path | None = None,
 ) -> dict[str, Any]:
     """Measure at each batch size, behind `context` tokens in the cache.
 
     The cache holds them when the `steps` timed steps of a round begin. prompt: tokens of one that is timed, too; 0 for
     none. cpu_time: take one thread, and the process's CPU seconds, which other work on the machine moves less; the
     bandwidth is still of wall time. backends, precisions: those to measure, beside ONNX Runtime's fp32; a precision
-    that a backend or the CPU lacks is in the record with the reason. beside: of `PEERS`, in turn with w4a16. work: a
-    folder that keeps the peers' environments and models.
+    that a backend or the CPU lacks is in the record with the reason.
 
     Each contestant is made, opened and measured in turn with fp32, and closed before the next one is made: a large
     model takes the memory and the disk of two.
@@ -71,26 +86,15 @@ def run(
     wanted, lacking = _contestants(groups, backends, precisions)
     room = max(batches), max(context + steps, prompt) + 2
     measured = _Measured({batch: {} for batch in batches}, {}, {})
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        folder = (
-            lockstep.make_random_checkpoint(SHAPES / f"{model}.json", 0, Path(scratch) / model)
-            if model in shape_names()
-            else Path(model)
-        )
-        peers = [
-            PeerProcess(name, work or Path(scratch), folder, *room, count, cpu_time) for name in dict.fromkeys(beside)
-        ]
-        for peer in peers:
-            stack.callback(peer.close)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = checkpoint(model, Path(scratch))
         files = prepare(folder, FULL, Path(scratch) / FULL)
         measured.bytes[FULL], full = _bytes_of_a_step(files), _Opened(files, *room, count, clock)
         for name, (backend, precision, group) in wanted.items():
             made = Path(scratch) / "other"
             files = prepare(folder, precision, made, group, backend)
             measured.bytes[name] = _bytes_of_a_step(files)
-            turns: dict[str, _Opened | PeerProcess] = {FULL: full, name: _Opened(files, *room, count, clock)}
-            if precision == "w4a16":
-                turns |= {peer.name: peer for peer in peers}
+            turns = {FULL: full, name: _Opened(files, *room, count, clock)}
             for batch in batches:
                 calls = {of: functools.partial(one.steps, batch, context, steps) for of, one in turns.items()}
                 measured.steps[batch][name] = in_turn(calls, rounds)
@@ -111,7 +115,6 @@ def run(
         "batch": {str(batch): _compared(times, "seconds_per_step") for batch, times in measured.steps.items()},
         "prompt": {"tokens": prompt, **_compared(measured.prompts, "seconds")} if prompt else None,
         "not_measured": lacking, "cpu_name": _cpu_name(),
-        "peers": {peer.name: {"weights": PEERS[peer.name].note, "versions": peer.versions} for peer in peers},
         **surroundings(*PACKAGES, *used, threads=threads),
     }  # fmt: skip
 
@@ -170,24 +173,16 @@ def _contestants(
 
 
 def _compared(measured: Mapping[str, Mapping[str, Sequence[float]]], what: str) -> dict[str, Any]:
-    """Return each contestant's spreads, and its speed beside fp32 and the peers.
-
-    In the same rounds. Of one that took turns with several, all rounds.
-    """
-    seconds: dict[str, list[float]] = {}
-    faster: dict[str, list[float]] = {}
-    beside: dict[str, Any] = {}
+    """Return each contestant's spreads, and its speed beside fp32 in the same rounds. Of fp32 itself, all rounds."""
+    seconds: dict[str, list[float]] = {FULL: []}
+    faster = {}
     for name, times in measured.items():
-        for of, values in times.items():
-            seconds.setdefault(of, []).extend(values)
-            if of != FULL:
-                faster.setdefault(of, []).extend(a / b for a, b in zip(times[FULL], values, strict=True))
-        if others := {of: values for of, values in times.items() if of not in (FULL, name)}:
-            beside[name] = ratios({name: times[name], **others}, name)
+        seconds[FULL] += times[FULL]
+        seconds[name] = list(times[name])
+        faster[name] = spread([full / own for full, own in zip(times[FULL], times[name], strict=True)], 3)
     return {
-        what: {name: spread(values) for name, values in seconds.items()},
-        "speed_relative_to_fp32": {name: spread(values, 3) for name, values in faster.items()},
-        **({"speed_relative_to_peers": beside} if beside else {}),
+        what: {name: spread(values) for name, values in seconds.items() if values},
+        "speed_relative_to_fp32": faster,
     }
 
 

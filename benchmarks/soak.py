@@ -1,4 +1,4 @@
-"""Endurance of the server, under a mixed load for minutes.
+"""`soak`: endurance of the server, under a mixed load for minutes.
 
 Clients of `lockstep serve` leave, and its engine may be killed. In: a target that was built. Out: what was answered,
 and memory, descriptors and pages all along.
@@ -27,10 +27,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import surroundings
+from benchmarks import options
+from benchmarks.measure import deliver, surroundings
 from benchmarks.soak_requests import CANCELLED, FAILED, KINDS, Outcome, request, send, slow_grammar
 from lockstep import CheckError, InputError
 
+OPTIONS = (
+    options.Option("--target", "A target of a finished run, such as demo-llama/fp32/all.", required=True),
+    options.RESULTS, options.Option("--minutes", default=10, kind=float, least=0.1),
+    options.number("--seed", 0, least=0),
+    options.Option("--kills", "Kill the engine once a minute.", False, bool),
+    options.Option("--kv-bytes", "The server's, so small that all of it is used.", "16M"), options.WRITE,
+)  # fmt: skip
 STARTS = 120.0  # seconds until a server must be ready
 IDLE = 30.0  # seconds until it must be idle once nobody asks
 WARM_UP = 10.0  # seconds
@@ -144,6 +152,17 @@ class Server:
 
 def _rss(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main(write: Path | None, **settings: Any) -> None:
+    """Run the server for long under a mixed load whose clients leave.
+
+    Memory, descriptors and pages are looked at all along.
+    """
+    record = run(**settings)
+    deliver(record, None if record["faults"] else write)
+    if lines := record["faults"]:
+        raise CheckError(f"soak: {lines[0]}{f'; {len(lines) - 1} more in `faults`' if lines[1:] else ''}")
 
 
 def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_bytes: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What serving costs: requests through the engine beside the bare steps they took.
+"""`throughput`: what serving costs: requests through the engine beside the bare steps they took.
 
 And prefixes that are reused, sampling, and the scheduler alone.
 
@@ -11,23 +11,47 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import lockstep
+from benchmarks import options
 from benchmarks.decode import prepare
-from benchmarks.export import SHAPES, shape_names
-from benchmarks.measure import in_turn, ratios, read_json, spread, surroundings
+from benchmarks.measure import deliver, in_turn, ratios, read_json, spread, surroundings
+from benchmarks.shapes import checkpoint
 from lockstep import Advance, Assembly, Engine, Model, Request, Results, Sampling
 from lockstep.runtime.scheduler import Scheduled, Scheduler
 from lockstep.step.pages import PagePool, PageTables
 
+OPTIONS = (
+    options.Option(
+        "--target", "A target of a finished run, with its limits; instead of models.", name="targets", many=True
+    ),
+    replace(options.MODELS, default=(), help="As for decode.  [default: as there]"),
+    options.number("--requests", 64),
+    options.number("--batch", 16, "Of models: requests in flight together."),
+    options.number("--mean-prompt", 128, "Tokens of a prompt."),
+    options.number("--mean-new", 32, "New tokens of a request."),
+    options.number("--prefix", 2048, "Tokens that prompts share.", 0),
+    options.choice("--precision", "fp32", "fp16", help="Of models."),
+    options.THREADS, options.RESULTS, options.rounds(), options.WRITE,
+)  # fmt: skip
 PACKAGES = ("numpy", "onnxruntime")
 _LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
 _TAIL = 64  # tokens behind the shared prefix
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
+
+
+def main(models: Sequence[str], targets: Sequence[str], write: Path | None, **settings: Any) -> None:
+    """Measure requests through the engine beside its bare steps.
+
+    And reused prefixes, sampling, and the scheduler alone.
+    """
+    chosen = models or (() if targets else options.MODELS.default)
+    deliver(run(chosen, targets, **settings), write)
 
 
 def run(
@@ -55,10 +79,7 @@ def run(
         measured[target] = measure(opened, requests, mean_prompt, mean_new, prefix, rounds)
     for name in models:
         with tempfile.TemporaryDirectory() as work:
-            shape = name in shape_names()
-            folder = (
-                lockstep.make_random_checkpoint(SHAPES / f"{name}.json", 0, Path(work) / name) if shape else Path(name)
-            )
+            folder = checkpoint(name, Path(work))
             paths = prepare(folder, precision, Path(work) / "results")
             allowed = Assembly.load(paths["assembly"]).max_position_embeddings
             length = max(prefix + 2 * _TAIL, 4 * (mean_prompt + mean_new))

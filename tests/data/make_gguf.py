@@ -1,6 +1,6 @@
 """Ask llama.cpp for what GGUF sources are held to: token ids of strings, and logits of small models. Writes gguf.json.
 
-    python -m venv .llama && .llama/bin/pip install -r envs/peers-llama-cpp.txt
+    python -m venv .llama && .llama/bin/pip install -r envs/llama-cpp.txt
     PYTHONPATH=tests .llama/bin/python tests/data/make_gguf.py [SMOLLM2.gguf]
 
 A vocabulary of bytes and a few hundred merges, learnt from the strings without any pre-tokenizer: pieces that a

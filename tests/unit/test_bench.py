@@ -1,5 +1,4 @@
-"""Benchmarks: children are measured, contestants agree on a tiny shape, tables say what the record says, what is
-missing is said first."""
+"""Benchmarks: children are measured, contestants agree on a tiny shape, what is missing is said first."""
 
 import json
 import sys
@@ -7,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks import gpu, gpu_transformers, peers, peers_table, throughput
+from benchmarks import gpu, gpu_transformers, throughput
 from benchmarks.__main__ import bench
 from benchmarks.child import run_child
 from click.testing import CliRunner
@@ -66,86 +65,6 @@ def test_small_weights_are_timed_beside_fp32(tmp_path):
     assert record["seconds_of"] == "wall time" and record["memory_gigabytes_per_s"] > 0
 
 
-def entry(label: str, seconds: float, written: int, rate: float, **more) -> dict:
-    def three(value):
-        return {"min": value * 0.9, "median": value, "max": value * 1.1}
-
-    return {
-        "label": label,
-        "versions": {"transformers": "5.23.0"},
-        "notes": [],
-        **more,
-        "export": {
-            "seconds": three(seconds),
-            "cpu_seconds": three(seconds),
-            "peak_memory_mb": three(100 * seconds),
-            "bytes_written": written,
-        },
-        "decode": {"tokens_per_second": three(rate), "open_seconds": three(1.0), "peak_memory_mb": three(500.0)},
-    }
-
-
-@pytest.fixture
-def record() -> dict:
-    def three(value):
-        return {"min": value, "median": value, "max": value}
-
-    contestants = {
-        "lockstep": entry("lockstep", 4.0, 2_000_000, 5.0),
-        "optimum": entry("optimum", 60.0, 4_400_000_000, 5.5, notes=["ran with an older transformers."]),
-        "genai": {
-            "label": "onnxruntime-genai",
-            "versions": {},
-            "notes": [],
-            "reason": "skipped: 12 GB of free memory wanted, 3 GB found",
-        },
-    }
-    return {
-        "benchmark": "peers",
-        "command": "python -m benchmarks peers --work FOLDER",
-        "shape": "llama-1.1b",
-        "precision": "fp32",
-        "checkpoint_bytes": 4_400_000_000,
-        "context": 64,
-        "steps": 32,
-        "rounds": 3,
-        "repeats": 2,
-        "load_average": {"min": 0.5, "median": 1.0, "max": 1.5},
-        "contestants": contestants,
-        "threads": 2,
-        "lockstep_relative_to": {
-            key: {"optimum": three(value)} for key, value in (("seconds", 15.0), ("peak_memory", 7.0), ("decode", 0.91))
-        },
-        "cpu": {"architecture": "x86_64", "vendor": "V", "family": "6", "isa": ["avx2"]},
-        "versions": {},
-    }
-
-
-def test_tables_say_what_is_reached_what_is_missed_and_who_is_absent(record):
-    text = peers_table.render(record)
-    assert "| optimum | 60.0 | 60.0 | 6.3 GB | 4.4 GB | 5.23.0 |" in text
-    assert "| 0.91 (0.91 - 0.91) |" in text
-    assert "Aim: a runnable model 10 times faster than the best of them: reached (optimum 15.00)" in text
-    assert "Aim: 8 times less memory than the best of them: missed (optimum 7.00)" in text
-    assert "Aim: decoding no slower than the best of them: missed (optimum 0.91)" in text
-    assert "no weight bytes written: reached (2.0 MB" in text
-    assert "onnxruntime-genai is not in a table: skipped: 12 GB" in text
-    assert "ran with an older transformers." in text
-
-
-def test_writing_replaces_its_own_part_and_leaves_the_rest(record, tmp_path):
-    page = tmp_path / "benchmarks.md"
-    page.write_text("# Benchmarks\n\n## Export\n\nfirst\n")
-    peers_table.write(record, tmp_path)
-    once = page.read_text()
-    page.write_text(once + "\n## Decode\n\nlast\n")
-    peers_table.write(record, tmp_path)
-    text = page.read_text()
-    assert text.count("## Side by side") == 1 and text.count(peers_table.BEGIN) == 1
-    assert text.index("first") < text.index("## Side by side") < text.index("last")
-    assert json.loads((tmp_path / "bench" / "peers.json").read_text()) == record
-
-
 def test_a_childs_memory_and_time_are_its_own(tmp_path):
     usage = run_child([sys.executable, "-c", "block = b'x' * (300 << 20); sum(range(3_000_000))"], tmp_path / "log", 60)
     assert usage.reason is None
@@ -162,45 +81,7 @@ def test_a_child_that_fails_or_hangs_says_so(tmp_path):
     assert usage.reason == "not done after 1 s" and usage.seconds < 30
 
 
-def test_unknown_contestants_and_shapes_are_named(tmp_path):
-    with pytest.raises(InputError, match="found nobody"):
-        peers.run(tmp_path, "llama-1.1b", peers.Settings(), ("nobody",))
-    with pytest.raises(InputError, match="expected a model's config.json.*llama-1.1b"):
-        peers.run(tmp_path, "no-such-shape", peers.Settings(), ("lockstep",))
-
-
-def test_pins_of_the_environments_are_exact_and_keep_our_torch():
-    ours = {
-        line
-        for line in (peers.REPOSITORY / "envs" / "requirements.txt").read_text().splitlines()
-        if line.startswith("torch==")
-    }
-    for contestant in peers.CONTESTANTS.values():
-        if contestant.pins:
-            lines = (peers.REPOSITORY / "envs" / contestant.pins).read_text().splitlines()
-            pins = [line for line in lines if line and not line.startswith("#")]
-            assert all(line.count("==") == 1 for line in pins)
-            assert ours <= set(pins)
-
-
-@pytest.mark.long
-def test_contestants_of_our_environment_agree_on_a_tiny_shape(tmp_path):
-    (shape := tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    settings = peers.Settings(rounds=1, context=8, steps=4, repeats=1)
-    record = peers.run(tmp_path / "work", str(shape), settings, ("lockstep", "torch", "transformers"))
-    ours, torch = record["contestants"]["lockstep"], record["contestants"]["torch"]
-    for found in (ours, torch):
-        assert "reason" not in found
-        assert found["decode"]["tokens_equal"]
-        assert found["decode"]["largest_logit_difference"] < 1e-4  # fp32, logits near 1: the order of sums
-        assert found["export"]["peak_memory_mb"]["median"] > 100  # torch alone is larger
-    written = [path.suffix for path in Path(tmp_path / "work" / "out" / "lockstep").rglob("*")]
-    assert ".safetensors" not in written  # the weights are read where they are
-    assert set(record["lockstep_relative_to"]["decode"]) == {"torch", "transformers"}
-    assert "lockstep" in peers_table.render(record)
-
-
-@pytest.mark.parametrize("command", ["gpu", "batches", "adapters-gpu", "ranks"])
+@pytest.mark.parametrize("command", ["gpu", "batches", "ranks"])
 @pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
 def test_what_a_backend_lacks_here_is_one_line_before_anything_is_made(tmp_path, monkeypatch, command, backend):
     monkeypatch.setattr("lockstep.backends.gpu.ask_driver", lambda: None)  # no GPU, on a machine with one too
@@ -394,26 +275,9 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
         found["passes"] and found["same_tokens"] == 16 for found in record["check"].values()
     )
     made = record["build"]
-    assert (
-        made["other_tactics"] == ["middle: layer product: expected tactic one as recorded, found tactic another"]
-        and made["engine_bytes"]
-        and made["cold_seconds"] > 0
-        and made["cached_seconds"] > 0
-        and record["ready_seconds"] > 0
-    )
-    assert (
-        set(record["decode"]) == {"1", "16"}
-        and record["prefill"]["tokens"] == 40
-        and {"block", "gaps"} < set(record["prefill"]["microseconds"])
-    )
-    blocks = record["as_they_are"]["microseconds_of_blocks"]
-    assert (
-        set(blocks) == {"1", "16", "prompt"}
-        and min(blocks.values()) > 0
-        and record["as_they_are"]["cold_seconds"] > 0
-        and record["as_they_are"]["optimization_level"] == 4
-    )
-    assert read_json(work / "as-they-are" / "engines.json")["options"]["one_region"] is False
+    assert made["engine_bytes"] and made["cold_seconds"] > 0 and record["ready_seconds"] > 0
+    assert set(record["decode"]) == {"1", "16"} and record["prefill"]["tokens"] == 40
+    assert {"block", "gaps"} < set(record["prefill"]["microseconds"])
     assert record["transformers"]["torch"]
     # All tokens go through the first two layers and to the third one's queries, keys and values; one row through the
     # rest of it and lm_head.

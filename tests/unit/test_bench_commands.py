@@ -15,22 +15,8 @@ from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
-import test_bench_faults
 import test_soak
-from benchmarks import (
-    adapters,
-    adapters_gpu,
-    batches,
-    dag,
-    demo,
-    export,
-    gpu,
-    gpu_transformers,
-    models,
-    peers,
-    serving,
-    small_weights,
-)
+from benchmarks import adapters, batches, dag, demo, export, gpu, gpu_transformers, models, serving, small_weights
 from benchmarks.__main__ import bench
 from benchmarks.child import Usage
 from benchmarks.measure import THREADS_VARIABLE, thread_count
@@ -46,10 +32,7 @@ from real_server import make_tree
 from shared import Shared
 
 # Started by the default run elsewhere.
-ELSEWHERE = {
-    "faults": test_bench_faults.test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1,
-    "soak": test_soak.test_a_short_run_finds_nothing_and_asks_everything,
-}
+ELSEWHERE = {"soak": test_soak.test_a_short_run_finds_nothing_and_asks_everything}
 SHAPE = {**TINY, "max_position_embeddings": 2048, "eos_token_id": 2}
 ONE_ROUND = ("--rounds", 1)
 
@@ -141,7 +124,7 @@ def _(here: Here) -> Sequence[Any]:
 
 @starts("adapters", "batch 1 decode_step seconds")
 def _(here: Here) -> Sequence[Any]:
-    here.smaller(adapters, _CONTEXT=4, _STEPS=2, _PROMPT=8, _TOKENS=(1,))
+    here.smaller(adapters, _CONTEXT=4, _STEPS=2, _PROMPT=8)
     return "--shape", here.shape, "--batch", 1, "--adapters", 2, "--rank", 8, *ONE_ROUND
 
 
@@ -223,21 +206,6 @@ def _(here: Here) -> Sequence[Any]:
     return "--targets", 10, "--finished", 10, *ONE_ROUND
 
 
-@starts("peers", "")
-def _(here: Here) -> Sequence[Any]:
-    def run_child(command: Sequence[str], log: Path, limit: float, environment: Any = None) -> Usage:
-        if command[1] == "-c":
-            Path(command[-1]).mkdir()
-        else:
-            result = Path(json.loads(command[-1])["result"])
-            write_json(result, {"versions": {}, "seconds_per_step": [1.0], "open_seconds": 1.0, "tokens": [1]})
-            np.save(result.with_suffix(".npy"), np.zeros(1))
-        return Usage(1.0, 1.0, 1.0, None)
-
-    here.smaller(peers, run_child=create_autospec(peers.run_child, side_effect=run_child))
-    return "--shape", f"{here.shape}.json", "--work", here.folder / "work", "--only", "lockstep", *ONE_ROUND
-
-
 @starts("models", "models llama result")
 def _(here: Here) -> Sequence[Any]:
     tried = lambda context, name: {"type": name, "result": models.REFUSED, "reason": "none", "seconds": 1.0}
@@ -256,14 +224,6 @@ def _(here: Here) -> Sequence[Any]:
 def _(here: Here) -> Sequence[Any]:
     here.on_the_fake_gpu()
     return "--shape", here.shape, "--work", here.folder / "work", *ONE_ROUND
-
-
-@starts("adapters-gpu", "load milliseconds")
-def _(here: Here) -> Sequence[Any]:
-    here.on_the_fake_gpu()
-    limits = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
-    here.smaller(adapters_gpu, ROWS=4, PROMPT=20, LIMITS=limits)
-    return "--shape", here.shape, "--adapters", 2, "--work", here.folder / "work", *ONE_ROUND
 
 
 @starts("ranks", "cases tiny 1 prompt")
@@ -289,9 +249,6 @@ def record_of(command: str, here: Here) -> dict[str, Any]:
     given = start(here)
     ended = CliRunner().invoke(bench, [command, *map(str, given)], catch_exceptions=False)
     assert ended.exit_code == 0, ended.output
-    if command == "peers":  # a page
-        assert "## Side by side" in ended.stdout
-        return {}
     record = found = json.loads(ended.stdout) if ended.stdout.startswith("{") else read_json(Path(ended.stdout.strip()))
     for key in measures.split():
         found = found[key]
@@ -309,7 +266,7 @@ def record_of(command: str, here: Here) -> dict[str, Any]:
 )
 def test_each_command_starts(command: str, here: Here) -> None:
     record = record_of(command, here)
-    if command in ("gpu", "batches", "adapters-gpu", "serving-gpu"):
+    if command in ("gpu", "batches", "serving-gpu"):
         assert record["backend"] == "cuda" and {"cublas", "cudnn", "nvrtc"} < set(record["versions"])
         assert record["device"]["name"] == "fake"
 
@@ -318,9 +275,20 @@ def test_each_command_starts(command: str, here: Here) -> None:
 @pytest.mark.exports
 @pytest.mark.parametrize("command", ["dag", "export", "models", "serving"])
 def test_what_has_stand_ins_above_starts_as_a_whole(command: str, here: Here) -> None:
-    """`demo` runs in tests/workflow, `peers` in test_bench.py."""
+    """`demo` runs in tests/workflow."""
     here.whole = True
     record_of(command, here)
+
+
+@pytest.mark.exports
+def test_batches_takes_small_weights_and_keeps_their_record_apart(here: Here) -> None:
+    arguments = ["batches", *STARTS["batches"][0](here), "--precision", "w4a16"]
+    here.smaller(batches, GROUP=32)
+    ended = CliRunner().invoke(bench, list(map(str, arguments)), catch_exceptions=False)
+    assert ended.exit_code == 0 and ended.stdout == f"{here.folder}/work/batches-w4a16.json\n", ended.output
+    record = read_json(here.folder / "work" / "batches-w4a16.json")
+    assert record["precision"] == "w4a16" and set(record["decode"]) == {"1", "4"}
+    assert "--write records --precision w4a16`" in (here.folder / "work" / "batches-w4a16.md").read_text()
 
 
 def batches_of(here: Here, opened: Callable[..., lockstep.Model]) -> tuple[Result, dict[str, Any]]:

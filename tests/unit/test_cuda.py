@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
-from benchmarks import small_weights_gpu
 from demo_model import CONFIG, LIMITS
 from families import FAMILIES
 from test_quantization import LIMIT, demo, random_family
@@ -291,24 +290,6 @@ def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkey
         "expected the library cuBLAS (/opt/libcublas.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free memory "
         "of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
     )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("precision", ["w8a16", "w4a16"])
-def test_the_benchmark_writes_what_each_precision_came_to(shared, gpu, tmp_path, monkeypatch, precision):
-    """On random weights whose numbers stay in fp16's range: else a token is -1, and the step behind it refused."""
-    for name, value in {
-        "LIMITS": {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 128}, "CONTEXT": 8, "WARM": 1, "STEPS": 2,
-        "ROUNDS": 1, "BATCHES": (1, 8), "PROMPTS": (12,), "PARTS_OF": (1,),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(small_weights_gpu, name, value)
-    graphs = demo(shared, precision).assembly("model", precision).parent
-    (tmp_path / "graphs").mkdir()
-    (tmp_path / "graphs" / precision).symlink_to(graphs)
-    small_weights_gpu.measure(tmp_path / "graphs", tmp_path, precision)
-    record = read_json(tmp_path / f"{precision}.json")
-    assert set(record["decode"]) == {"1", "8"} and record["prompt"]["12"]["median"] > 0
-    assert record["microseconds"]["1"]["block"] > 0
 
 
 def test_a_model_that_is_deleted_gives_its_memory_back(references, gpu, tmp_path):

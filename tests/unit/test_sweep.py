@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from benchmarks.faults.between import faults, is_edge
-from benchmarks.faults.edit import Edit
 from demo_model import CONFIG, TOLERANCES
 from lora_folders import shared_lora
 
+from faults.between import faults, is_edge
+from faults.edit import Edit
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.engine_set import EngineSet
 from lockstep.targets import Results

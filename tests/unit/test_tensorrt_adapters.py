@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import adapters_gpu, batches, vllm_adapters
-from demo_model import LIMITS, ROOT
-from families import FAMILIES
+from demo_model import LIMITS
 from lora_folders import NAMES, logits_of, opened, requests, shared_lora
 
 import fake_gpu
-from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.files import read_json, write_bytes, write_json
 from lockstep.backends import build
-from lockstep.export.run import with_adapters
-from lockstep.onnx_tools.adapter_mask import mask_of
-from lockstep.onnx_tools.sessions import open_session
 from lockstep.runtime import Decoding, Model, Request, Sampling
 from lockstep.step.advance import Advance
 from lockstep.targets import Results, Tolerances
@@ -28,7 +20,6 @@ from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.explain import open_graphs
 from lockstep.verify.bisect.faults import walk_stages
 from lockstep.verify.bisect.stages import Tokens
-from lockstep.weights.check_adapters import check_folder
 from shared import Shared
 
 FORMS = [("8.6.0", "fp16", "fused", "tensorrt"), ("10.9.0", "fp32", "traced", "tensorrt")]
@@ -235,89 +226,3 @@ def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: p
     for several in (given, given[1:2]):
         logits_of(model, several)
     assert not captures
-
-
-@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
-@pytest.mark.long
-def test_the_benchmark_measures_all_its_parts(
-    gpu: fake_gpu.Gpu, shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it measures with, not what it measures."""
-    for name, size in (("CONTEXT", 12), ("WARM", 1), ("STEPS", 2)):
-        monkeypatch.setattr(batches, name, size)
-    limits = {"max_batch_size": 4, "max_num_tokens": 24, "max_seq_len": 128}
-    for name, value in (("ROWS", 4), ("PROMPT", 20), ("LIMITS", limits), ("FORM_TOKENS", (1, 4))):
-        monkeypatch.setattr(adapters_gpu, name, value)
-    files, assembly = shared.assembled(dict(FAMILIES["llama, llama3 rope"].config), "fp16")
-    taking = with_adapters(files, assembly, {"max_adapters": 3, "max_lora_rank": 16})
-    for folder, (made, of) in (("plain", (files, assembly)), ("taking", taking)):
-        for name, data in made.items():
-            write_bytes(tmp_path / folder / name, data)
-        of.save(tmp_path / folder / "assembly.json")
-    paths = [tmp_path / folder / "assembly.json" for folder in ("plain", "taking")]
-    same = {"min": 1.0, "median": 1.0, "max": 1.0}
-    lora = {"version": "0.23.0", "start": {}, "decode_step": {"milliseconds": {"no row": same, "each row": same}}}
-    sizes = dict.fromkeys(("rows", "context", "max_adapters", "rank", "adapter_bytes", "small_bytes"), 8)
-    write_json(tmp_path / "vllm.json", {**sizes, "lora": lora, "plain": lora, "errors": {}})
-    beside = str(tmp_path / "vllm.json")
-    adapters_gpu.run(*paths, tmp_path / "work", tmp_path / "out.json", rounds=1, vllm=beside)
-    found = read_json(tmp_path / "out.json")
-    assert set(found["decode_step"]["times_as_long"]) == {"no row", "room, no row", "one row", "each row"}
-    assert {"block", "attention", "step"} < set(found["breakdown"]["each row"])
-    assert {"alone", "thin products", "rows, thin products", "block diagonal", "gathered"} < set(found["forms"]["4"])
-    assert set(found["vllm"]["decode_step"]["milliseconds"]) == {"no row", "each row", "graphs without room"}
-    assert found["load"]["bytes"] and found["load"]["milliseconds"]["median"] > 0
-
-
-def test_vllms_adapters_are_of_the_shape_that_ours_are_of(demo: Results, tmp_path: Path) -> None:
-    """All linear layers, checked against a checkpoint; their bytes are those of an adapter that is loaded here."""
-    checkpoint = CheckpointManifest.load(demo.checkpoint("demo-llama"))
-    config = read_json(ROOT / "resources" / "demo-llama" / "config.json")
-    nbytes = vllm_adapters.write_adapter(config, tmp_path, 8, 0)
-    found = check_folder(tmp_path, checkpoint, "adapter 'a'")
-    linear = {name for name in checkpoint.tensors if name.endswith("_proj.weight")}
-    assert {f"{module}.weight" for module in found.modules} == linear and (found.rank, found.scale) == (8, 1)
-    assert 0 < nbytes - sum(place.length for m in found.modules.values() for place in (m.a, m.b)) < 20_000
-
-
-def test_vllm_is_looked_for_before_anything_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = str(ROOT / "resources" / "demo-llama" / "config.json")
-    with pytest.raises(SystemExit) as ended:
-        vllm_adapters.main(["--shape", shape, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json")])
-    assert ended.value.code == 2 and not list(tmp_path.iterdir())
-    assert capsys.readouterr().err.startswith("vllm_adapters: expected vLLM in ")
-
-
-def test_the_forms_that_are_measured_compute_the_same() -> None:
-    """Each on the same numbers, laid out as it takes them."""
-    hidden, count, rank, rows = 32, 3, 8, 5
-    random = np.random.default_rng(0)
-    numbers = lambda *shape: (random.standard_normal(shape, np.float32) * 0.2).astype(np.float16)
-    a, b, x = numbers(3, count, hidden, rank), numbers(3, count, rank, hidden), numbers(rows, hidden)
-    w, ids = numbers(3 * hidden, hidden), np.array([0, -1, 2, 1, 0])
-    mask = mask_of(ids, count * rank, rank, np.dtype(np.float16))
-    feeds: dict[str, np.ndarray] = {"x": x, "w": w, "ids": ids, "mask": mask}
-    for part, letter in enumerate("qkv"):
-        feeds[f"a_{letter}"] = a[part].transpose(1, 0, 2).reshape(hidden, -1)
-        feeds[f"b_{letter}"] = b[part].reshape(-1, hidden)
-    feeds["a"] = np.concatenate([feeds[f"a_{letter}"] for letter in "qkv"], axis=1)
-    feeds["b"] = np.zeros((3 * count * rank, 3 * hidden), np.float16)
-    feeds["bs"] = np.zeros((count, 3 * rank, 3 * hidden), np.float16)
-    for part, letter in enumerate("qkv"):
-        columns = slice(part * hidden, (part + 1) * hidden)
-        feeds["b"][part * count * rank : (part + 1) * count * rank, columns] = feeds[f"b_{letter}"]
-        feeds["bs"][:, part * rank : (part + 1) * rank, columns] = b[part]
-    feeds["as"] = np.concatenate(list(a), axis=2)
-    found = {}
-    for name, model in adapters_gpu.form_graphs(hidden, count, rank).items():
-        given = {value.name: feeds[value.name] for value in model.graph.input}
-        if name.startswith("rows"):
-            given["w"] = np.concatenate([w, feeds["a"].T])
-        if name == "columns":
-            given["w"] = np.concatenate([w, feeds["b"].T], axis=1)
-        (found[name],) = open_session(model.SerializeToString()).run(None, given)
-    expected = found["thin products"]
-    assert np.abs(expected - found["alone"]).max() > 0.1 and np.array_equal(expected[1], found["alone"][1])
-    own = ids >= 0  # what is gathered has no row without
-    for name in set(found) - {"alone", "thin products"}:
-        assert np.abs(found[name] - expected)[own].max() < 1e-2, name

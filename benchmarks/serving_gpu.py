@@ -1,0 +1,41 @@
+"""`serving-gpu`: the server on one GPU, with the engines and weights that `batches` has made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import lockstep
+from benchmarks import batches, options
+from benchmarks.measure import dump_json
+from benchmarks.serving import Place, run
+
+OPTIONS = (
+    replace(options.WORK, help="The scratch folder of `batches`, with its engines and weights.", exists=True),
+    options.BACKEND, options.PYTHON,
+    options.number("--kv-bytes", None, "Memory for the KV cache, where others need some too."),
+    options.Option(
+        "--beside", "A server that gets the same requests, such as vLLM's.", many=True, metavar="NAME=URL"
+    ),
+    options.Option("--rate", "Requests/s.", ("8", "24", "inf"), name="rates", many=True),
+    options.number("--requests", 200), options.rounds(),
+)  # fmt: skip
+
+
+def main(
+    work: Path, backend: str, python: str | None, kv_bytes: int | None, beside: Sequence[str], rates: Sequence[str],
+    requests: int, rounds: int,
+) -> None:  # fmt: skip
+    """Measure the server on one GPU.
+
+    Beside the bare engine, under Poisson arrivals, and when a long prompt comes.
+    """
+    others = dict(each.partition("=")[::2] for each in beside)
+    engines, assembly, weights = (
+        str(work / name) for name in (f"{backend}/engines.json", "graphs/assembly.json", "weights/weights.json")
+    )
+    place = Place(engines, assembly, weights, batches.LIMITS, None, python, kv_bytes)
+    about = lockstep.ask_python(python, "benchmarks.gpu:described", engines=engines)
+    figures = run(place, (16, 64), rates, requests, rounds, True, others)
+    print(dump_json({"benchmark": "serving-gpu", **about, **figures}), end="")

@@ -1,0 +1,217 @@
+"""Edit an ONNX graph by the roles that its nodes have.
+
+The planted faults of `make faults` are made with it.
+
+In: a canonical graph of an assembly. Out: the same graph with nodes added, rewired or changed, sorted and checked.
+Needs onnx, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from lockstep.onnx_tools.graph_types import typed_values
+
+LAST = 2**62  # the end of a slice
+Value = str  # the name of a value in a graph
+
+
+class Edit:
+    """A graph under change.
+
+    `spec` is the kind's entry in the assembly, for attention graphs; empty for blocks.
+    """
+
+    def __init__(self, model: onnx.ModelProto, spec: Mapping[str, Any] | None = None):
+        self.model = onnx.ModelProto()
+        self.model.CopyFrom(model)
+        self.graph, self.spec = self.model.graph, dict(spec or {})
+        self._before, self._types, self._count = model.SerializeToString(deterministic=True), typed_values(model), 0
+
+    # What is there
+
+    def nodes(self, *op_types: str) -> list[NodeProto]:
+        return [node for node in self.graph.node if node.op_type in op_types]
+
+    def producer(self, value: Value) -> NodeProto | None:
+        return next((node for node in self.graph.node if value in node.output), None)
+
+    def readers(self, value: Value) -> list[NodeProto]:
+        return [node for node in self.graph.node if value in node.input]
+
+    def reader(self, value: Value, op_type: str) -> NodeProto:
+        """Return the first reader of this operator."""
+        return next(node for node in self.readers(value) if node.op_type == op_type)
+
+    def constant(self, value: Value) -> np.ndarray | None:
+        return next((numpy_helper.to_array(tensor) for tensor in self.graph.initializer if tensor.name == value), None)
+
+    def constant_of(self, node: NodeProto) -> tuple[int, np.ndarray]:
+        """(place, value) of a node's first constant input."""
+        return next(
+            (place, array) for place, name in enumerate(node.input) if (array := self.constant(name)) is not None
+        )
+
+    def is_float(self, value: Value) -> bool:
+        return self._element(value) in (TensorProto.FLOAT, TensorProto.FLOAT16)
+
+    def slot(self, text: str) -> Value:
+        """Return the weight input whose name holds `text`."""
+        found = next((value.name for value in self.graph.input if text in value.name), None)
+        if found is None:
+            raise ValueError(f"graph {self.graph.name}: expected a slot {text}, found none")
+        return found
+
+    def product(self, text: str) -> NodeProto:
+        """Return the Gemm that reads the slot whose name holds `text`."""
+        slot = self.slot(text)
+        return next(node for node in self.nodes("Gemm") if slot in node.input)
+
+    def quantized_product(self, text: str) -> NodeProto:
+        """Return the MatMulNBits that reads the quantised weight whose name holds `text`."""
+        data = self.slot(f"{text}.weight.data")
+        return next(node for node in self.nodes("MatMulNBits") if data in node.input)
+
+    # What is added
+
+    def const(self, value: Any, dtype: Any = None) -> Value:
+        """Add a constant.
+
+        Python's numbers and booleans take `dtype`, by default int64.
+        """
+        array = np.asarray(value, dtype if dtype is not None or isinstance(value, np.ndarray) else np.int64)
+        name = self._name("fault_const")
+        self.graph.initializer.append(numpy_helper.from_array(array, name))
+        return name
+
+    def like(self, value: Value, number: Any) -> Value:
+        """Add a constant in the element type of `value`."""
+        return self.const(number, helper.tensor_dtype_to_np_dtype(self._element(value)))
+
+    def op(self, op_type: str, *inputs: Value, **attributes: Any) -> Value:
+        """Add a node, and return its result. `done` puts it where it belongs."""
+        out = self._name("fault")
+        self.graph.node.append(helper.make_node(op_type, list(inputs), [out], name=out, **attributes))
+        self._note(out, op_type, inputs, attributes)
+        return out
+
+    def ints(self, *values: int) -> Value:
+        return self.const(list(values))
+
+    def size(self, value: Value, axis: int = 0) -> Value:
+        """Return a dimension of a value, as a scalar."""
+        return self.op("Gather", self.op("Shape", value), self.const(axis), axis=0)
+
+    def numbers(self, value: Value) -> Value:
+        """0, 1, ... for each row of a value."""
+        return self.op("Range", self.const(0), self.size(value), self.const(1))
+
+    def column(self, value: Value) -> Value:
+        return self.op("Unsqueeze", value, self.ints(1))
+
+    def times(self, value: Value, factor: Value | float) -> Value:
+        return self.op("Mul", value, factor if isinstance(factor, str) else self.like(value, factor))
+
+    def rounded(self, value: Value, element: int = TensorProto.FLOAT16) -> Value:
+        """Rounded to another type and brought back."""
+        narrow = self.op("Cast", value, to=element)
+        return self.op("Cast", narrow, to=self._element(value))
+
+    def rows_where(self, value: Value, condition: Value, instead: Value | float) -> Value:
+        """`value` with the rows for which `condition` [rows] holds replaced."""
+        other = instead if isinstance(instead, str) else self.like(value, instead)
+        return self.op("Where", self.column(condition), other, value)
+
+    # What is changed
+
+    def set_constant(self, node: NodeProto, place: int, value: np.ndarray) -> None:
+        """Have this node alone read another constant, in the same type."""
+        node.input[place] = self.const(np.asarray(value, self.constant(node.input[place]).dtype))
+
+    def replace(
+        self, value: Value, make: Callable[[Value], Value], readers: Collection[NodeProto] | None = None
+    ) -> None:
+        """Have all that read `value` read `make(value)` instead, or these readers alone.
+
+        Where `value` is an output the graph gives `make(value)`.
+        """
+        chosen = self.readers(value) if readers is None else list(readers)
+        is_output = readers is None and value in [output.name for output in self.graph.output]
+        right = value
+        if is_output:
+            right = f"{value}_right"
+            producer = self.producer(value)
+            producer.output[:] = [right if name == value else name for name in producer.output]
+            self._types[right] = self._types[value]
+        made = make(right)
+        for node in chosen:
+            node.input[:] = [made if name == value else name for name in node.input]
+        if is_output:
+            self.graph.node.append(helper.make_node("Identity", [made], [value], name=f"fault_{value}"))
+
+    def give(self, output: Value, instead: Value) -> None:
+        """Give another value as an output.
+
+        What reads it in the graph reads the right one still.
+        """
+        readers = self.readers(output)
+        right, producer = f"{output}_right", self.producer(output)
+        producer.output[:] = [right if name == output else name for name in producer.output]
+        for node in readers:
+            node.input[:] = [right if name == output else name for name in node.input]
+        self.graph.node.append(
+            helper.make_node("Identity", [right if instead == output else instead], [output], name=f"fault_{output}")
+        )
+
+    def done(self) -> bytes:
+        """Return the faulty graph.
+
+        Raises ValueError where nothing changed or what came out is no graph.
+        """
+        self._sort()
+        data = self.model.SerializeToString(deterministic=True)
+        if data == self._before:
+            raise ValueError(f"graph {self.graph.name}: expected a fault, found the graph as it was")
+        onnx.checker.check_model(onnx.ModelProto.FromString(data), full_check=True)
+        return data
+
+    def _sort(self) -> None:
+        waiting = list(self.graph.node)
+        known = {"", *(value.name for value in self.graph.input), *(tensor.name for tensor in self.graph.initializer)}
+        ordered: list[NodeProto] = []
+        while waiting:
+            ready = next((node for node in waiting if known.issuperset(node.input)), None)
+            if ready is None:
+                raise ValueError(f"graph {self.graph.name}: node {waiting[0].name} reads what nothing makes, or itself")
+            waiting.remove(ready)
+            ordered.append(ready)
+            known.update(ready.output)
+        copies = [NodeProto.FromString(node.SerializeToString()) for node in ordered]
+        del self.graph.node[:]
+        self.graph.node.extend(copies)
+
+    def _element(self, value: Value) -> int:
+        return self._types[value][0]
+
+    def _note(self, out: Value, op_type: str, inputs: tuple[Value, ...], attributes: Mapping[str, Any]) -> None:
+        """Note the element type of a new value, as far as faults ask for it."""
+        if op_type == "Cast":
+            element = attributes["to"]
+        elif op_type in ("Shape", "Range"):
+            element = TensorProto.INT64
+        elif op_type in ("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "And", "Or", "Not"):
+            element = TensorProto.BOOL
+        else:
+            source = inputs[1] if op_type == "Where" else inputs[0]
+            array = self.constant(source)
+            element = helper.np_dtype_to_tensor_dtype(array.dtype) if array is not None else self._element(source)
+        self._types[out] = (element, [])
+
+    def _name(self, stem: str) -> str:
+        self._count += 1
+        return f"{stem}_{self._count}"

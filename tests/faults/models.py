@@ -1,0 +1,153 @@
+"""The models that faults are planted in, and what is made of them once.
+
+Checkpoint, graphs, weights, reference. Needs torch where that is made.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lockstep
+from faults.gates import make_adapters, make_quantized_reference, make_reference
+from lockstep import Results
+from lockstep.artifacts.files import write_json
+from lockstep.targets import is_quantized
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+LIMITS = {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}  # the config's defaults
+MAX_NEW_TOKENS = 16
+GROUP_SIZE = 16  # divides the rows of all models
+# Those of config/config.yaml: of 8, 1, 24 and 45 tokens in the demo.
+PROMPTS = (
+    "San Francisco is a",
+    "Light",
+    "Lake Zürich is long and narrow, and on clear days the snow",
+    "A bridge must carry its own weight before it can carry anything else. An arch turns that weight into a "
+    "push against the ground, while a "
+    "cable turns it into a pull, and so stone",
+)
+# Of the model with adapters. More than it has: each slot is to be used all the same.
+MAX_ADAPTERS, MAX_LORA_RANK = 5, 8
+_SIZES = {
+    "dtype": "float32",
+    "vocab_size": 288,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+
+
+@dataclass(frozen=True)
+class FaultModel:
+    """A model at one depth: the demo's folder, or a config.json with random weights.
+
+    adapters: names of the demo's.
+    """
+
+    about: str
+    layers: int | str
+    config: Mapping[str, Any] | None = None
+    prompts: tuple[str, ...] = PROMPTS
+    limits: Mapping[str, int] = field(default_factory=lambda: LIMITS)
+    tensor_parallel: int = 1
+    adapters: tuple[str, ...] = ()
+
+
+# A random model's tokens are bytes: its prompts are as long in tokens as in characters, and must fit max_input_len.
+_SHORT = (*PROMPTS[:3], PROMPTS[3][:100])
+MODELS = {
+    "demo": FaultModel("the demo, cut after 2 layers", 2),
+    "gemma2": FaultModel(
+        "random Gemma 2: soft caps, a window of 16 in one of 2 layers, tied lm_head",
+        "all",
+        {
+            **_SIZES,
+            "model_type": "gemma2",
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+        },
+        _SHORT,
+    ),
+    "window": FaultModel(
+        "random Mistral: a window of 300 in both layers, requests of up to 384 tokens",
+        "all",
+        {**_SIZES, "model_type": "mistral", "sliding_window": 300},
+        _SHORT,
+        {**LIMITS, "max_seq_len": 384},
+    ),
+    "bias": FaultModel(
+        "random Qwen 2: biases, as many KV heads as query heads",
+        "all",
+        {**_SIZES, "model_type": "qwen2", "num_key_value_heads": 4},
+        _SHORT,
+    ),
+    "ranks": FaultModel(
+        "random Llama with biases, split over two ranks",
+        "all",
+        {**_SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        _SHORT,
+        tensor_parallel=2,
+    ),
+    "adapters": FaultModel(
+        f"the demo with two adapters in {MAX_ADAPTERS} slots", "all", adapters=("captain", "shakespeare")
+    ),
+}
+
+
+def source_of(name: str, work: Path, checkpoint: Path | None = None) -> Path:
+    """Return the checkpoint's folder, made where its weights are random. checkpoint: in place of the demo's."""
+    config = MODELS[name].config
+    if config is None:
+        return checkpoint or _REPOSITORY / "resources" / "demo-llama"
+    folder = work / "sources" / name
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    write_json(folder / "shape.json", dict(config))
+    return lockstep.make_random_checkpoint(folder / "shape.json", 0, folder)
+
+
+def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
+    """Make a model's checkpoint, its manifest and its reference, under `work`/right. checkpoint: as `source_of`."""
+    results, model, source = right(work), MODELS[name], source_of(name, work, checkpoint)
+    lockstep.resolve_checkpoint(str(source), source, results.checkpoint(name))
+    make_reference(results, name, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
+    if model.adapters:
+        folders = {each: _REPOSITORY / "resources" / "demo-adapters" / each for each in model.adapters}
+        make_adapters(results, name, model.layers, folders, MAX_LORA_RANK, model.prompts[:2], MAX_NEW_TOKENS)
+
+
+def make(name: str, precision: str, work: Path) -> None:
+    """Graphs and weights of a model that was started."""
+    results = right(work)
+    checkpoint, assembly = results.checkpoint(name), results.assembly(name, precision)
+    quantized, ranks = is_quantized(precision), MODELS[name].tensor_parallel
+    asked = {**({"group_size": GROUP_SIZE} if quantized else {}), **({"tensor_parallel": ranks} if ranks > 1 else {})}
+    if MODELS[name].adapters:
+        asked["adapters"] = {"max_adapters": MAX_ADAPTERS, "max_lora_rank": MAX_LORA_RANK, "targets": None}
+    lockstep.export_graphs(checkpoint, precision, assembly, **asked)
+    lockstep.convert_weights(checkpoint, precision, results.weights(name, precision), assembly)
+    if quantized:
+        model = MODELS[name]
+        make_quantized_reference(results, name, precision, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
+
+
+def right(work: Path) -> Results:
+    """Return the folder of everything without a fault."""
+    return Results(work / "right")

@@ -1,0 +1,120 @@
+"""The page of planted faults, records/faults.md, from the records.
+
+The records of `make faults`, one of each backend, in; Markdown out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import item, paragraph
+
+from faults.gates import GATES
+from faults.models import MODELS
+from lockstep.artifacts.files import read_json
+
+RECORDS = (
+    "faults.json",
+    "faults-quantized.json",
+    "faults-openvino-quantized.json",
+    "faults-ranks.json",
+    "faults-checkpoint.json",
+    "faults-quantized-checkpoint.json",
+    "faults-tensorrt.json",
+)
+
+_TITLE = "# Planted faults"
+_HEAD = (
+    "What the gates see, measured: `make faults` plants mistakes, one at a time, and sends each "
+    "through every gate of a backend. Digests are made right, so that only numbers can tell. This page is made by "
+    'that command (`ARGS="--write records"`); the records in `bench` have a row for each planting, with the message.',
+    "A fault in a **graph** is an edit of the exported ONNX graph, with engines built from it: `validate` must "
+    "see it in the graph, or `golden` in what the engines say. The same fault in an **engine** leaves the graph "
+    "right: only the engine's file holds the mistake, and `compare` and `golden` can see it. Faults in the "
+    "**assembly** bind a layer to the wrong tensors or kind. Faults in the **runtime** stand in its code: cache "
+    "rows, positions, page tables; `golden` alone runs it.",
+    "**Harmful** is decided without the gates. Requests of many kinds within the limits (alone, in batches, to "
+    "the longest length, in chunks, decoding beside prompts, in slots that were used before) go through the "
+    "faulty set and through the right one along the same tokens. A fault that moves any logit by more than the "
+    "target's tolerance ({tolerance}) and the right engines' own error, or makes one NaN or infinite, is harmful: "
+    "its logits are certainly out of tolerance. The **score** is the share of harmful ones that some gate "
+    "refuses. What is not harmful may pass.",
+)
+
+
+def write(folder: Path) -> Path:
+    """Write faults.md into the folder of records, from the records in its `bench`."""
+    records = [read_json(folder / "bench" / name) for name in RECORDS if (folder / "bench" / name).is_file()]
+    path = folder / "faults.md"
+    path.write_text(render(records))
+    return path
+
+
+def render(records: Sequence[Mapping[str, Any]]) -> str:
+    tolerances = {precision: bound for record in records for precision, bound in record["tolerance"].items()}
+    tolerance = ", ".join(f"{precision} {bound:g}" for precision, bound in sorted(tolerances.items(), reverse=True))
+    lines = [_TITLE, ""]
+    for text in _HEAD:
+        lines += [paragraph(text.format(tolerance=tolerance)), ""]
+    lines += [
+        "| backend | precisions | faults | planted | harmful | caught | score |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {_title(r)} | {', '.join(r['tolerance'])} | {r['distinct']} | {r['planted']} | "
+        f"{r['harmful']} | {r['harmful_caught']} | {100 * r['score']:.1f} % |"
+        for r in records
+    ]
+    lines += ["", "Each fault is planted in all of these precisions where it makes sense. Models:", ""]
+    lines += [item(f"`{name}`: {model.about}") for name, model in MODELS.items()]
+    for record in records:
+        lines += [
+            "",
+            f"## {_title(record)} in {', '.join(record['tolerance'])}",
+            "",
+            *_by_gate(record),
+            "",
+            *_table(record),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _title(record: Mapping[str, Any]) -> str:
+    more = {"-ranks": ", over two ranks", "-checkpoint": ", a trained checkpoint in place of the demo's"}
+    return record["backend"] + "".join(text for end, text in more.items() if record["benchmark"].endswith(end))
+
+
+def _by_gate(record: Mapping[str, Any]) -> list[str]:
+    """How many of the harmful each gate caught, and how many it alone did."""
+    harmful = [row for row in record["faults"] if row["harmful"]]
+    caught = Counter(gate for row in harmful for gate in row["caught_by"])
+    alone = Counter(row["caught_by"][0] for row in harmful if len(row["caught_by"]) == 1)
+    lines = ["| gate | harmful caught | by this gate alone |", "|---|---:|---:|"]
+    return lines + [f"| {gate} | {caught[gate]} | {alone[gate]} |" for gate in GATES if caught[gate]]
+
+
+def _table(record: Mapping[str, Any]) -> list[str]:
+    """A line for each fault, of all its plantings."""
+    lines = [
+        "| fault | what is wrong | model | in | planted | harmful | largest logit difference | caught by |",
+        "|---|---|---|---|---:|---:|---:|---|",
+    ]
+    for name in dict.fromkeys(row["fault"] for row in record["faults"]):
+        rows = [row for row in record["faults"] if row["fault"] == name]
+        places = ", ".join(dict.fromkeys(row["where"] for row in rows))
+        caught = ", ".join(gate for gate in GATES if any(gate in row["caught_by"] for row in rows))
+        cells = [name, rows[0]["about"], rows[0]["model"], places, str(len(rows))]
+        cells += [str(sum(row["harmful"] for row in rows)), _difference(rows), caught or "none"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _difference(rows: Sequence[Mapping[str, Any]]) -> str:
+    run = [row for row in rows if not row["refused"]]
+    if not run:
+        return "not built"
+    found = [row["largest_logit_difference"] for row in run]
+    return "not finite" if None in found else f"{max(found):.2g}"

@@ -1,0 +1,252 @@
+"""Planted faults: each is a change, is judged by what users would see, and counts as caught only where a gate says
+so."""
+
+import shutil
+import sys
+
+import numpy as np
+import onnx
+import onnx.reference
+import pytest
+from click.testing import CliRunner
+from onnx import helper
+
+from faults import models
+from faults import run as faults
+from faults.__main__ import faults as command
+from faults.case import Case, Setting, plant
+from faults.edit import Edit
+from faults.fault import Fault
+from faults.harm import largest_difference
+from faults.list import FAULTS
+from lockstep.artifacts.files import read_json
+
+
+def chosen(*names):
+    return faults.choose("onnxruntime", names)
+
+
+def rows_of(record, name):
+    return {row["where"]: row for row in record["faults"] if row["fault"] == name}
+
+
+@pytest.fixture(scope="module")
+def graphs(demo):
+    """Have the benchmark take the graphs of the demo that other tests share, which it would export."""
+
+    export = models.lockstep.export_graphs
+
+    def take(checkpoint, precision, out, **asked):
+        if asked:  # another form of a model than others share
+            return export(checkpoint, precision, out, **asked)
+        shutil.copytree(demo.assembly("demo-llama", precision).parent, out.parent)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models.lockstep, "export_graphs", take)
+        yield
+
+
+@pytest.fixture(scope="module")
+def record(graphs, tmp_path_factory):
+    """One fault for each way to end, in fp32."""
+    said = []
+    names = ("scale-sqrt-2", "capacity-1", "slots-gate-up", "cache-late")
+    found = faults.run(
+        chosen(*names),
+        precisions=("fp32",),
+        work=tmp_path_factory.mktemp("faults"),
+        progress=lambda record: said.append(len(record["faults"])),
+    )
+    assert said == [2, 4, 5, 6], "the record is given after each fault, with all rows so far"
+    return found
+
+
+@pytest.mark.exports
+def test_a_fault_in_a_graph_is_seen_by_validate_and_in_an_engine_by_compare(record):
+    rows = rows_of(record, "scale-sqrt-2")
+    assert rows["graph"]["harmful"] and rows["engine"]["harmful"]
+    assert rows["graph"]["caught_by"][0] == "validate" and rows["graph"]["message"].startswith("layer 0 ")
+    assert rows["engine"]["caught_by"][0] == "compare" and "engine attention" in rows["engine"]["message"]
+    assert rows["engine"]["largest_logit_difference"] == rows["graph"]["largest_logit_difference"] > 1e-3
+
+
+@pytest.mark.exports
+def test_a_fault_in_the_assembly_is_seen_by_validate(record):
+    rows = rows_of(record, "slots-gate-up")
+    assert list(rows) == ["assembly"] and rows["assembly"]["harmful"] and rows["assembly"]["caught_by"][0] == "validate"
+
+
+@pytest.mark.exports
+def test_a_fault_in_the_runtime_is_seen_by_golden_alone_and_gone_afterwards(record):
+    from lockstep.step.kv_cache import KVCache
+
+    rows = rows_of(record, "cache-late")
+    assert list(rows) == ["runtime"] and rows["runtime"]["harmful"] and rows["runtime"]["caught_by"] == ["golden"]
+    assert KVCache.write.__qualname__ == "KVCache.write"
+
+
+@pytest.mark.exports
+def test_a_fault_that_no_request_reaches_is_harmless_and_need_not_be_caught(record):
+    """The cache always has a row more than its requests hold."""
+    rows = rows_of(record, "capacity-1")
+    assert not rows["engine"]["harmful"] and rows["engine"]["largest_logit_difference"] == 0
+
+
+@pytest.mark.exports
+def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
+    assert (record["planted"], record["distinct"], record["harmful"], record["harmful_caught"], record["score"]) == (
+        6,
+        4,
+        4,
+        4,
+        1.0,
+    )
+    faults.check(record)
+    assert all(
+        "/tmp" not in (row["message"] or "") and "details in" not in (row["message"] or "") for row in record["faults"]
+    )
+
+
+@pytest.mark.exports
+def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(graphs, tmp_path):
+    docs = tmp_path / "docs"
+    arguments = [
+        "--only",
+        "scale-1.01",
+        "--precision",
+        "fp32",
+        "--loosen",
+        "1e9",
+        "--work",
+        str(tmp_path),
+        "--write",
+        str(docs),
+    ]
+    ended = CliRunner().invoke(command, arguments)
+    record = read_json(docs / "bench" / "faults.json")
+    assert record["score"] == 0 and record["harmful"] == 2 and record["harmful_caught"] == 0
+    assert ended.exit_code == 1
+    assert ended.stderr.splitlines()[-1].endswith(
+        "found 2 that passed all: scale-1.01 (engine, fp32), scale-1.01 (graph, fp32)"
+    )
+    page = (docs / "faults.md").read_text()
+    assert "| onnxruntime | fp32 | 1 | 2 | 2 | 0 | 0.0 % |" in page
+    assert "| scale-1.01 | scores scaled by 1.01 | demo | graph, engine | 2 | 2 | 0.21 | none |" in page
+    assert str(tmp_path) not in page
+
+
+@pytest.mark.long
+def test_engines_may_be_built_and_run_in_another_python(tmp_path):
+    found = faults.run(chosen("mlp-zero", "cache-late"), precisions=("fp32",), python=sys.executable, work=tmp_path)
+    assert [(row["fault"], row["where"], row["caught_by"][0]) for row in found["faults"]] == [
+        ("mlp-zero", "graph", "validate"), ("mlp-zero", "engine", "compare"), ("cache-late", "runtime", "golden"),
+    ]  # fmt: skip
+    assert found["score"] == 1
+
+
+@pytest.fixture(scope="module")
+def planted(demo, tmp_path_factory):
+    """What plants a fault in the demo that the other tests share: name, precision -> the case."""
+    work = tmp_path_factory.mktemp("planted")
+    (work / "right").mkdir()
+    (work / "right" / "demo").symlink_to(demo.root / "demo-llama")
+
+    def made(name, precision):
+        case = Case(
+            Setting(str(work), "onnxruntime", {}, {"fp16": {}, "fp32": {}}, {"fp16": 0, "fp32": 0}),
+            "demo",
+            precision,
+            name,
+        )
+        with case.cleared():
+            plant(case)
+            return {path.name: path.read_bytes() for path in case.assembly.parent.iterdir()}
+
+    return made
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "fp16"])
+def test_each_fault_of_the_demo_changes_what_it_says_and_leaves_a_graph(planted, demo, precision):
+    """`plant` refuses a fault without effect on the file, and what the ONNX checker refuses; digests are those of the
+    files."""
+    right = demo.assembly("demo-llama", precision)
+    names = [
+        fault.name
+        for fault in FAULTS.values()
+        if fault.model == "demo" and fault.place != "runtime" and precision in fault.precisions
+    ]
+    assert len(names) > 60
+    for name in names:
+        files = planted(name, precision)
+        changed = {file for file, data in files.items() if data != (right.parent / file).read_bytes()}
+        graphs = {file for file in changed if file.endswith(".onnx")}
+        assert "assembly.json" in changed, name
+        assert bool(graphs) == (FAULTS[name].place == "graph"), name
+
+
+def test_a_fault_stands_in_one_place():
+    with pytest.raises(ValueError, match="expected one place"):
+        Fault("none", "nothing")
+    with pytest.raises(ValueError, match="expected one place"):
+        Fault("both", "two places", graphs=("entry",), edit=lambda edit: None, assembly=lambda assembly: None)
+
+
+def test_what_is_not_finite_is_the_largest_difference():
+    right, found = (
+        {"a": np.zeros((2, 3)), "b": np.zeros((1, 3))},
+        {"a": np.full((2, 3), -0.5), "b": np.full((1, 3), 0.25)},
+    )
+    assert largest_difference(right, found) == (0.5, "a")
+    assert largest_difference(right, {**found, "b": np.array([[0, np.nan, 0]])}) == (None, "b")
+
+
+@pytest.fixture
+def graph():
+    """y = (x + 1) * x, z = x + 1"""
+    nodes = [
+        helper.make_node("Add", ["x", "one"], ["z"], name="add"),
+        helper.make_node("Mul", ["z", "x"], ["y"], name="mul"),
+    ]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n"]) for name in ("x", "y", "z")]
+    constants = [onnx.numpy_helper.from_array(np.float32(1), "one")]
+    made = helper.make_graph(nodes, "graph", values[:1], values[1:], constants)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def run(data, x):
+    return onnx.reference.ReferenceEvaluator(data).run(None, {"x": np.array(x, np.float32)})
+
+
+def test_an_edit_rewires_readers_or_the_output_or_both(graph):
+    edit = Edit(graph)
+    edit.replace("z", lambda value: edit.times(value, 10.0))
+    assert [out.tolist() for out in run(edit.done(), [2])] == [[60], [30]]
+    edit = Edit(graph)
+    edit.replace("z", lambda value: edit.times(value, 10.0), [edit.producer("y")])
+    assert [out.tolist() for out in run(edit.done(), [2])] == [[60], [3]]
+    edit = Edit(graph)
+    edit.give("z", edit.times("x", 7.0))
+    assert [out.tolist() for out in run(edit.done(), [2])] == [[6], [14]]
+
+
+def test_an_edit_without_effect_or_with_a_circle_is_refused(graph):
+    with pytest.raises(ValueError, match="expected a fault, found the graph as it was"):
+        Edit(graph).done()
+    edit = Edit(graph)
+    edit.producer("z").input[1] = "y"
+    with pytest.raises(ValueError, match="reads what nothing makes, or itself"):
+        edit.done()
+
+
+@pytest.mark.long
+@pytest.mark.exports
+def test_faults_of_ranks_are_planted_in_a_split_model_and_have_a_record_of_their_own(tmp_path):
+    from lockstep.step import ranks
+
+    before = ranks._adding
+    found = faults.run(chosen("rank-gate", "down-bias-twice", "sum-left-out"), precisions=("fp32",), work=tmp_path)
+    assert found["benchmark"] == "faults-ranks" and found["harmful"] == found["harmful_caught"] == 3
+    caught = {name: rows_of(found, name) for name in ("rank-gate", "down-bias-twice", "sum-left-out")}
+    assert caught["rank-gate"]["assembly"]["caught_by"] == caught["down-bias-twice"]["assembly"]["caught_by"]
+    assert caught["rank-gate"]["assembly"]["caught_by"] == ["validate", "golden"]
+    assert caught["sum-left-out"]["runtime"]["caught_by"] == ["golden"] and ranks._adding is before
