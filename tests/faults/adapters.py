@@ -2,92 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import numpy as np
 
+from faults.between import taken_for
 from faults.edit import Edit, Value
-from faults.fault import BLOCKS, Fault
+from faults.fault import BLOCKS, RUNTIME, Fault, replaced
 from faults.models import MAX_ADAPTERS
+from faults.runtime import instead
 from lockstep.step.residency import Residency
 
 _LAST = MAX_ADAPTERS - 1
 
 
-def _ids(change: Callable[[Edit, Value], Value]) -> Callable[[Edit], None]:
-    return lambda edit: edit.replace("adapter_ids", lambda ids: change(edit, ids))
+def of_the_row_before(edit: Edit, ids: Value) -> Value:
+    return edit.op("Gather", ids, edit.before(edit.numbers(ids)), axis=0)
 
 
-def _taken_for(slot: int, other: int) -> Callable[[Edit, Value], Value]:
-    """Tokens of one adapter slot get the adapter of another."""
-    return lambda edit, ids: edit.op("Where", edit.op("Equal", ids, edit.const(slot)), edit.const(other), ids)
-
-
-def _row_before(edit: Edit, ids: Value) -> Value:
-    rows = edit.op("Max", edit.op("Sub", edit.numbers(ids), edit.const(1)), edit.const(0))
-    return edit.op("Gather", ids, rows, axis=0)
-
-
-def _first_row(edit: Edit, ids: Value) -> Value:
-    return edit.op("Expand", edit.op("Gather", ids, edit.ints(0), axis=0), edit.op("Shape", ids))
-
-
-def _none_beside_others(edit: Edit, ids: Value) -> Value:
+def none_beside_others(edit: Edit, ids: Value) -> Value:
     """Tokens without an adapter get the first one's in steps in which others have one."""
     largest = edit.op("ReduceMax", ids, edit.ints(0), keepdims=1)
-    mixed = edit.op("And", edit.op("Less", ids, edit.const(0)), edit.op("GreaterOrEqual", largest, edit.const(0)))
-    return edit.op("Where", mixed, edit.const(0), ids)
+    mixed = edit.both(edit.op("Less", ids, 0), edit.op("GreaterOrEqual", largest, 0))
+    return edit.op("Where", mixed, 0, ids)
 
 
-@contextmanager
-def _some_for_none() -> Iterator[None]:
+def some_for_none(claim):
     """Requests without an adapter are computed with the one that was used last."""
-    claim = Residency.claim
-
-    def take(self: Residency, slot: int, adapter: str | None) -> bool:
-        return claim(self, slot, adapter if adapter is not None or not self.resident else self.resident[-1])
-
-    Residency.claim = take
-    try:
-        yield
-    finally:
-        Residency.claim = claim
+    return lambda self, slot, adapter: claim(
+        self, slot, adapter if adapter is not None or not self.resident else self.resident[-1]
+    )
 
 
-@contextmanager
-def _one_too_high() -> Iterator[None]:
+def one_too_high(claim):
     """Requests are computed with the adapter slot behind their own, where there is one."""
-    claim = Residency.claim
 
-    def next_slot(self: Residency, slot: int, adapter: str | None) -> bool:
+    def next_slot(self, slot, adapter):
         done = claim(self, slot, adapter)
         if done and adapter is not None:
             self.adapter_slots[slot] = np.minimum(self.adapter_slots[slot] + 1, self.max_adapters - 1)
         return done
 
-    Residency.claim = next_slot
-    try:
-        yield
-    finally:
-        Residency.claim = claim
+    return next_slot
 
 
-def _fault(name: str, about: str, change: Callable[[Edit, Value], Value]) -> Fault:
-    return Fault(name, about, "adapters", BLOCKS, _ids(change), backends=("onnxruntime",))
+def ids(other):
+    return replaced("adapter_ids", other)
 
 
-def _of_runtime(name: str, about: str, runtime: Callable[[], AbstractContextManager[None]]) -> Fault:
-    return Fault(name, about, "adapters", runtime=runtime, backends=("onnxruntime",))
-
-
+fault = partial(Fault, model="adapters", backends=("onnxruntime",))
+# fmt: off
 FAULTS = (
-    _fault("adapter-last", "tokens of the last adapter slot get the one before", _taken_for(_LAST, _LAST - 1)),
-    _fault("adapter-1-for-last", "tokens of the second adapter slot get the last", _taken_for(1, _LAST)),
-    _fault("adapter-2-none", "tokens of the third adapter slot get none", _taken_for(2, -1)),
-    _fault("adapter-row-before", "each token gets the adapter of the row before", _row_before),
-    _fault("adapter-first-row", "all tokens of a step get the adapter of its first row", _first_row),
-    _fault("adapter-of-none", "tokens without one get the first adapter beside others", _none_beside_others),
-    _of_runtime("adapter-for-none", "requests without an adapter get the one that was used last", _some_for_none),
-    _of_runtime("adapter-next", "requests get the adapter slot behind their own", _one_too_high),
+    fault("adapter-last", "tokens of the last adapter slot get the one before", BLOCKS,
+          ids(taken_for(_LAST, _LAST - 1))),
+    fault("adapter-1-for-last", "tokens of the second adapter slot get the last", BLOCKS, ids(taken_for(1, _LAST))),
+    fault("adapter-2-none", "tokens of the third adapter slot get none", BLOCKS, ids(taken_for(2, -1))),
+    fault("adapter-row-before", "each token gets the adapter of the row before", BLOCKS, ids(of_the_row_before)),
+    fault("adapter-first-row", "all tokens of a step get the adapter of its first row", BLOCKS,
+          ids(Edit.first_for_all)),
+    fault("adapter-of-none", "tokens without one get the first adapter beside others", BLOCKS, ids(none_beside_others)),
+    fault("adapter-for-none", "requests without an adapter get the one that was used last", RUNTIME,
+          instead(Residency, "claim", some_for_none), gate="adapted"),
+    fault("adapter-next", "requests get the adapter slot behind their own", RUNTIME,
+          instead(Residency, "claim", one_too_high), gate="adapted"),
 )
+# fmt: on

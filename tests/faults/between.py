@@ -6,13 +6,13 @@ two. `faults(seed)` draws the places: those of the table come from one seed, tes
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Mapping
+from functools import partial
 
+from faults.blocks import Change
 from faults.edit import Edit, Value
-from faults.fault import DECODE, PREFILL, Fault
-from faults.harm import Scenario, behind, chunk_of, decode_of, step_of
+from faults.fault import DECODE, EMBEDDING, EXIT, MIDDLE, PREFILL, Fault, change, replaced
+from faults.harm import behind, chunk_of, decode_of, step_of
 from faults.models import LIMITS
 from lockstep.verify.boundaries import PAGE
 
@@ -32,79 +32,65 @@ def is_edge(size: int) -> bool:
 def faults(seed: int) -> tuple[Fault, ...]:
     """Return faults of each class, at places that `seed` draws."""
     draw = random.Random(seed)
-    found = []
+    size = lambda most: draw.choice([size for size in range(2, most) if not is_edge(size)])
+    fault, of_size, times = partial(Fault, backends=("onnxruntime",)), "compare", f"times {_FACTOR}"
+    table = []
     for block, output in (("entry", "query"), ("middle", "value"), ("exit", "logits")):
-        count = _size(draw, LIMITS["max_num_tokens"])
-        about = f"{output} times {_FACTOR} in steps of exactly {count} tokens"
-        edit = _where(output, {"hidden": count})
-        found.append(_fault(f"step-{count}-{output}", about, (block,), edit, step_of(count)))
+        count = size(LIMITS["max_num_tokens"])
+        about = f"{output} {times} in steps of exactly {count} tokens"
+        edit = where(output, hidden=count)
+        table.append(fault(f"step-{count}-{output}", about, (block,), edit, gate=of_size, shown_by=step_of(count)))
     for output in ("attention", "key_out"):
-        count = _size(draw, _CHUNK)
-        about = f"{output} of a chunk of exactly {count} tokens times {_FACTOR}"
-        edit = _where(output, {"query": count})
-        found.append(_fault(f"chunk-{count}-{output}", about, PREFILL, edit, chunk_of(count)))
-    past = _size(draw, _CHUNK - 2)
-    about = f"attention of chunks behind exactly {past} tokens times {_FACTOR}"
-    found.append(_fault(f"behind-{past}", about, PREFILL, _where("attention", {"past_key": past}), behind(past)))
+        count = size(_CHUNK)
+        about = f"{output} of a chunk of exactly {count} tokens {times}"
+        edit = where(output, query=count)
+        table.append(fault(f"chunk-{count}-{output}", about, PREFILL, edit, gate=of_size, shown_by=chunk_of(count)))
+    past = size(_CHUNK - 2)
+    about, edit = f"attention of chunks behind exactly {past} tokens {times}", where("attention", past_key=past)
+    table.append(fault(f"behind-{past}", about, PREFILL, edit, gate=of_size, shown_by=behind(past)))
     count, capacity = draw.randrange(2, LIMITS["max_batch_size"]), draw.choice((PAGE, 2 * PAGE, 4 * PAGE))
-    about = f"attention of {count} decoding requests in caches of {capacity} rows times {_FACTOR}"
-    edit = _where("attention", {"query": count, "past_key": capacity})
-    found.append(_fault(f"requests-{count}-capacity-{capacity}", about, DECODE, edit, decode_of(count, capacity)))
+    about = f"attention of {count} decoding requests in caches of {capacity} rows {times}"
+    edit, shown = where("attention", query=count, past_key=capacity), decode_of(count, capacity)
+    table.append(fault(f"requests-{count}-capacity-{capacity}", about, DECODE, edit, shown_by=shown))
     token, row = draw.randrange(3, _VOCAB), draw.randrange(3, _VOCAB)
-    about = f"the embedding of token {token} is the one before"
-    found.append(_fault(f"vocabulary-{token}", about, ("embedding",), _taken_for(token)))
-    found.append(_fault(f"head-{row}", f"the logit of token {row} times {_FACTOR}", ("exit",), _logit(row)))
+    about, edit = (
+        f"the embedding of token {token} is the one before",
+        replaced("token_ids", taken_for(token, token - 1)),
+    )
+    table.append(fault(f"vocabulary-{token}", about, EMBEDDING, edit))
+    table.append(fault(f"head-{row}", f"the logit of token {row} {times}", EXIT, replaced("logits", larger(row))))
     for low, high in _CLIPS:
         clip = round(draw.uniform(low, high), 2)
         about = f"the hidden state behind the first layer clipped at {clip}"
-        found.append(_fault(f"clip-{clip}", about, ("middle",), _clip("hidden_out", clip)))
-    return tuple(found)
+        table.append(fault(f"clip-{clip}", about, MIDDLE, replaced("hidden_out", clipped(clip))))
+    return tuple(table)
 
 
-def _size(draw: random.Random, most: int) -> int:
-    return draw.choice([size for size in range(2, most) if not is_edge(size)])
-
-
-def _fault(
-    name: str, about: str, graphs: tuple[str, ...], edit: Callable[[Edit], None], shown_by: Scenario | None = None
-) -> Fault:
-    return Fault(name, about, graphs=graphs, edit=edit, backends=("onnxruntime",), shown_by=shown_by)
-
-
-def _where(output: Value, sizes: Mapping[str, int]) -> Callable[[Edit], None]:
+@change
+def where(edit: Edit, output: Value, **sizes: int) -> None:
     """Give an output times _FACTOR where inputs have just these numbers of rows."""
+    axis = {"past_key": 2}
 
-    def condition(edit: Edit) -> Value:
-        axis = {"past_key": 2}
-        found = [
-            edit.op("Equal", edit.size(name, axis.get(name, 0)), edit.const(count)) for name, count in sizes.items()
-        ]
-        return functools.reduce(lambda one, other: edit.op("And", one, other), found)
+    def here() -> Value:
+        return edit.both(*(edit.op("Equal", edit.size(name, axis.get(name, 0)), size) for name, size in sizes.items()))
 
-    return lambda edit: edit.replace(
-        output, lambda value: edit.op("Where", condition(edit), edit.times(value, _FACTOR), value)
+    edit.replace(output, lambda value: edit.op("Where", here(), edit.times(value, _FACTOR), value))
+
+
+def taken_for(number: int, other: int) -> Change:
+    """Have a number in a list of ids taken for another."""
+    return lambda edit, ids: edit.op("Where", edit.op("Equal", ids, number), other, ids)
+
+
+def larger(row: int) -> Change:
+    columns = lambda edit, logits: edit.op("Range", 0, edit.size(logits, 1), 1)
+    return lambda edit, logits: edit.op(
+        "Where", edit.op("Equal", columns(edit, logits), row), edit.times(logits, _FACTOR), logits
     )
 
 
-def _taken_for(token: int) -> Callable[[Edit], None]:
-    return lambda edit: edit.replace(
-        "token_ids", lambda ids: edit.op("Where", edit.op("Equal", ids, edit.const(token)), edit.const(token - 1), ids)
-    )
-
-
-def _logit(row: int) -> Callable[[Edit], None]:
-    def larger(edit: Edit, logits: Value) -> Value:
-        columns = edit.op("Range", edit.const(0), edit.size(logits, 1), edit.const(1))
-        return edit.op("Where", edit.op("Equal", columns, edit.const(row)), edit.times(logits, _FACTOR), logits)
-
-    return lambda edit: edit.replace("logits", lambda value: larger(edit, value))
-
-
-def _clip(output: Value, most: float) -> Callable[[Edit], None]:
-    def clipped(edit: Edit, value: Value) -> Value:
-        return edit.op("Max", edit.op("Min", value, edit.like(value, most)), edit.like(value, -most))
-
-    return lambda edit: edit.replace(output, lambda value: clipped(edit, value))
+def clipped(most: float) -> Change:
+    return lambda edit, value: edit.op("Max", edit.op("Min", value, edit.like(value, most)), edit.like(value, -most))
 
 
 FAULTS = faults(0)

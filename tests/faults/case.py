@@ -1,6 +1,4 @@
-"""One fault in one model and precision: planted, built, sent through the gates.
-
-It is seen which gates say what, and what users would see.
+"""One fault in one model and precision: planted, built, sent through the gates, and what users would see of it.
 
 `prepare` and `try_engines` need what engines need, no torch: they run in the Python that the backend runs in. `plant`
 needs onnx, `try_graphs` torch.
@@ -9,11 +7,10 @@ needs onnx, `try_graphs` torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,19 @@ from typing import Any
 import numpy as np
 import onnx
 
-from faults import gates, harm
+import lockstep
+from faults import harm
 from faults.edit import Edit
-from faults.fault import Fault
-from faults.list import FAULTS
-from faults.models import MODELS, FaultModel, right
-from lockstep import CheckError, InputError, Model, Results, Target, build_engines
+from faults.fault import ASSEMBLY, RUNTIME
+from faults.models import MODELS, right
+from faults.table import FAULTS
+from lockstep import CheckError, InputError, Limits, Model, Target, Tolerances, build_engines
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
 from lockstep.backends import get_backend
+
+# In the order in which the workflow comes to them; a build may refuse a graph.
+GATES = ("build", "validate", "compare", "golden", "adapted")
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Setting:
     """Settings that all cases of a run share.
 
     tolerance: what the gates are given, by precision ("noise" and "rounding" as of `Tolerances`, and "compare" for an
-    engine beside its graph);
-    judged: the largest difference of a logit that is no harm.
+    engine beside its graph). judged: the largest difference of a logit that is no harm.
     """
 
     work: str
@@ -53,36 +53,90 @@ class Case:
 
     def __init__(self, setting: Setting, model: str, precision: str, fault: str = ""):
         self.setting, self.name, self.precision = setting, model, precision
-        self.fault: Fault | None = FAULTS[fault] if fault else None
-        self.model: FaultModel = MODELS[model]
-        self.results: Results = right(Path(setting.work))
+        self.fault, self.model, self.results = (
+            FAULTS[fault] if fault else None,
+            MODELS[model],
+            right(Path(setting.work)),
+        )
         self.target = Target(model, precision, self.model.layers, setting.backend)
         self.tolerance, self.judged = setting.tolerance[precision], setting.judged[precision]
         self.folder = Path(setting.work) / "faulty" / (fault or f"none-{model}") / precision
-        self.right_assembly, self.right_engines = (
-            self.results.assembly(model, precision),
-            self.results.engines(model, precision, setting.backend),
-        )
-        planted = self.fault is not None and self.fault.place != "runtime"
-        self.assembly = self.folder / "graphs" / "assembly.json" if planted else self.right_assembly
+        self.right_assembly = self.results.assembly(model, precision)
+        self.right_engines = self.results.engines(model, precision, setting.backend)
         self.right_logits, self.right_error = (
             self.right_engines.with_name(name) for name in ("logits.npz", "error.json")
         )
+        planted = self.fault is not None and self.fault.place != RUNTIME
+        self.assembly = self.folder / "graphs" / "assembly.json" if planted else self.right_assembly
+        self._weights, self._limits = self.results.weights(model, precision), Limits(**self.model.limits)
 
     def options(self) -> dict[str, Any]:
         """For the build: backends whose engines are made for sizes get the limits."""
         known = get_backend(self.setting.backend).default_options()
         return {**{name: value for name, value in self.model.limits.items() if name in known}, **self.setting.options}
 
-    def said(self, gate: str, *arguments: Any) -> str | None:
-        """Return what compare, golden or adapted says of `arguments`."""
-        terms = self.tolerance, self.model.limits, self.folder / f"{gate}.json"
-        call = {"compare": gates.compare, "golden": gates.golden, "adapted": gates.adapted}[gate]
-        return gates.said(lambda: call(self.results, *arguments, *terms), self.folder, Path(self.setting.work))
+    def message(self, gate: Callable[[], Any]) -> str | None:
+        """Return what a gate says, in one line without folders; None where it passes."""
+        try:
+            gate()
+        except (CheckError, InputError) as error:
+            line = " ".join(str(error).split()).partition("; details in ")[0]
+            return line.replace(f"{self.folder}/", "").replace(f"{self.setting.work}/", "")
+        return None
 
-    def said_of_adapters(self, assembly: Path, engines: Path) -> str | None:
-        """Return what the check of adapters says; None where the model has none."""
-        return self.said("adapted", self.target, assembly, engines) if self.model.adapters else None
+    def validate(self) -> str | None:
+        """Graphs against torch. Needs it."""
+        return self.message(
+            lambda: lockstep.validate_graphs(
+                self.assembly, self._weights, self.results.checkpoint(self.name), self.model.layers, self._tolerances,
+                self.model.limits["max_seq_len"], self.folder / "validate.json", self.name,
+            )
+        )  # fmt: skip
+
+    def compare(self, assembly: Path, engines: Path) -> str | None:
+        """Each engine with its graph."""
+        out = self.folder / "compare.json"
+        return self.message(
+            lambda: lockstep.compare_engines(
+                assembly, self._weights, engines, self.tolerance["compare"], self._limits, out
+            )
+        )
+
+    def golden(self, assembly: Path, engines: Path) -> str | None:
+        """Engines in the runtime against the reference."""
+        reference = self.results.reference_of(self.name, self.precision, self.model.layers)
+        return self.message(
+            lambda: lockstep.check_golden(
+                assembly, self._weights, engines, reference, self.target, self._tolerances, self._limits,
+                self.folder / "golden.json", self.folder / "golden.speed.json",
+            )
+        )  # fmt: skip
+
+    def adapted(self, assembly: Path, engines: Path) -> str | None:
+        """Engines with adapters against the reference with each; None where the model has none."""
+        if not self.model.adapters:
+            return None
+        from lockstep.verify.golden.adapted import check
+
+        reference = self.results.adapted_reference_of(self.name, self.precision, self.model.layers)
+        return self.message(
+            lambda: check(
+                assembly, self._weights, engines, self.results.adapters(self.name), reference, self.target,
+                self._tolerances, self._limits, self.folder / "adapted.json",
+            )
+        )  # fmt: skip
+
+    def messages(self, assembly: Path, engines: Path) -> dict[str, str | None]:
+        """Return what the gates of engines say."""
+        return {
+            "compare": self.compare(assembly, engines),
+            "golden": self.golden(assembly, engines),
+            "adapted": self.adapted(assembly, engines),
+        }
+
+    @property
+    def _tolerances(self) -> Tolerances:
+        return Tolerances(noise=self.tolerance["noise"], rounding=self.tolerance["rounding"])
 
     def logits(
         self, assembly: Path, engines: Path, scenarios: Mapping[str, harm.Scenario] | None = None
@@ -91,14 +145,11 @@ class Case:
         if self.model.adapters:
             sizes["adapters_json"] = self.results.adapters(self.name)
             scenarios = harm.ADAPTED if scenarios is None else scenarios
-        model = Model.open(
-            engines, assembly, self.results.weights(self.name, self.precision), self.model.layers, **sizes
-        )
-        return harm.run(model, scenarios)
+        return harm.run(Model.open(engines, assembly, self._weights, self.model.layers, **sizes), scenarios)
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """Give the folder of the case, for as long as it is looked at."""
+        """Keep the folder of the case for as long as it is looked at."""
         try:
             yield
         finally:
@@ -106,44 +157,36 @@ class Case:
 
 
 def plant(case: Case) -> None:
-    """Write the faulty graphs and the assembly with their digests right.
-
-    Nothing for a fault of the runtime.
+    """Write the faulty graphs and the assembly with their digests right; nothing for a fault of the runtime.
 
     Raises ValueError for a fault that changes nothing, or makes what is no graph: a mistake in the fault.
     """
     fault = case.fault
-    if fault.place == "runtime":
+    if fault.place == RUNTIME:
         return
     shutil.copytree(case.right_assembly.parent, case.assembly.parent)
     assembly = read_json(case.assembly, formats.ASSEMBLY)
-    if fault.assembly:
-        before = json.dumps(assembly)
-        fault.assembly(assembly)
-        if json.dumps(assembly) == before:
-            raise ValueError(f"fault {fault.name}: expected a change of the assembly, found none")
-    edited = [
-        (name, entry)
-        for name, entry in _graphs(assembly)
-        if any(fnmatchcase(name, pattern) for pattern in fault.graphs)
-    ]
-    if fault.edit and not edited:
-        raise ValueError(f"fault {fault.name}: expected graphs {fault.graphs} in {case.name}, found none")
-    for name, entry in edited:
-        path = case.assembly.parent / entry["graph"]
-        edit = Edit(onnx.load(path), assembly["kinds"].get(name.rpartition(".")[0]))
-        fault.edit(edit)
-        write_bytes(path, edit.done())
-        entry["sha256"] = sha256_file(path)
+    before = json.dumps(assembly)
+    if fault.place == ASSEMBLY:
+        fault.change(assembly)
+    else:
+        for name, entry in _graphs(assembly):
+            if any(fnmatchcase(name, pattern) for pattern in fault.where):
+                path = case.assembly.parent / entry["graph"]
+                edit = Edit(onnx.load(path), assembly["kinds"].get(name.rpartition(".")[0]))
+                fault.change(edit)
+                write_bytes(path, edit.done())
+                entry["sha256"] = sha256_file(path)
+    if json.dumps(assembly) == before:
+        raise ValueError(f"fault {fault.name}: expected a change in {case.name}, found none in {fault.where}")
     write_json(case.assembly, assembly)
 
 
-def try_graphs(case: Case) -> str | None:
-    """Return what validate says of the case's graphs. Needs torch."""
-    terms = case.model.layers, case.assembly, case.tolerance, case.model.limits, case.folder / "validate.json"
-    return gates.said(
-        lambda: gates.validate(case.results, case.name, case.precision, *terms), case.folder, Path(case.setting.work)
-    )
+def _graphs(assembly: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, entry) of the graphs of assembly.json, to be changed in place."""
+    yield from assembly["classes"].items()
+    for name, variant in assembly["kinds"].items():
+        yield from ((f"{name}.{phase}", variant[phase]) for phase in ("decode", "prefill"))
 
 
 def prepare(case: Case) -> None:
@@ -153,11 +196,7 @@ def prepare(case: Case) -> None:
     """
     build_engines(case.right_assembly, case.setting.backend, case.right_engines, case.options())
     with case.cleared():
-        for gate, message in {
-            "compare": case.said("compare", case.name, case.precision, case.right_assembly, case.right_engines),
-            "golden": case.said("golden", case.target, case.right_assembly, case.right_engines),
-            "adapted": case.said_of_adapters(case.right_assembly, case.right_engines),
-        }.items():
+        for gate, message in case.messages(case.right_assembly, case.right_engines).items():
             if message is not None:
                 raise CheckError(f"{case.target} without a fault: expected {gate} to pass, found: {message}")
         write_json(case.right_error, {"max_logit_error": read_json(case.folder / "golden.json")["max_logit_error"]})
@@ -171,76 +210,52 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
     where the backend builds no engine from what the fault changes (fused attention has its own).
     """
     fault = case.fault
-    if fault.place != "graph":
-        with fault.runtime() if fault.runtime else contextlib.nullcontext():
+    if fault.place in (ASSEMBLY, RUNTIME):
+        with fault.change() if fault.place == RUNTIME else contextlib.nullcontext():
             return [_record(case, fault.place, case.assembly, case.right_engines)]
     engines = case.folder / "engines" / "engines.json"
     shutil.copytree(case.right_engines.parent, engines.parent)
-    try:
-        build_engines(case.assembly, case.setting.backend, engines, case.options())
-    except (CheckError, InputError) as error:
-        line = gates.said(functools.partial(_raise, error), case.folder, Path(case.setting.work))
-        return [
-            {
-                "where": "graph",
-                "refused": True,
-                "largest_logit_difference": None,
-                "scenario": None,
-                "harmful": False,
-                "gates": {"build": line},
-            }
-        ]
-    made, before = read_json(engines, formats.ENGINES), read_json(case.right_engines, formats.ENGINES)
-    if all(entry["sha256"] == before["engines"][name]["sha256"] for name, entry in made["engines"].items()):
+    build = lambda: build_engines(case.assembly, case.setting.backend, engines, case.options())
+    if (message := case.message(build)) is not None:
+        seen = {"largest_logit_difference": None, "scenario": None, "harmful": False}
+        return [{"where": "graph", "refused": True, **seen, "gates": {"build": message}}]
+    built, before = read_json(engines, formats.ENGINES), read_json(case.right_engines, formats.ENGINES)
+    if all(entry["sha256"] == before["engines"][name]["sha256"] for name, entry in built["engines"].items()):
         return []
-    for name, entry in made["engines"].items():
+    for name, entry in built["engines"].items():
         entry["graph_sha256"] = before["engines"][name]["graph_sha256"]
     beside = engines.with_name("beside.json")
-    write_json(beside, made)
+    write_json(beside, built)
     record = _record(case, "graph", case.assembly, engines)
-    compared = case.said("compare", case.name, case.precision, case.right_assembly, beside)
     # The engines are the same files: what the runtime makes of them, and so golden, is too.
-    return [record, {**record, "where": "engine", "gates": {**record["gates"], "compare": compared}}]
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _graphs(assembly: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, entry) of the graphs of assembly.json, to be changed in place."""
-    yield from assembly["classes"].items()
-    for name, kind in assembly["kinds"].items():
-        yield from ((f"{name}.{phase}", kind[phase]) for phase in ("decode", "prefill"))
+    gates = {**record["gates"], "compare": case.compare(case.right_assembly, beside)}
+    return [record, {**record, "where": "engine", "gates": gates}]
 
 
 def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"compare": case.said("compare", case.name, case.precision, assembly, engines)}
-    found["golden"] = case.said("golden", case.target, assembly, engines)
-    found["adapted"] = case.said_of_adapters(assembly, engines)
+    gates = case.messages(assembly, engines)
     if case.fault.shown_by is None:
-        with np.load(case.right_logits) as expected:
-            largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines))
+        scenarios = None
+        with np.load(case.right_logits) as saved:
+            expected = dict(saved)
     else:
-        narrow = {"its own": case.fault.shown_by}
-        expected = case.logits(case.right_assembly, case.right_engines, narrow)
-        largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines, narrow))
+        scenarios = {"its own": case.fault.shown_by}
+        expected = case.logits(case.right_assembly, case.right_engines, scenarios)
+    largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines, scenarios))
     # The right engines are off the reference themselves: only beyond both are logits certainly out of tolerance.
     bound = case.judged + read_json(case.right_error)["max_logit_error"]
     return {
         "where": where, "refused": False, "largest_logit_difference": largest, "scenario": scenario,
-        "harmful": largest is None or largest > bound, "gates": found,
+        "harmful": largest is None or largest > bound, "gates": gates,
     }  # fmt: skip
 
 
 def in_backends_python(
     setting: Mapping[str, Any], models: Sequence[Sequence[str]], cases: Sequence[Sequence[str]], out: str
 ) -> None:
-    """Prepare each of `models`, then try the engines of each of `cases`.
+    """Prepare each of `models` (model, precision), then try the engines of each of `cases`, planted already.
 
-    models: (model, precision), for `prepare`. cases: (fault, precision), planted already, for `try_engines`.
-
-    Writes a line of JSON to `out` after each case: [fault, precision, records].
+    cases: (fault, precision). Writes a line of JSON to `out` after each: [fault, precision, records].
     """
     shared = Setting(**setting)
     for model, precision in models:
@@ -249,7 +264,3 @@ def in_backends_python(
         records = try_engines(Case(shared, FAULTS[fault].model, precision, fault))
         with open(out, "a") as file:
             file.write(json.dumps([fault, precision, records]) + "\n")
-
-
-def as_json(setting: Setting) -> dict[str, Any]:
-    return asdict(replace(setting, options=dict(setting.options)))

@@ -1,6 +1,4 @@
-"""Edit an ONNX graph by the roles that its nodes have.
-
-The planted faults of `make faults` are made with it.
+"""Edit an ONNX graph by the roles that its nodes have, to plant faults in it.
 
 In: a canonical graph of an assembly. Out: the same graph with nodes added, rewired or changed, sorted and checked.
 Needs onnx, no torch.
@@ -8,6 +6,7 @@ Needs onnx, no torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -93,8 +92,9 @@ class Edit:
         """Add a constant in the element type of `value`."""
         return self.const(number, helper.tensor_dtype_to_np_dtype(self._element(value)))
 
-    def op(self, op_type: str, *inputs: Value, **attributes: Any) -> Value:
-        """Add a node, and return its result. `done` puts it where it belongs."""
+    def op(self, op_type: str, *inputs: Value | int, **attributes: Any) -> Value:
+        """Add a node, and return its result; an integer is a constant. `done` puts the node where it belongs."""
+        inputs = tuple(value if isinstance(value, str) else self.const(value) for value in inputs)
         out = self._name("fault")
         self.graph.node.append(helper.make_node(op_type, list(inputs), [out], name=out, **attributes))
         self._note(out, op_type, inputs, attributes)
@@ -105,11 +105,27 @@ class Edit:
 
     def size(self, value: Value, axis: int = 0) -> Value:
         """Return a dimension of a value, as a scalar."""
-        return self.op("Gather", self.op("Shape", value), self.const(axis), axis=0)
+        return self.op("Gather", self.op("Shape", value), axis, axis=0)
 
     def numbers(self, value: Value) -> Value:
         """0, 1, ... for each row of a value."""
-        return self.op("Range", self.const(0), self.size(value), self.const(1))
+        return self.op("Range", 0, self.size(value), 1)
+
+    def both(self, *conditions: Value) -> Value:
+        return functools.reduce(lambda one, other: self.op("And", one, other), conditions)
+
+    def before(self, rows: Value) -> Value:
+        """Return the row before each row; the first stays."""
+        return self.op("Max", self.op("Sub", rows, 1), 0)
+
+    def first_for_all(self, values: Value) -> Value:
+        return self.op("Expand", self.op("Gather", values, self.ints(0), axis=0), self.op("Shape", values))
+
+    def reversed_above_two(self, value: Value) -> Value:
+        """Return the rows of a value, in reverse order where there are more than two."""
+        rows, count = self.numbers(value), self.size(value)
+        back = self.op("Sub", self.op("Sub", count, 1), rows)
+        return self.op("Gather", value, self.op("Where", self.op("Greater", count, 2), back, rows), axis=0)
 
     def column(self, value: Value) -> Value:
         return self.op("Unsqueeze", value, self.ints(1))

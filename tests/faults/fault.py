@@ -1,49 +1,56 @@
-"""A planted fault: what is wrong, in which model, and what plants it.
-
-`make faults` plants them.
-"""
+"""A planted fault: a row of a table, and the function that plants it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from faults.edit import Edit
+from faults.edit import Edit, Value
 from faults.harm import Scenario
 
-ATTENTION = ("*.prefill", "*.decode")
-PREFILL, DECODE = ("*.prefill",), ("*.decode",)
-BLOCKS = ("entry", "middle", "exit")
+# Graphs of an assembly, as patterns: block classes, `<variant>.prefill`, `<variant>.decode`.
+ATTENTION, PREFILL, DECODE = ("*.prefill", "*.decode"), ("*.prefill",), ("*.decode",)
+ENTRY, MIDDLE, EXIT, EMBEDDING = ("entry",), ("middle",), ("exit",), ("embedding",)
+BLOCKS, BEHIND = ("entry", "middle", "exit"), ("middle", "exit")  # BEHIND attention: output projection and MLP
+ASSEMBLY, RUNTIME = "assembly", "runtime"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake, planted in one of three places.
+    """One mistake.
 
-    graphs: patterns of the graphs (block classes, `<kind>.prefill`, `<kind>.decode`) that `edit` is called with, each
-    on its own.
-    assembly: changes the assembly's content in place. runtime: replaces code of the runtime for as long as the context
-    is open. shown_by: requests that reach a fault too narrow for those that all faults are shown.
+    where: the graphs that `change` is called with, each on its own as an `Edit`; ASSEMBLY, whose content `change`
+    changes in place; or RUNTIME, whose code is another as long as the context that `change()` gives is open.
+    gate: which must catch it on ONNX Runtime where it is harmful; by default `validate`, of the runtime `golden`.
+    shown_by: requests that reach a fault too narrow for those that all faults are shown.
     """
 
     name: str
     about: str
+    where: tuple[str, ...] | str
+    change: Callable[..., Any]
     model: str = "demo"
-    graphs: tuple[str, ...] = ()
-    edit: Callable[[Edit], None] | None = None
-    assembly: Callable[[dict[str, Any]], None] | None = None
-    runtime: Callable[[], AbstractContextManager[None]] | None = None
+    gate: str = ""
     precisions: tuple[str, ...] = ("fp32", "fp16")
     backends: tuple[str, ...] = ("onnxruntime", "tensorrt")
     shown_by: Scenario | None = None
 
-    def __post_init__(self) -> None:
-        places = [place for place in (self.edit, self.assembly, self.runtime) if place is not None]
-        if len(places) != 1 or bool(self.graphs) != (self.edit is not None):
-            raise ValueError(f"fault {self.name}: expected one place to plant it, found {len(places)}")
-
     @property
     def place(self) -> str:
-        return "graph" if self.edit else "assembly" if self.assembly else "runtime"
+        return self.where if isinstance(self.where, str) else "graph"
+
+    @property
+    def caught_by(self) -> str:
+        return self.gate or ("golden" if self.place == RUNTIME else "validate")
+
+
+def change(function: Callable[..., Any]) -> Callable[..., Callable[[Any], Any]]:
+    """Turn `function(thing, *settings)` into a function of the settings that gives the change of a thing."""
+    return lambda *settings, **more: lambda thing: function(thing, *settings, **more)
+
+
+@change
+def replaced(edit: Edit, value: Value, other: Callable[[Edit, Value], Value]) -> None:
+    """Have `other(edit, value)` in place of a value of a graph."""
+    edit.replace(value, lambda right: other(edit, right))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from faults.gates import make_adapters, make_quantized_reference, make_reference
 from lockstep import Results
 from lockstep.artifacts.files import write_json
 from lockstep.targets import is_quantized
@@ -33,22 +32,16 @@ PROMPTS = (
 # Of the model with adapters. More than it has: each slot is to be used all the same.
 MAX_ADAPTERS, MAX_LORA_RANK = 5, 8
 _SIZES = {
-    "dtype": "float32",
-    "vocab_size": 288,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
+    "dtype": "float32", "vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False,
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-}
+}  # fmt: skip
+_GEMMA = {
+    **_SIZES, "model_type": "gemma2", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+    "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,44 +65,24 @@ _SHORT = (*PROMPTS[:3], PROMPTS[3][:100])
 MODELS = {
     "demo": FaultModel("the demo, cut after 2 layers", 2),
     "gemma2": FaultModel(
-        "random Gemma 2: soft caps, a window of 16 in one of 2 layers, tied lm_head",
-        "all",
-        {
-            **_SIZES,
-            "model_type": "gemma2",
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "query_pre_attn_scalar": 24,
-            "tie_word_embeddings": True,
-        },
-        _SHORT,
+        "random Gemma 2: soft caps, a window of 16 in one of 2 layers, tied lm_head", "all", _GEMMA, _SHORT
     ),
     "window": FaultModel(
-        "random Mistral: a window of 300 in both layers, requests of up to 384 tokens",
-        "all",
-        {**_SIZES, "model_type": "mistral", "sliding_window": 300},
-        _SHORT,
-        {**LIMITS, "max_seq_len": 384},
+        "random Mistral: a window of 300 in both layers, requests of up to 384 tokens", "all",
+        {**_SIZES, "model_type": "mistral", "sliding_window": 300}, _SHORT, {**LIMITS, "max_seq_len": 384},
     ),
     "bias": FaultModel(
-        "random Qwen 2: biases, as many KV heads as query heads",
-        "all",
-        {**_SIZES, "model_type": "qwen2", "num_key_value_heads": 4},
-        _SHORT,
+        "random Qwen 2: biases, as many KV heads as query heads", "all",
+        {**_SIZES, "model_type": "qwen2", "num_key_value_heads": 4}, _SHORT,
     ),
     "ranks": FaultModel(
-        "random Llama with biases, split over two ranks",
-        "all",
-        {**_SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
-        _SHORT,
-        tensor_parallel=2,
+        "random Llama with biases, split over two ranks", "all",
+        {**_SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True}, _SHORT, tensor_parallel=2,
     ),
     "adapters": FaultModel(
         f"the demo with two adapters in {MAX_ADAPTERS} slots", "all", adapters=("captain", "shakespeare")
     ),
-}
+}  # fmt: skip
 
 
 def source_of(name: str, work: Path, checkpoint: Path | None = None) -> Path:
@@ -123,29 +96,47 @@ def source_of(name: str, work: Path, checkpoint: Path | None = None) -> Path:
     return lockstep.make_random_checkpoint(folder / "shape.json", 0, folder)
 
 
+def _terms(model: FaultModel) -> lockstep.GoldenTerms:
+    """Return the terms of the config's defaults."""
+    return lockstep.GoldenTerms(MAX_NEW_TOKENS, model.prompts, model.limits["max_seq_len"] - MAX_NEW_TOKENS)
+
+
 def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
-    """Make a model's checkpoint, its manifest and its reference, under `work`/right. checkpoint: as `source_of`."""
+    """Make a model's checkpoint, its manifest and its references, under `work`/right. checkpoint: as `source_of`."""
     results, model, source = right(work), MODELS[name], source_of(name, work, checkpoint)
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(name))
-    make_reference(results, name, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
+    reference = results.reference(name, model.layers)
+    lockstep.make_reference(results.checkpoint(name), model.layers, _terms(model), reference)
     if model.adapters:
+        from lockstep.verify.golden.adapted_reference import make_adapted_reference
+        from lockstep.verify.golden.terms import AdaptedTerms
+
         folders = {each: _REPOSITORY / "resources" / "demo-adapters" / each for each in model.adapters}
-        make_adapters(results, name, model.layers, folders, MAX_LORA_RANK, model.prompts[:2], MAX_NEW_TOKENS)
+        sources, out = {name: str(folder) for name, folder in folders.items()}, results.adapters(name)
+        lockstep.resolve_adapters(sources, folders, results.checkpoint(name), MAX_LORA_RANK, None, out)
+        terms = AdaptedTerms(MAX_NEW_TOKENS, dict.fromkeys(("", *folders), model.prompts[:2]))
+        reference = results.adapted_reference(name, model.layers)
+        make_adapted_reference(results.checkpoint(name), out, model.layers, terms, reference)
 
 
 def make(name: str, precision: str, work: Path) -> None:
-    """Graphs and weights of a model that was started."""
-    results = right(work)
-    checkpoint, assembly = results.checkpoint(name), results.assembly(name, precision)
-    quantized, ranks = is_quantized(precision), MODELS[name].tensor_parallel
-    asked = {**({"group_size": GROUP_SIZE} if quantized else {}), **({"tensor_parallel": ranks} if ranks > 1 else {})}
-    if MODELS[name].adapters:
+    """Graphs and weights of a model that was started, and the reference of a quantised one."""
+    results, model, quantized = right(work), MODELS[name], is_quantized(precision)
+    checkpoint, assembly, weights = (
+        results.checkpoint(name), results.assembly(name, precision), results.weights(name, precision)
+    )  # fmt: skip
+    asked: dict[str, Any] = {"group_size": GROUP_SIZE} if quantized else {}
+    if model.tensor_parallel > 1:
+        asked["tensor_parallel"] = model.tensor_parallel
+    if model.adapters:
         asked["adapters"] = {"max_adapters": MAX_ADAPTERS, "max_lora_rank": MAX_LORA_RANK, "targets": None}
     lockstep.export_graphs(checkpoint, precision, assembly, **asked)
-    lockstep.convert_weights(checkpoint, precision, results.weights(name, precision), assembly)
+    lockstep.convert_weights(checkpoint, precision, weights, assembly)
     if quantized:
-        model = MODELS[name]
-        make_quantized_reference(results, name, precision, model.layers, model.prompts, MAX_NEW_TOKENS, model.limits)
+        lockstep.make_quantized_reference(
+            checkpoint, weights, results.reference(name, model.layers), model.layers, _terms(model), "",
+            results.quantized_reference(name, precision, model.layers), results.drift(name, precision, model.layers),
+        )  # fmt: skip
 
 
 def right(work: Path) -> Results:

@@ -1,98 +1,57 @@
-"""Faults across the requests of a step, which take what is a neighbour's.
-
-A row of the cache, a length or a result.
-"""
+"""Faults across the requests of a step, which take what is a neighbour's: a row of the cache, a length, a result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from faults.edit import Edit, Value
-from faults.fault import DECODE, Fault
+from faults.fault import DECODE, Fault, change
 
 
-def _caches(order: Callable[[Edit, Value], Value]) -> Callable[[Edit], None]:
-    """Read the cache rows of `order(edit, requests)` instead.
-
-    For the requests 0, 1, ... of a step.
-    """
-
-    def plant(edit: Edit) -> None:
-        chosen = order(edit, edit.numbers("past_lengths"))
-        for name in ("past_key", "past_value"):
-            edit.replace(
-                name,
-                lambda value: edit.op("Gather", value, chosen, axis=0),
-                [node for node in edit.readers(name) if node.op_type == "MatMul"],
-            )
-
-    return plant
+@change
+def caches(edit: Edit, order: Callable[[Edit, Value], Value]) -> None:
+    """Read the cache rows of `order(edit, requests)` instead, for the requests 0, 1, ... of a step."""
+    rows = order(edit, edit.numbers("past_lengths"))
+    for name in ("past_key", "past_value"):
+        readers = [node for node in edit.readers(name) if node.op_type == "MatMul"]
+        edit.replace(name, lambda value: edit.op("Gather", value, rows, axis=0), readers)
 
 
-def _before(edit: Edit, requests: Value) -> Value:
-    return edit.op("Max", edit.op("Sub", requests, edit.const(1)), edit.const(0))
+def only(request: int) -> Callable[[Edit, Value], Value]:
+    return lambda edit, rows: edit.op("Where", edit.op("Equal", rows, request), edit.before(rows), rows)
 
 
-def _only(request: int) -> Callable[[Edit, Value], Value]:
-    def order(edit: Edit, requests: Value) -> Value:
-        return edit.op("Where", edit.op("Equal", requests, edit.const(request)), _before(edit, requests), requests)
-
-    return order
-
-
-def swapped_above_two(edit: Edit, value: Value) -> Value:
-    """Return the rows of a value, in reverse order where there are more than two."""
-    rows = edit.numbers(value)
-    count = edit.size(value)
-    back = edit.op("Sub", edit.op("Sub", count, edit.const(1)), rows)
-    return edit.op("Gather", value, edit.op("Where", edit.op("Greater", count, edit.const(2)), back, rows), axis=0)
+@change
+def lengths(edit: Edit, other: Callable[[Edit, Value], Value]) -> None:
+    readers = [node for node in edit.readers("past_lengths") if node.op_type == "Unsqueeze"]
+    edit.replace("past_lengths", lambda value: other(edit, value), readers)
 
 
-def _lengths(change: Callable[[Edit, Value], Value]) -> Callable[[Edit], None]:
-    return lambda edit: edit.replace(
-        "past_lengths",
-        lambda value: change(edit, value),
-        [node for node in edit.readers("past_lengths") if node.op_type == "Unsqueeze"],
-    )
+def longest(edit: Edit, value: Value) -> Value:
+    return edit.op("Max", value, edit.op("ReduceMax", value, edit.ints(0), keepdims=1))
 
 
-def _first_length(edit: Edit, lengths: Value) -> Value:
-    return edit.op("Expand", edit.op("Gather", lengths, edit.ints(0), axis=0), edit.op("Shape", lengths))
+def attention_reversed(edit: Edit) -> None:
+    edit.replace("attention", edit.reversed_above_two)
 
 
+def keys_reversed(edit: Edit) -> None:
+    edit.give("key_out", edit.reversed_above_two("key_out"))
+
+
+# fmt: off
 FAULTS = (
-    Fault(
-        "neighbour-row-0",
-        "decode reads the first request's cache for all",
-        graphs=DECODE,
-        edit=_caches(lambda edit, rows: edit.times(rows, edit.const(0))),
-    ),
-    Fault("neighbour-before", "decode reads the cache of the request before", graphs=DECODE, edit=_caches(_before)),
-    Fault(
-        "neighbour-row-3", "the fourth request of a step reads the third's cache", graphs=DECODE, edit=_caches(_only(3))
-    ),
-    Fault(
-        "neighbour-row-1", "the second request of a step reads the first's cache", graphs=DECODE, edit=_caches(_only(1))
-    ),
-    Fault(
-        "neighbour-attention",
-        "attention of the requests in reverse order where there are more than two",
-        graphs=DECODE,
-        edit=lambda edit: edit.replace("attention", lambda value: swapped_above_two(edit, value)),
-    ),
-    Fault("neighbour-length", "the first request's length for all", graphs=DECODE, edit=_lengths(_first_length)),
-    Fault(
-        "neighbour-longest",
-        "the longest length for all",
-        graphs=DECODE,
-        edit=_lengths(
-            lambda edit, lengths: edit.op("Max", lengths, edit.op("ReduceMax", lengths, edit.ints(0), keepdims=1))
-        ),
-    ),
-    Fault(
-        "neighbour-key",
-        "decode's new keys of the requests in reverse order where there are more than two, in the cache",
-        graphs=DECODE,
-        edit=lambda edit: edit.give("key_out", swapped_above_two(edit, "key_out")),
-    ),
+    Fault("neighbour-row-0", "decode reads the first request's cache for all", DECODE,
+          caches(lambda edit, rows: edit.times(rows, 0))),
+    Fault("neighbour-before", "decode reads the cache of the request before", DECODE, caches(Edit.before)),
+    Fault("neighbour-row-3", "the fourth request of a step reads the third's cache", DECODE, caches(only(3))),
+    Fault("neighbour-row-1", "the second request of a step reads the first's cache", DECODE, caches(only(1))),
+    Fault("neighbour-attention", "attention of the requests in reverse order where there are more than two", DECODE,
+          attention_reversed),
+    Fault("neighbour-length", "the first request's length for all", DECODE, lengths(Edit.first_for_all)),
+    Fault("neighbour-longest", "the longest length for all", DECODE, lengths(longest)),
+    Fault("neighbour-key",
+          "decode's new keys of the requests in reverse order where there are more than two, in the cache", DECODE,
+          keys_reversed),
 )
+# fmt: on

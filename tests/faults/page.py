@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.markdown import item, paragraph
 
-from faults.gates import GATES
+from faults.case import GATES
 from faults.models import MODELS
 from lockstep.artifacts.files import read_json
 

@@ -16,17 +16,17 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.measure import surroundings
 
-from faults import gates
-from faults.case import Case, Setting, as_json, plant, prepare, try_engines, try_graphs
-from faults.fault import Fault
-from faults.list import FAULTS
+from faults.case import GATES, Case, Setting, plant, prepare, try_engines
+from faults.fault import ASSEMBLY, RUNTIME, Fault
 from faults.models import make, start
+from faults.table import FAULTS
 from lockstep import CheckError, InputError
 from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
 from lockstep.config.backends import backends
@@ -82,21 +82,8 @@ def run(
     work: a scratch folder.
     loosen: so many times the default tolerances for the gates. checkpoint: of Llama's kind, in place of the demo's.
     """
-    defaults = {precision: Tolerances.of(precision) for precision in precisions}
     judged = {precision: HARMLESS[precision] for precision in precisions}
-    # Here, and not where the gates run: that Python may have no pydantic.
-    compared = {
-        precision: backends()[backend].compare_tolerance(precision, tolerance.beside_graph)
-        for precision, tolerance in defaults.items()
-    }
-    given = {
-        precision: {
-            "noise": loosen * tolerance.noise,
-            "rounding": tolerance.rounding,
-            "compare": loosen * compared[precision],
-        }
-        for precision, tolerance in defaults.items()
-    }
+    given = {precision: _tolerances(backend, precision, loosen) for precision in precisions}
     cases = [(fault.name, precision) for fault in faults for precision in precisions if precision in fault.precisions]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
@@ -133,21 +120,42 @@ def run(
     return found()
 
 
+def _tolerances(backend: str, precision: str, loosen: float) -> dict[str, float]:
+    """Return the default tolerances, loosened. Here, and not where the gates run: that Python may have no pydantic."""
+    default = Tolerances.of(precision)
+    compare = backends()[backend].compare_tolerance(precision, default.beside_graph)
+    return {"noise": loosen * default.noise, "rounding": default.rounding, "compare": loosen * compare}
+
+
 def check(record: Mapping[str, Any]) -> None:
-    """Raises CheckError, naming them, for harmful faults that no gate caught."""
-    missed = sorted(
-        {
-            f"{row['fault']} ({row['where']}, {row['precision']})"
-            for row in record["faults"]
-            if row["harmful"] and not row["caught_by"]
-        }
-    )
+    """Raises CheckError, naming them, for harmful faults that no gate caught, or not the one that must."""
+    harmful = [row for row in record["faults"] if row["harmful"]]
+    missed = sorted({_place(row) for row in harmful if not row["caught_by"]})
     if missed:
-        shown = ", ".join(missed[:8]) + (f" and {len(missed) - 8} more" if len(missed) > 8 else "")
         raise CheckError(
             f"planted faults: expected some gate to catch all {record['harmful']} harmful ones, "
-            f"found {len(missed)} that passed all: {shown}"
+            f"found {len(missed)} that passed all: {_several(missed)}"
         )
+    if late := sorted(f"{_place(row)} by {must}" for row in harmful if (must := missed_by(record, row))):
+        raise CheckError(f"planted faults: expected each to be caught by its gate, found {_several(late)} not to be")
+
+
+def missed_by(record: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
+    """Return the gate that the table says must catch a harmful fault, where it did not; None where it did.
+
+    Of graphs, assemblies and the runtime, in this Python's backends.
+    """
+    must = FAULTS[row["fault"]].caught_by
+    looked = record["backend"] in LOCAL_BACKENDS and row["where"] != "engine"
+    return must if looked and must not in row["caught_by"] else None
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return f"{row['fault']} ({row['where']}, {row['precision']})"
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 @contextmanager
@@ -186,7 +194,7 @@ def _make(setting: Setting, name: str, precision: str, here: bool) -> None:
     make(name, precision, Path(setting.work))
     case = Case(setting, name, precision)
     with case.cleared():
-        message = try_graphs(case)
+        message = case.validate()
     if message is not None:
         raise CheckError(f"{case.target} without a fault: expected validate to pass, found: {message}")
     if here:
@@ -210,10 +218,15 @@ def _try(
                 if may_lack:
                     return (fault, precision), []
                 raise
-            message = try_graphs(case) if case.fault.place != "runtime" else None
+            message = _validated(case)
             return (fault, precision), [_row(case.fault, precision, record, message) for record in try_engines(case)]
     plant(case)
-    return (fault, precision), [{"validate": try_graphs(case) if case.fault.place != "runtime" else None}]
+    return (fault, precision), [{"validate": _validated(case)}]
+
+
+def _validated(case: Case) -> str | None:
+    """Return what validate says; it does not see the runtime."""
+    return case.validate() if case.fault.place != RUNTIME else None
 
 
 def _elsewhere(
@@ -223,7 +236,7 @@ def _elsewhere(
     worker.call(
         python,
         "faults.case:in_backends_python",
-        setting=as_json(setting),
+        setting=asdict(setting),
         models=models,
         cases=cases,
         out=str(_lines(setting)),
@@ -247,9 +260,9 @@ def _row(fault: Fault, precision: str, record: Mapping[str, Any], validated: str
     validate sees graphs and assemblies, not engines and the runtime.
     """
     said = dict(record["gates"])
-    if record["where"] in ("graph", "assembly"):
+    if record["where"] in ("graph", ASSEMBLY):
         said["validate"] = validated
-    caught_by = [gate for gate in gates.GATES if said.get(gate) is not None]
+    caught_by = [gate for gate in GATES if said.get(gate) is not None]
     largest = record["largest_logit_difference"]
     return {
         "fault": fault.name,

@@ -1,59 +1,53 @@
-"""Faults of the runtime: the KV cache and the packing of a step on the host.
+"""Faults of the runtime: the KV cache, the packing of a step, page tables of fused attention, sums over ranks.
 
-And the page table of fused attention on a GPU.
+A wrap takes the right function and gives the faulty one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from faults.fault import Fault
-from lockstep.step import host, host_step, kv_cache, pages
+from faults.fault import RUNTIME, Fault
+from lockstep.step import ranks
+from lockstep.step.host import HostExecutor
+from lockstep.step.host_step import HostStep
+from lockstep.step.kv_cache import KVCache
+from lockstep.step.pages import PagePool
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Change = Callable[[], AbstractContextManager[Any]]
 
 
-@contextlib.contextmanager
-def _wrapped(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
-    """`wrap(right)` in place of a function, for as long as this is open."""
-    right = getattr(owner, name)
-    setattr(owner, name, wrap(right))
-    try:
-        yield
-    finally:
-        setattr(owner, name, right)
-
-
-def _in(owner: Any, name: str, wrap: Wrap) -> Callable[[], AbstractContextManager[None]]:
-    return lambda: _wrapped(owner, name, wrap)
+def instead(owner: Any, name: str, wrap: Wrap) -> Change:
+    """Have `wrap(right)` in place of a function of `owner`."""
+    return lambda: mock.patch.object(owner, name, wrap(getattr(owner, name)))
 
 
 # The cache on the host
 
 
-def _written_late(right):
+def late(right):
     def write(self, layer, place, start, key, value):
-        late = start + 1 if start + 1 + len(key) <= place.capacity else start
-        right(self, layer, place, late, key, value)
+        right(self, layer, place, start + 1 if start + 1 + len(key) <= place.capacity else start, key, value)
 
     return write
 
 
-def _written_to_row_before(right):
-    def write(self, layer, place, start, key, value):
-        right(self, layer, replace(place, row=max(place.row - 1, 0)), start, key, value)
+def to_the_row_before(right):
+    return lambda self, layer, place, start, key, value: right(
+        self, layer, replace(place, row=max(place.row - 1, 0)), start, key, value
+    )
 
-    return write
 
-
-def _second_chunk_lost(right):
+def second_chunk_lost(right):
     def write(self, layer, place, start, key, value):
         if not start:
             right(self, layer, place, start, key, value)
@@ -61,61 +55,48 @@ def _second_chunk_lost(right):
     return write
 
 
-def _past_one_short(right):
+def past_one_short(right):
     def past(self, index, chunk, kind):
         pair = right(self, index, chunk, kind)
         if chunk.start > 1:
-            for array in pair:
-                self._calls.append(functools.partial(array[:, :, -1].fill, 0))
+            self._calls += [partial(array[:, :, -1].fill, 0) for array in pair]
         return pair
 
     return past
 
 
-def _growth_forgets(right):
-    def reserve(self, slot, length):
-        before, moved = self._places.get(slot), right(self, slot, length)
-        if before not in (None, self._places[slot]):
-            for pair in self._row(self._places[slot]):
-                for array in pair:
-                    array[:] = 0
-        return moved
+def growth_loses(rows: Callable[[int], slice]) -> Wrap:
+    """Lose the cache rows `rows(length)` of a request that outgrows its row."""
 
-    return reserve
+    def wrap(right):
+        def reserve(self, slot, length):
+            before, moved = self._places.get(slot), right(self, slot, length)
+            if before not in (None, self._places[slot]):
+                for array in (array for pair in self._row(self._places[slot]) for array in pair):
+                    array[:, :, rows(int(self.lengths[slot]))] = 0
+            return moved
 
+        return reserve
 
-def _growth_loses_last(right):
-    def reserve(self, slot, length):
-        before, moved = self._places.get(slot), right(self, slot, length)
-        if before not in (None, self._places[slot]) and self.lengths[slot]:
-            for pair in self._row(self._places[slot]):
-                for array in pair:
-                    array[:, :, int(self.lengths[slot]) - 1] = 0
-        return moved
-
-    return reserve
+    return wrap
 
 
-def _rows_grow_empty(right):
-    return lambda self, old, shape: right(self, None, shape)
-
-
-def _plans_outlive_growth(right):
+def plans_outlive_growth(right):
     def reserve(self, slot, length):
         right(self, slot, length)
-        return False
+        return False  # nothing has moved
 
     return reserve
 
 
-def _stale_after_reset(right):
+def stale_after_reset(right):
     def drop(self, place):
         self._rows[place.capacity].slots[place.row] = None
 
     return drop
 
 
-def _view_of_row_before(right):
+def row_before_where_alone(right):
     def view(self, layer, capacity, low, high):
         back = 1 if high - low == 1 and low else 0
         return right(self, layer, capacity, low - back, high - back)
@@ -123,7 +104,7 @@ def _view_of_row_before(right):
     return view
 
 
-def _row_3_not_written(right):
+def row_3_not_written(right):
     def write_each(self, group, capacity, rows, starts, key, value):
         kept = rows != 3
         right(self, group, capacity, rows[kept], starts[kept], key[:, kept], value[:, kept])
@@ -131,7 +112,7 @@ def _row_3_not_written(right):
     return write_each
 
 
-def _rows_written_swapped(right):
+def rows_swapped(right):
     def write_each(self, group, capacity, rows, starts, key, value):
         step = -1 if len(rows) > 2 else 1
         right(self, group, capacity, rows, starts, key[:, ::step], value[:, ::step])
@@ -139,11 +120,11 @@ def _rows_written_swapped(right):
     return write_each
 
 
-def _last_layer_not_written(right):
-    def write_each(self, group, capacity, rows, starts, key, value):
+def last_layer_not_written(right):
+    def write_each(self, group, capacity, *what):
         arrays = self._rows[capacity]
         kept = arrays.keys[group][-1].copy(), arrays.values[group][-1].copy()
-        right(self, group, capacity, rows, starts, key, value)
+        right(self, group, capacity, *what)
         arrays.keys[group][-1], arrays.values[group][-1] = kept
 
     return write_each
@@ -152,106 +133,97 @@ def _last_layer_not_written(right):
 # The packing of a step
 
 
-def _gaps_closed(right):
+def gaps_closed(right):
     def write_decoded(self, decoded):
         for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
-            starts = self.tokens.position_ids[tokens][rows - part.low]
+            starts, count = self.tokens.position_ids[tokens][rows - part.low], len(rows)
             for group, (keys, values) in enumerate(new):
-                self._cache.write_each(group, part.capacity, rows, starts, keys[:, : len(rows)], values[:, : len(rows)])
+                self._cache.write_each(group, part.capacity, rows, starts, keys[:, :count], values[:, :count])
 
     return write_decoded
 
 
-def _chunks_from_zero(right):
-    def pack(self, made, advances):
-        rows = right(self, made, advances)
-        for chunk, tokens in zip(made.layout.chunks, made.slices[len(made.layout.decoding) :]):
-            made.tokens.position_ids[tokens] = np.arange(chunk.count)
-        return rows
+def packed(spoil: Callable[[Any, Any], None]) -> Wrap:
+    """Apply `spoil(step, advances)` to each step that was packed."""
 
-    return pack
+    def wrap(right):
+        def pack(self, step, advances):
+            rows = right(self, step, advances)
+            spoil(step, advances)
+            return rows
 
+        return pack
 
-def _row_before_of_chunks(right):
-    def pack(self, made, advances):
-        rows = right(self, made, advances)
-        for i, advance in enumerate(advances):
-            made.logit_rows[i] -= len(advance.tokens) > 1
-        return rows
-
-    return pack
+    return wrap
 
 
-def _in_order_of_slots(right):
-    def pack(self, made, advances):
-        decoded = right(self, made, advances)
-        made.logit_rows[:] = made.logit_rows[np.argsort([advance.slot for advance in advances], kind="stable")]
-        return decoded
-
-    return pack
+def chunks_from_zero(step, advances) -> None:
+    for chunk, tokens in zip(step.layout.chunks, step.slices[len(step.layout.decoding) :]):
+        step.tokens.position_ids[tokens] = np.arange(chunk.count)
 
 
-# The page table of fused attention
+def last_but_one_of_chunks(step, advances) -> None:
+    for i, advance in enumerate(advances):
+        step.logit_rows[i] -= len(advance.tokens) > 1
 
 
-def _fused(name: str, wrap: Wrap) -> Callable[[], AbstractContextManager[None]]:
-    def opened() -> AbstractContextManager[None]:
+def in_order_of_slots(step, advances) -> None:
+    step.logit_rows[:] = step.logit_rows[np.argsort([advance.slot for advance in advances], kind="stable")]
+
+
+# Fused attention on a GPU
+
+
+def fused(name: str, wrap: Wrap) -> Change:
+    def opened() -> AbstractContextManager[Any]:
         from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
 
-        return _wrapped(FusedAttention, name, wrap)
+        return instead(FusedAttention, name, wrap)()
 
     return opened
 
 
-def _table(change: Callable[[np.ndarray], None]) -> Callable[[], AbstractContextManager[None]]:
-    """Apply `change` to the table whenever a row has grown.
-
-    The table is [rows, pages of a row]; it is changed before it goes to the device.
-    """
+def table(spoil: Callable[[np.ndarray], None]) -> Change:
+    """Apply `spoil` to the page table [rows, pages of a row] whenever a row has grown, before it goes to the device."""
 
     def wrap(right):
         def reserve(self, ends, lengths):
-            held = list(self._sent)
+            sent = list(self._sent)
             moved = right(self, ends, lengths)
-            if self._sent != held:
-                change(self._host_table)
+            if self._sent != sent:
+                spoil(self._host_table)
                 self._table_staging.send(self._stream, [(self._table, self._host_table)])
             return moved
 
         return reserve
 
-    return _fused("reserve", wrap)
+    return fused("reserve", wrap)
 
 
-def _second_page_is_first(table: np.ndarray) -> None:
-    table[:, 1] = table[:, 0]
+def second_page_is_first(pages: np.ndarray) -> None:
+    pages[:, 1] = pages[:, 0]
 
 
-def _row_1_has_row_0s(table: np.ndarray) -> None:
-    table[1] = table[0]
+def row_1_has_row_0s(pages: np.ndarray) -> None:
+    pages[1] = pages[0]
 
 
-def _row_3_has_row_2s_first(table: np.ndarray) -> None:
-    table[3, 0] = table[2, 0]
+def row_3_has_row_2s_first(pages: np.ndarray) -> None:
+    pages[3, 0] = pages[2, 0]
 
 
-def _third_page_missing(table: np.ndarray) -> None:
-    table[:, 2] = 0
+def third_page_missing(pages: np.ndarray) -> None:
+    pages[:, 2] = 0
 
 
-def _last_pages_swapped(table: np.ndarray) -> None:
-    """Swap the last pages of a row behind its fourth.
-
-    Only what is written before the row has its fourth page is found elsewhere behind that.
-    """
-    grown = table[:, 3] != 0
-    table[grown, 2], table[grown, 3] = table[grown, 3], table[grown, 2]
+def last_pages_swapped(pages: np.ndarray) -> None:
+    """Swap the third and fourth page: what is written before a row has its fourth is found elsewhere behind that."""
+    grown = pages[:, 3] != 0
+    pages[grown, 2], pages[grown, 3] = pages[grown, 3], pages[grown, 2]
 
 
-def _pages_given_twice(right):
-    """Of `PagePool`."""
-
+def given_twice(right):
     def release(self, pages):
         right(self, pages)
         self._free += [page for page in pages if page in self._free]
@@ -259,134 +231,73 @@ def _pages_given_twice(right):
     return release
 
 
-def _chunk_length_short(right):
-    def begin(self, chunks):
-        return right(self, [(row, start - 1 if start else start, low, high) for row, start, low, high in chunks])
+def past_short(right):
+    return lambda self, chunks: right(
+        self, [(row, start - 1 if start else start, low, high) for row, start, low, high in chunks]
+    )
 
-    return begin
+
+# Sums over ranks
 
 
-_HOST, _GPU = {"backends": ("onnxruntime",)}, {"backends": ("tensorrt",)}
+def sums(made: Callable[[list[np.ndarray]], np.ndarray]) -> Change:
+    def adding(parts: list[np.ndarray], result: np.ndarray) -> Callable[[], None]:
+        return lambda: np.copyto(result, made(parts), casting="same_kind")
+
+    return instead(ranks, "_adding", lambda right: adding)
+
+
+on_host, on_gpu = (functools.partial(Fault, where=RUNTIME, backends=(name,)) for name in ("onnxruntime", "tensorrt"))
+# fmt: off
 FAULTS = (
-    Fault(
-        "cache-late",
-        "a prompt's keys and values one row too far",
-        runtime=_in(kv_cache.KVCache, "write", _written_late),
-        **_HOST,
-    ),
-    Fault(
-        "cache-row-before",
-        "a prompt's keys and values in the row of the request before",
-        runtime=_in(kv_cache.KVCache, "write", _written_to_row_before),
-        **_HOST,
-    ),
-    Fault(
-        "cache-second-chunk",
-        "only a prompt's first chunk is written",
-        runtime=_in(kv_cache.KVCache, "write", _second_chunk_lost),
-        **_HOST,
-    ),
-    Fault(
-        "cache-growth",
-        "what a request held is lost when it outgrows its row",
-        runtime=_in(kv_cache.KVCache, "reserve", _growth_forgets),
-        **_HOST,
-    ),
-    Fault(
-        "cache-growth-last",
-        "the last token is lost when a request outgrows its row",
-        runtime=_in(kv_cache.KVCache, "reserve", _growth_loses_last),
-        **_HOST,
-    ),
-    Fault(
-        "cache-rows",
-        "what other requests hold is lost when a row is added beside theirs",
-        runtime=_in(kv_cache.KVCache, "_grown", _rows_grow_empty),
-        **_HOST,
-    ),
-    Fault(
-        "cache-past",
-        "the last token before a chunk is hidden from it",
-        runtime=_in(host_step.HostStep, "_past", _past_one_short),
-        **_HOST,
-    ),
-    Fault(
-        "cache-growth-plans",
-        "bound calls still read the cache as it was before it grew",
-        runtime=_in(kv_cache.KVCache, "reserve", _plans_outlive_growth),
-        **_HOST,
-    ),
-    Fault(
-        "cache-stale",
-        "a row is not cleared for the next request, which masks what it holds",
-        runtime=_in(kv_cache.KVCache, "_drop_row", _stale_after_reset),
-        **_HOST,
-    ),
-    Fault(
-        "cache-view",
-        "a request that is alone reads the cache of the one before",
-        runtime=_in(kv_cache.KVCache, "view", _view_of_row_before),
-        **_HOST,
-    ),
-    Fault(
-        "cache-row-3",
-        "decoded tokens of the fourth request are not written",
-        runtime=_in(kv_cache.KVCache, "write_each", _row_3_not_written),
-        **_HOST,
-    ),
-    Fault(
-        "cache-swapped",
-        "decoded tokens of more than two requests in reverse order",
-        runtime=_in(kv_cache.KVCache, "write_each", _rows_written_swapped),
-        **_HOST,
-    ),
-    Fault(
-        "cache-last-layer",
-        "decoded tokens are not written in the last layer",
-        runtime=_in(kv_cache.KVCache, "write_each", _last_layer_not_written),
-        **_HOST,
-    ),
-    Fault(
-        "step-gaps",
-        "decoding rows with a gap between them are written as if there were none",
-        runtime=_in(host_step.HostStep, "write_decoded", _gaps_closed),
-        **_HOST,
-    ),
-    Fault(
-        "step-chunk-positions",
-        "positions of each chunk begin at 0",
-        runtime=_in(host.HostExecutor, "_pack", _chunks_from_zero),
-        **_HOST,
-    ),
-    Fault(
-        "step-chunk-row",
-        "logits of a prompt's last token but one",
-        runtime=_in(host.HostExecutor, "_pack", _row_before_of_chunks),
-        **_HOST,
-    ),
-    Fault(
-        "step-order",
-        "logits in the order of the slots, not of the list",
-        runtime=_in(host.HostExecutor, "_pack", _in_order_of_slots),
-        **_HOST,
-    ),
-    Fault("pages-second", "a row's second page is its first", runtime=_table(_second_page_is_first), **_GPU),
-    Fault("pages-row-1", "the second request has the first's pages", runtime=_table(_row_1_has_row_0s), **_GPU),
-    Fault(
-        "pages-row-3", "the fourth request's first page is the third's", runtime=_table(_row_3_has_row_2s_first), **_GPU
-    ),
-    Fault("pages-third", "a row's third page is page 0", runtime=_table(_third_page_missing), **_GPU),
-    Fault(
-        "pages-swapped",
-        "a row's third and fourth page swapped when it has four",
-        runtime=_table(_last_pages_swapped),
-        **_GPU,
-    ),
-    Fault(
-        "pages-twice",
-        "pages of a request that ended are given out twice",
-        runtime=_in(pages.PagePool, "release", _pages_given_twice),
-        **_GPU,
-    ),
-    Fault("pages-length", "a chunk's past one token short", runtime=_fused("begin", _chunk_length_short), **_GPU),
+    on_host("cache-late", "a prompt's keys and values one row too far", change=instead(KVCache, "write", late)),
+    on_host("cache-row-before", "a prompt's keys and values in the row of the request before",
+            change=instead(KVCache, "write", to_the_row_before)),
+    on_host("cache-second-chunk", "only a prompt's first chunk is written",
+            change=instead(KVCache, "write", second_chunk_lost)),
+    on_host("cache-growth", "what a request held is lost when it outgrows its row",
+            change=instead(KVCache, "reserve", growth_loses(lambda length: slice(None)))),
+    on_host("cache-growth-last", "the last token is lost when a request outgrows its row",
+            change=instead(KVCache, "reserve", growth_loses(lambda length: slice(max(length - 1, 0), length)))),
+    on_host("cache-rows", "what other requests hold is lost when a row is added beside theirs",
+            change=instead(KVCache, "_grown", lambda right: lambda self, old, shape: right(self, None, shape))),
+    on_host("cache-past", "the last token before a chunk is hidden from it",
+            change=instead(HostStep, "_past", past_one_short)),
+    on_host("cache-growth-plans", "bound calls still read the cache as it was before it grew",
+            change=instead(KVCache, "reserve", plans_outlive_growth)),
+    on_host("cache-stale", "a row is not cleared for the next request, which masks what it holds",
+            change=instead(KVCache, "_drop_row", stale_after_reset)),
+    on_host("cache-view", "a request that is alone reads the cache of the one before",
+            change=instead(KVCache, "view", row_before_where_alone)),
+    on_host("cache-row-3", "decoded tokens of the fourth request are not written",
+            change=instead(KVCache, "write_each", row_3_not_written)),
+    on_host("cache-swapped", "decoded tokens of more than two requests in reverse order",
+            change=instead(KVCache, "write_each", rows_swapped)),
+    on_host("cache-last-layer", "decoded tokens are not written in the last layer",
+            change=instead(KVCache, "write_each", last_layer_not_written)),
+    on_host("step-gaps", "decoding rows with a gap between them are written as if there were none",
+            change=instead(HostStep, "write_decoded", gaps_closed)),
+    on_host("step-chunk-positions", "positions of each chunk begin at 0",
+            change=instead(HostExecutor, "_pack", packed(chunks_from_zero))),
+    on_host("step-chunk-row", "logits of a prompt's last token but one",
+            change=instead(HostExecutor, "_pack", packed(last_but_one_of_chunks))),
+    on_host("step-order", "logits in the order of the slots, not of the list",
+            change=instead(HostExecutor, "_pack", packed(in_order_of_slots))),
+    on_gpu("pages-second", "a row's second page is its first", change=table(second_page_is_first)),
+    on_gpu("pages-row-1", "the second request has the first's pages", change=table(row_1_has_row_0s)),
+    on_gpu("pages-row-3", "the fourth request's first page is the third's", change=table(row_3_has_row_2s_first)),
+    on_gpu("pages-third", "a row's third page is page 0", change=table(third_page_missing)),
+    on_gpu("pages-swapped", "a row's third and fourth page swapped when it has four", change=table(last_pages_swapped)),
+    on_gpu("pages-twice", "pages of a request that ended are given out twice",
+           change=instead(PagePool, "release", given_twice)),
+    on_gpu("pages-length", "a chunk's past one token short", change=fused("begin", past_short)),
 )
+RANKS = (
+    on_host("sum-left-out", "the first rank's partial sums stand for all", change=sums(lambda parts: parts[0]),
+            model="ranks"),
+    on_host("sum-mean", "the mean of the partial sums", change=sums(lambda parts: np.mean(parts, axis=0)),
+            model="ranks"),
+    on_host("sum-twice", "the first rank's partial sum twice", change=sums(lambda parts: parts[0] + parts[0]),
+            model="ranks"),
+)
+# fmt: on

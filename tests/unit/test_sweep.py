@@ -54,9 +54,9 @@ FAULTS = {fault.name: fault for fault in faults(SEED)}
     "fault", [pytest.param(name, marks=[pytest.mark.long] * (n % 4 > 0)) for n, name in enumerate(FAULTS)]
 )
 def test_a_fault_between_the_edges_is_seen(demo: Results, tmp_path: Path, fault: str) -> None:
-    (pattern,) = FAULTS[fault].graphs
+    (pattern,) = FAULTS[fault].where
     name = pattern.replace("*", "attention")
-    found = pair(demo, spoiled(demo, tmp_path / "engines", name, FAULTS[fault].edit), name)
+    found = pair(demo, spoiled(demo, tmp_path / "engines", name, FAULTS[fault].change), name)
     entry = found.compare(TOLERANCES["fp32"].beside_graph, 300)
     assert not entry.passed and f"engine {name}, " in found.failures[0]
 

@@ -1,0 +1,12 @@
+"""All faults by name, in the order of the page."""
+
+from __future__ import annotations
+
+from faults import adapters, assembly, attention, between, blocks, neighbours, quantized, rope, runtime
+from faults.fault import Fault
+
+ROWS: tuple[Fault, ...] = (
+    *attention.FAULTS, *rope.FAULTS, *neighbours.FAULTS, *blocks.FAULTS, *between.FAULTS, *assembly.FAULTS,
+    *quantized.FAULTS, *runtime.FAULTS, *assembly.RANKS, *runtime.RANKS, *adapters.FAULTS,
+)  # fmt: skip
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in ROWS}
