@@ -14,9 +14,10 @@ from packed_checkpoints import GPTQ, Layout, write_packed
 
 from lockstep.artifacts.adapted import AdaptedReference, AdaptedReport
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
-from lockstep.artifacts.assembly import Assembly, FileEntry
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
+from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import is_data
 from lockstep.backends import build
 from lockstep.checkpoint import resolve

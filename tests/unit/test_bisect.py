@@ -30,7 +30,6 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.bisect_report import BisectReport
 from lockstep.artifacts.files import dump_json, read_json, sha256_file, write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, TokenDifference
-from lockstep.artifacts.typed import decode
 from lockstep.backends import EngineSet, build
 from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
@@ -267,7 +266,7 @@ def check_named(report: BisectReport, wrong: str, fault: Fault) -> None:
     assert found.node.error_after is None or found.node.error_after > 1e-5  # None: infinite, as of another shape
     assert measured.error_before < 1e-4 and not measured.error_after <= measured.tolerance
     assert report.answer in text(report) and fault.node in report.answer
-    assert decode(BisectReport, json.loads(dump_json(report.to_json())), "") == report
+    assert BisectReport.from_json(json.loads(dump_json(report.to_json()))) == report
 
 
 @pytest.mark.parametrize("name", runs(GRAPH_FAULTS, SHORT_RUN))

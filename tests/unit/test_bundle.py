@@ -265,7 +265,7 @@ def test_quantised_weights_keep_their_groups(tmp_path: Path) -> None:
     """Without them no quantised bundle runs."""
     tensors = {"w": TensorPlace("w.safetensors", 0, 4, "I8", (4,))}
     file = StoredFile("w.safetensors", 4, hashlib.sha256(b"1234").hexdigest())
-    WeightsManifest("w8a16", (file,), tensors, 32).save(tmp_path / "weights.json")
+    WeightsManifest.of("w8a16", (file,), tensors, 32).save(tmp_path / "weights.json")
     member = Member("weights/w.safetensors", 512, 4, file.sha256)
     archive = Archive(tmp_path / "b.tar", 2048, {}, {member.name: member})
     (tmp_path / "b.tar").write_bytes(bytes(2048))

@@ -128,7 +128,7 @@ NAMED = {
         "graphs/assembly.json",
         ("max_position_embeddings",),
         fuzz_bundle.MISSING,
-        "expected an object with classes, dtype,",
+        "expected an object with max_position_embeddings,",
     ),
     "a file again and again": (
         "weights/weights.json",

@@ -154,7 +154,10 @@ def test_a_block_that_computes_something_else_is_refused(shared, monkeypatch):
     [
         (lambda data: data[:-9], "expected JSON, found Expecting"),
         (lambda data: data.replace(b"lockstep.kernels/1", b"lockstep.kernels/9"), "expected format .*kernels/1'"),
-        (lambda data: data.replace(b'"in_features"', b'"features"'), "expected kernels and products, found TypeError"),
+        (
+            lambda data: data.replace(b'"in_features"', b'"features"'),
+            r"steps\[\d\]\.products\[0\]: expected an object with in_features, found ",
+        ),
     ],
 )
 def test_a_damaged_engine_file_is_named(shared, tmp_path, damage, found):

@@ -54,7 +54,7 @@ TORCH = (
 RUNS_ALONE = (
     "errors",
     "artifacts.assembly",
-    "artifacts.manifests",
+    "artifacts.document",
     "artifacts.digest_cache",
     "weights",
     "backends",

@@ -37,9 +37,9 @@ from test_quantization import (
 from test_quantization import demo as quantized_demo
 from test_runtime_engine import argmax, ids, with_logits
 
-from lockstep.artifacts.assembly import FileEntry
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
+from lockstep.artifacts.places import FileEntry
 from lockstep.backends import EngineSet, build, get_backend
 from lockstep.backends.openvino import cpu
 from lockstep.checkpoint import resolve

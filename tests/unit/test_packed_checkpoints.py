@@ -20,11 +20,12 @@ from safetensors.numpy import load_file, save_file
 from test_quantization import ASKED, check, damaged, refer, validated
 
 from lockstep import make_random_checkpoint
-from lockstep.artifacts.assembly import Assembly, FileEntry
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.packing import packing_of
+from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import data_name, zero_points_name
 from lockstep.backends import build
 from lockstep.checkpoint import resolve

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from lockstep import make_random_checkpoint
-from lockstep.artifacts.assembly import Assembly, FileEntry
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import scales_name
 from lockstep.backends import build
 from lockstep.backends.onnxruntime.two_parts import split_activations

@@ -18,8 +18,9 @@ from test_quantization import LIMIT, check, made, validated
 
 import fake_gpu
 from lockstep import Advance, Model, make_random_checkpoint
-from lockstep.artifacts.assembly import Assembly, FileEntry
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import data_name, scales_name
 from lockstep.artifacts.tensor_parallel import Shard
 from lockstep.backends import build

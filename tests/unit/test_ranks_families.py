@@ -11,8 +11,8 @@ from demo_model import CONFIG as DEMO_CONFIG
 from families import FAMILIES, some_families
 
 from lockstep import make_random_checkpoint
-from lockstep.artifacts.assembly import FileEntry
 from lockstep.artifacts.files import read_json, sha256_file
+from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.reports import ServedReport
 from lockstep.backends import build
 from lockstep.checkpoint import resolve

@@ -79,7 +79,7 @@ def fill(results: Results, target: Target, *prompts: GoldenPrompt, failure: str 
     engines = results.engines("m", "fp16", "onnxruntime")
     device = {"architecture": "x86_64", "vendor": "AuthenticAMD", "isa": ["avx"]}
     built = {"middle": EngineFile("middle.onnx", "cd" * 32, "ef" * 32)}
-    EngineSetManifest("onnxruntime", "1.31", 1, "fp16", device, {"opset": None}, built).save(engines)
+    EngineSetManifest("onnxruntime", "1.31", "fp16", device, {"opset": None}, built, 1).save(engines)
     engines.with_name("middle.onnx").write_bytes(bytes(2500))
 
 

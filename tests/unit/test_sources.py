@@ -190,10 +190,10 @@ def test_a_model_on_the_hub_is_checked_once_it_is_here(tmp_path):
     )
     assert config.check_sources([tmp_path], results=results) == {}
     write_checkpoint(tmp_path / "results" / "m" / "checkpoint", {"num_hidden_layers": 6})
-    write_fetched(results.source("m"), "hf:a/b", {"config.json": "0"}, commit="1")
+    write_fetched(results.source("m"), "hf:a/b", {"config.json": "0" * 64}, commit="1")
     with pytest.raises(InputError, match=r"models.m.layers\[0\]: expected at most 6"):
         config.check_sources([tmp_path], results=results)
-    write_fetched(results.source("m"), "hf:a/b@other", {"config.json": "0"}, commit="1")
+    write_fetched(results.source("m"), "hf:a/b@other", {"config.json": "0" * 64}, commit="1")
     assert config.check_sources([tmp_path], results=results) == {}
 
 

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 from calls import call
 from hub_server import HubServer
 from lockstep.artifacts import formats
-from lockstep.artifacts.fetched import read_fetched
+from lockstep.artifacts.fetched import Fetched
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.manifest_files import lost_files
 from lockstep.checkpoint import resolve_fetched
@@ -96,7 +96,7 @@ class User:
     def fetch(self, *arguments, **environment: str):
         process = self.call(*arguments, **environment)
         assert process.returncode == 0, process.stderr
-        return read_fetched(self.out)
+        return Fetched.load(self.out)
 
     def lock(self, source: str, commit: str) -> None:
         """Lock the model at a commit, with files that nothing here looks at."""
@@ -144,7 +144,7 @@ def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: Us
     process = user.start()
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    found = read_fetched(user.out)
+    found = Fetched.load(user.out)
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert found.commit == commit and found.source == f"hf:{NAME}" and sorted(found.sha256) == names
     assert {path.name: sha256_file(path) for path in found.folder.iterdir()} == found.sha256
@@ -185,7 +185,7 @@ def test_a_branch_a_tag_and_a_commit(user: User, hub: HubServer) -> None:
     assert user.fetch(f"hf:{NAME}@{first}").commit == first
     assert (
         sha256_file(user.out.parent / "checkpoint" / "model.safetensors")
-        == read_fetched(user.out).sha256["model.safetensors"]
+        == Fetched.load(user.out).sha256["model.safetensors"]
     )
 
 

@@ -43,7 +43,7 @@ def recorded(out: Path, report: Report, **inputs: Path) -> None:
 def results(tmp_path: Path) -> Results:
     results = Results(tmp_path)
     device = {"type": "cpu", "architecture": "x86_64"}
-    engines = EngineSetManifest("onnxruntime", "1.0", 1, "fp16", device, options={})
+    engines = EngineSetManifest("onnxruntime", "1.0", "fp16", device, {}, builder_revision=1)
     engines.save(results.engines("m", "fp16", "onnxruntime"))
     for target, error in zip(TARGETS, (0.25, 0.0)):
         names = (target.model, target.precision, target.layers, target.backend)

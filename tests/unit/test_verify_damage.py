@@ -21,8 +21,8 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import SEAL, sha256_json, write_json
-from lockstep.artifacts.places import StoredFile
-from lockstep.artifacts.reference import FileBeside, ReferenceManifest, ReferencePrompt
+from lockstep.artifacts.places import FileEntry, StoredFile
+from lockstep.artifacts.reference import ReferenceManifest, ReferencePrompt
 from lockstep.errors import LockstepError
 from lockstep.pipeline.stages import step
 from lockstep.provenance import run as stage
@@ -70,11 +70,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     make(results, "export", {"format": formats.ASSEMBLY, "classes": {"g": {**named("g"), "graph": "g"}}}, g=b"g")
     engine = EngineFile("e", sha256(b"e").hexdigest(), sha256(b"g").hexdigest())
-    engines = EngineSetManifest(TARGET.backend, "1", 1, TARGET.precision, {"name": "d"}, {}, {"e": engine})
+    engines = EngineSetManifest(TARGET.backend, "1", TARGET.precision, {"name": "d"}, {}, {"e": engine}, 1)
     make(results, "build", engines.to_json(), e=b"e")
     make(results, "validate", validation(TARGET).to_json())
     answer = ReferencePrompt("A", (1,), (1,), "", ())
-    logits = FileBeside("logits", sha256(b"logits").hexdigest())
+    logits = FileEntry("logits", sha256(b"logits").hexdigest())
     reference = ReferenceManifest(2, 1, (), logits, (answer,), None)
     make(results, "reference", reference.to_json(), logits=b"logits")
     make(results, "golden", golden(TARGET, golden_prompt("A")).to_json())

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.reference import FileBeside, ReferencePrompt
+from lockstep.artifacts.document import Document
+from lockstep.artifacts.places import FileEntry
+from lockstep.artifacts.reference import ReferencePrompt
 from lockstep.artifacts.reports import Report, TokenDifference
-from lockstep.artifacts.typed import Document
 from lockstep.targets import Target
 
 
@@ -40,7 +41,7 @@ class AdaptedReference(Document):
     layers: int | str
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
-    logits: FileBeside
+    logits: FileEntry
     answers: tuple[AdaptedAnswer, ...]
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.bounds import Name, Size
+from lockstep.artifacts.document import Document, Key, integers
 from lockstep.artifacts.files import sha256_json
-from lockstep.artifacts.manifests import NAME, SIZE
 from lockstep.artifacts.places import StoredFile, TensorPlace
-from lockstep.artifacts.schema import integer, mapping, record
-from lockstep.artifacts.typed import Document
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names an adapter's files
 _MASK = "adapter_mask."
@@ -25,14 +24,6 @@ BETWEEN = " + "  # the parts of an engine's slot, in its name
 MOST_ADAPTERS = 256  # resident together
 # Parts of 128: sums over the ranks of all slots may be cut at multiples of it, and an adapter shall lie in one piece.
 RANKS = (8, 16, 32, 64, 128)
-
-LORA_SLOTS = record(
-    {
-        "max_adapters": integer(1, MOST_ADAPTERS),
-        "max_lora_rank": integer(RANKS[0], RANKS[-1]),
-        "classes": mapping(mapping(record({"lora_A": NAME, "lora_B": NAME, "in": SIZE, "out": SIZE}), NAME), NAME),
-    }
-)
 
 
 def mask_name(rank: int) -> str:
@@ -72,17 +63,10 @@ class LoraSlot:
     They are transposed: PEFT's are [rank, in_features] and [out_features, rank].
     """
 
-    a: str
-    b: str
-    in_features: int
-    out_features: int
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> LoraSlot:
-        return cls(value["lora_A"], value["lora_B"], value["in"], value["out"])
-
-    def to_json(self) -> dict[str, Any]:
-        return {"lora_A": self.a, "lora_B": self.b, "in": self.in_features, "out": self.out_features}
+    a: Annotated[Name, Key("lora_A")]
+    b: Annotated[Name, Key("lora_B")]
+    in_features: Annotated[Size, Key("in")]
+    out_features: Annotated[Size, Key("out")]
 
 
 @dataclass(frozen=True)
@@ -93,26 +77,9 @@ class LoraSlots:
     slot is that of its integers.
     """
 
-    max_adapters: int
-    max_lora_rank: int
-    classes: Mapping[str, Mapping[str, LoraSlot]]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> LoraSlots:
-        classes = {
-            name: {slot: LoraSlot.from_json(entry) for slot, entry in slots.items()}
-            for name, slots in value["classes"].items()
-        }
-        return cls(value["max_adapters"], value["max_lora_rank"], classes)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "max_adapters": self.max_adapters,
-            "max_lora_rank": self.max_lora_rank,
-            "classes": {
-                name: {slot: entry.to_json() for slot, entry in slots.items()} for name, slots in self.classes.items()
-            },
-        }
+    max_adapters: Annotated[int, integers(1, MOST_ADAPTERS)]
+    max_lora_rank: Annotated[int, integers(RANKS[0], RANKS[-1])]
+    classes: Mapping[Name, Mapping[Name, LoraSlot]]
 
     @property
     def columns(self) -> int:

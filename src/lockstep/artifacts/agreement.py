@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.adapters import IDS, LoraSlots
+from lockstep.artifacts.document import ValidationError
 from lockstep.artifacts.dtypes import COMPUTE_NAMES, QUANTIZATIONS
 from lockstep.artifacts.quantized import is_data
-from lockstep.artifacts.schema import Wrong
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, heads_divide
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 Values = dict[str, tuple[str, list[int | str]]]  # what stands at a place of the model, by name
 
 
-def agrees(assembly: Assembly, num_layers: int) -> None:
-    """Raise Wrong for the first place where the assembly does not fit together.
+def agrees(assembly: Assembly, num_layers: Any) -> None:
+    """Raise ValidationError for the first place where the assembly does not fit together.
 
     num_layers: what its file says.
     """
-    _same("num_layers", len(assembly.layers), num_layers)
+    _same("num_layers", num_layers, len(assembly.layers))
     _same("dtype", COMPUTE_NAMES[assembly.precision], assembly.dtype)
     _same("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
     for name, variant in assembly.variants.items():
@@ -67,7 +67,9 @@ def _run(assembly: Assembly, where: str, part: BoundBlock, values: Values) -> No
             or io.shape[0] not in ("num_tokens", "num_requests")
             or not all(isinstance(size, int) for size in io.shape[1:])
         ):
-            raise Wrong(f"classes.{part.graph}: {io.name}", "num_tokens or num_requests, then sizes", list(io.shape))
+            raise ValidationError(
+                f"classes.{part.graph}: {io.name}", "num_tokens or num_requests, then sizes", list(io.shape)
+            )
         values[io.key] = _type(io)
 
 
@@ -139,7 +141,9 @@ def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
     for name, own in ranks.variants.items():
         whole, where = assembly.variants[name], f"{here}.kinds.{name}"
         if not heads_divide(whole.num_heads, whole.num_kv_heads, ranks.degree):
-            raise Wrong(where, f"heads that {ranks.degree} ranks can share", f"{whole.num_heads}, {whole.num_kv_heads}")
+            raise ValidationError(
+                where, f"heads that {ranks.degree} ranks can share", f"{whole.num_heads}, {whole.num_kv_heads}"
+            )
         _check_variant(where, own, assembly.dtype)
         _same(f"{where}.num_heads", own.num_heads, whole.num_heads // ranks.degree)
         _same(f"{where}.num_kv_heads", own.num_kv_heads, max(1, whole.num_kv_heads // ranks.degree))
@@ -190,13 +194,13 @@ def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: i
     _same(f"{where}.ranges", len(shard.ranges), degree)
     size = shape[shard.axis] if shard.axis < len(shape) else None
     if not isinstance(size, int):
-        raise Wrong(f"{where}.axis", f"an axis of {_words(shape)} with a size", shard.axis)
+        raise ValidationError(f"{where}.axis", f"an axis of {_words(shape)} with a size", shard.axis)
     for rank in shard.ranges:
         if any(not low < high <= size for low, high in rank) or sum(high - low for low, high in rank) != shard.count:
-            raise Wrong(f"{where}.ranges", f"{shard.count} numbers within {size} at each rank", rank)
+            raise ValidationError(f"{where}.ranges", f"{shard.count} numbers within {size} at each rank", rank)
     covered = {number for rank in shard.ranges for low, high in rank for number in (low, high)}
     if min(covered) != 0 or max(covered) != size:
-        raise Wrong(f"{where}.ranges", f"all of {size}", f"{min(covered)} to {max(covered)}")
+        raise ValidationError(f"{where}.ranges", f"all of {size}", f"{min(covered)} to {max(covered)}")
 
 
 def _type(io: IO) -> tuple[str, list[int | str]]:
@@ -214,13 +218,13 @@ def _unique(where: str, signature: Signature) -> None:
 
 def _named(entries: Mapping[str, Any], name: str, where: str) -> Any:
     if name not in entries:
-        raise Wrong(where, f"one of {_words(sorted(entries))}", name)
+        raise ValidationError(where, f"one of {_words(sorted(entries))}", name)
     return entries[name]
 
 
 def _same(where: str, found: Any, expected: Any) -> None:
     if found != expected:
-        raise Wrong(where, "nothing of this name" if expected is None else _words(expected), found)
+        raise ValidationError(where, "nothing of this name" if expected is None else _words(expected), found)
 
 
 def _words(value: Any) -> str:

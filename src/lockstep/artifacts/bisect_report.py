@@ -6,12 +6,11 @@ infinity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.typed import Document, decode, encode
+from lockstep.artifacts.document import Document, JsonObject
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class StepsError:
 
 
 @dataclass(frozen=True)
-class EngineReport:
+class EngineReport(JsonObject):
     """Engines against their graphs.
 
     served: how far the runtime's logits are off, None where that was not measured. finished: False where the time was
@@ -119,15 +118,6 @@ class EngineReport:
     served: StepsError | None
     finished: bool
     overflow: str | None = None
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> EngineReport:
-        """Return the report of which `to_json` gave `value`."""
-        return decode(cls, value, "")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON, for another process."""
-        return encode(self)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.document import Document, JsonObject, Mark
 from lockstep.artifacts.files import sha256_json
 
 
 @dataclass(frozen=True)
-class BuildKey:
+class BuildKey(JsonObject):
     """The build key of a step: all that decides what it makes.
 
     names: the stage's wildcards. inputs: by name what stands for each, mostly its sha256. options: plain JSON. code:
@@ -32,47 +33,20 @@ class BuildKey:
         """Return the hex digest of the key, which the record and the cache use."""
         return sha256_json(self.to_json())
 
-    def to_json(self) -> dict[str, Any]:
-        value = {
-            "stage": self.stage,
-            "names": dict(self.names),
-            "inputs": dict(self.inputs),
-            "options": dict(self.options),
-            "code": dict(self.code),
-            "environment": dict(self.environment),
-        }
-        return value if self.backend is None else {**value, "backend": dict(self.backend)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> BuildKey:
-        return cls(
-            stage=value["stage"],
-            names=value["names"],
-            inputs=value["inputs"],
-            options=value["options"],
-            code=value["code"],
-            environment=value["environment"],
-            backend=value.get("backend"),
-        )
-
 
 @dataclass(frozen=True)
-class BuildRecord:
+class BuildRecord(Document):
     """A build key, and the sha256 of each output file.
 
-    outputs: by path relative to the manifest.
+    outputs: by path relative to the manifest. The key is not held against its parts when it is read:
+    `lockstep.provenance.record.checked_record` does that.
     """
 
-    key: BuildKey
+    FORMAT: ClassVar[str] = formats.BUILD
+    COMPUTED: ClassVar[Mapping[str, str]] = {"key": "key_sha256"}
+    key: Annotated[BuildKey, Mark.INLINED]
     outputs: Mapping[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"format": formats.BUILD, **self.key.to_json(), "key": self.key.sha256, "outputs": dict(self.outputs)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> BuildRecord:
-        """Take the content of a build record, whose key is not held against its parts.
-
-        `lockstep.provenance.record.checked_record` does that.
-        """
-        return cls(BuildKey.from_json(value), value["outputs"])
+    @property
+    def key_sha256(self) -> str:
+        return self.key.sha256

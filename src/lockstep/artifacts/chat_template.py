@@ -10,34 +10,30 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.assembly import load_chat_template
-from lockstep.artifacts.files import SEAL, dump_json, sha256_file, sha256_json
-from lockstep.artifacts.manifests import NAME, read_checked
-from lockstep.artifacts.schema import mapping, record, text
+from lockstep.artifacts.assembly import TextFiles
+from lockstep.artifacts.bounds import REMEDY, Name
+from lockstep.artifacts.document import Document, matching
+from lockstep.artifacts.files import sha256_file
 from lockstep.errors import CheckError
 
 FILE = "chat_template.json"
 LONGEST, LONGEST_TOKEN = 1_000_000, 1000  # characters; the longest that are published have some ten thousand
-_SCHEMA = record(
-    {
-        "template": text(rf"[^\ud800-\udfff]{{1,{LONGEST}}}", f"a text of 1 to {LONGEST} characters"),
-        "special_tokens": mapping(text(rf"[^\ud800-\udfff]{{0,{LONGEST_TOKEN}}}", "a token"), NAME),
-    }
-)
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
+class ChatTemplate(Document):
     """A Jinja template and the special tokens that it uses.
 
     special_tokens: what it names besides the messages, such as bos_token, by name.
     """
 
-    template: str
-    special_tokens: Mapping[str, str]
+    FORMAT: ClassVar[str] = formats.CHAT_TEMPLATE
+    REMEDY: ClassVar[str] = REMEDY
+    template: Annotated[str, matching(rf"[^\ud800-\udfff]{{1,{LONGEST}}}", f"a text of 1 to {LONGEST} characters")]
+    special_tokens: Mapping[Name, Annotated[str, matching(rf"[^\ud800-\udfff]{{0,{LONGEST_TOKEN}}}", "a token")]]
 
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> ChatTemplate | None:
@@ -45,20 +41,11 @@ class ChatTemplate:
 
         Raises InputError for a file that holds no template, CheckError for one that was not exported with the assembly.
         """
-        entry = load_chat_template(assembly_json)
+        entry = TextFiles.load(assembly_json).chat_template
         if entry is None:
             return None
         path = Path(assembly_json).parent / entry.file
-        value = read_checked(path, formats.CHAT_TEMPLATE, _SCHEMA)
+        template = cls.load(path)
         if (found := sha256_file(path)) != entry.sha256:
             raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {found}; export again")
-        return cls(value["template"], value["special_tokens"])
-
-    def to_bytes(self) -> bytes:
-        """Return the file's content."""
-        value: dict[str, Any] = {
-            "format": formats.CHAT_TEMPLATE,
-            "template": self.template,
-            "special_tokens": dict(self.special_tokens),
-        }
-        return dump_json({**value, SEAL: sha256_json(value)}).encode()
+        return template

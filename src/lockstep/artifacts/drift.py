@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.typed import Document
+from lockstep.artifacts.document import Document
 
 
 @dataclass(frozen=True)

@@ -1,96 +1,80 @@
 """The manifest of a checkpoint that was fetched or made, `source.json`.
 
-The folder `checkpoint/` beside it holds its files. In: files in the hub's cache, or files just written. Out: what was
-taken from where, each file with size and sha256, so that a change is seen and a moving branch stays where it was found.
+The folder `checkpoint/` beside it holds its files. It says what was taken from where, each file with size and sha256,
+so that a change is seen and a moving branch stays where it was found.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json, remove_leftovers, write_json
+from lockstep.artifacts.bounds import Bytes, Digest
+from lockstep.artifacts.document import Document, Key
+from lockstep.artifacts.files import remove_leftovers
+from lockstep.artifacts.places import StoredFile, StoredFiles
 
 FOLDER = "checkpoint"
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """The digests of a fetched checkpoint's files, and its commit.
+class GgufDigest:
+    """The bytes of a GGUF file and their sha256."""
 
-    `sha256`: hex digest by file name. `commit` of the repository it came from, None if it was made here. `gguf`: the
-    digest of the GGUF file that it was made of, None for others.
+    sha256: Digest
+    size: Bytes
+
+
+@dataclass(frozen=True)
+class Fetched(Document):
+    """The files of a fetched checkpoint, relative to the manifest, and where they come from.
+
+    commit: of the repository, None if it was made here. seed: of a random checkpoint. gguf_file: what the checkpoint
+    was made of, None for others.
     """
 
+    FORMAT: ClassVar[str] = formats.SOURCE
     source: str
-    folder: Path
-    sha256: dict[str, str]
-    commit: str | None
-    gguf: str | None = None
+    files: StoredFiles
+    commit: str | None = None
+    repository: str | None = None
+    revision: str | None = None
+    seed: int | None = None
+    gguf_file: Annotated[GgufDigest | None, Key("gguf")] = None
+
+    @property
+    def sha256(self) -> dict[str, str]:
+        """Return the digests of files by their names."""
+        return {Path(file.path).name: file.sha256 for file in self.files}
+
+    @property
+    def gguf(self) -> str | None:
+        """Return the digest of the GGUF file that the checkpoint was made of, None for others."""
+        return self.gguf_file.sha256 if self.gguf_file else None
 
 
 def folder_of(manifest: Path) -> Path:
     return manifest.with_name(FOLDER)
 
 
-def read_fetched(manifest: Path) -> Fetched:
-    """Read `source.json`.
-
-    Raises InputError when the manifest is absent: nothing was fetched yet.
-    """
-    value = read_json(manifest, formats.SOURCE)
-    sha256 = {Path(file["path"]).name: file["sha256"] for file in value["files"]}
-    return Fetched(
-        value["source"], folder_of(manifest), sha256, value.get("commit"), value.get("gguf", {}).get("sha256")
-    )
-
-
 def known(manifest: Path, source: str) -> Fetched | None:
     """Return what `manifest` says, if it is there and of this very `source`."""
     if not manifest.is_file():
         return None
-    found = read_fetched(manifest)
+    found = Fetched.load(manifest)
     return found if found.source == source else None
 
 
 def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **more: Any) -> Path:
-    """Write the manifest of the files of `folder_of(manifest)`.
-
-    `more` are further entries, such as the commit.
-    """
+    """Write the manifest of the files of `folder_of(manifest)`. more: other fields of `Fetched`, such as the commit."""
     folder = folder_of(manifest)
-    files = [
-        {"path": f"{FOLDER}/{name}", "size": (folder / name).stat().st_size, "sha256": digest}
+    files = (
+        StoredFile(f"{FOLDER}/{name}", (folder / name).stat().st_size, digest)
         for name, digest in sorted(sha256.items())
-    ]
+    )
     remove_leftovers(manifest)
-    write_json(manifest, {"format": formats.SOURCE, "source": source, "files": files, **more})
+    Fetched(source, tuple(files), **more).save(manifest)
     return manifest
-
-
-def clear(folder: Path, keep: Iterable[str] = ()) -> None:
-    """Remove what an earlier source left in a fetched folder.
-
-    A second set of weights there would be taken for the first.
-    """
-    kept = set(keep)
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.name not in kept:
-                path.unlink()
-
-
-def link(folder: Path, targets: Mapping[str, Path]) -> None:
-    """Make `folder` hold exactly links of these names to these files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    clear(folder, keep=targets)
-    for name, target in targets.items():
-        path, temporary = folder / name, folder / f".{name}.{os.getpid()}.tmp"
-        if path.is_symlink() and os.readlink(path) == str(target):
-            continue
-        temporary.symlink_to(target)
-        os.replace(temporary, path)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,14 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
     A manifest (an object with a "format") is sealed: `SEAL` is its digest.
     """
-    if isinstance(value, dict) and "format" in value:
-        value = {**value, SEAL: sha256_json({key: item for key, item in value.items() if key != SEAL})}
-    write_bytes(path, dump_json(value).encode())
+    is_manifest = isinstance(value, dict) and "format" in value
+    write_bytes(path, sealed_json(value) if is_manifest else dump_json(value).encode())
+
+
+def sealed_json(value: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest: `value` with its seal, as canonical JSON."""
+    value = {key: item for key, item in value.items() if key != SEAL}
+    return dump_json({**value, SEAL: sha256_json(value)}).encode()
 
 
 ABSENT = "run snakemake first, or the stage that makes it"
@@ -132,10 +137,11 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
     """
     try:
         check_file(path)
-        value = json.loads(Path(path).read_bytes(), parse_constant=_no_number if format else None)
+        data = Path(path).read_bytes()
+        value = json.loads(data, parse_constant=_no_number if format else None)
         found = value.get("format") if isinstance(value, dict) else None
         seal = value.pop(SEAL, None) if isinstance(found, str) else None
-        content = sha256_json(value) if seal is not None else None  # fails for half a character
+        content = _sealed_digest(data, value, seal) if seal is not None else None  # fails for half a character
     except FileNotFoundError:
         raise InputError(f"{path}: expected a file, found none; {absent}") from None
     except RecursionError:
@@ -147,6 +153,16 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
     if seal != content:
         raise InputError(f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; {damaged}")
     return value
+
+
+def _sealed_digest(data: bytes, value: Any, seal: Any) -> str:
+    """Return the sha256 of the manifest `data` without its seal, which `value` is.
+
+    Writing it once more as canonical JSON takes longer than all else, and a file that nobody edited is that already.
+    """
+    line = f',\n  "{SEAL}": "{seal}"'.encode(errors="replace")
+    digest = hashlib.sha256(data.replace(line, b"", 1)).hexdigest()
+    return digest if digest == seal else sha256_json(value)
 
 
 def _no_number(name: str) -> None:

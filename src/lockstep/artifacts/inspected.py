@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.artifacts.typed import decode, encode
+from lockstep.artifacts.document import JsonObject
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class InspectedEngine:
 
 
 @dataclass(frozen=True)
-class InspectedSet:
+class InspectedSet(JsonObject):
     """All engines of a set by name.
 
     digest: of the set. device: what of it matters, JSON.
@@ -36,10 +36,3 @@ class InspectedSet:
     digest: str
     device: Any
     engines: Mapping[str, InspectedEngine]
-
-    def to_json(self) -> dict[str, Any]:
-        return encode(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> InspectedSet:
-        return decode(cls, value, "inspected")

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.artifacts.document import ValidationError
 from lockstep.artifacts.packing import KEY, packing_of
-from lockstep.artifacts.schema import Wrong
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
@@ -160,7 +160,7 @@ def _packing_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
         return
     try:
         packing_of({key: value})
-    except Wrong as wrong:
+    except ValidationError as wrong:
         yield Fault(wrong.where, wrong.expected, wrong.found)
 
 

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.artifacts.document import ValidationError
 from lockstep.artifacts.dtypes import GROUP_SIZES, QUANTIZATIONS
 from lockstep.artifacts.quantized import QuantizedTensors
-from lockstep.artifacts.schema import Wrong
 from lockstep.errors import InputError
 
 KEY = "quantization_config"
@@ -80,13 +80,13 @@ def precision_of(bits: int) -> str:
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
     """Return how a config.json says that weights are packed.
 
-    None of a model in floating point. Raises Wrong for what cannot be read.
+    None of a model in floating point. Raises ValidationError for what cannot be read.
     """
     settings = config.get(KEY)
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
-        raise Wrong(KEY, "an object", settings)
+        raise ValidationError(KEY, "an object", settings)
     method = settings.get("quant_method")
     if method == "gptq":
         return _gptq(settings)
@@ -95,62 +95,64 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
     if method in ("compressed-tensors", "compressed_tensors"):
         return _compressed(settings)
     expected = "gptq, awq or compressed-tensors, or no quantization_config where the weights are in floating point"
-    raise Wrong(f"{KEY}.quant_method", expected, method)
+    raise ValidationError(f"{KEY}.quant_method", expected, method)
 
 
 def _gptq(settings: Mapping[str, Any]) -> Packing:
     layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if layout not in ("gptq", "gptq_v2"):
-        raise Wrong(f"{KEY}.checkpoint_format", "gptq or gptq_v2", layout)
+        raise ValidationError(f"{KEY}.checkpoint_format", "gptq or gptq_v2", layout)
     if settings.get("is_marlin_format"):
-        raise Wrong(f"{KEY}.is_marlin_format", "false", settings["is_marlin_format"])
+        raise ValidationError(f"{KEY}.is_marlin_format", "false", settings["is_marlin_format"])
     symmetric = settings.get("sym", True)
     if type(symmetric) is not bool:
-        raise Wrong(f"{KEY}.sym", "true or false", symmetric)
+        raise ValidationError(f"{KEY}.sym", "true or false", symmetric)
     return Packing(layout, _bits(settings, "bits"), _group_size(settings, ""), not symmetric)
 
 
 def _awq(settings: Mapping[str, Any]) -> Packing:
     version = settings.get("version") or settings.get("checkpoint_format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise Wrong(f"{KEY}.version", "gemm", version)
+        raise ValidationError(f"{KEY}.version", "gemm", version)
     if settings.get("zero_point", True) is not True:
-        raise Wrong(f"{KEY}.zero_point", "true", settings["zero_point"])
+        raise ValidationError(f"{KEY}.zero_point", "true", settings["zero_point"])
     if settings.get("bits", settings.get("w_bit")) != 4:
-        raise Wrong(f"{KEY}.bits", "4", settings.get("bits", settings.get("w_bit")))
+        raise ValidationError(f"{KEY}.bits", "4", settings.get("bits", settings.get("w_bit")))
     return Packing("awq", 4, _group_size(settings, ""), zero_points=True)
 
 
 def _compressed(settings: Mapping[str, Any]) -> Packing:
     for key in ("kv_cache_scheme", "transform_config"):
         if settings.get(key):
-            raise Wrong(f"{KEY}.{key}", "none", settings[key])
+            raise ValidationError(f"{KEY}.{key}", "none", settings[key])
     sparsity = settings.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
-        raise Wrong(f"{KEY}.sparsity_config", "none", sparsity)
+        raise ValidationError(f"{KEY}.sparsity_config", "none", sparsity)
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise Wrong(f"{KEY}.config_groups", "an object of groups", groups)
+        raise ValidationError(f"{KEY}.config_groups", "an object of groups", groups)
     found = {name: _compressed_group(settings, name, group) for name, group in sorted(groups.items())}
     first = next(iter(found.values()))
     for name, packing in found.items():
         if packing != first:
-            raise Wrong(f"{KEY}.config_groups.{name}", "groups of one format, of the same bits and group_size", packing)
+            raise ValidationError(
+                f"{KEY}.config_groups.{name}", "groups of one format, of the same bits and group_size", packing
+            )
     return first
 
 
 def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Packing:
     where = f"config_groups.{name}"
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        raise Wrong(f"{KEY}.{where}", "an object with weights", group)
+        raise ValidationError(f"{KEY}.{where}", "an object with weights", group)
     for key in ("input_activations", "output_activations"):
         if group.get(key) is not None:
             expected = "null, for activations are not quantised here"
-            raise Wrong(f"{KEY}.{where}.{key}", expected, group[key])
+            raise ValidationError(f"{KEY}.{where}.{key}", expected, group[key])
     weights, where = group["weights"], f"{where}.weights"
     style = group.get("format") or settings.get("format")
     if style not in ("pack-quantized", *_PLAIN_INT8):
-        raise Wrong(f"{KEY}.format", ", ".join(("pack-quantized", *_PLAIN_INT8)), style)
+        raise ValidationError(f"{KEY}.format", ", ".join(("pack-quantized", *_PLAIN_INT8)), style)
     known: dict[str, tuple[Any, ...]] = {
         "type": ("int", None),
         "symmetric": (True, False, None),
@@ -158,13 +160,13 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
     }
     for key, choices in {**known, "actorder": (None, False, "weight", "static")}.items():
         if weights.get(key) not in choices:
-            raise Wrong(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights[key])
+            raise ValidationError(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights[key])
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
     if strategy not in ("group", "channel"):
-        raise Wrong(f"{KEY}.{where}.strategy", "group or channel", strategy)
+        raise ValidationError(f"{KEY}.{where}.strategy", "group or channel", strategy)
     bits = _bits(weights, "num_bits", where)
     if style in _PLAIN_INT8 and bits != 8:
-        raise Wrong(f"{KEY}.{where}.num_bits", f"8 with {style}", bits)
+        raise ValidationError(f"{KEY}.{where}.num_bits", f"8 with {style}", bits)
     group_size = _group_size(weights, where) if strategy == "group" else None
     layout = "int8" if style in _PLAIN_INT8 else "packed"
     return Packing(layout, bits, group_size, zero_points=weights.get("symmetric") is False)
@@ -173,7 +175,7 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
 def _bits(settings: Mapping[str, Any], key: str, where: str = "") -> int:
     bits = settings.get(key)
     if type(bits) is not int or bits not in _BITS:
-        raise Wrong(_at(where, key), " or ".join(map(str, _BITS)), bits)
+        raise ValidationError(_at(where, key), " or ".join(map(str, _BITS)), bits)
     return bits
 
 
@@ -182,7 +184,7 @@ def _group_size(settings: Mapping[str, Any], where: str) -> int | None:
     if size == -1 and type(size) is int:
         return None
     if type(size) is not int or size < 1 or largest_group(size) is None:
-        raise Wrong(_at(where, "group_size"), f"-1, or a multiple of {min(GROUP_SIZES)}", size)
+        raise ValidationError(_at(where, "group_size"), f"-1, or a multiple of {min(GROUP_SIZES)}", size)
     return size
 
 

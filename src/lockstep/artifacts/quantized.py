@@ -12,30 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from lockstep.artifacts.dtypes import GROUP_SIZES
-from lockstep.artifacts.manifests import NAME
-from lockstep.artifacts.schema import Check, Wrong, mapping, record
+from lockstep.artifacts.bounds import GroupSize, Name
+from lockstep.artifacts.document import one_of
 
-
-def _one_of(*choices: int) -> Check:
-    def check_choice(value: Any, where: str) -> None:
-        if type(value) is not int or value not in choices:
-            raise Wrong(where, f"one of {', '.join(map(str, choices))}", value)
-
-    return check_choice
-
-
-GROUP_SIZE = _one_of(*GROUP_SIZES)
-
-
-def _true(value: Any, where: str) -> None:
-    if value is not True:
-        raise Wrong(where, "true", value)
-
-
-QUANTIZED = record({"group_size": GROUP_SIZE, "bits": mapping(_one_of(4, 8), NAME)}, {"zero_points": _true})
 _DATA, _SCALES, _ZERO_POINTS = ".data", ".scales", ".zero_points"
 
 
@@ -46,17 +27,9 @@ class QuantizedTensors:
     bits: of each of them, by name. zero_points: whether each has some of its own.
     """
 
-    group_size: int
-    bits: Mapping[str, int]
+    group_size: GroupSize
+    bits: Mapping[Name, Annotated[int, one_of(4, 8)]]
     zero_points: bool = False
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> QuantizedTensors:
-        return cls(value["group_size"], value["bits"], value.get("zero_points", False))
-
-    def to_json(self) -> dict[str, Any]:
-        own = {"zero_points": True} if self.zero_points else {}
-        return {"group_size": self.group_size, "bits": dict(sorted(self.bits.items())), **own}
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the tensors that a quantised tensor or slot is kept as."""

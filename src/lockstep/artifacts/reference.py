@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.typed import Document
-
-
-@dataclass(frozen=True)
-class FileBeside:
-    """A file beside the manifest, and its sha256."""
-
-    file: str
-    sha256: str
+from lockstep.artifacts.document import Document
+from lockstep.artifacts.places import FileEntry
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class ReferenceManifest(Document):
     layers: int | str
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
-    logits: FileBeside
+    logits: FileEntry
     prompts: tuple[ReferencePrompt, ...]
     long: LongPrompt | None
-    drift: FileBeside | None = None
+    drift: FileEntry | None = None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.typed import Document, keyed
+from lockstep.artifacts.document import Document, Key
 from lockstep.targets import Target
 
 PASS, FAIL = "pass", "fail"
@@ -56,7 +56,7 @@ class BlockErrors:
     block: str
     tensors: Mapping[str, TensorError]
     layer: int | None = None
-    variant: str | None = keyed("kind", None)
+    variant: Annotated[str | None, Key("kind")] = None
 
 
 @dataclass(frozen=True)

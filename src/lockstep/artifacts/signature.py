@@ -7,35 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from lockstep.artifacts.dtypes import named_dtype
+from lockstep.artifacts.bounds import Name, Size
+from lockstep.artifacts.document import JsonObject, ValidationError, length, one_of
+from lockstep.artifacts.dtypes import PRECISION_NAMES, named_dtype
 from lockstep.errors import CheckError
 
 if TYPE_CHECKING:
     import numpy as np
 
 _FEW = 16
+_WEIGHTS = (*PRECISION_NAMES.values(), "uint8")
 
 
 @dataclass(frozen=True)
-class IO:
+class IO(JsonObject):
     """An input, output or slot of a graph.
 
     dtype: as NumPy calls it, such as "float16". shape: dimensions are numbers or names (`num_tokens`, `num_requests`,
     `past_capacity`).
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> IO:
-        return cls(value["name"], value["dtype"], tuple(value["shape"]))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+    name: Name
+    dtype: Annotated[str, one_of(*_WEIGHTS, "int64")]
+    shape: Annotated[
+        tuple[Size | Annotated[str, one_of("num_tokens", "num_requests", "past_capacity")], ...], length(8)
+    ]
 
     @property
     def key(self) -> str:
@@ -61,21 +59,15 @@ class IO:
 
 
 @dataclass(frozen=True)
-class Signature:
+class Signature(JsonObject):
     """The inputs and outputs of a graph, and its slots: the inputs that take weights."""
 
-    inputs: tuple[IO, ...]
-    outputs: tuple[IO, ...]
-    slots: tuple[IO, ...] = ()
+    inputs: Annotated[tuple[IO, ...], length(100)]
+    outputs: Annotated[tuple[IO, ...], length(100)]
+    slots: Annotated[tuple[IO, ...], length(1_000_000)] = ()  # of the whole model, one for each weight
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Signature:
-        return cls(*(tuple(map(IO.from_json, value.get(role, ()))) for role in ("inputs", "outputs", "slots")))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return `inputs`, `outputs`, and `slots` where there are some."""
-        found = {"inputs": self.inputs, "outputs": self.outputs} | ({"slots": self.slots} if self.slots else {})
-        return {role: [io.to_json() for io in ios] for role, ios in found.items()}
+    def validate(self, stored: Mapping[str, Any]) -> None:
+        check_slots(self.slots)
 
     def check(self, found: Signature, where: str, remedy: str) -> None:
         """Raise CheckError where `found` takes or gives something else.
@@ -93,6 +85,13 @@ class Signature:
                     raise CheckError(
                         f"{where}: {role} {io.name!r}: expected {io.type}, found {types[io.name]}; {remedy}"
                     )
+
+
+def check_slots(slots: Sequence[IO]) -> None:
+    """Raise ValidationError for the first slot that takes no weight: its dimensions are all numbers."""
+    for slot in slots:
+        if slot.dtype not in _WEIGHTS or not all(isinstance(size, int) for size in slot.shape):
+            raise ValidationError(f"slots: {slot.name}", f"one of {', '.join(_WEIGHTS)}, and sizes", slot.type)
 
 
 def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[str], remedy: str = "") -> None:

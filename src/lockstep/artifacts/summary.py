@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.typed import Document
+from lockstep.artifacts.document import Document
 from lockstep.targets import Target
 
 

@@ -8,54 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 
-from lockstep.artifacts.graph_files import GRAPH, PHASES, VARIANT, AttentionVariant, GraphFile
-from lockstep.artifacts.manifests import FILE, LARGEST, NAME
-from lockstep.artifacts.schema import integer, items, mapping, record
+from lockstep.artifacts.bounds import Count, FileName, Name
+from lockstep.artifacts.document import JsonObject, Key, integers, length
+from lockstep.artifacts.graph_files import PHASES, AttentionVariant, GraphFile
 from lockstep.targets import MOST_RANKS
 
-_SHARD = record(
-    {
-        "axis": integer(0, 7),
-        "ranges": items(
-            items(items(integer(0, LARGEST), most=2, least=2), most=10_000, least=1), most=MOST_RANKS, least=2
-        ),
-    }
-)
-_CLASS = record(
-    {
-        "pieces": items(record({"class": NAME, "sums": mapping(NAME, NAME)}), most=100, least=1),
-        "values": mapping(_SHARD, NAME),
-        "weights": mapping(_SHARD, NAME),
-        "first": items(NAME, most=10_000),
-    }
-)
-TENSOR_PARALLEL = record(
-    {
-        "degree": integer(2, MOST_RANKS),
-        "graphs": mapping(GRAPH, FILE),
-        "classes": mapping(_CLASS, NAME),
-        "kinds": mapping(VARIANT, FILE),
-    }
-)
+_Rank = Annotated[tuple[tuple[Count, Count], ...], length(10_000, least=1)]
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(JsonObject):
     """Each rank's part of a tensor along `axis`.
 
     `ranges[rank]`: [start, end) one after another.
     """
 
-    axis: int
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Shard:
-        return cls(value["axis"], tuple(tuple((low, high) for low, high in rank) for rank in value["ranges"]))
+    axis: Annotated[int, integers(0, 7)]
+    ranges: Annotated[tuple[_Rank, ...], length(MOST_RANKS, least=2)]
 
     @classmethod
     def even(cls, axis: int, size: int, degree: int) -> Shard:
@@ -68,9 +41,6 @@ class Shard:
             return cls(axis, tuple(((rank * part, (rank + 1) * part),) for rank in range(degree)))
         starts = [rank * size // degree for rank in range(degree)]
         return cls(axis, tuple(((start, start + 1),) for start in starts))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"axis": self.axis, "ranges": [[list(pair) for pair in rank] for rank in self.ranges]}
 
     def scaled(self, unit: int) -> Shard:
         """Return the shard of a tensor that has `unit` numbers where this one has one."""
@@ -106,15 +76,8 @@ class ShardEntry:
     sums: {partial sum that it gives: the name under which later pieces, or the block's readers, find their sum}.
     """
 
-    graph: str
-    sums: Mapping[str, str]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ShardEntry:
-        return cls(value["class"], value["sums"])
-
-    def to_json(self) -> dict[str, Any]:
-        return {"class": self.graph, "sums": dict(self.sums)}
+    graph: Annotated[Name, Key("class")]
+    sums: Mapping[Name, Name]
 
 
 @dataclass(frozen=True)
@@ -126,29 +89,10 @@ class ShardedClass:
     partial sums.
     """
 
-    pieces: tuple[ShardEntry, ...]
-    values: Mapping[str, Shard]
-    weights: Mapping[str, Shard]
-    first: tuple[str, ...]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ShardedClass:
-        shards = lambda key: {name: Shard.from_json(entry) for name, entry in value[key].items()}
-        return cls(
-            tuple(map(ShardEntry.from_json, value["pieces"])),
-            shards("values"),
-            shards("weights"),
-            tuple(value["first"]),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        shards = lambda entries: {name: shard.to_json() for name, shard in sorted(entries.items())}
-        return {
-            "pieces": [piece.to_json() for piece in self.pieces],
-            "values": shards(self.values),
-            "weights": shards(self.weights),
-            "first": list(self.first),
-        }
+    pieces: Annotated[tuple[ShardEntry, ...], length(100, least=1)]
+    values: Mapping[Name, Shard]
+    weights: Mapping[Name, Shard]
+    first: Annotated[tuple[Name, ...], length(10_000)]
 
     def take_weight(self, slot: str, array: np.ndarray, rank: int) -> np.ndarray:
         """Return what a rank's slot takes of the whole slot's array."""
@@ -166,27 +110,10 @@ class TensorParallel:
     rank runs whole. variants: the assembly's attention with a rank's heads.
     """
 
-    degree: int
-    graphs: Mapping[str, GraphFile]
-    classes: Mapping[str, ShardedClass]
-    variants: Mapping[str, AttentionVariant]
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TensorParallel:
-        return cls(
-            value["degree"],
-            {name: GraphFile.from_json(entry) for name, entry in value["graphs"].items()},
-            {name: ShardedClass.from_json(entry) for name, entry in value["classes"].items()},
-            {name: AttentionVariant.from_json(entry) for name, entry in value["kinds"].items()},
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "degree": self.degree,
-            "graphs": {name: graph.to_json() for name, graph in self.graphs.items()},
-            "classes": {name: sharded.to_json() for name, sharded in self.classes.items()},
-            "kinds": {name: variant.to_json() for name, variant in self.variants.items()},
-        }
+    degree: Annotated[int, integers(2, MOST_RANKS)]
+    graphs: Mapping[FileName, GraphFile]
+    classes: Mapping[Name, ShardedClass]
+    variants: Annotated[Mapping[FileName, AttentionVariant], Key("kinds")]
 
     def all_graphs(self) -> Iterator[tuple[str, GraphFile]]:
         """Yield (name, graph) of all that ranks run but the embedding."""

@@ -1,82 +1,81 @@
 """The manifest of converted weights: files, and the places of tensors in them.
 
-`weights/weights.json` in and out. Types and ranges are checked; that places lie within files is for whoever opens them.
+`weights/weights.json` in and out. That places lie within files is for whoever opens them.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifests import NAME, PRECISION, REMEDY, read_checked
-from lockstep.artifacts.places import FILES, MAX_FILES, StoredFile, TensorPlace, place_schema
-from lockstep.artifacts.quantized import GROUP_SIZE
-from lockstep.artifacts.schema import Wrong, check, integer, mapping, record
-
-_TENSOR = place_schema(integer(0, MAX_FILES))
-_SCHEMA = record(
-    {"precision": PRECISION, "tensors": mapping(_TENSOR, NAME), "files": FILES}, {"group_size": GROUP_SIZE}
-)
+from lockstep.artifacts.bounds import REMEDY, Bytes, GroupSize, Name, Precision
+from lockstep.artifacts.document import Document, Key, ValidationError, integers
+from lockstep.artifacts.places import MAX_FILES, StoredFile, StoredFiles, TensorDtype, TensorPlace, TensorShape
 
 
 @dataclass(frozen=True)
-class WeightsManifest:
-    """The tensors of one precision by name, and their files.
+class NumberedPlace:
+    """The place of a tensor, as `TensorPlace`. file: its number among the manifest's files."""
 
-    A file's path is relative to the manifest or absolute; a place has that path. On disk it has the file's number.
-    group_size: of the tensors that are quantised (`artifacts.quantized`); None where none is.
+    file: Annotated[int, integers(0, MAX_FILES)]
+    offset: Bytes
+    length: Bytes
+    dtype: TensorDtype
+    shape: TensorShape
+
+
+@dataclass(frozen=True)
+class WeightsManifest(Document):
+    """The tensors of one precision, and their files.
+
+    A file's path is relative to the manifest or absolute. group_size: of the tensors that are quantised
+    (`artifacts.quantized`); None where none is.
     """
 
-    precision: str
-    files: tuple[StoredFile, ...]
-    tensors: Mapping[str, TensorPlace]
-    group_size: int | None = None
+    FORMAT: ClassVar[str] = formats.WEIGHTS
+    REMEDY: ClassVar[str] = REMEDY
+    precision: Precision
+    files: StoredFiles
+    numbered: Annotated[Mapping[Name, NumberedPlace], Key("tensors")]
+    group_size: GroupSize | None = None
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> WeightsManifest:
-        """Read weights.json. Raises InputError for a file that is no manifest of weights."""
-        value = read_checked(path, formats.WEIGHTS, _SCHEMA)
-        files = tuple(map(StoredFile.from_json, value["files"]))
-        check(files, _each_once, path, REMEDY)
-        check(value["tensors"], lambda tensors, _: _numbered(tensors, len(files)), path, REMEDY)
-        tensors = {
-            name: TensorPlace.from_json(files[entry["file"]].path, entry) for name, entry in value["tensors"].items()
+    def of(
+        cls,
+        precision: str,
+        files: Sequence[StoredFile],
+        tensors: Mapping[str, TensorPlace],
+        group_size: int | None = None,
+    ) -> WeightsManifest:
+        """Return the manifest of tensors, by name, whose files are called by their paths."""
+        numbers = {file.path: number for number, file in enumerate(files)}
+        numbered = {
+            name: NumberedPlace(numbers[place.file], place.offset, place.length, place.dtype, place.shape)
+            for name, place in tensors.items()
         }
-        return cls(value["precision"], files, tensors, value.get("group_size"))
+        return cls(precision, tuple(files), numbered, group_size)
 
-    def save(self, path: str | os.PathLike) -> None:
-        write_json(path, self.to_json())
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorPlace]:
+        """Return the places of tensors by name, each in a file by its path."""
+        return {
+            name: TensorPlace(self.files[place.file].path, place.offset, place.length, place.dtype, place.shape)
+            for name, place in self.numbered.items()
+        }
+
+    def validate(self, stored: Mapping[str, Any]) -> None:
+        for name, place in self.numbered.items():
+            if place.file >= len(self.files):
+                raise ValidationError(
+                    f"tensors.{name}.file", f"the number of one of {len(self.files)} files", place.file
+                )
+        paths = [file.path for file in self.files]
+        if len(set(paths)) < len(paths):  # each is mapped whole
+            raise ValidationError("files", "each file once", next(path for path in paths if paths.count(path) > 1))
 
     def moved(self, new_path: Callable[[str], str]) -> WeightsManifest:
         """Return the manifest of the same files at other paths."""
-        files = tuple(replace(file, path=new_path(file.path)) for file in self.files)
-        places = {name: replace(place, file=new_path(place.file)) for name, place in self.tensors.items()}
-        return replace(self, files=files, tensors=places)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of weights.json, without its seal."""
-        numbers = {file.path: number for number, file in enumerate(self.files)}
-        return {
-            "format": formats.WEIGHTS,
-            "precision": self.precision,
-            **({"group_size": self.group_size} if self.group_size else {}),
-            "files": [file.to_json() for file in self.files],
-            "tensors": {name: {**place.to_json(), "file": numbers[place.file]} for name, place in self.tensors.items()},
-        }
-
-
-def _numbered(tensors: Mapping[str, Mapping[str, Any]], num_files: int) -> None:
-    for name, entry in tensors.items():
-        if entry["file"] >= num_files:
-            raise Wrong(f"tensors.{name}.file", f"the number of one of {num_files} files", entry["file"])
-
-
-def _each_once(files: tuple[StoredFile, ...], where: str) -> None:
-    """Raise Wrong where a file is named twice: each is mapped whole."""
-    paths = [file.path for file in files]
-    if len(set(paths)) < len(paths):
-        raise Wrong("files", "each file once", next(path for path in paths if paths.count(path) > 1))
+        return replace(self, files=tuple(replace(file, path=new_path(file.path)) for file in self.files))

@@ -16,42 +16,55 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.bounds import Precision, Size
 from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.dtypes import COMPUTE_NAMES
+from lockstep.artifacts.document import JsonObject, ValidationError, matching
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.manifests import LARGEST
 from lockstep.artifacts.places import StoredFile
-from lockstep.artifacts.schema import check, either, integer, one_of, record, text
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
 from lockstep.targets import Limits, Target
 
 _REMEDY = "make the bundle again"
-_LIMIT = integer(1, LARGEST)
-_ABOUT = record(
-    {
-        "target": record(
-            {
-                "model": text(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name"),
-                "precision": one_of(*COMPUTE_NAMES),
-                "backend": text("[a-z_]+", "a backend's name"),
-                "layers": either(one_of("all"), _LIMIT, words="a number of layers or 'all'"),
-            }
-        ),
-        "limits": record(dict.fromkeys(("max_batch_size", "max_seq_len", "max_num_tokens", "max_input_len"), _LIMIT)),
-        "weights": one_of("inside", "apart"),
-    }
-)
 ADAPTERS_JSON = "adapters/adapters.json"
 _NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The target as the bundle's manifest has it."""
+
+    model: Annotated[str, matching(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name")]
+    precision: Precision
+    layers: Literal["all"] | Size
+    backend: Annotated[str, matching("[a-z_]+", "a backend's name")]
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """The limits as the bundle's manifest has them."""
+
+    max_batch_size: Size
+    max_input_len: Size
+    max_seq_len: Size
+    max_num_tokens: Size
+
+
+@dataclass(frozen=True)
+class _About(JsonObject):
+    """What the bundle's manifest says besides its files."""
+
+    target: _Target
+    limits: _Limits
+    weights: Literal["inside", "apart"]
 
 
 @dataclass(frozen=True)
@@ -80,12 +93,12 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
     """
     archive = read_archive(path)
     about = _about(archive)
-    if about["weights"] == "inside" and weights is not None:
+    if about.weights == "inside" and weights is not None:
         raise InputError(
             f"{path}: expected no --weights, for the bundle holds its own, found {weights}; "
             f"leave it out, or pack without weights"
         )
-    if about["weights"] == "apart" and weights is None:
+    if about.weights == "apart" and weights is None:
         raise InputError(
             f"{path}: expected --weights, for the bundle holds none; give the folder of "
             f"{_weights_of(about)}, or a weights.json"
@@ -93,16 +106,16 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
     with _scratch() as folder:
         digest = _extract(archive, folder)
         manifest = folder / "weights" / "weights.json"
-        target = Target(**{name: about["target"][name] for name in ("model", "precision", "layers", "backend")})
+        target = Target(**vars(about.target))
         _check_named(archive, folder, target)
-        if about["weights"] == "inside":
+        if about.weights == "inside":
             _point_into(archive, manifest, digest)
         else:
             assert weights is not None  # said above
             manifest = _bind(manifest, Path(weights))
         yield Opened(
             target,
-            Limits(**about["limits"]),
+            Limits(**vars(about.limits)),
             folder / "engines" / "engines.json",
             folder / "graphs" / "assembly.json",
             manifest,
@@ -128,16 +141,19 @@ def _scratch() -> Iterator[Path]:
         atexit.unregister(remove)
 
 
-def _about(archive: Archive) -> Mapping[str, Any]:
-    check(archive.manifest, _ABOUT, f"{archive.path}: {MANIFEST}", _REMEDY)
+def _about(archive: Archive) -> _About:
+    try:
+        about = _About.from_json(archive.manifest)
+    except ValidationError as error:
+        raise InputError(f"{archive.path}: {MANIFEST}: {error}; {_REMEDY}") from None
     for name in _NEEDED:
         if name not in archive.members:
             raise InputError(f"{archive.path}: {MANIFEST}: expected {', '.join(_NEEDED)}, found no {name}; {_REMEDY}")
-    return archive.manifest
+    return about
 
 
-def _weights_of(about: Mapping[str, Any]) -> str:
-    return f"the weights of {about['target']['model']} in {about['target']['precision']}"
+def _weights_of(about: _About) -> str:
+    return f"the weights of {about.target.model} in {about.target.precision}"
 
 
 def _extract(archive: Archive, folder: Path) -> str:
@@ -228,7 +244,7 @@ def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
             )
         tensors[name] = replace(place, file=whole.path, offset=place.offset + members[place.file].offset)
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
-    replace(manifest, files=(whole,), tensors=tensors).save(manifest_path)
+    WeightsManifest.of(manifest.precision, (whole,), tensors, manifest.group_size).save(manifest_path)
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:

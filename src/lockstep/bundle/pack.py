@@ -14,7 +14,6 @@ from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import SEAL, dump_json, sha256_json
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
@@ -78,8 +77,7 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
     path = results.weights(target.model, target.precision)
     manifest = WeightsManifest.load(path)
     names = [os.path.basename(file.path) for file in manifest.files]
-    bare = manifest.moved(os.path.basename).to_json()
-    yield Entry.of_bytes(f"{WEIGHTS}/weights.json", dump_json({**bare, SEAL: sha256_json(bare)}).encode())
+    yield Entry.of_bytes(f"{WEIGHTS}/weights.json", manifest.moved(os.path.basename).to_bytes())
     if inside:
         for file, name in zip(manifest.files, names):
             yield _file(f"{WEIGHTS}/{name}", path.parent / file.path, file.sha256)
@@ -97,8 +95,7 @@ def _adapters(path: Path) -> Iterator[Entry]:
         moved[name] = replace(adapter, folder=str(number), source=source)
         for file in adapter.files:
             yield _file(f"{ADAPTERS}/{number}/{file.path}", manifest.folder_of(path, name) / file.path, file.sha256)
-    bare = AdaptersManifest(moved).to_json()
-    yield Entry.of_bytes(f"{ADAPTERS}/adapters.json", dump_json({**bare, SEAL: sha256_json(bare)}).encode())
+    yield Entry.of_bytes(f"{ADAPTERS}/adapters.json", AdaptersManifest(moved).to_bytes())
 
 
 def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.artifacts import model_config
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import remember
-from lockstep.artifacts.fetched import read_fetched
+from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
 from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.places import StoredFile
@@ -84,12 +84,12 @@ def resolve_fetched(source_json: Path, out: Path) -> Path:
 
     As `resolve`; its commit is recorded too. Raises InputError also when a file is not the one that was fetched.
     """
-    fetched, out = read_fetched(Path(source_json)), Path(out)
-    manifest = _manifest(fetched.source, fetched.folder, out, weights=True)
+    fetched, folder, out = Fetched.load(source_json), folder_of(Path(source_json)), Path(out)
+    manifest = _manifest(fetched.source, folder, out, weights=True)
     for file in manifest.files:
         expected = fetched.sha256.get(file.path)
         if file.sha256 != expected:
-            path = os.path.realpath(fetched.folder / file.path)
+            path = os.path.realpath(folder / file.path)
             raise InputError(
                 f"{path}: expected the file that was fetched (sha256 {expected}), found "
                 f"{file.sha256}; delete it and {source_json}, then run again"

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.artifacts.checkpoint import UnindexedTensor
 from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.safetensors_header import MAX_TENSORS, read_header
 from lockstep.checkpoint.source_files import cut, present, read_source_json, shorten
@@ -24,13 +25,13 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 class CheckpointTensors:
     """The tensors of a checkpoint folder.
 
-    files: names of their files. tensors: by name. unindexed: (file name, tensor name) of what a shard holds but the
+    files: names of their files. tensors: by name. unindexed: what a shard holds but the
     index does not name.
     """
 
     files: tuple[str, ...]
     tensors: dict[str, TensorPlace]
-    unindexed: tuple[tuple[str, str], ...]
+    unindexed: tuple[UnindexedTensor, ...]
 
 
 def has_weights(folder: Path) -> bool:
@@ -75,7 +76,7 @@ def _sharded(folder: Path) -> CheckpointTensors:
             )
         tensors[name] = shards[shard][name]
     unindexed = [(shard, name) for shard, places in shards.items() for name in places if weight_map.get(name) != shard]
-    return CheckpointTensors(tuple(shards), tensors, tuple(sorted(unindexed)))
+    return CheckpointTensors(tuple(shards), tensors, tuple(UnindexedTensor(*each) for each in sorted(unindexed)))
 
 
 def _check_unique(folder: Path, shards: dict[str, dict[str, TensorPlace]]) -> None:

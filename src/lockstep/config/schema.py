@@ -451,4 +451,4 @@ def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: P
     if isinstance(kind, GgufSource):
         return resolve_gguf(kind, folders)
     fetched = known(manifest, source)
-    return fetched.folder if fetched and (fetched.folder / "config.json").is_file() else None
+    return folder_of(manifest) if fetched and (folder_of(manifest) / "config.json").is_file() else None

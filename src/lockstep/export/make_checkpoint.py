@@ -10,8 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.fetched import clear, folder_of, write_fetched
+from lockstep.artifacts.fetched import GgufDigest, folder_of, write_fetched
 from lockstep.artifacts.files import sha256_file
+from lockstep.checkpoint.fetched_files import clear
 from lockstep.config.sources import GgufSource, RandomSource, parse_source
 from lockstep.export import gguf_model, random_model
 
@@ -30,7 +31,7 @@ def make_checkpoint(source: str, path: str | os.PathLike, out: str | os.PathLike
         random_model.make(path, kind.seed, folder)
     else:
         assert isinstance(kind, GgufSource)  # others are fetched, or lie there
-        more = {"gguf": {"sha256": sha256_file(path), "size": path.stat().st_size}}
+        more = {"gguf_file": GgufDigest(sha256_file(path), path.stat().st_size)}
         gguf_model.make(path, folder)
     files = sorted(file.name for file in folder.iterdir())
     return write_fetched(out, source, {name: sha256_file(folder / name) for name in files}, **more)

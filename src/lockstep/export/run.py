@@ -22,12 +22,14 @@ import onnx
 from transformers import PreTrainedModel
 
 from lockstep.artifacts import chat_template
-from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock, FileEntry, GraphFile, Layer, Uncut
+from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer, Uncut
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE, PRECISION_NAMES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, write_bytes
+from lockstep.artifacts.graph_files import AttentionVariant, GraphFile
 from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.artifacts.packing import check_precision, packing_of
+from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
 from lockstep.checkpoint.auto_tokenizer import AutoTokenized, TokenizerError, load_auto
@@ -120,7 +122,7 @@ def export(
 
 
 def export_config(
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     precision: str,
     folder: Path,
     tensor_parallel: int = 1,
@@ -157,7 +159,7 @@ def _written(files: Mapping[str, bytes], out: Path) -> Iterator[None]:
 
 
 def _proven(
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     precision: str,
     folder: Path | None,
     tensor_parallel: int,
@@ -220,7 +222,7 @@ def with_adapters(
 
 def assemble(
     meta: PreTrainedModel,
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     precision: str,
     trace_unique_layers: bool = True,
     tensor_parallel: int = 1,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lockstep.artifacts.document import Document
 from lockstep.artifacts.formats import LOAD
-from lockstep.artifacts.typed import Document
 from lockstep.errors import InputError
 from lockstep.load.figures import QUANTILES
 

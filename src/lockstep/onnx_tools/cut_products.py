@@ -12,14 +12,15 @@ that read the weights as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.artifacts.adapters import IDS
+from lockstep.artifacts.document import Mark
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_types import keep_constants, typed_values
 from lockstep.onnx_tools.without_adapters import is_expand
@@ -41,7 +42,7 @@ class Lora:
     b: str
     columns: int
     rank: int
-    rows: str = ""
+    rows: Annotated[str, Mark.ALWAYS] = ""
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,7 @@ class Product:
     group_size: int
     in_features: int
     out_features: int
-    lora: Lora | None = None
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Product:
-        lora = value["lora"] and Lora(**value["lora"])
-        return cls(**{**value, "slots": tuple(value["slots"]), "lora": lora})
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "slots": list(self.slots)}
+    lora: Annotated[Lora | None, Mark.ALWAYS] = None
 
 
 @dataclass(frozen=True)

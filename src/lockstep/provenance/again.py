@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from lockstep.artifacts.digest_cache import digest, size_of
-from lockstep.artifacts.fetched import read_fetched
+from lockstep.artifacts.fetched import Fetched
 from lockstep.artifacts.manifest_files import failed_path, lost_files, named_files
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.lock import Lock
@@ -49,7 +49,7 @@ def not_as_locked(steps: Sequence[JobSpec], lock_file: Path) -> dict[str, str]:
 
 
 def _difference(step: JobSpec, lock: Lock) -> str | None:
-    if step.stage == "fetch" and (line := other_commit(lock, read_fetched(step.output).commit)):
+    if step.stage == "fetch" and (line := other_commit(lock, Fetched.load(step.output).commit)):
         return line
     return first_difference(step.output, lock) or next(
         (f"{file.path} has changed" for file in named_files(step.output) if _digest(file.path) != file.sha256), None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import digest, size_of
-from lockstep.artifacts.fetched import folder_of, read_fetched
+from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.packing import packing_of
 from lockstep.checkpoint.packed import packed_weights, quantized_tensors
@@ -90,13 +90,13 @@ def _changed_checkpoint(step: JobSpec, sources: Sources) -> Iterator[str]:
         if now != manifest.quantization:
             yield f"{folder}: other tensors are quantised"
     if step.stage == "resolve" and sources.fetched and sources.fetched.is_file():
-        commit = read_fetched(sources.fetched).commit
+        commit = Fetched.load(sources.fetched).commit
         if commit != manifest.commit:
             yield f"{sources.fetched}: commit {words(manifest.commit)} -> {words(commit)}"
 
 
 def _changed_source(step: JobSpec, sources: Sources) -> Iterator[str]:
-    if sources.gguf is not None and digest(sources.gguf) != read_fetched(step.output).gguf:
+    if sources.gguf is not None and digest(sources.gguf) != Fetched.load(step.output).gguf:
         yield f"{sources.gguf} changed"
     if sources.random is None:
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.assembly import load_tokenizer
+from lockstep.artifacts.assembly import TextFiles
 from lockstep.artifacts.files import sha256_file
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime.pieces import Pieces
@@ -88,7 +88,7 @@ def tokenizer_path(assembly_json: str | os.PathLike) -> Path:
 
     Raises InputError where it names none, CheckError for a file that is not the one that was exported.
     """
-    entry = load_tokenizer(assembly_json)
+    entry = TextFiles.load(assembly_json).tokenizer
     if entry is None:
         raise InputError(
             f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside "

@@ -65,7 +65,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
 
             file, tensors = write_cast(source, dtype, out.with_name(WEIGHTS), before_replaced, quantized)
             remember(out.with_name(WEIGHTS), file.sha256)
-            WeightsManifest(precision, (file,), tensors, quantized.group_size if quantized else None).save(out)
+            WeightsManifest.of(precision, (file,), tensors, quantized.group_size if quantized else None).save(out)
     return out
 
 
@@ -139,7 +139,7 @@ def _point_into(source: Source, precision: str, out: Path) -> WeightsManifest:
             for _ in source.finite_pieces(name, buffer):
                 pass
     recorded = {file.path: file for file in source.manifest.files}
-    here = WeightsManifest(precision, tuple(recorded[file] for file in source.files()), source.tensors)
+    here = WeightsManifest.of(precision, tuple(recorded[file] for file in source.files()), source.tensors)
     return here.moved(lambda file: _recorded_path(source, file, out))
 
 

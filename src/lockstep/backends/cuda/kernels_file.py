@@ -9,17 +9,17 @@ anywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import onnx
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
-from lockstep.artifacts.files import read_json
+from lockstep.artifacts.document import Document
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu.kernels.row_kernels import RowKernel, row_kernel
@@ -34,60 +34,44 @@ from lockstep.weights.groups import dequantize
 _TOLERANCE = 1e-2  # as of fp16 engines in `onnx_tools.prepare`, of what is rounded between steps too
 Shape = tuple[int | str, ...]
 Group = tuple[Product, ...]  # products of one input
-Step = RowKernel | Group
 
 
 @dataclass(frozen=True)
-class KernelsFile:
+class BlockStep:
+    """A kernel, or the products of one input."""
+
+    kernel: RowKernel | None = None
+    products: tuple[Product, ...] = ()
+
+
+@dataclass(frozen=True)
+class KernelsFile(Document):
     """A block's kernels and products.
 
     inputs, outputs: {name: (dtype, shape)} of all but weights; a dimension is a number or a name. inner: {name: shape}
     of what lies between two steps.
     """
 
+    FORMAT: ClassVar[str] = formats.KERNELS
     inputs: Mapping[str, tuple[str, Shape]]
     outputs: Mapping[str, tuple[str, Shape]]
     inner: Mapping[str, Shape]
-    steps: Sequence[Step]
+    steps: tuple[BlockStep, ...]
 
     def to_bytes(self) -> bytes:
-        value = {
-            "format": formats.KERNELS,
-            "inputs": self.inputs,
-            "outputs": self.outputs,
-            "inner": self.inner,
-            "steps": list(map(_step_json, self.steps)),
-        }
-        return json.dumps(value, sort_keys=True, indent=1).encode()
+        """Return the engine's bytes, which have no seal: their digest is the manifest's."""
+        return json.dumps(self.to_json(), sort_keys=True, indent=1).encode()
 
     @classmethod
-    def load(cls, path: Path) -> KernelsFile:
-        """Read an engine file. Raises CheckError for one that is damaged or of another version."""
+    def load(cls, path: str | os.PathLike) -> KernelsFile:
+        """Read an engine file.
+
+        Raises CheckError for one that is damaged or of another version.
+        """
         try:
-            value = read_json(path, formats.KERNELS)
-            inner = {name: tuple(shape) for name, shape in value["inner"].items()}
-            steps = list(map(_step_from, value["steps"]))
-            return cls(_named_shapes(value["inputs"]), _named_shapes(value["outputs"]), inner, steps)
+            return super().load(path)
         except InputError as error:
             raise CheckError(f"{str(error).partition(';')[0]}; build it again") from None
-        except (TypeError, ValueError, KeyError) as error:
-            raise CheckError(f"{path}: expected kernels and products, found {error!r}; build it again") from None
-
-
-def _step_json(step: Step) -> dict[str, Any]:
-    if isinstance(step, RowKernel):
-        return {"kernel": step.to_json()}
-    return {"products": [product.to_json() for product in step]}
-
-
-def _step_from(value: Mapping[str, Any]) -> Step:
-    return (
-        RowKernel.from_json(value["kernel"]) if "kernel" in value else tuple(map(Product.from_json, value["products"]))
-    )
-
-
-def _named_shapes(values: Mapping[str, Any]) -> dict[str, tuple[str, Shape]]:
-    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in values.items()}
 
 
 def compile_block(model: onnx.ModelProto) -> KernelsFile:
@@ -112,7 +96,10 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
             )
     _check_same(model, cut)
     signature = signature_of(model.graph, {slot for product in _products(cut) for slot in product.slots})
-    steps = [kernels[step] if isinstance(step, int) else step for step in cut.steps]
+    steps = tuple(
+        BlockStep(kernel=kernels[step]) if isinstance(step, int) else BlockStep(products=tuple(step))
+        for step in cut.steps
+    )
     return KernelsFile(_told(filter(_is_given, signature.inputs)), _told(signature.outputs), cut.inner, steps)
 
 

@@ -60,8 +60,8 @@ class KernelsProgram(GpuProgram):
     def __init__(self, path: Path, slots: Sequence[IO], rank: int = 0):
         super().__init__(path, slots, rank)
         self.block = block = KernelsFile.load(path)
-        self.kernels = [step for step in block.steps if isinstance(step, RowKernel)]
-        self.groups = [step for step in block.steps if not isinstance(step, RowKernel)]
+        self.kernels = [step.kernel for step in block.steps if step.kernel is not None]
+        self.groups = [step.products for step in block.steps if step.kernel is None]
         read = {slot for group in self.groups for product in group for slot in product.slots}
         read |= {name for kernel in self.kernels for name, kind in kernel.arguments if kind == WEIGHT}
         check_inputs(self.slots, read, str(path))
@@ -213,7 +213,7 @@ class _Call:
                 self._values[name] = StridedView.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
         self.steps: list[Step] = []
         for step in block.steps:
-            self.steps += [self._kernel(step)] if isinstance(step, RowKernel) else self._group(step)
+            self.steps += self._group(step.products) if step.kernel is None else [self._kernel(step.kernel)]
 
     def _buffer(self, rows: str, *width: int) -> cuda.Array:
         self._counts[width] = self._counts.get(width, 0) + 1

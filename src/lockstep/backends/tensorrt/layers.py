@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
 
+from lockstep.artifacts.document import JsonObject
 from lockstep.backends.tensorrt.compat import GraphRefusedError
 from lockstep.errors import CheckError
 
@@ -77,20 +78,16 @@ def _tensors(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
 
 
 @dataclass(frozen=True)
-class ChosenLayer:
-    """What TensorRT chose for a layer, without pointers; formats: of a fused region with their names, sorted."""
+class ChosenLayer(JsonObject):
+    """What TensorRT chose for a layer, the same in equal builds.
+
+    No part of it is made from pointers. formats: of inputs and outputs; of a fused region with their names, sorted.
+    """
 
     name: str
     formats: tuple[str, ...]
     kind: str
     tactic: str
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ChosenLayer:
-        return cls(value["name"], tuple(value["formats"]), value["kind"], value["tactic"])
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "formats": list(self.formats)}
 
     @property
     def text(self) -> str:

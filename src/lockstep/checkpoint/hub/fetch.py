@@ -29,9 +29,10 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import disable_progress_bars
 
-from lockstep.artifacts.fetched import folder_of, known, link, write_fetched
+from lockstep.artifacts.fetched import folder_of, known, write_fetched
 from lockstep.artifacts.files import read_json, sha256_file
 from lockstep.artifacts.manifest_files import lost_files
+from lockstep.checkpoint.fetched_files import link
 from lockstep.checkpoint.hub.download import cache_folder, download
 from lockstep.checkpoint.resolve import SIDE_FILES
 from lockstep.checkpoint.tensors import INDEX, SINGLE, indexed_shards
@@ -66,7 +67,7 @@ def fetch(
     assert isinstance(hub, HubSource)  # resolve fetches no other
     earlier = None if newest else known(out, source)
     if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):
-        check(earlier.folder, earlier.commit)
+        check(folder_of(out), earlier.commit)
         os.utime(out)
         return out
     disable_progress_bars()  # of single small files; `download` shows one for all weights

@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -136,14 +135,6 @@ class RowKernel:
     rows: str
     blocks: int
     threads: int
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RowKernel:
-        arguments = tuple((name, kind) for name, kind in value["arguments"])
-        return cls(**{**value, "arguments": arguments, "outputs": tuple(value["outputs"])})
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "arguments": [list(each) for each in self.arguments], "outputs": list(self.outputs)}
 
 
 class _HasNoKernel(Exception):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lockstep.artifacts.adapted import AdaptedAnswer, AdaptedReference
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
-from lockstep.artifacts.reference import FileBeside
+from lockstep.artifacts.places import FileEntry
 from lockstep.errors import InputError
 from lockstep.verify.golden.quantized import dequantized
 from lockstep.verify.golden.reference import answer, entry, load_checkpoint, load_tokenizer
@@ -71,7 +71,7 @@ def make_adapted_reference(
             answers.append(AdaptedAnswer(name, adapter.sha256 if adapter else "", entry(each)))
     logits_path = out.with_suffix(".safetensors")
     write_bytes(logits_path, save(tensors))
-    logits = FileBeside(logits_path.name, sha256_file(logits_path))
+    logits = FileEntry(logits_path.name, sha256_file(logits_path))
     AdaptedReference(layers, golden.max_new_tokens, ends, logits, tuple(answers)).save(out)
     return out
 

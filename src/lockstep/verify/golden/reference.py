@@ -28,7 +28,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.own_files import replacing, stale_files
-from lockstep.artifacts.reference import FileBeside, LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
+from lockstep.artifacts.places import FileEntry
+from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.checkpoint.stops import stop_ids
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
@@ -120,10 +121,10 @@ def save_reference(
             layers=layers,
             max_new_tokens=max_new_tokens,
             eos_token_ids=reference.eos_token_ids,
-            logits=FileBeside(logits_path.name, sha256_file(logits_path)),
+            logits=FileEntry(logits_path.name, sha256_file(logits_path)),
             prompts=tuple(map(entry, reference.answers)),
             long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
-            drift=FileBeside(drift.name, sha256_file(drift)) if drift else None,
+            drift=FileEntry(drift.name, sha256_file(drift)) if drift else None,
         ).save(out)
     return out
 

@@ -1,0 +1,443 @@
+"""Typed documents: JSON in and out, by the annotations of a dataclass.
+
+In: the JSON of a file, or of another process. Out: a frozen dataclass whose every entry is of its type and within its
+bounds, or `ValidationError`, one line that says which entry, what was expected and what was found. Standard library
+only: documents are also read where nothing but an engine's runtime is installed.
+
+Types of fields: str, int, float (finite), bool, None, Any, Literal, dataclasses, `tuple[X, ...]`, `Sequence[X]`,
+`tuple[X, Y]`, `Mapping[str, X]`, and unions of those that JSON tells apart by type. `Annotated[X, bound]` bounds a
+value, the length of a list, or a mapping's keys: `Mapping[Annotated[str, bound], X]`. A field with a default is left
+out of the file while it has that default, and need not be there; `Annotated[X, Mark]` says otherwise, and `Key` how it
+is called there. Entries that no field names are passed over: a newer writer may add some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+import os
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from lockstep.artifacts.files import read_json, sealed_json, write_bytes
+from lockstep.errors import InputError
+
+_WORDS = {str: "a text", int: "an integer", float: "a finite number", bool: "true or false", type(None): "null"}
+_SCALARS = tuple(_WORDS)
+_UNIONS = (Union, types.UnionType)
+_LARGEST_FLOAT = 2**1023
+Read = Callable[[Any], Any]
+AnyObject = TypeVar("AnyObject", bound="JsonObject")
+AnyDocument = TypeVar("AnyDocument", bound="Document")
+
+
+class ValidationError(InputError):
+    """An entry of a document that is not what it must be.
+
+    where: its place, such as `layers[2].block`; "" for the whole document. expected: in words.
+    """
+
+    def __init__(self, where: str, expected: str, found: Any) -> None:
+        self.where, self.expected, self.found = where.removeprefix("."), expected, found
+        place = f"{_short(self.where)}: " if where else ""
+        super().__init__(f"{place}expected {_short(expected)}, found {_short(_shown(found))}")
+
+    def inside(self, place: str) -> ValidationError:
+        """Return the error of the document that this one's is an entry of. place: such as `layers` or `[2]`."""
+        dot = "" if not self.where or self.where[0] in "[:" else "."
+        return ValidationError(f"{place}{dot}{self.where}", self.expected, self.found)
+
+
+def _shown(found: Any) -> str:
+    try:
+        return ascii(found)
+    except RecursionError:
+        return "lists or objects nested too deeply"
+
+
+def _short(words: str) -> str:
+    """Cut a line that quotes what is in the document, which may be long."""
+    return words if len(words) <= 120 else f"{words[:117]}..."
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What an annotated type allows of its values; of a list: of its length.
+
+    words: what is expected, for messages.
+    """
+
+    words: str
+    holds: Callable[[Any], Any]
+
+
+def integers(low: int, high: int) -> Bound:
+    return Bound(f"an integer from {low} to {high}", lambda value: low <= value <= high)
+
+
+def matching(pattern: str, words: str) -> Bound:
+    """Return the bound of a text that matches all of `pattern`."""
+    return Bound(words, re.compile(pattern).fullmatch)
+
+
+def one_of(*choices: str | int) -> Bound:
+    return Bound(f"one of {', '.join(map(str, choices))}", frozenset(choices).__contains__)
+
+
+def length(most: int, least: int = 0) -> Bound:
+    return Bound(f"a list of {least} to {most}", lambda value: least <= len(value) <= most)
+
+
+def like(kind: type) -> Bound:
+    """Return the bound of JSON that could be read as the dataclass `kind`, whose entries it raises the errors of."""
+    return Bound("an object", lambda value: reader(kind)(value) is not None)
+
+
+@dataclass(frozen=True)
+class Key:
+    """How a field is called in the file, where that is not its name."""
+
+    name: str
+
+
+class Mark(enum.Enum):
+    """How a field stands in the file.
+
+    ALWAYS: whatever its value, and it must be there. INLINED: a dataclass's fields, beside those of its owner. OTHERS:
+    {key: JSON}, all entries that no field names.
+    """
+
+    ALWAYS = enum.auto()
+    INLINED = enum.auto()
+    OTHERS = enum.auto()
+
+
+class JsonObject:
+    """An object of a document. A subclass is a dataclass.
+
+    COMPUTED: what is written besides fields, {key in the file: attribute}.
+    """
+
+    COMPUTED: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def from_json(cls: type[AnyObject], value: Any) -> AnyObject:
+        """Return what the JSON `value` stands for. Raises ValidationError for another value."""
+        return cast(AnyObject, reader(cast(Any, cls))(value))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON that `from_json` takes."""
+        return cast("dict[str, Any]", _writer(cast(Any, type(self)))(self))
+
+    def validate(self, stored: Mapping[str, Any]) -> None:
+        """Raise ValidationError where entries contradict each other. stored: the JSON that this is of."""
+
+
+class Document(JsonObject):
+    """A file of JSON, sealed with its digest. FORMAT stands in the file; REMEDY: what to do with a damaged one."""
+
+    FORMAT: ClassVar[str]
+    REMEDY: ClassVar[str] = "the file is damaged or of another version: delete it and run again"
+
+    @classmethod
+    def load(cls: type[AnyDocument], path: str | os.PathLike) -> AnyDocument:
+        """Read the file.
+
+        Raises InputError for one that is absent, damaged or of another format, with the first entry that is wrong.
+        """
+        value = read_json(path, cls.FORMAT)
+        try:
+            return cls.from_json(value)
+        except ValidationError as error:
+            raise InputError(f"{path}: {error}; {cls.REMEDY}") from None
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the file, whole or not at all."""
+        write_bytes(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file, with its seal."""
+        return sealed_json(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file, without its seal."""
+        return {"format": self.FORMAT, **super().to_json()}
+
+
+@functools.cache
+def reader(kind: Any) -> Read:
+    """Return the function that takes JSON and returns a value of type `kind`, or raises ValidationError."""
+    bound = next((note for note in _notes(kind) if isinstance(note, Bound)), None)
+    kind = _plain(kind)
+    return _union_reader(get_args(kind)) if get_origin(kind) in _UNIONS else _reader(kind, bound)
+
+
+def _plain(kind: Any) -> Any:
+    return kind.__origin__ if get_origin(kind) is Annotated else kind
+
+
+def _notes(kind: Any) -> tuple[Any, ...]:
+    return kind.__metadata__ if get_origin(kind) is Annotated else ()
+
+
+def _reader(kind: Any, bound: Bound | None) -> Read:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return lambda value: value
+    if kind is float:
+        return _read_float
+    if dataclasses.is_dataclass(kind):
+        return _object_reader(cast(type, kind))
+    if origin is Literal:
+        return _scalar_reader(tuple(map(type, arguments)), one_of(*arguments))
+    if origin is tuple:
+        return _list_reader(arguments, bound)
+    if origin is Sequence:
+        return _list_reader((*arguments, Ellipsis), bound)
+    if origin is not None:
+        return _mapping_reader(arguments[0], arguments[1], bound)
+    return _scalar_reader((kind,), bound or Bound(_WORDS[kind], lambda value: True))
+
+
+def _read_float(value: Any) -> Any:
+    # An integer stays one, so that what is read is written as it was.
+    if type(value) is float and math.isfinite(value) or type(value) is int and abs(value) <= _LARGEST_FLOAT:
+        return value
+    raise ValidationError("", _WORDS[float], value)
+
+
+def _scalar_reader(kinds: tuple[type, ...], bound: Bound) -> Read:
+    words, holds = bound.words, bound.holds
+
+    def read(value: Any) -> Any:
+        # `type` and not `isinstance`: JSON's true is an int in Python.
+        if type(value) not in kinds or not holds(value):
+            raise ValidationError("", words, value)
+        return value
+
+    return read
+
+
+def _union_reader(kinds: tuple[Any, ...]) -> Read:
+    """Return the reader of a union, which goes by the type that JSON has for each of its types."""
+    readers = {type_in_json: reader(kind) for kind in reversed(kinds) for type_in_json in _types_in_json(kind)}
+    words = " or ".join(_words(kind) for kind in kinds if kind is not type(None))
+
+    def read(value: Any) -> Any:
+        read_kind = readers.get(type(value))
+        if read_kind is None:
+            raise ValidationError("", words, value)
+        return read_kind(value)
+
+    return read
+
+
+def _types_in_json(kind: Any) -> tuple[type, ...]:
+    kind = _plain(kind)
+    if get_origin(kind) is Literal:
+        return tuple(map(type, get_args(kind)))
+    if kind is float:
+        return (float, int)
+    if get_origin(kind) in (tuple, Sequence):
+        return (list,)
+    return (kind,) if kind in _WORDS else (dict,)
+
+
+def _words(kind: Any) -> str:
+    if (bound := next((note for note in _notes(kind) if isinstance(note, Bound)), None)) is not None:
+        return bound.words
+    if get_origin(kind) is Literal:
+        return one_of(*get_args(kind)).words
+    return _WORDS.get(kind, "a list" if get_origin(kind) in (tuple, Sequence) else "an object")
+
+
+def _list_reader(kinds: tuple[Any, ...], bound: Bound | None) -> Read:
+    if kinds[-1] is not Ellipsis:
+        return _row_reader(tuple(map(reader, kinds)))
+    read_item = reader(kinds[0])
+    words, holds = (bound.words, bound.holds) if bound else ("a list", None)
+
+    def read(value: Any) -> Any:
+        if type(value) is not list or holds is not None and not holds(value):
+            raise ValidationError("", words, value)
+        items: list[Any] = []
+        try:
+            for item in value:
+                items.append(read_item(item))
+        except ValidationError as error:
+            raise error.inside(f"[{len(items)}]") from None
+        return tuple(items)
+
+    return read
+
+
+def _row_reader(readers: tuple[Read, ...]) -> Read:
+    def read(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(readers):
+            raise ValidationError("", f"a list of {len(readers)}", value)
+        items: list[Any] = []
+        try:
+            for read_item, item in zip(readers, value):
+                items.append(read_item(item))
+        except ValidationError as error:
+            raise error.inside(f"[{len(items)}]") from None
+        return tuple(items)
+
+    return read
+
+
+def _mapping_reader(key_kind: Any, item_kind: Any, bound: Bound | None) -> Read:
+    read_key, read_item = None if key_kind is str else reader(key_kind), reader(item_kind)
+    holds = bound.holds if bound else None
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise ValidationError("", "an object", value)
+        if holds is not None:
+            holds(value)
+        items, place = {}, ""
+        try:
+            for key, item in value.items():
+                if read_key is not None:
+                    place = ": name"
+                    read_key(key)
+                place = key
+                items[key] = read_item(item)
+        except ValidationError as error:
+            raise error.inside(place) from None
+        return items
+
+    return read
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A field as it stands in the file. default: with which it is left out; MISSING: never."""
+
+    name: str
+    key: str
+    kind: Any
+    default: Any
+    mark: Mark | None
+
+
+@functools.cache
+def _entries(kind: Any) -> tuple[_Entry, ...]:
+    hints, entries = get_type_hints(kind, include_extras=True), []
+    for field in dataclasses.fields(kind):
+        notes = _notes(hints[field.name])
+        key = next((note.name for note in notes if isinstance(note, Key)), field.name)
+        mark = next((note for note in notes if isinstance(note, Mark)), None)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        default = MISSING if mark is Mark.ALWAYS else default
+        entries.append(_Entry(field.name, key, hints[field.name], default, mark))
+    return tuple(entries)
+
+
+def _object_reader(kind: type) -> Read:
+    entries = _entries(kind)
+    own = [entry for entry in entries if not _is_spread(entry)]
+    required = {entry.key for entry in own if entry.default is MISSING}
+    plain = [(entry.name, entry.key, reader(entry.kind)) for entry in own]
+    inner = [(entry.name, reader(entry.kind)) for entry in entries if entry.mark is Mark.INLINED]
+    rest = [entry.name for entry in entries if entry.mark is Mark.OTHERS]
+    known = _keys(kind)
+    # Most have nothing to validate: the base's own method does nothing.
+    validate = getattr(kind, "validate", JsonObject.validate)
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise ValidationError("", "an object", value)
+        if not required <= value.keys():
+            raise ValidationError("", f"an object with {', '.join(sorted(required - value.keys()))}", sorted(value))
+        found, key = {}, ""
+        try:
+            for name, key, read_item in plain:
+                if key in value:
+                    found[name] = read_item(value[key])
+        except ValidationError as error:
+            raise error.inside(key) from None
+        for name, read_item in inner:
+            found[name] = read_item(value)
+        for name in rest:
+            found[name] = {key: item for key, item in value.items() if key not in known}
+        made = kind(**found)
+        if validate is not JsonObject.validate:
+            validate(made, value)
+        return made
+
+    return read
+
+
+def _keys(kind: Any) -> set[str]:
+    """Return the keys that an object of type `kind` names."""
+    keys = {*getattr(kind, "COMPUTED", ()), *(("format",) if issubclass(kind, Document) else ())}
+    for entry in _entries(kind):
+        if entry.mark is Mark.INLINED:
+            keys |= _keys(_plain(entry.kind))
+        elif entry.mark is not Mark.OTHERS:
+            keys.add(entry.key)
+    return keys
+
+
+def _is_spread(entry: _Entry) -> bool:
+    return entry.mark in (Mark.INLINED, Mark.OTHERS)
+
+
+@functools.cache
+def _writer(kind: Any) -> Read:
+    """Return the function that takes a value of type `kind` and returns its JSON."""
+    kind = _plain(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if _is_json(kind):
+        return lambda value: value
+    if dataclasses.is_dataclass(kind):
+        return _object_writer(cast(type, kind))
+    if origin in _UNIONS:
+        (write,) = (_writer(argument) for argument in arguments if not _is_json(argument))
+        return lambda value: value if isinstance(value, _SCALARS) else write(value)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        row = tuple(map(_writer, arguments))
+        return lambda value: [write_item(item) for write_item, item in zip(row, value)]
+    item_kind = arguments[1 if origin is Mapping else 0]
+    write_item = _writer(item_kind)
+    if origin is Mapping:
+        return dict if _is_json(item_kind) else lambda value: {key: write_item(item) for key, item in value.items()}
+    return list if _is_json(item_kind) else lambda value: [write_item(item) for item in value]
+
+
+def _is_json(kind: Any) -> bool:
+    """Return whether a value of type `kind` is written as it is."""
+    kind = _plain(kind)
+    if get_origin(kind) in _UNIONS:
+        return all(map(_is_json, get_args(kind)))
+    return kind is Any or kind in _SCALARS or get_origin(kind) is Literal
+
+
+def _object_writer(kind: type) -> Read:
+    entries = _entries(kind)
+    plain = [(entry.name, entry.key, entry.default, _writer(entry.kind)) for entry in entries if not _is_spread(entry)]
+    inner = [(entry.name, _writer(entry.kind)) for entry in entries if entry.mark is Mark.INLINED]
+    rest = [entry.name for entry in entries if entry.mark is Mark.OTHERS]
+    computed = tuple(getattr(kind, "COMPUTED", {}).items())
+
+    def write(value: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name in rest:
+            made.update(getattr(value, name))
+        for name, write_item in inner:
+            made.update(write_item(getattr(value, name)))
+        for name, key, default, write_item in plain:
+            item = getattr(value, name)
+            if default is MISSING or item != default:
+                made[key] = write_item(item)
+        for key, name in computed:
+            made[key] = getattr(value, name)
+        return made
+
+    return write
