@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lockstep.artifacts import model_config
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.checkpoint.tensors import find_tensors
+from lockstep.config import model_config
 from lockstep.errors import InputError
 from lockstep.export import export
 from lockstep.export.checkpoint_layout import check_tensors

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import gguf_models
 from lockstep import checkpoint
 from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.gguf_file import read_gguf
+from lockstep.config.gguf_file import read_gguf
 from lockstep.config.load import load
 from lockstep.errors import InputError
 from lockstep.export import gguf_config, gguf_model, gguf_tokenizer

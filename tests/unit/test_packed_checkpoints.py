@@ -24,13 +24,13 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file, write_json
-from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import data_name, zero_points_name
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.resolve import resolve_architecture
 from lockstep.config import load
+from lockstep.config.packing import packing_of
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.export.quantize import quantize

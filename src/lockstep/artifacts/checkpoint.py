@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: files, config.json and the places of tensors.
 
 `checkpoint.json` and `architecture.json` in and out; the latter is of the same checkpoint without its weights. Types
-and ranges are checked, but those of config.json: `artifacts.model_config` looks at it when the manifest is made.
+and ranges are checked, but those of config.json: `config.model_config` looks at it when the manifest is made.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import model_config
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.packed import PackedWeight, unpacked_places
 from lockstep.checkpoint.source_files import shorten
 from lockstep.checkpoint.tensors import CheckpointTensors
+from lockstep.config import model_config
 from lockstep.errors import InputError
 
 _LAYER = re.compile(r"(.*?)\.?\b(\d+)\.")  # model.layers.12.mlp.up_proj.weight; h.0.attn of a bare GPT-2

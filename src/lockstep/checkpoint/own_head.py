@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import model_config
 from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.fit import EMBEDDING, HEAD, OTHER_INPUTS
 from lockstep.checkpoint.source_files import shorten
 from lockstep.checkpoint.tokenizer_file import ties_head
+from lockstep.config import model_config
 from lockstep.errors import InputError
 
 _KEY = "tie_word_embeddings"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.artifacts.dtypes import FLOAT_DTYPES, GROUP_SIZES
-from lockstep.artifacts.packing import Packing, largest_group
 from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.checkpoint.source_files import shorten
+from lockstep.config.packing import Packing, largest_group
 from lockstep.errors import InputError
 
 _INTS = ("I32", "U32")

@@ -14,12 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import model_config
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
-from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.fit import check_fit
@@ -29,6 +27,8 @@ from lockstep.checkpoint.source_files import check_side_file, present, read_sour
 from lockstep.checkpoint.stops import described, stop_ids
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
 from lockstep.checkpoint.tokenizer_file import check_loads, check_present, load_as_transformers
+from lockstep.config import model_config
+from lockstep.config.packing import packing_of
 from lockstep.errors import InputError, note
 
 # What a hub model brings beside its weights, as transformers names it.

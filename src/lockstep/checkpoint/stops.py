@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import model_config
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.config import model_config
 from lockstep.errors import InputError
 
 _KEY = "eos_token_id"

@@ -1,1 +1,1 @@
-"""The config: its schema, loading, error messages, and the pages made from it."""
+"""The config: its schema, loading, error messages, the pages made from it, and what the files of a source say."""

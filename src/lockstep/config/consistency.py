@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.dtypes import GROUP_SIZE
-from lockstep.artifacts.packing import largest_group, precision_of
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.messages import Problem, describe
+from lockstep.config.packing import largest_group, precision_of
 from lockstep.config.sources import CheckpointShape, read_shape
 from lockstep.config.types import Device, Limits, ModelConfig, Prompt
 from lockstep.targets import is_quantized

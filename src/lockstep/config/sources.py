@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import gguf_file, model_config
-from lockstep.artifacts.packing import KEY, Packing, packing_of
+from lockstep.config import gguf_file, model_config
+from lockstep.config.packing import KEY, Packing, packing_of
 from lockstep.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -15,8 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from lockstep import targets
 from lockstep.artifacts.adapters import MOST_ADAPTERS, RANKS
-from lockstep.artifacts.gguf_file import SUFFIX
 from lockstep.config.backends import backends
+from lockstep.config.gguf_file import SUFFIX
 from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, PathText, Section, path_text
 from lockstep.config.sources import RANDOM_PREFIX, SourceError, parse_source
 

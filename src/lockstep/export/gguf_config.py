@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.gguf_file import GgufFile
+from lockstep.config.gguf_file import GgufFile
 from lockstep.errors import InputError
 
 # llama.cpp's names of architectures, and transformers' of the models. Mistral is a llama there.

@@ -17,7 +17,7 @@ import numpy as np
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from lockstep.artifacts.files import atomic_path, write_json
-from lockstep.artifacts.gguf_file import GgufFile, GgufTensor, read_gguf
+from lockstep.config.gguf_file import GgufFile, GgufTensor, read_gguf
 from lockstep.errors import InputError
 from lockstep.export.checkpoint_layout import checkpoint_shapes
 from lockstep.export.checkpoint_writer import SHARD_BYTES, write_weights

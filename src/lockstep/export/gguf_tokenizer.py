@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers.tokenization_utils_base import generate_merges
 
-from lockstep.artifacts.gguf_file import GgufFile
+from lockstep.config.gguf_file import GgufFile
 from lockstep.errors import InputError
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

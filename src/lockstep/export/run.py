@@ -28,7 +28,6 @@ from lockstep.artifacts.dtypes import GROUP_SIZE, PRECISION_NAMES, QUANTIZATIONS
 from lockstep.artifacts.files import check_place, dump_json, write_bytes
 from lockstep.artifacts.graph_files import AttentionVariant, GraphFile
 from lockstep.artifacts.own_files import replacing, stale_files
-from lockstep.artifacts.packing import check_precision, packing_of
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
@@ -38,6 +37,7 @@ from lockstep.checkpoint.packed import packed_weights, unpacked_places
 from lockstep.checkpoint.resolve import SIDE_FILES
 from lockstep.checkpoint.stops import ids_of, stop_ids
 from lockstep.checkpoint.tensors import find_tensors, has_weights
+from lockstep.config.packing import check_precision, packing_of
 from lockstep.errors import InputError
 from lockstep.export import attention
 from lockstep.export.canonical import Graph

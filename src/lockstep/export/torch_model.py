@@ -21,7 +21,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lockstep.artifacts.model_config import without_packing
+from lockstep.config.model_config import without_packing
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 

@@ -35,7 +35,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.artifacts.dtypes import PRECISION_NAMES
-from lockstep.artifacts.model_config import without_packing
+from lockstep.config.model_config import without_packing
 from lockstep.errors import InputError
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked

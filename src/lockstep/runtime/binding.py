@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from lockstep.artifacts.activations import with_activations
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer
 from lockstep.artifacts.dtypes import named_dtype
@@ -21,6 +20,7 @@ from lockstep.backends import EngineSet
 from lockstep.backends.base import Program
 from lockstep.backends.graphs import base_engine, base_graphs
 from lockstep.errors import InputError
+from lockstep.step.activations import with_activations
 from lockstep.step.executable import Executable, HasAdapterRows
 from lockstep.step.host import check_engine
 from lockstep.step.network import Block, LayerAttention, Network, ShardCall, layer_count

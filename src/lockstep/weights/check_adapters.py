@@ -24,11 +24,11 @@ from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.artifacts.fetched import FOLDER, known
 from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.packing import packing_of
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.checkpoint.packed import packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.config.packing import packing_of
 from lockstep.errors import InputError
 from lockstep.weights.adapters import LoadedAdapter, adapter_of_bytes
 from lockstep.weights.scan import count_non_finite

@@ -3,7 +3,7 @@
 They are its own integers, scales and zero points, read by rows.
 
 In: the tensors of one weight as they lie in the file. Out: integers with scales as `MatMulNBits` reads them, to the
-integer the same; or the numbers that they stand for, float32. Layouts: `artifacts.packing`.
+integer the same; or the numbers that they stand for, float32. Layouts: `config.packing`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.artifacts.packing import Packing
+from lockstep.config.packing import Packing
 from lockstep.weights.groups import pack
 
 _BLOCK = 1 << 20  # numbers that are unpacked together

@@ -13,10 +13,10 @@ import numpy as np
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES, numpy_dtype
-from lockstep.artifacts.packing import Packing, packing_of
 from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.packed import PackedWeight, packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
+from lockstep.config.packing import Packing, packing_of
 from lockstep.errors import InputError
 from lockstep.weights.packed import Packed, PackedValues
 from lockstep.weights.scan import NonFinite, count_non_finite, is_finite, largest_bits

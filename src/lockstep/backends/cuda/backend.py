@@ -14,7 +14,6 @@ from typing import Any
 
 import onnx
 
-from lockstep.artifacts.activations import with_activations
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
@@ -28,6 +27,7 @@ from lockstep.backends.profiles import LIMITS
 from lockstep.errors import InputError
 from lockstep.gpu.attention.variants import why_not_fused
 from lockstep.gpu.libraries import require_cublas, require_cudnn, require_nvrtc
+from lockstep.step.activations import with_activations
 from lockstep.targets import Limits
 
 _KERNELS, _GRAPH = ".kernels", ".onnx"

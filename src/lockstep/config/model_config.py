@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.artifacts.document import ValidationError
-from lockstep.artifacts.packing import KEY, packing_of
+from lockstep.config.packing import KEY, packing_of
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
