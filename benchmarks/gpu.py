@@ -32,10 +32,10 @@ from benchmarks.measure import read_json, recorder, spread, write_json
 from benchmarks.shapes import config_of
 from lockstep import Advance, Assembly, CheckError, InputError, Model
 from lockstep.artifacts import formats
-from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype
 from lockstep.artifacts.quantized import is_scales
 from lockstep.backends import get_backend
+from lockstep.manifests.digest_cache import remember
 from lockstep.onnx_tools.metrics import difference
 
 _DTYPES = {graph_dtype(name): name for name in DTYPE_BITS}  # safetensors' name of each

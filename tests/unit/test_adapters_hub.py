@@ -14,7 +14,7 @@ from demo_model import DEMO, ROOT
 import fork_server
 from hub_server import HubServer
 from lockstep.artifacts.adapters import AdaptersManifest
-from lockstep.artifacts.manifest_files import lost_files, named_files
+from lockstep.manifests.manifest_files import lost_files, named_files
 from lockstep.pipeline import pinned
 from lockstep.provenance.record import read_record
 from lockstep.targets import Results

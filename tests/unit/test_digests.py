@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.artifacts import digest_cache
-from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.files import SEAL, read_json, sha256_file, write_json
 from lockstep.errors import InputError
+from lockstep.manifests import digest_cache
+from lockstep.manifests.digest_cache import Expected, check_files
 
 
 @pytest.fixture

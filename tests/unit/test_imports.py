@@ -16,6 +16,7 @@ LAYERS = (
     "processes",
     "targets",
     "artifacts",
+    "manifests",
     "config",
     "checkpoint",
     "weights",
@@ -55,7 +56,7 @@ RUNS_ALONE = (
     "errors",
     "artifacts.assembly",
     "artifacts.document",
-    "artifacts.digest_cache",
+    "manifests.digest_cache",
     "weights",
     "backends",
     "runtime",
@@ -139,6 +140,6 @@ def test_the_program_explains_itself_without_loading_what_it_runs() -> None:
 def test_what_a_workflow_loads_when_it_starts_is_light() -> None:
     loaded = loaded_by(
         "import lockstep.config.load, lockstep.provenance.code_identity, "
-        "lockstep.artifacts.manifest_files, lockstep.checkpoint.resolve"
+        "lockstep.manifests.manifest_files, lockstep.checkpoint.resolve"
     )
     assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "scipy"}

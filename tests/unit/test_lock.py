@@ -16,10 +16,10 @@ from reports import golden
 
 from lockstep import backends, weights
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.artifacts.manifest_files import failed_path
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.pipeline import engine_jobs
 from lockstep.pipeline.stages import step, steps
 from lockstep.pipeline.step import JobSpec

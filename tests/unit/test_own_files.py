@@ -14,7 +14,7 @@ from demo_model import DEMO
 import lockstep
 from lockstep import Limits, Target, Tolerances
 from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.own_files import clear_unnamed
+from lockstep.manifests.own_files import clear_unnamed
 from lockstep.targets import Results
 
 ADAPTERS = DEMO.parent / "demo-adapters"

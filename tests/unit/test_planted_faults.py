@@ -1,6 +1,7 @@
 """Planted faults: each is a change, is judged by what users would see, and counts as caught only where a gate says
 so."""
 
+import json
 import shutil
 import sys
 

@@ -15,8 +15,8 @@ from reports import blocks, golden, golden_prompt, speed, validation
 
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifest_files import failed_path, record_path
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
+from lockstep.manifests.manifest_files import failed_path, record_path
 from lockstep.pipeline.stages import STAGES
 from lockstep.report import charts, summary
 from lockstep.report.change import Change

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from demo_model import CONFIG, LIMITS, TOLERANCES
 
-from lockstep.artifacts.manifest_files import failed_path
 from lockstep.artifacts.reports import GoldenReport, ServedReport
 from lockstep.errors import CheckError, InputError
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.runtime.request import Request
 from lockstep.serve import check as served
 from lockstep.serve.openai import CompletionFormat

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifest_files import lost_files
+from lockstep.manifests.manifest_files import lost_files
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ from hub_server import HubServer
 from lockstep.artifacts import formats
 from lockstep.artifacts.fetched import Fetched
 from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.manifest_files import lost_files
 from lockstep.checkpoint import resolve_fetched
 from lockstep.errors import InputError
 from lockstep.export.random_model import byte_tokenizer
+from lockstep.manifests.manifest_files import lost_files
 
 NAME = "acme/tiny"
 TOKENIZER = byte_tokenizer().to_str().encode()

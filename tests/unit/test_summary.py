@@ -18,10 +18,10 @@ from reports import blocks, comparison, golden, golden_prompt, speed, validation
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifest_files import content, record_path
 from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
+from lockstep.manifests.manifest_files import content, record_path
 from lockstep.pipeline.step import JobSpec
 from lockstep.report import plots, renew, summary
 from lockstep.targets import Results, Target

@@ -12,10 +12,10 @@ from test_quantization import demo as quantized_demo
 
 import fake_gpu
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.artifacts.manifest_files import content
 from lockstep.backends import EngineSet, build
 from lockstep.backends.tensorrt_rtx import library
 from lockstep.errors import CheckError
+from lockstep.manifests.manifest_files import content
 from lockstep.runtime import Advance, Model, Tokenizer, generate
 from lockstep.targets import Target
 from lockstep.verify import compare, golden

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from checkout import REPOSITORY, Checkout
 
-from lockstep.artifacts.manifest_files import record_path
+from lockstep.manifests.manifest_files import record_path
 
 
 @pytest.mark.parametrize("snakefile", ["Snakefile", pytest.param("workflow/Snakefile", marks=pytest.mark.long)])

@@ -24,7 +24,7 @@ PATH = """    def count(self, model: str, precision: str) -> Path:
 FUNCTION = """import onnx
 
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.artifacts.manifest_files import named_files
+from lockstep.manifests.manifest_files import named_files
 
 
 def count(job):

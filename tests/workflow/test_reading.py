@@ -13,7 +13,7 @@ from test_kill import start, wait_for
 from test_locks import flip
 
 from lockstep.artifacts.files import sha256_file, write_json
-from lockstep.artifacts.manifest_files import failed_path
+from lockstep.manifests.manifest_files import failed_path
 
 MODEL = "demo-llama"
 FP16, FP32 = f"{MODEL}/fp16", f"{MODEL}/fp32"

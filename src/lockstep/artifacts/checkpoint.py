@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.bounds import REMEDY, Count, Name
-from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.document import Document, Mark, length
 from lockstep.artifacts.places import StoredFiles, TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
 
+RESOLVE_AGAIN = "resolve the checkpoint again"  # where a file has changed
 _MAX_TENSORS = 1_000_000
 
 
@@ -55,13 +55,3 @@ class CheckpointManifest(Document):
     def folder_of(self, path: str | os.PathLike) -> Path:
         """Return the checkpoint's folder. path: of this manifest."""
         return Path(path).parent / self.folder
-
-    def check(self, folder: Path) -> None:
-        """Raise InputError naming the first file in `folder` that has changed.
-
-        The files must be those that this manifest was made of.
-        """
-        check_files(
-            [Expected(folder / file.path, file.sha256, file.size) for file in self.files],
-            "resolve the checkpoint again",
-        )

@@ -20,10 +20,10 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_json
-from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.backends.base import Backend, Built, get_backend
 from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
+from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.onnx_tools.cut_products import has_quantized_products
 from lockstep.onnx_tools.prepare import prepare
 from lockstep.onnx_tools.rope import rotary

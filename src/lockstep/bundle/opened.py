@@ -24,13 +24,13 @@ from typing import Annotated, Literal
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.bounds import Precision, Size
-from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.document import JsonObject, ValidationError, matching
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.places import StoredFile
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
 from lockstep.errors import InputError, interrupts
+from lockstep.manifests.digest_cache import remember
 from lockstep.targets import Limits, Target
 
 _REMEDY = "make the bundle again"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import Entry, write_archive
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import digest
 from lockstep.provenance.record import read_record, record_path
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
 from lockstep.targets import Limits, Results, Target

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
 from lockstep.artifacts.places import StoredFile
@@ -30,6 +29,7 @@ from lockstep.checkpoint.tokenizer_file import check_loads, check_present, load_
 from lockstep.config import model_config
 from lockstep.config.packing import packing_of
 from lockstep.errors import InputError, note
+from lockstep.manifests.digest_cache import remember
 
 # What a hub model brings beside its weights, as transformers names it.
 SIDE_FILES = (

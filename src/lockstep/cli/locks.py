@@ -39,7 +39,7 @@ def lock(models: tuple[str, ...], renew: bool, as_json: bool, locks: Path, resul
     A lock that is there already keeps what other devices locked.
     """
     from lockstep.artifacts.files import read_json
-    from lockstep.artifacts.manifest_files import manifest_entries
+    from lockstep.manifests.manifest_files import manifest_entries
     from lockstep.provenance.lock import lock_path
     from lockstep.provenance.lockfile import write_lock
 

@@ -23,11 +23,10 @@ from transformers import PreTrainedModel
 
 from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer, Uncut
-from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE, PRECISION_NAMES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, write_bytes
 from lockstep.artifacts.graph_files import AttentionVariant, GraphFile
-from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
@@ -52,6 +51,8 @@ from lockstep.export.rope import position_limit
 from lockstep.export.shards import Heads, as_shard, check_plan, shard_batchless, shard_block
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import TracedModel, parts_of
+from lockstep.manifests.digest_cache import check_stored
+from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.onnx_tools.signature import signature_of
 
 _ALWAYS = ("batchful.onnx", "embedding.onnx", "tokenizer.json")  # files of every export
@@ -96,7 +97,7 @@ def export(
     stale_files(out, _ALWAYS)  # before minutes are spent on graphs that another's file keeps from being written
     manifest = CheckpointManifest.load(checkpoint)
     folder, config = manifest.folder_of(checkpoint), manifest.config
-    replace(manifest, files=tuple(file for file in manifest.files if file.path in SIDE_FILES)).check(folder)
+    check_stored([file for file in manifest.files if file.path in SIDE_FILES], folder, RESOLVE_AGAIN)
     tokenizer = _tokenizer(folder)
     stops = tuple(stop_ids(folder, config, tokenizer.eos_token_id))
     quantized = manifest.quantization

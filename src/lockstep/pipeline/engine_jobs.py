@@ -84,7 +84,7 @@ def build(assembly: str, backend: str, out: str, options: Mapping[str, Any], own
     owns_folder: engines there that no manifest names are of a build that was killed, and go.
     """
     from lockstep import backends
-    from lockstep.artifacts.own_files import clear_unnamed
+    from lockstep.manifests.own_files import clear_unnamed
 
     if owns_folder:
         suffixes = backends.get_backend(backend).suffixes

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.own_files import clear_unnamed
+from lockstep.manifests.own_files import clear_unnamed
 from lockstep.pipeline import worker
 from lockstep.pipeline.stage import path_of
 from lockstep.pipeline.stages import entry_of

@@ -13,12 +13,12 @@ from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json
-from lockstep.artifacts.manifest_files import named_files
 from lockstep.artifacts.reference import ReferenceManifest, ReferencePrompt
 from lockstep.artifacts.reports import GoldenPrompt, GoldenReport
+from lockstep.manifests.digest_cache import digest
+from lockstep.manifests.manifest_files import named_files
 
 Pinned = tuple[tuple[str, ...], dict[str, Any]]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from lockstep.artifacts.digest_cache import digest, size_of
 from lockstep.artifacts.fetched import Fetched
-from lockstep.artifacts.manifest_files import failed_path, lost_files, named_files
+from lockstep.manifests.digest_cache import digest, size_of
+from lockstep.manifests.manifest_files import failed_path, lost_files, named_files
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.locked import first_difference, other_commit

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.artifacts.manifest_files import failed_path, lost_files
 from lockstep.errors import LockstepError
+from lockstep.manifests.manifest_files import failed_path, lost_files
 from lockstep.pipeline.stages import REPORTS, STAGES, steps
 from lockstep.pipeline.step import JobSpec
 from lockstep.pipeline.wanted import Made

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.artifacts.digest_cache import check_files, digest
-from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import CheckError, InputError
+from lockstep.manifests.digest_cache import check_files, digest
+from lockstep.manifests.manifest_files import named_files
 from lockstep.pipeline.pinned import device_name
 from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import JobSpec

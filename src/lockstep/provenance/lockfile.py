@@ -17,8 +17,8 @@ from typing import Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json
-from lockstep.artifacts.manifest_files import manifest_entries
 from lockstep.errors import CheckError, InputError
+from lockstep.manifests.manifest_files import manifest_entries
 from lockstep.pipeline.stage import Finished
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.diff import changes

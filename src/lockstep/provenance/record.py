@@ -17,10 +17,10 @@ from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.build_record import BuildKey, BuildRecord
-from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.artifacts.manifest_files import SUFFIX, content, named_files, record_path
 from lockstep.errors import CheckError, InputError
+from lockstep.manifests.digest_cache import digest
+from lockstep.manifests.manifest_files import SUFFIX, content, named_files, record_path
 from lockstep.pipeline import worker
 from lockstep.pipeline.stages import REPORTS, STAGES, entry_of
 from lockstep.pipeline.step import JobSpec

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import processes
-from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.inspected import InspectedSet
 from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.config.backends import backends
 from lockstep.errors import PREFIX, CheckError
+from lockstep.manifests.digest_cache import check_stored
 from lockstep.pipeline import worker
 from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX
@@ -112,7 +113,7 @@ def _round(
     manifest_path = results.checkpoint(target.model)
     manifest = CheckpointManifest.load(manifest_path)
     checkpoint = manifest.folder_of(manifest_path)
-    manifest.check(checkpoint)
+    check_stored(manifest.files, checkpoint, RESOLVE_AGAIN)
     is_run = _is_run(results, target)
     stages = reproduced_stages(target, is_run)
     if is_run:

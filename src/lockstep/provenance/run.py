@@ -15,10 +15,10 @@ from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.files import check_place, remove_leftovers, write_bytes, write_json
-from lockstep.artifacts.manifest_files import failed_path
 from lockstep.errors import ENDING, InputError, LockstepError
+from lockstep.manifests.digest_cache import digest
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.pipeline.stages import REPORTS, STAGES, entry_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import locked

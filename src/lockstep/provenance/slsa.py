@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from lockstep import __version__
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.digest_cache import digest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_file, sha256_json, write_bytes
-from lockstep.artifacts.manifest_files import named_files
 from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import digest
+from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.code_identity import SOURCES
 from lockstep.targets import Results
 

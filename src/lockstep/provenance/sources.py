@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.digest_cache import digest, size_of
 from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import read_json
 from lockstep.checkpoint.packed import packed_weights, quantized_tensors
@@ -20,6 +19,7 @@ from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.config.packing import packing_of
 from lockstep.config.sources import FolderSource, GgufSource, RandomSource, parse_source
+from lockstep.manifests.digest_cache import digest, size_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.diff import words
 from lockstep.targets import Results

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.digest_cache import THREADS, Expected, digest
 from lockstep.artifacts.files import SEAL, describe, read_json
-from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError, LockstepError
+from lockstep.manifests.digest_cache import THREADS, Expected, digest
+from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.diff import changes
 from lockstep.provenance.lock import Lock, Place
 from lockstep.provenance.locked import without_places

@@ -18,7 +18,6 @@ from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json
-from lockstep.artifacts.manifest_files import content, failed_path, record_path
 from lockstep.artifacts.reports import (
     ComparisonReport,
     GoldenReport,
@@ -29,6 +28,7 @@ from lockstep.artifacts.reports import (
 )
 from lockstep.artifacts.summary import Reproduction
 from lockstep.errors import InputError
+from lockstep.manifests.manifest_files import content, failed_path, record_path
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS
 from lockstep.targets import Results, Target, is_quantized
 

@@ -13,8 +13,8 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.manifest_files import failed_path
 from lockstep.artifacts.summary import SummaryRow
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import charts
 from lockstep.report.change import Change
 from lockstep.report.details import Details

@@ -13,9 +13,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from lockstep.artifacts.files import write_bytes
-from lockstep.artifacts.manifest_files import content, failed_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.errors import InputError
+from lockstep.manifests.manifest_files import content, failed_path
 from lockstep.report import pages
 from lockstep.report.change import Change
 from lockstep.report.details import Checked, Details, details

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lockstep.artifacts.manifest_files import content
 from lockstep.backends import EngineSet
 from lockstep.errors import InputError
+from lockstep.manifests.manifest_files import content
 from lockstep.runtime.adapters import Adapters, unknown_adapter
 from lockstep.runtime.bad_words import Vocabulary
 from lockstep.runtime.binding import open_network

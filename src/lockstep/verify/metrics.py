@@ -10,9 +10,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.artifacts.manifest_files import failed_path
 from lockstep.artifacts.reports import FAIL, PASS, Report
 from lockstep.errors import CheckError
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.onnx_tools.metrics import Difference
 
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from lockstep.artifacts.adapters import WEIGHTS, Adapter, AdaptersManifest, LoraSlots
 from lockstep.artifacts.assembly import BoundBlock
-from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.dtypes import numpy_dtype
 from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.quantized import module_of
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import check_stored
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,7 @@ def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
     found = {}
     for name, adapter in sorted(manifest.adapters.items()):
         folder = manifest.folder_of(path, name)
-        check_files(
-            [Expected(folder / file.path, file.sha256, file.size) for file in adapter.files],
-            "check the adapters again: run snakemake",
-        )
+        check_stored(adapter.files, folder, "check the adapters again: run snakemake")
         found[name] = _read(name, adapter, folder)
     return found
 

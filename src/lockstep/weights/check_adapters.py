@@ -20,7 +20,6 @@ import numpy as np
 
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS, AdaptedModule, Adapter, AdaptersManifest
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.artifacts.fetched import FOLDER, known
 from lockstep.artifacts.files import sha256_file
@@ -30,6 +29,7 @@ from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
 from lockstep.config.packing import packing_of
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import remember
 from lockstep.weights.adapters import LoadedAdapter, adapter_of_bytes
 from lockstep.weights.scan import count_non_finite
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.dtypes import COMPUTE_NAMES, FLOAT_DTYPES, PRECISION_DTYPES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import remove_leftovers
-from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import remember
+from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.weights.source import PIECE_BYTES, Source, open_source
 from lockstep.weights.writer import write_cast
 

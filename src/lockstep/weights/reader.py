@@ -15,12 +15,12 @@ from typing import Protocol
 
 import numpy as np
 
-from lockstep.artifacts.digest_cache import Expected, check_files
 from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, quantized_names, scales_name, zero_points_name
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import check_stored
 from lockstep.weights.groups import dequantize
 
 
@@ -80,10 +80,7 @@ class Weights:
         manifest_path = Path(manifest_path)
         manifest = WeightsManifest.load(manifest_path)
         paths = {file.path: manifest_path.parent / file.path for file in manifest.files}
-        check_files(
-            [Expected(paths[file.path], file.sha256, file.size) for file in manifest.files],
-            "convert the checkpoint again",
-        )
+        check_stored(manifest.files, manifest_path.parent, "convert the checkpoint again")
         maps = {name: _map(path) for name, path in paths.items()}
         for name, info in manifest.tensors.items():
             _check_place(manifest_path, name, info, maps[info.file].size)

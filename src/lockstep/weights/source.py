@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.packed import PackedWeight, packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.config.packing import Packing, packing_of
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import check_stored
 from lockstep.weights.packed import Packed, PackedValues
 from lockstep.weights.scan import NonFinite, count_non_finite, is_finite, largest_bits
 
@@ -146,7 +147,7 @@ def open_source(checkpoint_json: Path) -> Source:
     """
     manifest = CheckpointManifest.load(checkpoint_json)
     source = Source(manifest.folder_of(checkpoint_json), manifest, manifest.tensors)
-    manifest.check(source.folder)
+    check_stored(manifest.files, source.folder, RESOLVE_AGAIN)
     headers = {file: read_header(source.folder / file) for file in source.files()}
     for name, place in sorted(source.tensors.items()):
         if headers[place.file].get(name) != place:

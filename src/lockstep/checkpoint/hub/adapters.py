@@ -26,12 +26,12 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS, fetched_manifest
 from lockstep.artifacts.fetched import FOLDER, folder_of, known, write_fetched
 from lockstep.artifacts.files import remove_leftovers, sha256_file, write_json
-from lockstep.artifacts.manifest_files import lost_files
 from lockstep.checkpoint.fetched_files import link
 from lockstep.checkpoint.hub.download import cache_folder
 from lockstep.checkpoint.hub.fetch import one_line
 from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
+from lockstep.manifests.manifest_files import lost_files
 
 
 def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:

@@ -31,13 +31,13 @@ from huggingface_hub.utils import disable_progress_bars
 
 from lockstep.artifacts.fetched import folder_of, known, write_fetched
 from lockstep.artifacts.files import read_json, sha256_file
-from lockstep.artifacts.manifest_files import lost_files
 from lockstep.checkpoint.fetched_files import link
 from lockstep.checkpoint.hub.download import cache_folder, download
 from lockstep.checkpoint.resolve import SIDE_FILES
 from lockstep.checkpoint.tensors import INDEX, SINGLE, indexed_shards
 from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
+from lockstep.manifests.manifest_files import lost_files
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)")

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.artifacts.build_record import BuildKey, BuildRecord
-from lockstep.artifacts.digest_cache import remember
 from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
-from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import remember
+from lockstep.manifests.manifest_files import named_files
 from lockstep.pipeline.stages import entry_of
 from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity

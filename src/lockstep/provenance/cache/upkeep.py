@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.artifacts.digest_cache import THREADS
 from lockstep.artifacts.files import sha256_file
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import THREADS
 from lockstep.provenance.cache.store import DIGEST, Blob, Cache, Entry, delete
 
 IN_THE_MAKING = 3600  # seconds since a blob or a temporary file was last written to

@@ -20,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lockstep.artifacts.adapted import AdaptedAnswer, AdaptedReference
-from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import check_stored
 from lockstep.verify.golden.quantized import dequantized
 from lockstep.verify.golden.reference import answer, entry, load_checkpoint, load_tokenizer
 from lockstep.verify.golden.terms import AdaptedTerms
@@ -50,7 +51,7 @@ def make_adapted_reference(
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     manifest, adapters = CheckpointManifest.load(checkpoint_json), open_adapters(adapters_json)
     folder = manifest.folder_of(checkpoint_json)
-    manifest.check(folder)
+    check_stored(manifest.files, folder, RESOLVE_AGAIN)
     if weights_json is None:
         model = load_checkpoint(checkpoint_json, layers)
     else:

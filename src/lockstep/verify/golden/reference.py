@@ -25,15 +25,16 @@ import torch
 from safetensors.numpy import save
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
-from lockstep.artifacts.own_files import replacing, stale_files
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.checkpoint.stops import stop_ids
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
+from lockstep.manifests.digest_cache import check_stored
+from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.verify.boundaries import both_sides, config_lengths
 from lockstep.verify.golden.teacher_forced import logit_noise, logits_behind
 from lockstep.verify.golden.terms import GoldenTerms
@@ -95,7 +96,7 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: GoldenTerms
     logits_beside(out)
     manifest = CheckpointManifest.load(checkpoint_json)
     folder = manifest.folder_of(checkpoint_json)
-    manifest.check(folder)
+    check_stored(manifest.files, folder, RESOLVE_AGAIN)
     model, tokenizer = load_checkpoint(checkpoint_json, layers), load_tokenizer(folder)
     reference = answer(
         model, tokenizer, folder, manifest.config, golden.prompts, golden.max_new_tokens, golden.long_prompt

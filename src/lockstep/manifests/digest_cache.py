@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import check_file, read_json, sha256_file, write_json
+from lockstep.artifacts.places import StoredFile
 from lockstep.errors import InputError
 
 LARGE = 16 << 20  # hashed in about 10 ms: below this, looking at times saves nothing that is felt
@@ -81,6 +82,11 @@ def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> N
                 f"{file.path}: expected sha256 {file.sha256}, found {found}: the file has "
                 f"changed; restore it or {remedy}"
             )
+
+
+def check_stored(files: Iterable[StoredFile], folder: Path, remedy: str) -> None:
+    """Check the files of a manifest, whose paths are relative to `folder`, as `check_files`."""
+    check_files([Expected(folder / file.path, file.sha256, file.size) for file in files], remedy)
 
 
 def check_size(path: Path, size: int | None, remedy: str) -> None:

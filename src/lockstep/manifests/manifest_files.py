@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.digest_cache import Expected, digest, size_of
 from lockstep.artifacts.files import read_json, sha256_json
 from lockstep.errors import InputError
+from lockstep.manifests.digest_cache import Expected, digest, size_of
 
 SUFFIX = ".build.json"  # of the record of how a manifest was made
 _NAMES = ("file", "graph", "path")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.manifest_files import named_files
 from lockstep.errors import InputError
+from lockstep.manifests.manifest_files import named_files
 
 
 @contextlib.contextmanager

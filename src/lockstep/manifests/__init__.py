@@ -1,0 +1,1 @@
+"""The files that manifests name: their digests, those that are lost, and whose they are."""
