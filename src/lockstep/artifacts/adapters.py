@@ -14,7 +14,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.bounds import Name, Size
 from lockstep.artifacts.document import Document, Key, integers
 from lockstep.artifacts.files import sha256_json
-from lockstep.artifacts.places import StoredFile, TensorPlace
+from lockstep.artifacts.places import StoredFile, StoredFiles, TensorPlace
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names an adapter's files
 _MASK = "adapter_mask."
@@ -96,6 +96,23 @@ class LoraSlots:
         for slot in self.classes.get(graph, {}).values():
             yield slot.a, (slot.in_features, self.columns)
             yield slot.b, (self.columns, slot.out_features)
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """Where an adapter was fetched from: the config's text for it, and the commit of its repository."""
+
+    source: str
+    commit: str
+
+
+@dataclass(frozen=True)
+class AdapterSources(Document):
+    """The fetched adapters of a model by name, and all their files, relative to the manifest."""
+
+    FORMAT: ClassVar[str] = formats.ADAPTER_SOURCES
+    adapters: Mapping[str, AdapterSource]
+    files: StoredFiles
 
 
 @dataclass(frozen=True)

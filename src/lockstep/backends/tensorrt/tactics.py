@@ -8,11 +8,13 @@ build, not assumed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json, sha256_file, sha256_json, write_bytes, write_json
+from lockstep.artifacts.document import Document
+from lockstep.artifacts.files import sha256_file, sha256_json, write_bytes
 from lockstep.backends.tensorrt.layers import ChosenLayer, differences
 from lockstep.backends.tensorrt.v8_6.regions import remedy
 from lockstep.errors import CheckError, InputError
@@ -20,6 +22,33 @@ from lockstep.errors import CheckError, InputError
 MODES = ("free", "record", "verified")
 CACHE, RECORD = "timing.cache", "tactics.json"
 _AGAIN = "build with tactics: record"
+
+
+@dataclass(frozen=True)
+class RecordedEngine:
+    """The layers of an engine as they were chosen, and the digest of its graph."""
+
+    graph_sha256: str
+    layers: tuple[ChosenLayer, ...]
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the choices."""
+        return sha256_json([layer.to_json() for layer in self.layers])
+
+
+@dataclass(frozen=True)
+class TacticsRecord(Document):
+    """What was chosen for a set of engines.
+
+    made_by: JSON of all else that decides it. cached: of the timing cache of this digest, {entry: tactic}.
+    """
+
+    FORMAT: ClassVar[str] = formats.TACTICS
+    made_by: Mapping[str, Any]
+    cache_sha256: str
+    engines: Mapping[str, RecordedEngine]
+    cached: Mapping[str, str]
 
 
 def compare(recorded: Sequence[ChosenLayer], found: Sequence[ChosenLayer], where: str) -> None:
@@ -36,7 +65,7 @@ class Tactics:
         if mode not in MODES:
             raise InputError(f"tactics: expected one of {', '.join(MODES)}, found {mode!r}")
         self.mode, self.folder, self.made_by = mode, folder, made_by
-        self.engines: dict[str, Any] = {}
+        self.engines: dict[str, RecordedEngine] = {}
         self.cached: dict[str, str] = {}
         self.cache = b""
         problem = self._read() if mode != "free" else None
@@ -45,38 +74,37 @@ class Tactics:
 
     def keeps(self, name: str, digest: str) -> bool:
         """Return whether an engine's digest of tactics is the recorded one; mode `free` keeps every engine."""
-        return self.mode == "free" or name in self.engines and sha256_json(self.engines[name]["layers"]) == digest
+        return self.mode == "free" or name in self.engines and self.engines[name].digest == digest
 
     def _read(self) -> str | None:
         """Read the record into this object; return what is wrong with it, or None."""
         path, cache = self.folder / RECORD, self.folder / CACHE
         try:
-            record = read_json(path, formats.TACTICS)
+            record = TacticsRecord.load(path)
         except InputError as error:
             return str(error).partition(";")[0]
-        for key in sorted({*record["made_by"], *self.made_by}):
-            recorded, found = record["made_by"].get(key), self.made_by.get(key)
+        for key in sorted({*record.made_by, *self.made_by}):
+            recorded, found = record.made_by.get(key), self.made_by.get(key)
             if recorded != found:
                 return f"{path}: {key}: expected {_text(found, recorded)}, found {_text(recorded, found)}"
-        if not cache.is_file() or sha256_file(cache) != record["cache_sha256"]:
+        if not cache.is_file() or sha256_file(cache) != record.cache_sha256:
             return (
-                f"{cache}: expected sha256 {record['cache_sha256']}, found "
+                f"{cache}: expected sha256 {record.cache_sha256}, found "
                 f"{'other bytes' if cache.is_file() else 'no file'}"
             )
-        self.engines, self.cached, self.cache = record["engines"], record["cached"], cache.read_bytes()
+        self.engines, self.cached, self.cache = dict(record.engines), dict(record.cached), cache.read_bytes()
         return None
 
     def take(self, name: str, graph_sha256: str, layers: Sequence[ChosenLayer], where: str) -> str:
         """Record an engine's choices, or compare them (`verified`: CheckError for a difference); return a digest."""
         if self.mode == "verified":
             recorded = self.engines.get(name)
-            if recorded is None or recorded["graph_sha256"] != graph_sha256:
+            if recorded is None or recorded.graph_sha256 != graph_sha256:
                 found = "none of this engine" if recorded is None else "those of another graph"
                 raise CheckError(f"{self.folder / RECORD}: expected the tactics of {name}, found {found}; {_AGAIN}")
-            compare([ChosenLayer.from_json(layer) for layer in recorded["layers"]], layers, where)
-        chosen = [layer.to_json() for layer in layers]
-        self.engines[name] = {"graph_sha256": graph_sha256, "layers": chosen}
-        return sha256_json(chosen)
+            compare(recorded.layers, layers, where)
+        self.engines[name] = RecordedEngine(graph_sha256, tuple(layers))
+        return self.engines[name].digest
 
     def take_cache(self, cache: bytes, cached: Mapping[str, str], where: str) -> None:
         """Record the cache after each engine, or check it (`verified`: CheckError for another entry)."""
@@ -103,14 +131,8 @@ class Tactics:
         return {"mode": self.mode, "files": files}
 
     def _write(self) -> None:
-        record = {
-            "format": formats.TACTICS,
-            "made_by": self.made_by,
-            "cache_sha256": sha256_file(self.folder / CACHE),
-            "engines": self.engines,
-            "cached": self.cached,
-        }
-        write_json(self.folder / RECORD, record)
+        record = TacticsRecord(self.made_by, sha256_file(self.folder / CACHE), self.engines, self.cached)
+        record.save(self.folder / RECORD)
 
 
 def _text(value: object, other: object) -> str:

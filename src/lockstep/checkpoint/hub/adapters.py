@@ -22,10 +22,10 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import disable_progress_bars
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.adapters import CONFIG, WEIGHTS, fetched_manifest
+from lockstep.artifacts.adapters import CONFIG, WEIGHTS, AdapterSource, AdapterSources, fetched_manifest
 from lockstep.artifacts.fetched import FOLDER, folder_of, known, write_fetched
-from lockstep.artifacts.files import remove_leftovers, sha256_file, write_json
+from lockstep.artifacts.files import remove_leftovers, sha256_file
+from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.fetched_files import link
 from lockstep.checkpoint.hub.download import cache_folder
 from lockstep.checkpoint.hub.fetch import one_line
@@ -49,13 +49,13 @@ def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:
         manifest = fetched_manifest(out, name)
         manifest.parent.mkdir(parents=True, exist_ok=True)
         commit = _fetch(source, manifest)
-        entries[name] = {"source": source, "commit": commit}
+        entries[name] = AdapterSource(source, commit)
         for file in (CONFIG, WEIGHTS):
             path = folder_of(manifest) / file
             place = f"{manifest.parent.relative_to(out.parent).as_posix()}/{FOLDER}/{file}"
-            files.append({"path": place, "size": path.stat().st_size, "sha256": sha256_file(path)})
+            files.append(StoredFile(place, path.stat().st_size, sha256_file(path)))
     remove_leftovers(out)
-    write_json(out, {"format": formats.ADAPTER_SOURCES, "adapters": entries, "files": files})
+    AdapterSources(entries, tuple(files)).save(out)
     return out
 
 
