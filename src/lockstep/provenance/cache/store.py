@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.document import ValidationError
 from lockstep.artifacts.files import atomic_path, read_json, sha256_file, write_json
 from lockstep.errors import InputError
 
@@ -124,7 +125,7 @@ class Cache:
         try:
             value = read_json(path, formats.CACHE)
             return _entry(path, key, value)
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError, ValidationError):
             raise InputError(f"{path}: expected an entry of the cache, found other content") from None
 
     def check_whole(self, entry: Entry) -> None:
