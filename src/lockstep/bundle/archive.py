@@ -18,10 +18,11 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import SEAL, atomic_path, dump_json, sha256_json
+from lockstep.artifacts.document import Document, Mark, ValidationError, integers
+from lockstep.artifacts.files import atomic_path
 from lockstep.errors import InputError
 
 MANIFEST = "bundle.json"
@@ -30,7 +31,7 @@ _END = bytes(2 * _BLOCK)
 _PIECE = 1 << 20
 _LARGEST_MANIFEST = 16 << 20
 _OCTAL_LIMIT = 8**11
-_LARGEST_FILE = 1 << 62
+_LARGEST_FILE = (1 << 62) - 1
 _KINDS = {
     tarfile.LNKTYPE: "a hard link",
     tarfile.SYMTYPE: "a symbolic link",
@@ -60,6 +61,24 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """A file that the manifest lists. Its name is checked by `_check_listed`."""
+
+    path: str
+    size: Annotated[int, integers(0, _LARGEST_FILE)]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class BundleManifest(Document):
+    """The first file of an archive: the files behind it, and what `bundle.opened` reads of it besides."""
+
+    FORMAT: ClassVar[str] = formats.BUNDLE
+    files: tuple[Listed, ...]
+    about: Annotated[Mapping[str, Any], Mark.OTHERS]
+
+
+@dataclass(frozen=True)
 class Member:
     """A file of an archive: `size` bytes at `offset`."""
 
@@ -75,7 +94,7 @@ class Archive:
 
     path: Path
     size: int
-    manifest: Mapping[str, Any]
+    manifest: BundleManifest
     members: Mapping[str, Member]
 
 
@@ -86,10 +105,9 @@ def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]
     of its digest.
     """
     entries = sorted(entries, key=lambda entry: entry.name)
-    listed = [{"path": entry.name, "size": entry.size, "sha256": entry.sha256} for entry in entries]
-    manifest = {"format": formats.BUNDLE, **about, "files": listed}
-    first = Entry.of_bytes(MANIFEST, dump_json({**manifest, SEAL: sha256_json(manifest)}).encode())
-    _check_listed(path, listed)
+    manifest = BundleManifest(tuple(Listed(entry.name, entry.size, entry.sha256) for entry in entries), about)
+    first = Entry.of_bytes(MANIFEST, manifest.to_bytes())
+    _check_listed(path, manifest.files)
     with atomic_path(path) as temporary, open(temporary, "wb") as out:
         for entry in (first, *entries):
             out.write(header(entry.name, entry.size))
@@ -136,23 +154,23 @@ def read_archive(path: str | os.PathLike) -> Archive:
     with file:
         size = os.fstat(file.fileno()).st_size
         manifest, offset = _read_manifest(file, path)
-        _check_listed(path, manifest["files"])
+        _check_listed(path, manifest.files)
         members = {}
-        for listed in manifest["files"]:
-            if listed["size"] > size:
+        for listed in manifest.files:
+            if listed.size > size:
                 raise InputError(
-                    f"{path}: expected {listed['path']} of {listed['size']} bytes, found a bundle of {size}: it is cut "
+                    f"{path}: expected {listed.path} of {listed.size} bytes, found a bundle of {size}: it is cut "
                     "short; copy it again"
                 )
             file.seek(offset)
             found = file.read(_BLOCK)
-            if found != header(listed["path"], listed["size"]):
-                expected = f"the file {listed['path']} of {listed['size']} bytes at byte {offset}"
+            if found != header(listed.path, listed.size):
+                expected = f"the file {listed.path} of {listed.size} bytes at byte {offset}"
                 raise InputError(
                     f"{path}: expected {expected}, found {_words(found)}; take a bundle as `lockstep bundle` made it"
                 )
-            members[listed["path"]] = Member(listed["path"], offset + _BLOCK, listed["size"], listed["sha256"])
-            offset = _behind(offset + _BLOCK + listed["size"])
+            members[listed.path] = Member(listed.path, offset + _BLOCK, listed.size, listed.sha256)
+            offset = _behind(offset + _BLOCK + listed.size)
         file.seek(min(offset, size))
         end = file.read(len(_END))
         if size != offset + len(_END) or any(end):
@@ -164,7 +182,7 @@ def read_archive(path: str | os.PathLike) -> Archive:
     return Archive(path, size, manifest, members)
 
 
-def _read_manifest(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
+def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
     """Return the manifest, and the offset of the byte behind it."""
     remedy = "make one with `lockstep bundle`, or copy it again"
     first = file.read(_BLOCK)
@@ -177,23 +195,11 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
         raise InputError(f"{path}: expected a bundle, which starts with {MANIFEST}, found {_words(first)}; {remedy}")
     data = file.read(size)
     try:
-        manifest = json.loads(data)
-        seal = manifest.pop(SEAL)
-        same = data == dump_json({**manifest, SEAL: seal}).encode()
-        listed = [(entry["path"], entry["size"], entry["sha256"]) for entry in manifest["files"]]
-        whole = (
-            same
-            and manifest["format"] == formats.BUNDLE
-            and seal == sha256_json(manifest)
-            and not any(file.read(-size % _BLOCK))
-        )
-        whole = whole and all(
-            isinstance(n, str) and type(s) is int and 0 <= s < _LARGEST_FILE and isinstance(d, str)
-            for n, s, d in listed
-        )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
+        manifest = BundleManifest.from_json(json.loads(data))
+        is_whole = data == manifest.to_bytes() and not any(file.read(-size % _BLOCK))
+    except (ValueError, RecursionError, ValidationError):
+        is_whole = False
+    if not is_whole:
         raise InputError(
             f"{path}: {MANIFEST}: expected the sealed manifest of a bundle ({formats.BUNDLE}), "
             f"found something else; {remedy}"
@@ -201,8 +207,8 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
     return manifest, _behind(_BLOCK + size)
 
 
-def _check_listed(path: Path, listed: Sequence[Mapping[str, Any]]) -> None:
-    names = [entry["path"] for entry in listed]
+def _check_listed(path: Path, listed: Sequence[Listed]) -> None:
+    names = [entry.path for entry in listed]
     for name in names:
         if problem := _problem(name):
             raise InputError(f"{path}: expected names of files below the bundle, found {name!r}, {problem}; refused")

@@ -143,7 +143,7 @@ def _scratch() -> Iterator[Path]:
 
 def _about(archive: Archive) -> _About:
     try:
-        about = _About.from_json(archive.manifest)
+        about = _About.from_json(archive.manifest.about)
     except ValidationError as error:
         raise InputError(f"{archive.path}: {MANIFEST}: {error}; {_REMEDY}") from None
     for name in _NEEDED:
