@@ -27,9 +27,9 @@ if "models" not in config:
 report: "workflow/report/workflow.rst"
 
 
+include: "workflow/rules/config.smk"
 include: "workflow/rules/common.smk"
 include: "workflow/rules/resources.smk"
-include: "workflow/rules/recovery.smk"
 include: "workflow/rules/checkpoint.smk"
 include: "workflow/rules/export.smk"
 include: "workflow/rules/build.smk"
@@ -50,13 +50,11 @@ onerror:
     # Snakemake keeps the last of these blocks only.
     if workflow.is_main_process:
         summarise_failed_run()
-    end_as_by_hand()
 
 
 rule all:
     default_target: True
     input:
-        # What nothing else reads, and deleted files: Snakemake misses a file if it is asked for here, or if something needs it anew.
-        WANTED,
+        *wanted(),
     message:
         "All targets"

@@ -15,8 +15,7 @@ INSIDE = {
     "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
     # `dag`
     "config": "the jobs of a config of many models",
-    "pipeline.stages": "the same",
-    "pipeline.wanted": "the same",
+    "stages": "the same",
     # `serving` and `throughput`
     "serve.bodies": "a server on engines that are of no target",
     "serve.run": "the same",
@@ -46,6 +45,5 @@ INSIDE = {
     "gpu": "events of the device, to time its share of a step",
     "gpu.timing": "microseconds of a graph of sums, by events",
     "onnx_tools.metrics": "how far logits are apart",
-    # `dag`: where the files of many targets lie.
-    "pipeline.stage": "paths of artefacts",
+    "weights.adapters": "adapters that lie in memory",
 }

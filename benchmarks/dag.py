@@ -26,11 +26,9 @@ import lockstep
 from benchmarks import options
 from benchmarks.child import Usage, run_child
 from benchmarks.measure import deliver, ratios, spread, surroundings, write_json
-from lockstep import CheckError, Results
+from lockstep import CheckError
 from lockstep.config import load
-from lockstep.pipeline.stage import path_of
-from lockstep.pipeline.stages import STAGES, all_steps
-from lockstep.pipeline.wanted import all_jobs
+from lockstep.stages import STAGES, Job, jobs
 
 OPTIONS = (
     options.number("--targets", (100, 1000), "To plan.", 10, many=True),
@@ -151,16 +149,17 @@ def bare_rules(config: Mapping[str, Any]) -> str:
 
     Its rules have wildcards and nothing else.
     """
-    results, names = Results(), {name: f"{{{name}}}" for name in ("model", "precision", "layers", "backend")}
-    *jobs, summary, _ = _jobs(config)
-    used = {step.stage for step in _steps(config)}
-    text = "wildcard_constraints:\n" + "".join(f"    {name}='[^/]+',\n" for name in names)
-    text += f"rule all:\n    input: {[*jobs[0].outputs, *summary.inputs]!r}\n"
-    text += "rule config:\n    output: 'results/config.json'\n    shell: 'true'\n"
+    made = _jobs(config)
+    used, ends = {job.stage for job in made}, ("config", "validate", "build", "compare", "golden", "served")
+    shown = [str(job.output) for job in made if job.stage in ends]
+    text = "wildcard_constraints:\n" + "".join(
+        f"    {name}='[^/]+',\n" for name in ("model", "precision", "layers", "backend")
+    )
+    text += f"rule all:\n    input: {shown!r}\n"
     for stage in (entry for name, entry in STAGES.items() if name in used):
         inputs, outputs = (
-            [str(path_of(name, results, names)) for name in group]
-            for group in (stage.reads, (stage.makes, *stage.beside))
+            [f"results/{pattern}" for pattern in group]
+            for group in (stage.reads.values(), (stage.output, *stage.beside.values()))
         )
         text += f"rule {stage.name}:\n    input: {inputs!r}\n    output: {outputs!r}\n    shell: 'true'\n"
     return text
@@ -175,13 +174,9 @@ def _config(count: int) -> dict[str, Any]:
     return {"models": {name: {**model, "source": f"models/{name}"} for name in names}, "limits": LIMITS}
 
 
-def _steps(config: Mapping[str, Any]) -> list[Any]:
+def _jobs(config: Mapping[str, Any]) -> list[Job]:
     typed = load.load(config)
-    return all_steps(typed, Results(), typed.targets())
-
-
-def _jobs(config: Mapping[str, Any]) -> list[Any]:
-    return all_jobs(load.load(config), Results(), _steps(config))
+    return jobs(typed, Path("results"), typed.targets())
 
 
 def _checkpoint(folder: Path) -> Path:

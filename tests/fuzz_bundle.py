@@ -34,7 +34,7 @@ from lockstep.artifacts.files import SEAL, sha256_json
 from lockstep.bundle.archive import MANIFEST, header
 from lockstep.bundle.opened import opened
 from lockstep.errors import LockstepError
-from lockstep.pipeline import engine_jobs
+from lockstep.runtime import command
 
 # Documents that the assembly names, by its key for them.
 TEXTS = {"graphs/tokenizer.json": "tokenizer", "graphs/chat_template.json": "chat_template"}
@@ -192,7 +192,7 @@ def run(path: Path, weights: Path | None) -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()), opened(path, weights) as place:
         ChatTemplate.open(place.assembly)
-        engine_jobs.generate(
+        command.generate(
             str(place.assembly),
             str(place.weights),
             str(place.engines),

@@ -34,7 +34,7 @@ _API = {
     "Tokenizer": ("runtime", "Tokenizer"),
     "Tolerances": ("targets", "Tolerances"),
     "Weights": ("weights", "Weights"),
-    "ask_python": ("pipeline.worker", "ask"),
+    "ask_python": ("stages.worker", "ask"),
     "build_engines": ("backends", "build"),
     "check_golden": ("verify.golden", "check_engines"),
     "compare_engines": ("verify.compare", "run"),
@@ -52,7 +52,7 @@ _API = {
     "resolve_adapters": ("weights.check_adapters", "resolve_adapters"),
     "resolve_architecture": ("checkpoint", "resolve_architecture"),
     "resolve_checkpoint": ("checkpoint", "resolve"),
-    "run_in_python": ("pipeline.worker", "call"),
+    "run_in_python": ("stages.worker", "call"),
     "validate_graphs": ("verify.validate", "run"),
     "verify_results": ("provenance.verify", "verify"),
 }

@@ -30,7 +30,7 @@ from faults.table import FAULTS
 from lockstep import CheckError, InputError
 from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
 from lockstep.config.backends import backends
-from lockstep.pipeline import worker
+from lockstep.stages import worker
 from lockstep.targets import Tolerances, is_quantized
 
 PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16")

@@ -1,4 +1,4 @@
-"""`snakemake --profile profiles/kubernetes`: the real plugin, against a stand-in for the API; pods are processes."""
+"""The profile of Kubernetes: the real plugin, against a stand-in for the API; pods are processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Cluster:
     def run(self, *arguments: str) -> subprocess.CompletedProcess:
         variables = {"HOME": str(self.folder / "home"), "KUBECONFIG": str(self.server.kubeconfig)}
         return subprocess.run(
-            [sys.executable, "-m", "snakemake", "--profile", "profiles/kubernetes",
+            [sys.executable, "-m", "snakemake", "--workflow-profile", "profiles/kubernetes",
              "--seconds-between-status-checks", "1", *arguments],
             cwd=self.checkout.folder, env={**self.image, **variables}, stdin=subprocess.DEVNULL,
             text=True, capture_output=True, timeout=TIMEOUT,

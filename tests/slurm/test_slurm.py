@@ -13,7 +13,7 @@ from cluster import NODES, Cluster
 
 # A cluster without accounting; nodes of two CPUs; jobs of seconds, of which a user's profile would not ask so often.
 PROFILE = (
-    "--profile", "profiles/slurm", "--slurm-status-command", "squeue", "--max-threads", "2",
+    "--workflow-profile", "profiles/slurm", "--slurm-status-command", "squeue", "--max-threads", "2",
     "--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "10",
 )  # fmt: skip
 GOLDEN = "results/demo-llama/fp16/golden/onnxruntime/2.json"

@@ -14,8 +14,8 @@ from demo_model import CONFIG
 
 from lockstep import backends, weights
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.pipeline.stages import step
 from lockstep.provenance import run as stage
+from lockstep.stages import STAGES
 from lockstep.targets import Results
 
 MODEL, PRECISION, BACKEND = "demo-llama", "fp16", "onnxruntime"
@@ -23,7 +23,9 @@ MODEL, PRECISION, BACKEND = "demo-llama", "fp16", "onnxruntime"
 
 def run(results: Results, name: str, make: Callable[[], Any] = lambda: None) -> None:
     """`make`, recorded as the stage `name` of the demo in fp16."""
-    made = step(name, CONFIG, results, {"model": MODEL, "precision": PRECISION, "layers": 2, "backend": BACKEND})
+    made = STAGES[name].job(
+        CONFIG, results.root, {"model": MODEL, "precision": PRECISION, "layers": 2, "backend": BACKEND}
+    )
     stage.run(replace(made, inputs={}) if name == "export" else made, make)  # such a tree has no architecture.json
 
 

@@ -16,8 +16,8 @@ from checkpoints import write
 from lockstep import weights
 from lockstep.checkpoint import resolve
 from lockstep.errors import guard
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import run as stage
+from lockstep.stages import Job
 
 MB = 1 << 20
 RUN = """import sys
@@ -37,7 +37,7 @@ def checkpoint(folder: Path, seed: int = 0, megabytes: float = 0.1) -> Path:
     write(folder / "checkpoint", {"numbers": numbers.astype(ml_dtypes.bfloat16)})
     out = folder / "checkpoint.json"
     return stage.run(
-        JobSpec("resolve", {"model": "m"}, {}, {}, out),
+        Job("resolve", {"model": "m"}, {}, {}, out),
         lambda: resolve(str(folder / "checkpoint"), folder / "checkpoint", out),
     )
 
@@ -45,7 +45,7 @@ def checkpoint(folder: Path, seed: int = 0, megabytes: float = 0.1) -> Path:
 def convert(manifest: Path, folder: Path, cache: Path | str, precision: str = "fp32", make=None) -> Path:
     """The convert stage into `folder`, as a rule or a command runs it."""
     out = folder / "weights.json"
-    step = JobSpec("convert", {"model": "m", "precision": precision}, {"checkpoint": manifest}, {}, out)
+    step = Job("convert", {"model": "m", "precision": precision}, {"checkpoint": manifest}, {}, out)
     return stage.run(step, make or (lambda: weights.convert(manifest, precision, out)), cache=str(cache))
 
 

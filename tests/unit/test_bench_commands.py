@@ -27,7 +27,7 @@ import fake_gpu
 import lockstep
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
-from lockstep.pipeline.worker import function_named
+from lockstep.stages.worker import function_named
 from real_server import make_tree
 from shared import Shared
 

@@ -34,7 +34,7 @@ exec {python} -c '
 import sys
 sys.path[:0] = {paths}
 import fake_gpu
-from lockstep.pipeline import worker
+from lockstep.stages import worker
 from benchmarks import batches, gpu
 gpu.CONTEXT, gpu.PREFILL, gpu.WARM, gpu.STEPS = 20, 40, 2, 4
 batches.SUMS = (1, 16)

@@ -35,8 +35,8 @@ from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.export import random_model
-from lockstep.pipeline import worker
 from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.stages import worker
 from lockstep.step import host
 from lockstep.targets import Results, Target
 from lockstep.verify.bisect import run
@@ -641,7 +641,9 @@ def test_a_prompt_without_tokens_or_too_long_is_one_line(tree):
 
 def test_engines_that_run_in_another_python_are_looked_at_there(copied, right):
     plant_in_engine(copied, FAULTS["middle gemm"])
-    ask = lambda **arguments: worker.ask(sys.executable, "bisect", **arguments)
+    ask = lambda **arguments: worker.ask(
+        sys.executable, "lockstep.verify.bisect.explain:engine_report_json", **arguments
+    )
     target = Target("demo-llama", "fp32", LAYERS, "onnxruntime")
     report = run.bisect(copied, target, TOLERANCES["fp32"], ask, PROMPT, right=right("fp32"))
     check_named(report, "engine", FAULTS["middle gemm"])

@@ -19,12 +19,12 @@ from shared_cache import checkpoint, contents, convert, never, start
 from calls import call
 from lockstep import backends
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import run as stage
 from lockstep.provenance.cache.store import Cache, cache_folder
 from lockstep.provenance.cache.upkeep import IN_THE_MAKING, bytes_text, look, prune, verify
 from lockstep.provenance.record import read_record
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
+from lockstep.stages import Job
 from lockstep.targets import Results
 
 
@@ -61,7 +61,7 @@ def test_what_names_files_elsewhere_is_made_where_it_is_right(tmp_path: Path, ca
 def test_checks_run_each_time(tmp_path: Path, cache: Cache, name: str) -> None:
     made = []
     for _ in range(2):
-        step = JobSpec(name, {"model": "m"}, {}, {}, tmp_path / "out.json")
+        step = Job(name, {"model": "m"}, {}, {}, tmp_path / "out.json")
         stage.run(step, lambda: made.append(write_json(step.output, {"format": "a/1"})), cache=str(cache.folder))
     assert len(made) == 2 and not cache.folder.exists()
 
@@ -82,13 +82,13 @@ def test_results_that_are_edited_in_place_leave_the_cache_as_it_was(tmp_path: Pa
 def graphs(demo: Results, folder: Path) -> Path:
     """The demo's graphs in fp16, recorded."""
     out = Path(shutil.copytree(demo.assembly("demo-llama", "fp16").parent, folder / "graphs")) / "assembly.json"
-    stage.run(JobSpec("export", {"model": "m", "precision": "fp16"}, {}, {}, out), lambda: None)
+    stage.run(Job("export", {"model": "m", "precision": "fp16"}, {}, {}, out), lambda: None)
     return out
 
 
 def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path: Path, cache: Cache) -> None:
     def build(folder: Path, make) -> None:
-        step = JobSpec(
+        step = Job(
             "build",
             {"model": "m", "precision": "fp16", "backend": "onnxruntime"},
             {"assembly": assembly},
@@ -116,7 +116,7 @@ def test_an_engine_set_that_is_taken_says_who_built_it_and_when(
     demo: Results, tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(folder: Path, make=None) -> dict:
-        step = JobSpec(
+        step = Job(
             "build",
             {"model": "m", "precision": "fp16", "backend": "onnxruntime"},
             {"assembly": assembly},

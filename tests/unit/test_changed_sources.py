@@ -17,15 +17,15 @@ from lockstep.artifacts.fetched import folder_of, write_fetched
 from lockstep.artifacts.files import sha256_file
 from lockstep.checkpoint import resolve, resolve_architecture, resolve_fetched
 from lockstep.export.make_checkpoint import make_checkpoint
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.sources import Sources, changed_files
+from lockstep.stages import Job
 from lockstep.weights.check_adapters import resolve_adapters
 
 ADAPTERS = ROOT / "resources" / "demo-adapters"
 
 
-def step(stage: str, output: Path) -> JobSpec:
-    return JobSpec(stage, {"model": "m"}, {}, {}, output)
+def step(stage: str, output: Path) -> Job:
+    return Job(stage, {"model": "m"}, {}, {}, output)
 
 
 def flip(path: Path, place: int = -5) -> None:

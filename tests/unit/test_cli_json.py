@@ -174,11 +174,12 @@ def test_verify_fails_with_its_document(project: Path, capsys: pytest.CaptureFix
 
 
 def test_diff(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = {"format": "lockstep.lock/3", "model": "m", "made with": {}, "checks": {}, "precisions": {}}
+    lock = {"format": "lockstep.lock/4", "model": "m", "made with": {}}
     for name, token in (("one", "5"), ("two", "6")):
-        write_json(f"{name}.json", {**lock, "checkpoint": {"source": "x"}, "reference": {"all": {"Light": token}}})
+        locked = {"checkpoint": {"source": "x"}, "reference/all": {"Light": token}}
+        write_json(f"{name}.json", {**lock, "locked": locked})
     found, code = told(capsys, "diff", "one.json", "two.json")
-    assert code == 1 and found == {"differences": [{"where": ["reference", "all", "Light"], "change": "5 -> 6"}]}
+    assert code == 1 and found == {"differences": [{"where": ["reference/all", "Light"], "change": "5 -> 6"}]}
     assert told(capsys, "diff", "one.json", "one.json") == ({"differences": []}, 0)
 
 

@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 
 from lockstep.backends.cpu import describe_cpu
+from lockstep.backends.identity import hardware, identity
 from lockstep.errors import InputError
-from lockstep.pipeline import engine_jobs
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.record import backend_identity
+from lockstep.stages import Job
 
 HERE = describe_cpu()["architecture"]
 
 
-def step(stage: str, backend: str, hardware: str) -> JobSpec:
+def step(stage: str, backend: str, hardware: str) -> Job:
     names = {"model": "m", "precision": "fp32", "backend": "mine"}
-    return JobSpec(stage, names, {}, {}, Path("engines.json"), device={"backend": backend, "hardware": hardware})
+    return Job(stage, names, {}, {}, Path("engines.json"), device={"backend": backend, "hardware": hardware})
 
 
 def test_a_step_has_the_backend_of_its_device() -> None:
     assert step("build", "onnxruntime", HERE).backend == "onnxruntime"
-    assert JobSpec("build", {"backend": "onnxruntime"}, {}, {}, Path("x")).backend == "onnxruntime"
-    assert JobSpec("export", {"precision": "fp32"}, {}, {}, Path("x")).backend is None
+    assert Job("build", {"backend": "onnxruntime"}, {}, {}, Path("x")).backend == "onnxruntime"
+    assert Job("export", {"precision": "fp32"}, {}, {}, Path("x")).backend is None
 
 
 def test_the_declared_device_is_found() -> None:
     found = backend_identity(step("build", "onnxruntime", HERE))
-    assert found == engine_jobs.identity("onnxruntime") and found["device"]["architecture"] == HERE
+    assert found == identity("onnxruntime") and found["device"]["architecture"] == HERE
 
 
 def test_another_device_is_one_line_with_both_names_and_the_node() -> None:
@@ -42,7 +42,7 @@ def test_another_device_is_one_line_with_both_names_and_the_node() -> None:
 
 def test_engines_for_any_device_are_built_anywhere_and_run_on_their_own() -> None:
     pytest.importorskip("tensorrt_rtx_bindings")
-    assert engine_jobs.hardware("tensorrt_rtx", builds=True) is None
+    assert hardware("tensorrt_rtx", builds=True) is None
     assert backend_identity(step("build", "tensorrt_rtx", "No such GPU"))["name"] == "tensorrt_rtx"
     with pytest.raises(InputError, match="expected 'No such GPU', the device mine of the config, found "):
         backend_identity(step("golden", "tensorrt_rtx", "No such GPU"))

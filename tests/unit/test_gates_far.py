@@ -20,7 +20,7 @@ from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.errors import CheckError
 from lockstep.export import export
 from lockstep.export.random_model import make
-from lockstep.pipeline import worker
+from lockstep.stages import STAGES, Job
 from lockstep.targets import Results, Target
 from lockstep.verify import compare, golden, validate
 from lockstep.verify.boundaries import both_sides, config_lengths, edges, synthetic_past
@@ -288,20 +288,21 @@ def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references
     }
     with pytest.raises(
         CheckError,
-        match=r"the long prompt', behind .*golden\.failed\.json; engine: "
+        match=r"the long prompt', behind .*/2\.failed\.json; engine: "
         r".*attention\.decode",
     ) as error:
-        worker.call(
-            None,
-            "golden",
-            **{name: str(path) for name, path in names.items()},
-            reference=str(references.reference("demo-llama", 2)),
-            target={"model": "demo-llama", "precision": "fp32", "layers": 2, "backend": "onnxruntime"},
-            tolerance=asdict(TOLERANCES["fp32"]),
-            limits=asdict(LIMITS),
-            out=str(tmp_path / "golden.json"),
-            speed=str(tmp_path / "golden.speed.json"),
-            expected=[prompt.expected[2] for prompt in GOLDEN.prompts],
+        STAGES["golden"].run(
+            Job(
+                "golden",
+                {"model": "demo-llama", "precision": "fp32", "layers": "2", "backend": "onnxruntime"},
+                {**names, "reference": references.reference("demo-llama", 2)},
+                {
+                    "tolerance": asdict(TOLERANCES["fp32"]),
+                    "limits": asdict(LIMITS),
+                    "expected": [prompt.expected[2] for prompt in GOLDEN.prompts],
+                },
+                Results(tmp_path).golden("demo-llama", "fp32", 2, "onnxruntime"),
+            )
         )
     assert "\n" not in str(error.value)
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lockstep.provenance import code_identity
+from code_imports import file_of, imports
+from lockstep.provenance.code_identity import SOURCES as PACKAGE
 
-PACKAGE = code_identity.SOURCES
 # From the bottom to the top: a package imports from those above it in this list, as docs/design.md draws it.
 LAYERS = (
     "__init__",
@@ -28,7 +28,7 @@ LAYERS = (
     "runtime",
     "verify",
     "serve",
-    "pipeline",
+    "stages",
     "provenance",
     "bundle",
     "report",
@@ -79,7 +79,7 @@ def layer(path: Path) -> int:
 
 def outside(path: Path) -> set[str]:
     """Top-level packages that a module imports, wherever in it."""
-    return {module.partition(".")[0] for module in code_identity._read(path).imports}
+    return {module.partition(".")[0] for module in imports(path)}
 
 
 def test_each_module_is_in_a_package_of_the_list() -> None:
@@ -87,12 +87,7 @@ def test_each_module_is_in_a_package_of_the_list() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    imported = {
-        (path, file)
-        for path in MODULES
-        for module in code_identity._read(path).imports
-        if (file := code_identity._file_of(module))
-    }
+    imported = {(path, file) for path in MODULES for module in imports(path) if (file := file_of(module))}
     above = [(name(path), name(file)) for path, file in imported if layer(file) > layer(path)]
     assert imported and not above, "the first imports the second, and is below it"
 
@@ -127,7 +122,7 @@ def loaded_by(code: str) -> set[str]:
 def test_what_runs_engines_loads_no_torch() -> None:
     loaded = loaded_by(
         "import "
-        + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "verify.golden.check", "pipeline.worker"))
+        + ", ".join(f"lockstep.{module}" for module in (*RUNS_ALONE, "verify.golden.check", "stages", "stages.worker"))
     )
     assert not loaded & {"torch", "transformers", "pydantic", "yaml", "snakemake"}
 

@@ -13,14 +13,13 @@ from demo_model import CONFIG, LIMITS, TOLERANCES
 
 import fake_gpu
 from lockstep.backends import build
+from lockstep.backends.identity import identity
 from lockstep.errors import InputError
-from lockstep.pipeline import engine_jobs, jobs
-from lockstep.pipeline.stages import STAGES, step
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import slsa
 from lockstep.provenance.record import build_key
 from lockstep.runtime import Model
 from lockstep.runtime.prefix import root_key
+from lockstep.stages import STAGES, Job
 from lockstep.targets import Results, Target
 from lockstep.verify import golden
 
@@ -40,8 +39,8 @@ def other(tmp_path: Path) -> str:
     return str(python)
 
 
-def step_of(stage: str, results: Results, python: str | None, backend: str = "onnxruntime") -> JobSpec:
-    return replace(step(stage, CONFIG, results, {**NAMES, "backend": backend}), python=python)
+def step_of(stage: str, results: Results, python: str | None, backend: str = "onnxruntime") -> Job:
+    return replace(STAGES[stage].job(CONFIG, results.root, {**NAMES, "backend": backend}), python=python)
 
 
 def test_a_record_names_the_versions_of_the_interpreter_that_ran(demo: Results, other: str) -> None:
@@ -75,7 +74,7 @@ def test_each_stage_that_runs_engines_runs_them_in_the_interpreter_of_the_config
     if stage == "served":  # which reads what it expects before it starts the engine
         made = replace(made, inputs={**made.inputs, "golden": _golden(references, tmp_path / "golden.json")})
     with pytest.raises(InputError, match="expected a Python interpreter, found '/nowhere/python3'"):
-        jobs.run(jobs.Job(made, references))
+        STAGES[stage].make(made)
 
 
 def _golden(results: Results, out: Path) -> Path:
@@ -94,7 +93,7 @@ def test_each_library_that_computes_on_a_gpu_is_part_of_the_identity(demo: Resul
     with fake_gpu.installed("10.9.0") as gpu:
         assembly, engines = demo.assembly(MODEL, "fp16"), tmp_path / "engines.json"
         build(assembly, "tensorrt", engines, {"attention": "fused", **sizes})
-        assert engine_jobs.identity("tensorrt")["libraries"] == {"cublas": "12.8.4", "cudnn": "9.19.0", "nvrtc": "12.9"}
+        assert identity("tensorrt")["libraries"] == {"cublas": "12.8.4", "cudnn": "9.19.0", "nvrtc": "12.9"}
         keys = set()
         for number in ("12.8.4", "12.8.4", "12.9.1"):
             gpu.cublas_version = number

@@ -46,11 +46,11 @@ from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
-from lockstep.pipeline.stages import all_steps
 from lockstep.provenance import lockfile
-from lockstep.provenance.lock import Lock, LockedPrecision, Maker
+from lockstep.provenance.lock import Lock, Maker
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
+from lockstep.stages import jobs
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare, golden
 from lockstep.verify.bisect.run import bisect
@@ -340,7 +340,7 @@ def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch,
     bf16, fp32, _ = config.targets()
     assert str(bf16) == "m/bf16/2/openvino" and str(fp32) == "m/fp32/2/openvino"
     assert config.not_run() == config.not_built() == {"bf16/openvino": reason}
-    made = all_steps(config, Results(tmp_path), config.targets())
+    made = jobs(config, tmp_path, config.targets())
     assert not any(step.names.get("backend") and step.names["precision"] == "bf16" for step in made)
     assert any(step.stage == "validate" and step.names["precision"] == "bf16" for step in made), (
         "the graphs are checked"
@@ -528,17 +528,17 @@ def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):
 def test_a_lock_written_without_bf16_keeps_what_stood_in_it(monkeypatch):
     """Engines, golden tokens and terms of what is not built here, as long as they are of the same graphs."""
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
-    bf16 = LockedPrecision(None, {"entry": "g"}, {BACKEND: {"x86_64 other": {}}}, {BACKEND: {"2": {}}})
-    terms = {"golden": {"bf16/2/openvino": {"expected": {}}, "fp32/2/openvino": {"expected": {}}}}
-    before = Lock("m", {"golden/openvino": Maker("old", {})}, {"source": "m"}, {}, {"bf16": bf16}, terms)
+    engines, terms = ("engines", "bf16", BACKEND, "x86_64 other"), ("checks", "golden", "bf16", "2", BACKEND)
+    kept = {engines: {}, ("golden", "bf16", BACKEND, "2"): {}, terms: {"expected": {}}}
+    others = {("checkpoint",): {"source": "m"}, ("checks", "golden", "fp32", "2", BACKEND): {"expected": {}}}
+    before = Lock("m", {"golden/openvino": Maker("old", {})}, {**others, **kept, ("graphs", "bf16"): {"entry": "g"}})
 
     def written(graph: str) -> Lock:
-        lock = Lock("m", {}, {"source": "m"}, {}, {"bf16": LockedPrecision(graphs={"entry": graph})})
-        return lockfile._keep_not_built(before, lock)
+        lock = Lock("m", {}, {("checkpoint",): {"source": "m"}, ("graphs", "bf16"): {"entry": graph}})
+        return lockfile._with_what_is_not_built(before, lock)
 
-    kept = written("g")
-    assert kept.precisions["bf16"] == bf16 and list(kept.checks["golden"]) == ["bf16/2/openvino"]
-    assert kept.makers == before.makers
-    assert written("another").precisions["bf16"].engines is None
+    assert written("g").sections.keys() == {("checkpoint",), ("graphs", "bf16"), *kept}
+    assert written("g").makers == before.makers
+    assert engines not in written("another").sections
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx512_bf16"]})
-    assert written("g").precisions["bf16"].engines is None, "built here, or none of the config"
+    assert engines not in written("g").sections, "built here, or none of the config"

@@ -15,13 +15,12 @@ from lockstep import backends
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.checkpoint import resolve_architecture
 from lockstep.errors import InputError
-from lockstep.pipeline import engine_jobs
-from lockstep.pipeline.stages import step
 from lockstep.provenance import code_identity
 from lockstep.provenance import run as stage
 from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import now, provenance_path
 from lockstep.provenance.verify import verify
+from lockstep.stages import STAGES
 from lockstep.targets import Results
 
 NAMES = {"model": "demo-llama", "precision": "fp16", "backend": "onnxruntime"}
@@ -98,9 +97,8 @@ SCHEMA = {
 
 
 def build(results: Results) -> Path:
-    made = step("build", CONFIG, results, NAMES)
-    paths = str(made.inputs["assembly"]), "onnxruntime", str(made.output)
-    stage.run(made, lambda: engine_jobs.build(*paths, {}, owns_folder=True))
+    made = STAGES["build"].job(CONFIG, results.root, NAMES)
+    stage.run(made)
     return provenance_path(made.output)
 
 
@@ -116,7 +114,7 @@ def results(demo: Results, tmp_path: Path) -> Results:
         ),
         ("export", lambda: None),
     ):
-        stage.run(step(name, CONFIG, results, NAMES), make)
+        stage.run(STAGES[name].job(CONFIG, results.root, NAMES), make)
     return results
 
 
@@ -131,13 +129,10 @@ def test_a_build_that_fails_before_it_writes_keeps_the_earlier_one(results: Resu
     before = path.read_bytes()
 
     def fail() -> None:
-        assert not path.exists() and not record_path(path.with_name("engines.json")).exists(), (
-            "a kill now leaves neither"
-        )
         raise InputError("no room")
 
     with pytest.raises(InputError, match="no room"):
-        stage.run(step("build", CONFIG, results, NAMES), fail)
+        stage.run(STAGES["build"].job(CONFIG, results.root, NAMES), fail)
     assert path.read_bytes() == before and {
         finding.status for finding in verify(results.root) if finding.name.startswith("demo-llama/fp16/engines")
     } == {"same"}
@@ -152,7 +147,7 @@ def test_a_build_that_fails_after_it_wrote_leaves_none(results: Results) -> None
         raise InputError("no room")
 
     with pytest.raises(InputError, match="no room"):
-        stage.run(step("build", CONFIG, results, NAMES), fail)
+        stage.run(STAGES["build"].job(CONFIG, results.root, NAMES), fail)
     assert not list(path.parent.glob("*.json"))
 
 

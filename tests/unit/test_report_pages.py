@@ -17,11 +17,11 @@ from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
 from lockstep.manifests.manifest_files import failed_path, record_path
-from lockstep.pipeline.stages import STAGES
 from lockstep.report import charts, summary
 from lockstep.report.change import Change
 from lockstep.report.pages import CHECKS
 from lockstep.report.verdict import sentence
+from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

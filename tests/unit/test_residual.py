@@ -23,7 +23,7 @@ from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export, lifelike
 from lockstep.onnx_tools.overflow import find_overflow, overflows
-from lockstep.pipeline import engine_jobs, options
+from lockstep.stages import STAGES, Job
 from lockstep.targets import Limits, Results, Target, Tolerances
 from lockstep.verify import compare, golden, validate
 from lockstep.verify.bisect.run import bisect
@@ -101,22 +101,16 @@ def run_golden(
     backend: str = "onnxruntime",
     built: Path | None = None,
     exported: Path | None = None,
-) -> None:
+) -> Path:
     """built, exported: engines and assembly instead of those of `made`."""
-    assembly, weights, engines = map(str, paths(made, kind))
-    reference = str(Results(made / kind).reference(NAME, "all"))
-    engine_jobs.golden(
-        str(exported or assembly),
-        weights,
-        str(built or engines),
-        reference,
-        asdict(Target(NAME, "fp16", "all", backend)),
-        asdict(TOLERANCES),
-        asdict(LIMITS),
-        str(folder / "golden.json"),
-        str(folder / "speed.json"),
-        [None] * len(TERMS.prompts),
-    )
+    assembly, weights, engines = paths(made, kind)
+    inputs = {"assembly": exported or assembly, "weights": weights, "engines": built or engines}
+    inputs["reference"] = Results(made / kind).reference(NAME, "all")
+    options = {"tolerance": asdict(TOLERANCES), "limits": asdict(LIMITS), "expected": [None] * len(TERMS.prompts)}
+    names = {"model": NAME, "precision": "fp16", "layers": "all", "backend": backend}
+    out = folder / STAGES["golden"].output.format(**names)
+    STAGES["golden"].run(Job("golden", names, inputs, options, out))
+    return out
 
 
 def line(where: str, name: str) -> str:
@@ -156,8 +150,7 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
     report = read_json(validated(made, "wide", tmp_path / "validate.json"))
     assert report["result"] == "pass"
     compare.run(assembly, weights, engines, TOLERANCES.beside_graph, LIMITS, tmp_path / "compare.json")
-    run_golden(made, "wide", tmp_path)
-    assert read_json(tmp_path / "golden.json")["max_logit_error"] > 0  # float16 is not left out
+    assert read_json(run_golden(made, "wide", tmp_path))["max_logit_error"] > 0  # float16 is not left out
 
 
 @pytest.mark.parametrize(
@@ -227,7 +220,9 @@ def test_the_config_refuses_what_cannot_keep_the_stream_wide():
     config = load.load(
         {**value, "models": {"demo-llama": model | {"backends": ["tensorrt"], "precisions": ["fp32", "fp16"]}}}
     )
-    assert [options.export(config, "demo-llama", each) for each in ("fp32", "fp16")] == [{}, {"residual": "float32"}]
+    assert [
+        STAGES["export"].options(config, {"model": "demo-llama", "precision": each}) for each in ("fp32", "fp16")
+    ] == [{}, {"residual": "float32"}]
 
 
 def test_an_overflow_is_told_from_other_infinities():

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import InputError
-from lockstep.pipeline import engine_jobs
-from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, Tokenizer, generate
+from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, Tokenizer, command, generate
 
 EXPECTED = json.loads((Path(__file__).parents[2] / "resources" / "demo-llama" / "expected.json").read_text())
 PROMPTS = [entry["text"] for entry in EXPECTED]
@@ -175,9 +174,9 @@ def test_json_is_one_document_with_what_the_text_has(demo, capsys):
         "sampling": {},
         "stop": [],
     }
-    engine_jobs.generate(**asked)
+    command.generate(**asked)
     text = capsys.readouterr().out
-    engine_jobs.generate(**asked, as_json=True)
+    command.generate(**asked, as_json=True)
     told = capsys.readouterr()
     found = json.loads(told.out)
     (choice,) = found["choices"]

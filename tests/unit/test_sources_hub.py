@@ -104,10 +104,7 @@ class User:
             "format": formats.LOCK,
             "model": "m",
             "made with": {},
-            "checkpoint": {"source": source, "commit": commit},
-            "precisions": {},
-            "reference": {},
-            "checks": {},
+            "locked": {"checkpoint": {"source": source, "commit": commit}},
         }
         (self.folder / "locks").mkdir(exist_ok=True)
         (self.folder / "locks" / "m.lock.json").write_text(json.dumps(value))

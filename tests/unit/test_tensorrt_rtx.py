@@ -44,9 +44,9 @@ from lockstep.export.quantize import quantize
 from lockstep.onnx_tools.dequantized import dequantize_products, sign_of
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import dtype_name
-from lockstep.pipeline.stages import STAGES
 from lockstep.provenance import against
 from lockstep.provenance.reproduce import make_again, reproduce
+from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 from lockstep.weights.groups import pack
 
@@ -814,8 +814,7 @@ def held(made, monkeypatch, lock: Path) -> dict[str, against.LockComparison]:
 
 
 LOCK = ROOT / "locks" / "demo-llama.lock.json"
-(DEVICE,) = json.loads(LOCK.read_text())["precisions"]["fp16"]["engines"][BACKEND]
-ENGINES = f"precisions/fp16/engines/{BACKEND}/{DEVICE}"
+(ENGINES,) = (name for name in json.loads(LOCK.read_text())["locked"] if name.startswith(f"engines/fp16/{BACKEND}/"))
 
 
 @pytest.mark.long  # so does tests/workflow/test_committed_lock.py
@@ -834,11 +833,11 @@ def command(folder: Path) -> subprocess.CompletedProcess:
 @pytest.mark.long
 def test_an_engine_that_is_not_the_locks_is_named_and_one_that_it_lacks_too(made, monkeypatch, tmp_path):
     lock = json.loads(LOCK.read_text())
-    engines = lock["precisions"]["fp16"]["engines"]
-    text = json.dumps(engines[BACKEND])
+    engines = lock["locked"]
+    text = json.dumps(engines[ENGINES])
     digest = sha256_file(Results(made / "results").engines(MODEL, "fp16", BACKEND).with_name("middle.engine"))
     assert digest in text
-    engines[BACKEND] = json.loads(text.replace(digest, "0" * 64))
+    engines[ENGINES] = json.loads(text.replace(digest, "0" * 64))
     write_json(tmp_path / "lock.json", lock)
     found = held(made, monkeypatch, tmp_path / "lock.json")
     assert [where for where, each in found.items() if each.differs] == [ENGINES]
@@ -846,9 +845,9 @@ def test_an_engine_that_is_not_the_locks_is_named_and_one_that_it_lacks_too(made
     assert found[ENGINES].is_locked and found[ENGINES].differs.startswith(said)
     ended = command(tmp_path)
     assert ended.returncode == 1 and f"different   {ENGINES}: {said}" in ended.stdout
-    assert "same        precisions/fp16/graphs\n" in ended.stdout
+    assert "same        graphs/fp16\n" in ended.stdout
     assert f"1 of {len(found)} artefacts are not as in" in ended.stderr
-    del engines[BACKEND]
+    del engines[ENGINES]
     write_json(tmp_path / "lock.json", lock)
     found = held(made, monkeypatch, tmp_path / "lock.json")
     assert [where for where, each in found.items() if not each.is_locked] == [ENGINES] and found[ENGINES].differs

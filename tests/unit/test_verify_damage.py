@@ -24,12 +24,12 @@ from lockstep.artifacts.files import SEAL, sha256_json, write_json
 from lockstep.artifacts.places import FileEntry, StoredFile
 from lockstep.artifacts.reference import ReferenceManifest, ReferencePrompt
 from lockstep.errors import LockstepError
-from lockstep.pipeline.stages import step
 from lockstep.provenance import run as stage
 from lockstep.provenance.diff import diff
 from lockstep.provenance.explain import explain
 from lockstep.provenance.lockfile import sections, write_lock
 from lockstep.provenance.verify import SAME, Finding, verify
+from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 
 MODEL = "demo-llama"
@@ -38,7 +38,9 @@ TARGET = Target(MODEL, "fp16", 2, "onnxruntime")
 
 def make(results: Results, name: str, value: dict[str, Any], **files: bytes) -> None:
     """The stage `name`, recorded, of a manifest that names `files` that lie beside it."""
-    made = step(name, CONFIG, results, {"model": MODEL, "precision": "fp16", "layers": 2, "backend": "onnxruntime"})
+    made = STAGES[name].job(
+        CONFIG, results.root, {"model": MODEL, "precision": "fp16", "layers": 2, "backend": "onnxruntime"}
+    )
 
     def write() -> None:
         for file, data in files.items():

@@ -15,8 +15,11 @@ from demo_model import GOLDEN, LIMITS
 from lockstep.artifacts.files import read_json
 from lockstep.config import backends
 from lockstep.errors import CheckError, InputError
-from lockstep.pipeline import worker
+from lockstep.stages import Job, worker
 from lockstep.targets import Results
+
+IDENTITY = "lockstep.backends.identity:identity"
+INSPECT = "lockstep.backends.engine_set:inspect"
 
 
 @pytest.fixture
@@ -32,17 +35,19 @@ def python(tmp_path: Path):
     return make
 
 
-def request(demo: Results, out: Path, **options) -> dict:
-    return {
-        "assembly": str(demo.assembly("demo-llama", "fp32")),
-        "backend": "onnxruntime",
-        "out": str(out / "engines.json"),
-        "options": options,
-    }
+def job(demo: Results, out: Path, python: str | None = sys.executable, **options) -> Job:
+    return Job(
+        "build",
+        {"model": "demo-llama", "precision": "fp32", "backend": "onnxruntime"},
+        {"assembly": demo.assembly("demo-llama", "fp32")},
+        {"options": options},
+        out / "engines.json",
+        python=python,
+    )
 
 
 def test_another_interpreter_builds_the_same(demo: Results, tmp_path: Path) -> None:
-    worker.call(sys.executable, "build", **request(demo, tmp_path / "engines"))
+    worker.run(job(demo, tmp_path / "engines"))
     here = demo.engines("demo-llama", "fp32", "onnxruntime").parent
     assert {path.name: path.read_bytes() for path in here.iterdir()} == {
         path.name: path.read_bytes() for path in (tmp_path / "engines").iterdir()
@@ -50,33 +55,30 @@ def test_another_interpreter_builds_the_same(demo: Results, tmp_path: Path) -> N
 
 
 def test_another_interpreter_answers_the_same() -> None:
-    assert worker.ask(sys.executable, "identity", name="onnxruntime") == worker.ask(
-        None, "identity", name="onnxruntime"
-    )
+    assert worker.ask(sys.executable, IDENTITY, name="onnxruntime") == worker.ask(None, IDENTITY, name="onnxruntime")
 
 
 def test_engines_are_looked_at_in_the_interpreter_that_runs_them(demo: Results, tmp_path: Path) -> None:
     """What `lockstep reproduce` compares: another Python than this one's may have the library."""
     engines, assembly = demo.engines("demo-llama", "fp16", "onnxruntime"), demo.assembly("demo-llama", "fp16")
     here, there = (
-        worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly)) for python in (None, sys.executable)
+        worker.ask(python, INSPECT, engines=str(engines), assembly=str(assembly)) for python in (None, sys.executable)
     )
     assert json.loads(json.dumps(here)) == there and set(there["engines"]) == set(read_json(engines)["engines"])
     copy = Path(shutil.copytree(engines.parent, tmp_path / "engines")) / engines.name
     (copy.parent / "middle.onnx").write_bytes(b"no engine")
     for python in (None, sys.executable):
         with pytest.raises(CheckError, match="middle.onnx: sha256: made for .*, found .*; the file is damaged"):
-            worker.ask(python, "inspect", engines=str(copy), assembly=str(assembly))
+            worker.ask(python, INSPECT, engines=str(copy), assembly=str(assembly))
 
 
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 def test_a_mistake_is_the_same_line_and_exit_code_here_and_there(demo, tmp_path, interpreter) -> None:
     script = (
-        "import sys, json; from lockstep.pipeline import worker; from lockstep.errors import guard\n"
-        "with guard(): worker.call(json.loads(sys.argv[1]), 'build', **json.loads(sys.argv[2]))"
-    )
-    arguments = worker.json.dumps(interpreter), worker.json.dumps(request(demo, tmp_path, level="all"))
-    ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+        "from pathlib import Path\nfrom lockstep.stages import STAGES, Job\nfrom lockstep.errors import guard\n"
+        f"with guard(): STAGES['build'].make({job(demo, tmp_path, interpreter, level='all')!r})"
+    ).replace("PosixPath(", "Path(")
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == 2 and not list(tmp_path.glob("*.json"))
     assert ended.stderr == (
         "lockstep: error: options of backend onnxruntime: expected only "
@@ -89,7 +91,7 @@ def test_text_comes_from_here_and_there(demo, interpreter, capfd) -> None:
     names = ("demo-llama", "fp32")
     worker.call(
         interpreter,
-        "generate",
+        "lockstep.runtime.command:generate",
         assembly=str(demo.assembly(*names)),
         weights=str(demo.weights(*names)),
         engines=str(demo.engines(*names, "onnxruntime")),
@@ -110,7 +112,7 @@ def test_a_backend_of_another_interpreter_is_named_by_its_own_key(tmp_path, monk
     renamed = {"other": settings["tensorrt"], "onnxruntime": settings["onnxruntime"]}
     monkeypatch.setattr(backends, "backends", lambda: renamed)
     with pytest.raises(InputError, match="^backends.other.python: expected a Python interpreter"):
-        worker.call("/nowhere/python3.10", "build")
+        worker.call("/nowhere/python3.10", IDENTITY)
 
 
 def test_an_interpreter_that_is_not_there_or_none_at_all_is_named(tmp_path) -> None:
@@ -118,12 +120,12 @@ def test_an_interpreter_that_is_not_there_or_none_at_all_is_named(tmp_path) -> N
         with pytest.raises(
             InputError, match=f"backends.tensorrt.python: expected a Python interpreter, found '{name}'"
         ):
-            worker.call(name, "build")
+            worker.call(name, IDENTITY)
 
 
 def test_a_package_that_the_interpreter_lacks_is_named(demo, tmp_path, python, capfd) -> None:
     with pytest.raises(SystemExit) as ended:
-        worker.call(python(f'exec {sys.executable} -S "$@"'), "build", **request(demo, tmp_path))
+        worker.run(job(demo, tmp_path, python(f'exec {sys.executable} -S "$@"')))
     assert ended.value.code == 2
     line = capfd.readouterr().err
     assert (
@@ -136,24 +138,24 @@ def test_a_package_that_the_interpreter_lacks_is_named(demo, tmp_path, python, c
 def test_a_question_that_cannot_be_answered_is_an_error_to_be_caught(python, capfd) -> None:
     """As where the other interpreter's library finds no GPU: its line is the error's, and is said once."""
     with pytest.raises(InputError) as error:
-        worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), "identity", name="nothing")
+        worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), IDENTITY, name="nothing")
     assert (
         str(error.value) == f"backend: expected one of {', '.join(backends.backends())}, found 'nothing'"
         and not capfd.readouterr().err
     )
     with pytest.raises(CheckError, match="^other bytes$"):
-        worker.ask(python("echo lockstep: error: other bytes >&2", "exit 1"), "identity", name="onnxruntime")
+        worker.ask(python("echo lockstep: error: other bytes >&2", "exit 1"), IDENTITY, name="onnxruntime")
 
 
 def test_an_interrupted_question_ends_as_one(python, capfd) -> None:
     with pytest.raises(SystemExit) as ended:
-        worker.ask(python("echo lockstep: error: interrupted >&2", "exit 130"), "identity", name="onnxruntime")
+        worker.ask(python("echo lockstep: error: interrupted >&2", "exit 130"), IDENTITY, name="onnxruntime")
     assert ended.value.code == 130 and capfd.readouterr().err == "lockstep: error: interrupted\n"
 
 
 def test_a_defect_in_the_other_interpreter_keeps_its_traceback(python, capfd) -> None:
     with pytest.raises(SystemExit) as ended:
-        worker.ask(sys.executable, "identity", nme="onnxruntime")
+        worker.ask(sys.executable, IDENTITY, nme="onnxruntime")
     said = capfd.readouterr().err
     assert (
         ended.value.code == 1
@@ -164,7 +166,7 @@ def test_a_defect_in_the_other_interpreter_keeps_its_traceback(python, capfd) ->
 
 def test_what_is_said_beside_an_answer_is_shown(python, capfd) -> None:
     assert (
-        worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), "identity", name="onnxruntime")["name"]
+        worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), IDENTITY, name="onnxruntime")["name"]
         == "onnxruntime"
     )
     assert capfd.readouterr().err == "a warning\n"
@@ -183,7 +185,7 @@ def test_an_interpreter_that_is_killed_is_told_with_the_signal(python, stage, li
 @pytest.mark.parametrize("code", [129, 130, 143, 255])
 def test_a_code_that_is_no_signal_or_that_the_stage_has_explained_stays_it(python, code) -> None:
     with pytest.raises(SystemExit) as ended:
-        worker.call(python(f"exit {code}"), "build")
+        worker.call(python(f"exit {code}"), IDENTITY)
     assert ended.value.code == code
 
 
@@ -191,8 +193,8 @@ def test_a_stage_in_an_interpreter_without_the_workflows_packages_calls_another(
     """As a benchmark does, which builds engines in a process of their own from the one that runs them."""
     (tmp_path / "without.py").write_text(
         "import sys\nfrom without_extras import Absent\nsys.meta_path.insert(0, Absent())\n"
-        "from lockstep.pipeline import worker\n"
-        "def ask(python): return worker.ask(python, 'identity', name='onnxruntime')\n"
+        "from lockstep.stages import worker\n"
+        "def ask(python): return worker.ask(python, 'lockstep.backends.identity:identity', name='onnxruntime')\n"
     )
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import compileall
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,26 +18,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.workflow)
 
 
-READ_ALL_MODULES = """
-from lockstep.pipeline.stages import REPORTS, STAGES
-from lockstep.provenance.code_identity import stage_key
-for code in [*(stage.code for stage in STAGES.values()), *REPORTS.values()]:
-    stage_key(code)
-"""
-
-
 @pytest.fixture(scope="session", autouse=True)
 def compiled(shared: Shared) -> None:
-    """Lay what Python and the package keep of each module beside the repository's.
+    """Lay what Python keeps of each module beside the repository's.
 
-    As after a first run: checkouts take it along, and hundreds of processes need neither compile nor parse.
+    As after a first run: checkouts take it along, and hundreds of processes need not compile.
     """
 
     def make(folder: Path) -> None:
         compileall.compile_dir(REPOSITORY / "src", quiet=1)
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        subprocess.run([sys.executable, "-c", READ_ALL_MODULES], env=environment, check=True)
 
     shared.folder("compiled", make)
 

@@ -25,31 +25,23 @@ SMALL_GOLDEN = f"results/{SMALL}/golden/onnxruntime/2.json"
 
 def results_of(lock: dict[str, Any], devices: set[str]) -> dict[str, Any]:
     """A lock without what made it, and with the engines of `devices` only."""
-    kept = json.loads(json.dumps({name: value for name, value in lock.items() if name != "made with"}))
-    for parts in kept["precisions"].values():
-        for engines in parts["engines"].values():
-            for device in engines.keys() - devices:
-                del engines[device]
-    return kept
+    locked = {name: items for name, items in lock["locked"].items() if device_of(name) in {None, *devices}}
+    return {**{name: value for name, value in lock.items() if name != "made with"}, "locked": locked}
+
+
+def device_of(place: str) -> str | None:
+    """The device of a place of engines; None of another place."""
+    kind, *names = place.split("/")
+    return names[-1] if kind == "engines" else None
 
 
 def without(lock: dict[str, Any], precisions: tuple[str, ...], backends: tuple[str, ...]) -> dict[str, Any]:
     """A lock without the targets in these precisions and those of these backends."""
-    kept = json.loads(json.dumps(lock))
-    for precision in precisions:
-        kept["precisions"].pop(precision, None)
-    for parts in kept["precisions"].values():
-        for kind in ("engines", "golden"):
-            for backend in backends:
-                parts.get(kind, {}).pop(backend, None)
-            if not parts.get(kind):
-                parts.pop(kind, None)
-    starts, ends = tuple(f"{each}/" for each in precisions), tuple(f"/{each}" for each in backends)
-    gone = lambda name: name.startswith(starts) or name.endswith(ends)
-    checks = {
-        stage: {name: of for name, of in terms.items() if not gone(name)} for stage, terms in kept["checks"].items()
+    gone = {*precisions, *backends}
+    return {
+        **lock,
+        "locked": {name: items for name, items in lock["locked"].items() if not gone & set(name.split("/"))},
     }
-    return {**kept, "checks": {stage: terms for stage, terms in checks.items() if terms}}
 
 
 HAS_BF16 = openvino.why_not("bf16") is None
@@ -67,9 +59,7 @@ NOT_MADE = (("bf16", "w8a16", "w4a16"), ("cuda", "openvino", "tensorrt_rtx"))
 
 
 def devices_of(lock: dict[str, Any]) -> set[str]:
-    return {
-        device for parts in lock["precisions"].values() for engines in parts["engines"].values() for device in engines
-    }
+    return {device for name in lock["locked"] if (device := device_of(name)) is not None}
 
 
 def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
@@ -103,9 +93,9 @@ def test_other_precisions_and_backends_are_what_is_locked(
     found = [section for path in asked for section in sections_at(path)]
     assert len(found) == len(asked)
     for section in found:
-        locked = lock.section(section.where)
+        locked = lock.sections.get(section.where)
         if section.stage == "build" and not locked:  # of another CPU
-            locked = next(iter((lock.devices(precision, section.where[3]) or {}).values()))
+            locked = next(iter(lock.devices(precision, section.where[2]).values()))
             assert locked.keys() == section.items.keys()
         else:
             assert locked == section.items, section.where
@@ -163,12 +153,11 @@ def run_under_lock(first_run: Checkout, shared: Shared) -> Checkout:
         checkout.take_whole_demo()
         checkout.edit_config(cut_to_small)
         lock = json.loads((REPOSITORY / LOCK).read_text())
-        devices = lock["precisions"]["w8a16"]["engines"]["onnxruntime"]
-        if engines_of(checkout.results, "fp16").where[-1] not in devices:
+        if engines_of(checkout.results, "fp16").where[-1] not in devices_of(lock):
             for stage in ("export", "convert", "build"):
                 checkout.call("lockstep", stage, SMALL)
             made = engines_of(checkout.results, "w8a16")
-            devices[made.where[-1]] = dict(made.items)
+            lock["locked"]["/".join(made.where)] = dict(made.items)
             shutil.rmtree(checkout.results / SMALL)
         (checkout.folder / "locks").mkdir()
         (checkout.folder / LOCK).write_text(json.dumps(lock))
@@ -185,7 +174,7 @@ def test_a_locked_run_makes_small_weights_and_their_golden_tokens_as_locked(run_
     lock = Lock.load(run_under_lock.folder / LOCK)
     golden = [section for section in sections_at(run_under_lock.folder / SMALL_GOLDEN) if "golden" in section.where]
     assert len(golden) == 2  # the tokens, and the terms of the check
-    assert all(lock.section(section.where) == section.items for section in golden)
+    assert all(lock.sections[section.where] == section.items for section in golden)
     assert not run_under_lock.would_run(SMALL_GOLDEN, *LOCKED)
 
 
@@ -193,7 +182,7 @@ def test_a_locked_run_makes_small_weights_and_their_golden_tokens_as_locked(run_
 def test_a_locked_run_refuses_another_golden_token_of_small_weights(run_under_lock: Checkout, tmp_path: Path) -> None:
     demo = run_under_lock.copy(tmp_path / "checkout")
     lock = json.loads((demo.folder / LOCK).read_text())
-    tokens: dict[str, str] = lock["precisions"]["w8a16"]["golden"]["onnxruntime"]["2"]
+    tokens: dict[str, str] = lock["locked"]["golden/w8a16/onnxruntime/2"]
     first, *others = tokens["Light"].split()
     tokens["Light"] = " ".join([str(int(first) + 1), *others])
     (demo.folder / LOCK).write_text(json.dumps(lock))

@@ -38,6 +38,7 @@ def test_killed_runs_end_in_the_results_of_an_undisturbed_one(
         kill_in(checkout, stage, targets)
         for path in checkout.results.rglob("*.json"):
             assert path.name.startswith(".") or json.loads(path.read_bytes()), "a result is whole or not there"
+    unlock(checkout)
     checkout.finish(*targets)
     made, expected = checkout.digests(), finished.digests()
     assert made == {name: digest for name, digest in expected.items() if not targets or name in made}
@@ -54,6 +55,7 @@ def test_runs_killed_at_random_moments_end_in_the_results_of_an_undisturbed_one(
     """Twenty times in one full run, which starts over when it got to its end; the seed names the moments."""
     moments = random.Random(4)
     for _ in range(20):
+        unlock(fresh)
         if not fresh.would_run():
             shutil.rmtree(fresh.results)
         process = start(fresh)
@@ -62,6 +64,7 @@ def test_runs_killed_at_random_moments_end_in_the_results_of_an_undisturbed_one(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    unlock(fresh)
     fresh.finish()
     assert fresh.digests() == finished.digests()
     assert not [path for path in fresh.results.rglob("*") if path.name.endswith(".tmp")]
@@ -98,6 +101,7 @@ def kill_in(checkout: Checkout, stage: str, targets: tuple[str, ...]) -> None:
     log."""
     log = checkout.results / "logs" / stage
     shutil.rmtree(log, ignore_errors=True)
+    unlock(checkout)
     process = start(checkout, "--forcerun", stage, "--", *targets)
     try:
         wait_for(lambda: process.poll() is not None or any(path.is_file() for path in log.rglob("*.log")))
@@ -107,6 +111,11 @@ def kill_in(checkout: Checkout, stage: str, targets: tuple[str, ...]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def unlock(checkout: Checkout) -> None:
+    """As Snakemake's users do after a run that was killed."""
+    checkout.snakemake("--unlock")
 
 
 def wait_for(condition, seconds: float = 300) -> None:

@@ -1,5 +1,4 @@
-"""A new stage is an entry in the table of stages, its function, its path and a rule: records, locks, `explain`, the
-cache and the command line know it then."""
+"""A new stage is its file, its script and a rule: records, locks, `explain`, the cache and the command line know it."""
 
 from __future__ import annotations
 
@@ -9,41 +8,50 @@ from typing import Any
 import pytest
 from checkout import Checkout
 
-ENTRY = """    Stage(
-        "count", makes="count", reads=("checkpoint",), code="toy", job="lockstep.toy:count",
-        options=lambda config, **names: {"unit": "files"}, pinned=pinned.pin_files, is_cached=True,
-        help="How many files a checkpoint has.",
-    ),
-)  # fmt: skip
+STAGE = '''"""How many files a checkpoint has."""
 
-STAGES"""
-PATH = """    def count(self, model: str, precision: str) -> Path:
-        return self.root / model / precision / "count.json"
+import onnx
 
-    def reproduction("""
-FUNCTION = """import onnx
-
+from lockstep.manifests.digest_cache import digest
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.manifests.manifest_files import named_files
+from lockstep.stages.stage import Stage, names_below_model
 
 
-def count(job):
-    number = len(read_json(job.path("checkpoint"))["files"])
-    write_json(job.output, {"format": "toy.count/1", job.options["unit"]: number, "IR": onnx.IR_VERSION})
+class Count(Stage):
+    output = "{model}/{precision}/count.json"
+    reads = {"checkpoint": "{model}/checkpoint.json"}
+    code = ("stages/count.py",)
+    packages = ("onnx",)
+    help = "How many files a checkpoint has."
+    is_cached = True
+
+    def options(self, config, names):
+        return {"unit": "files"}
+
+    def pin(self, manifest, key):
+        return (self.name, *names_below_model(key)), {manifest.name: digest(manifest)}
+
+    def run(self, job):
+        number = len(read_json(job.inputs["checkpoint"])["files"])
+        write_json(job.output, {"format": "toy.count/1", job.options["unit"]: number, "IR": onnx.IR_VERSION})
+'''
+SCRIPT = """from job import run_stage
+
+run_stage("count", snakemake)
 """
 RULE = """
 rule count:
     input:
-        **inputs_of("count"),
+        checkpoint="<results>/{model}/checkpoint.json",
     output:
-        output_of("count"),
+        update("<results>/{model}/{precision}/count.json"),
     log:
-        log_of("count", MODEL, PRECISION),
+        "<results>/logs/count/{model}/{precision}.log",
     params:
         options=options_of("count"),
         key=key_of("count"),
     script:
-        "../scripts/stage.py"
+        "../scripts/count.py"
 """
 
 
@@ -55,15 +63,10 @@ def only_one_target(config: dict[str, Any]) -> None:
 
 @pytest.fixture
 def counted(demo: Checkout) -> Checkout:
-    """A finished run of one target, with a stage more. All of it would be made again, for all stages read the table."""
+    """A finished run of one target, with a stage more."""
     demo.edit_config(only_one_target)
-    package = demo.folder / "src/lockstep"
-    stages, targets = package / "pipeline/stages.py", package / "targets.py"
-    end = ")  # fmt: skip\n\nSTAGES"
-    assert stages.read_text().count(end) == 1
-    stages.write_text(stages.read_text().replace(end, ENTRY))
-    targets.write_text(targets.read_text().replace("    def reproduction(", PATH))
-    (package / "toy.py").write_text(FUNCTION)
+    (demo.folder / "src/lockstep/stages/count.py").write_text(STAGE)
+    (demo.folder / "workflow/scripts/count.py").write_text(SCRIPT)
     demo.append("workflow/rules/export.smk", RULE)
 
     return demo
@@ -72,14 +75,18 @@ def counted(demo: Checkout) -> Checkout:
 COUNT = "results/demo-llama/fp16/count.json"
 
 
-def test_a_toy_stage_is_one_entry_and_one_rule(counted: Checkout) -> None:
+def test_a_stage_is_two_files_and_a_rule(counted: Checkout) -> None:
     demo, made = counted, counted.folder / COUNT
     assert demo.would_run()["count"] == 1
     cached = ("--config", f"cache={demo.folder / 'cache'}")
     demo.finish(COUNT, *cached)
     assert json.loads(made.read_text())["files"] > 2
     record = json.loads(made.with_name("count.build.json").read_text())
-    assert record["options"] == {"unit": "files"} and "toy.py" in record["code"] and "onnx" in record["environment"]
+    assert (
+        record["options"] == {"unit": "files"}
+        and "stages/count.py" in record["code"]
+        and "onnx" in record["environment"]
+    )
     assert not demo.would_run(COUNT, *cached)
 
     made.unlink()
@@ -89,7 +96,8 @@ def test_a_toy_stage_is_one_entry_and_one_rule(counted: Checkout) -> None:
     assert "count demo-llama/fp16" in demo.run("lockstep", "explain", "demo-llama/fp16/2").stdout
     assert COUNT in demo.run("lockstep", "count", "demo-llama/fp16").stdout
     assert not demo.would_run(COUNT, *cached)
-    demo.append("src/lockstep/toy.py", "EDITED = 1\n")
+    demo.finish("--forcerun", "count", "--", COUNT)
+    demo.append("src/lockstep/stages/count.py", "EDITED = 1\n")
     assert demo.would_run(COUNT)["count"] == 1
 
 
@@ -103,7 +111,7 @@ def test_what_a_toy_stage_makes_is_locked(counted: Checkout) -> None:
     demo.finish()
     demo.run("lockstep", "lock")
     lock = json.loads((demo.folder / "locks/demo-llama.lock.json").read_text())
-    assert set(lock["results"]["count"]) == {"fp16"} and "count" in lock["made with"]
+    assert "count/fp16" in lock["locked"] and "count" in lock["made with"]
     assert not demo.would_run("--config", "locked=true")
     demo.run("lockstep", "verify")
 

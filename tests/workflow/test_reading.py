@@ -27,40 +27,17 @@ def in_the_future(path: Path) -> None:
 
 # Kind of damage: what it does to the results, and the rules that a run makes again for it.
 DAMAGES = {
-    "lost engine": (
-        lambda results: (results / FP16 / "engines/onnxruntime/middle.onnx").unlink(),
-        {"build", "compare", "golden", "served", "summary", "plots"},
-    ),
-    "truncated weights": (
-        lambda results: os.truncate(results / FP32 / "weights.safetensors", 1000),
-        {"convert", "compare", "validate", "golden", "served", "summary", "plots"},
-    ),
-    "lost graph": (
-        lambda results: (results / FP32 / "graphs/middle.onnx").unlink(),
-        {"export", "validate", "build", "compare", "golden", "served", "summary", "plots"},
-    ),
-    "lost record": (
-        lambda results: (results / FP16 / "validate/2.build.json").unlink(),
-        {"validate", "summary", "plots"},
-    ),
-    "lost record of the first": (
-        lambda results: (results / MODEL / "checkpoint.build.json").unlink(),
-        {"resolve", "convert", "compare", "reference", "validate", "golden", "served", "summary", "plots"},
-    ),
-    "lost record of the last": (lambda results: (results / "report/error_by_layer.build.json").unlink(), {"plots"}),
-    "lost record of the summary": (lambda results: (results / "summary.build.json").unlink(), {"summary", "plots"}),
-    "lost manifest": (
-        lambda results: (results / FP16 / "golden/onnxruntime/2.json").unlink(),
-        {"golden", "served", "summary", "plots"},
-    ),
-    "from the future": (lambda results: in_the_future(results / FP16 / "graphs/assembly.json"), set()),
-    "flipped byte": (lambda results: flip(results / FP16 / "engines/onnxruntime/entry.onnx"), set()),
-    "failed since": (
-        lambda results: write_json(
-            failed_path(results / FP32 / "golden/onnxruntime/all.json"),
-            {"format": "lockstep.failure/1", "failure": "planted"},
-        ),
-        {"golden", "served", "summary", "plots"},
+    "lost engine": lambda results: (results / FP16 / "engines/onnxruntime/middle.onnx").unlink(),
+    "truncated weights": lambda results: os.truncate(results / FP32 / "weights.safetensors", 1000),
+    "lost graph": lambda results: (results / FP32 / "graphs/middle.onnx").unlink(),
+    "lost record": lambda results: (results / FP16 / "validate/2.build.json").unlink(),
+    "lost record of the first": lambda results: (results / MODEL / "checkpoint.build.json").unlink(),
+    "lost manifest": lambda results: (results / FP16 / "golden/onnxruntime/2.json").unlink(),
+    "from the future": lambda results: in_the_future(results / FP16 / "graphs/assembly.json"),
+    "flipped byte": lambda results: flip(results / FP16 / "engines/onnxruntime/entry.onnx"),
+    "failed since": lambda results: write_json(
+        failed_path(results / FP32 / "golden/onnxruntime/all.json"),
+        {"format": "lockstep.failure/1", "failure": "planted"},
     ),
 }
 SNAKEMAKE = (
@@ -106,7 +83,7 @@ def damaged(demo: Checkout) -> Checkout:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert list((demo.folder / ".snakemake/locks").glob("*.lock"))
-    for damage, _ in DAMAGES.values():
+    for damage in DAMAGES.values():
         damage(demo.results)
     return demo
 
@@ -118,34 +95,3 @@ def test_looking_changes_nothing(damaged: Checkout) -> None:
             process = damaged.call(module, *arguments, check=False)
             assert state(damaged.folder) == before, (module, arguments)
             assert "Traceback" not in process.stderr, (arguments, process.stderr)
-
-
-@pytest.mark.long
-def test_a_run_over_all_damages_repairs_them(damaged: Checkout, finished: Checkout) -> None:
-    # a flipped byte is refused, which test_damage.py shows
-    (damaged.results / FP16 / "engines/onnxruntime/entry.onnx").unlink()
-    planned = damaged.would_run()
-    said = damaged.finish()
-    for rule, words in {
-        "build": "Build engines",
-        "convert": "Convert",
-        "validate": "Validate",
-        "golden": "Golden check",
-        "export": "Export",
-    }.items():
-        assert said.count(f": {words}") == planned[rule], (rule, planned, said)
-    assert damaged.digests() == dict(finished.digests().items())
-    assert not damaged.would_run()
-    damaged.call("lockstep", "verify")
-
-
-ALWAYS = ("lost engine", "lost record of the first", "from the future", "flipped byte", "failed since")
-
-
-@pytest.mark.parametrize(
-    "damage", [pytest.param(name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name in DAMAGES]
-)
-def test_a_dry_run_names_what_is_made_again(demo: Checkout, damage: str) -> None:
-    act, rules = DAMAGES[damage]
-    act(demo.results)
-    assert set(demo.would_run()) == rules

@@ -8,9 +8,6 @@ from collections import Counter
 import pytest
 from checkout import Checkout
 
-from lockstep.pipeline.stages import REPORTS, STAGES
-from lockstep.provenance.code_identity import code_files
-
 REPORT = Counter(summary=1, plots=1)
 MODEL = "demo-llama"
 
@@ -101,7 +98,7 @@ def test_an_expected_text_touches_the_checks_of_its_layer_count(demo: Checkout) 
     assert set(demo.would_run()) == {"config", "golden", "served", "summary", "plots"}
 
 
-@pytest.mark.long  # test_dates.py plans it
+@pytest.mark.long
 def test_other_weights_need_no_new_graphs_and_no_new_engines(demo: Checkout) -> None:
     """A fine-tune of the same shapes: one bit of one weight."""
     weights = demo.folder / "resources" / MODEL / "model.safetensors"
@@ -128,37 +125,13 @@ def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
     assert demo.would_run() == made + REPORT
 
 
-@pytest.mark.parametrize(
-    ("module", "stages"),
-    [
-        ("report/plots.py", {"plots"}),
-        ("report/summary.py", {"summary"}),
-        ("verify/golden/check.py", {"golden"}),
-        ("runtime/model.py", {"golden", "served", "adapted"}),
-        ("serve/service.py", {"served"}),
-        ("verify/validate/__init__.py", {"validate"}),
-        ("cli/main.py", set()),
-        ("backends/tensorrt/executor.py", set()),
-    ],
-)
-def test_a_module_is_part_of_the_keys_of_the_stages_that_use_it(module: str, stages: set[str]) -> None:
-    """Of those that the demo has, whose backend is ONNX Runtime."""
-    codes = {
-        stage.name: code_files(stage.code, "onnxruntime" if "backend" in stage.wildcards else None)
-        for stage in STAGES.values()
-    } | {rule: code_files(code) for rule, code in REPORTS.items()}
-    assert {name for name, code in codes.items() if module in code} == stages
-
-
 def test_an_edited_module_reruns_the_stages_that_use_it_and_what_reads_them(demo: Checkout) -> None:
-    demo.append("src/lockstep/verify/golden/check.py", "EDITED = 1\n")
-    assert set(demo.would_run()) == {"golden", "served", "summary", "plots"}
+    demo.append("src/lockstep/serve/service.py", "EDITED = 1\n")
+    assert set(demo.would_run()) == {"served", "summary", "plots"}
 
 
-def test_a_comment_a_docstring_and_a_module_of_no_stage_rerun_nothing(demo: Checkout) -> None:
-    module = demo.folder / "src/lockstep/verify/metrics.py"
-    module.write_text(module.read_text().replace('"""', '"""Edited. ', 1) + "# edited\n")
-    for module in ("cli/main.py", "backends/tensorrt/executor.py"):
+def test_a_module_of_no_stage_and_of_another_backend_reruns_nothing(demo: Checkout) -> None:
+    for module in ("cli/main.py", "backends/tensorrt/program.py"):
         demo.append(f"src/lockstep/{module}", "EDITED = 1\n")
     assert not demo.would_run()
 
@@ -208,66 +181,26 @@ def test_an_edited_pin_reruns_the_stages_that_import_the_package(
         assert triggered
 
 
-RESULTS = {
-    "config.json": "config",
-    f"{MODEL}/checkpoint.json": "resolve",
-    f"{MODEL}/architecture.json": "architecture",
-    f"{MODEL}/fp32/weights.json": "convert",
-    f"{MODEL}/fp32/graphs/assembly.json": "export",
-    f"{MODEL}/fp16/engines/onnxruntime/engines.json": "build",
-    f"{MODEL}/fp16/validate/2.json": "validate",
-    f"{MODEL}/reference/all.json": "reference",
-    f"{MODEL}/reference/all.safetensors": "reference",
-    f"{MODEL}/fp32/golden/onnxruntime/2.json": "golden",
-    f"{MODEL}/fp32/golden/onnxruntime/2.speed.json": "golden",
-    f"{MODEL}/fp32/served/onnxruntime/2.json": "served",
-    "summary.json": "summary",
-    "summary.csv": "summary",
-    "report/index.html": "summary",
-    f"report/targets/{MODEL}-fp16-all-onnxruntime.html": "summary",
-    "report/speed.svg": "plots",
-    # Files that Snakemake does not know, for they lie beside a manifest.
-    f"{MODEL}/fp16/engines/onnxruntime/middle.onnx": "build",
-    f"{MODEL}/fp32/graphs/attention.decode.onnx": "export",
-    f"{MODEL}/fp32/weights.safetensors": "convert",
-}
+def test_a_touched_checkpoint_reruns_nothing(demo: Checkout) -> None:
+    os.utime(demo.folder / "resources" / MODEL / "model.safetensors")
+    os.utime(demo.folder / "resources" / MODEL / "config.json")
+    assert not demo.would_run()
 
 
-# One of each kind: those that are known to Snakemake, that lie beside a manifest, and that nothing reads.
-ALWAYS = (
-    "config.json",
-    f"{MODEL}/reference/all.safetensors",
-    f"{MODEL}/fp16/engines/onnxruntime/middle.onnx",
-    "summary.csv",
-)
+def test_forced_jobs_compute(demo: Checkout) -> None:
+    made = f"results/{MODEL}/fp16/golden/onnxruntime/2.json"
+    speed = demo.folder / made.replace(".json", ".speed.json")
+    before = speed.read_bytes()
+    demo.finish("--forcerun", "golden", "--", made)
+    assert speed.read_bytes() != before
 
 
-@pytest.mark.parametrize(
-    "result", [pytest.param(name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name in RESULTS]
-)
-def test_a_deleted_result_is_noticed(demo: Checkout, result: str) -> None:
-    os.remove(demo.results / result)
-    assert demo.would_run()[RESULTS[result]] == 1
-
-
-@pytest.mark.long
-def test_deleted_results_are_made_again_as_they_were_by_a_clock_that_was_set_back(demo: Checkout) -> None:
-    """One of each kind that comes late, so that not everything is made again. The clock was an hour ahead while the
-    results were made: what is made now is older than what it is made from, and the user's files older or younger."""
-    hour = 3600 * 10**9
+def test_what_a_run_is_asked_for_is_made_again_where_it_was_deleted(demo: Checkout) -> None:
     before = demo.digests()
-    for path in demo.results.rglob("*"):
-        found = path.stat()
-        os.utime(path, ns=(found.st_atime_ns + hour, found.st_mtime_ns + hour))
-    assert not demo.would_run()
-    late = ("build", "validate", "golden", "served", "summary", "plots")
-    # of one precision, for all that reads engines is made again with them
-    lost = [name.replace("fp32", "fp16") for name, rule in RESULTS.items() if rule in late]
-    for result in lost:
-        os.remove(demo.results / result)
-    printed = demo.finish()
-    assert "Export" not in printed and "Resolve" not in printed
-    assert all((demo.results / result).is_file() for result in lost)
+    engines = f"results/{MODEL}/fp16/engines/onnxruntime/engines.json"
+    for path in (demo.results / "summary.json", demo.folder / engines):
+        path.unlink()
+    assert demo.would_run()["summary"] == 1
+    demo.finish(engines)
+    demo.finish()
     assert demo.digests() == before
-    assert not demo.would_run()
-    demo.call("lockstep", "verify")

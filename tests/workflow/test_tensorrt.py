@@ -44,18 +44,18 @@ with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
 
 
 @pytest.mark.parametrize(
-    ("scope", "asked"),
+    ("limits", "scope", "asked"),
     [
-        pytest.param("local", "2", id="a cluster"),
-        pytest.param("global", "1", id="this machine", marks=pytest.mark.long),
+        pytest.param("{}", "local", "2", id="a cluster"),
+        pytest.param("{'gpu': 1}", "global", "1", id="this machine", marks=pytest.mark.long),
     ],
 )
-def test_jobs_of_several_ranks_ask_for_as_many_gpus(demo: Checkout, scope: str, asked: str) -> None:
+def test_jobs_of_several_ranks_ask_for_as_many_gpus(demo: Checkout, limits: str, scope: str, asked: str) -> None:
     """Those that run the model; engines are built and compared on one. On a machine where one such job runs at a time
     it takes what there is."""
     demo.edit_config(with_tensorrt)
     demo.edit_config(lambda config: config["models"]["demo-llama"].update(tensor_parallel=2))
-    command = [sys.executable, "-c", RESOURCES, "{'gpu': 1}", scope]
+    command = [sys.executable, "-c", RESOURCES, limits, scope]
     done = subprocess.run(command, cwd=demo.folder, env=demo.environment(), text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     jobs = {(rule, gpu) for rule, backend, gpu in map(str.split, done.stdout.splitlines()) if backend == "tensorrt"}

@@ -17,7 +17,7 @@ from checkout import REPOSITORY
 import without_extras
 from lockstep.cli.extras import EXTRAS
 from lockstep.cli.main import main
-from lockstep.pipeline.stages import STAGES
+from lockstep.stages import STAGES
 
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 

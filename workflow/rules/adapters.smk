@@ -7,13 +7,11 @@
 
 
 rule fetch_adapters:
-    input:
-        nothing=recovered,
     output:
         # Not deleted before: the commits that branches were found at lie beside it.
-        update(output_of("fetch_adapters")),
+        update("<results>/{model}/adapter_sources.json"),
     log:
-        log_of("fetch_adapters", MODEL),
+        "<results>/logs/fetch_adapters/{model}.log",
     wildcard_constraints:
         model=names_pattern(ADAPTERS_ON_HUB),
     # Where Snakemake runs: the nodes of a cluster may have no network.
@@ -26,111 +24,105 @@ rule fetch_adapters:
     message:
         "Fetch the adapters of {wildcards.model} from the hub"
     script:
-        "../scripts/stage.py"
+        "../scripts/fetch_adapters.py"
 
 
 rule adapters:
     input:
-        **inputs_of("adapters"),
-        sources=lambda wildcards: (
-            [RESULTS.adapter_sources(wildcards.model)]
-            if wildcards.model in ADAPTERS_ON_HUB
-            else []
-        ),
-        files=lambda wildcards: display_paths(
-            path
-            for folder in adapter_folders_here(wildcards.model)
-            for path in sorted(folder.glob("adapter_*"))
-        ),
+        checkpoint="<results>/{model}/checkpoint.json",
+        fetched=fetched_adapters,
+        files=adapter_files,
     output:
-        output_of("adapters"),
+        "<results>/{model}/adapters.json",
     log:
-        log_of("adapters", MODEL),
+        "<results>/logs/adapters/{model}.log",
     conda:
         "../../envs/checkpoint.yaml"
     resources:
-        mem_mb=memory("adapters"),
-        runtime=minutes("adapters"),
+        mem_mb=memory(1000),
+        runtime=minutes(60),
     params:
         options=options_of("adapters"),
-        adapters=lambda wildcards: dict(
-            zip(
-                ADAPTERS[wildcards.model],
-                display_paths(ADAPTERS[wildcards.model].values()),
-            )
-        ),
+        adapters=adapter_folders,
         key=key_of("adapters"),
     message:
         "Check the adapters of {wildcards.model}"
     script:
-        "../scripts/stage.py"
+        "../scripts/adapters.py"
 
 
 rule adapted_reference:
     input:
-        **inputs_of("adapted_reference"),
+        checkpoint="<results>/{model}/checkpoint.json",
+        adapters="<results>/{model}/adapters.json",
     output:
-        output_of("adapted_reference"),
+        "<results>/{model}/adapted_reference/{layers}.json",
     log:
-        log_of("adapted_reference", MODEL, LAYERS),
+        "<results>/logs/adapted_reference/{model}/{layers}.log",
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
     resources:
-        mem_mb=memory("adapted_reference"),
-        runtime=minutes("adapted_reference"),
+        mem_mb=memory(2500, 4),
+        runtime=minutes(60, 20),
     params:
         options=options_of("adapted_reference"),
         key=key_of("adapted_reference"),
     message:
         "Reference of {wildcards.model} with its adapters from transformers, layers: {wildcards.layers}"
     script:
-        "../scripts/stage.py"
+        "../scripts/adapted_reference.py"
 
 
 rule quantized_adapted_reference:
     input:
-        **inputs_of("quantized_adapted_reference"),
+        checkpoint="<results>/{model}/checkpoint.json",
+        weights="<results>/{model}/{precision}/weights.json",
+        adapters="<results>/{model}/adapters.json",
     output:
-        output_of("quantized_adapted_reference"),
+        "<results>/{model}/{precision}/adapted_reference/{layers}.json",
     log:
-        log_of("quantized_adapted_reference", MODEL, PRECISION, LAYERS),
+        "<results>/logs/quantized_adapted_reference/{model}/{precision}/{layers}.log",
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
     resources:
-        mem_mb=memory("quantized_adapted_reference"),
-        runtime=minutes("quantized_adapted_reference"),
+        mem_mb=memory(2500, 4),
+        runtime=minutes(60, 20),
     params:
         options=options_of("quantized_adapted_reference"),
         key=key_of("quantized_adapted_reference"),
     message:
         "Reference of {wildcards.model} in {wildcards.precision} with its adapters, layers: {wildcards.layers}"
     script:
-        "../scripts/stage.py"
+        "../scripts/quantized_adapted_reference.py"
 
 
 rule adapted:
     input:
-        **inputs_of("adapted"),
+        assembly="<results>/{model}/{precision}/graphs/assembly.json",
+        weights="<results>/{model}/{precision}/weights.json",
+        engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
+        adapters="<results>/{model}/adapters.json",
+        adapted_reference=adapted_reference,
     output:
-        output_of("adapted"),
+        "<results>/{model}/{precision}/adapted/{backend}/{layers}.json",
     log:
-        log_of("adapted", MODEL, PRECISION, BACKEND, LAYERS),
+        "<results>/logs/adapted/{model}/{precision}/{backend}/{layers}.log",
     conda:
         "../../envs/engine.yaml"
     threads: compute_threads
     resources:
         **GPU_MODEL,
-        mem_mb=memory("adapted"),
-        runtime=minutes("adapted"),
+        mem_mb=memory(2500, 4.5),
+        runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        **OF_DEVICE,
         options=options_of("adapted"),
         python=interpreter,
+        device=device,
         key=key_of("adapted"),
     message:
         "Adapters of {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"
     script:
-        "../scripts/stage.py"
+        "../scripts/adapted.py"

@@ -6,25 +6,25 @@
 
 rule build:
     input:
-        **inputs_of("build"),
+        assembly="<results>/{model}/{precision}/graphs/assembly.json",
     output:
         # Not deleted before: engines that still fit are kept.
-        update(RESULTS.engines(MODEL, PRECISION, BACKEND)),
+        update("<results>/{model}/{precision}/engines/{backend}/engines.json"),
     log:
-        log_of("build", MODEL, PRECISION, BACKEND),
+        "<results>/logs/build/{model}/{precision}/{backend}.log",
     conda:
         "../../envs/engine.yaml"
     resources:
         **GPU_MODEL,
-        mem_mb=memory("build"),
-        runtime=minutes("build"),
+        mem_mb=memory(4000),
+        runtime=minutes(180),
         gpu=gpus,
     params:
-        **OF_DEVICE,
         options=options_of("build"),
         python=interpreter,
+        device=device,
         key=key_of("build"),
     message:
         "Build engines of {wildcards.model} in {wildcards.precision} for {wildcards.backend}"
     script:
-        "../scripts/stage.py"
+        "../scripts/build.py"

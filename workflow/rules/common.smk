@@ -1,31 +1,16 @@
-# What all rules share: the config, checked before any job starts, and the names of all results.
+# What all rules share: the config, checked before any job starts, and what their inputs and parameters are made of.
 #
 # needs: config (Snakemake's merged mapping), REPOSITORY
-# makes: CONFIG, LOCKED, SOURCES, PACKED, ADAPTERS, ON_HUB, RANDOM, TARGETS, STEPS, RESULTS, PLACE, JOBS, PAGE, and the functions below
+# makes: CONFIG, LOCKED, SOURCES, PACKED, ADAPTERS, ON_HUB, MADE, TARGETS, JOBS, PLACE and the functions below
 
-import functools
 import gc
 
-import snakemake.sourcecache
-
 from lockstep.artifacts.files import check_writable
-from lockstep.config import load as lockstep_config
-from lockstep.config.backends import backends
-from lockstep.config.types import PRECISIONS
-from lockstep.pipeline.options import fetches_adapters
-from lockstep.pipeline.stage import path_of
-from lockstep.pipeline.stages import REPORTS as REPORT_STAGES
-from lockstep.pipeline.stages import STAGES, all_steps
-from lockstep.pipeline.wanted import all_jobs, jobs_of, names_pattern, wanted
-from lockstep.provenance.code_identity import stage_key, untested
-from lockstep.provenance.cache.store import cache_folder
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.checkpoint.tokenizer_file import check_there
-from lockstep.errors import LockstepError
-from lockstep.provenance.locked import is_locked
-from lockstep.report.renew import refresh, summarise
-from lockstep.targets import Results, layer_count
+from lockstep.config import load as lockstep_config
+from lockstep.config.backends import backends
 from lockstep.config.sources import (
     FolderSource,
     HubSource,
@@ -33,17 +18,21 @@ from lockstep.config.sources import (
     parse_source,
     read_shape,
 )
+from lockstep.config.types import PRECISIONS
+from lockstep.errors import LockstepError
+from lockstep.provenance.cache.store import cache_folder
+from lockstep.provenance.code_identity import stage_key, untested
+from lockstep.provenance.locked import check_project, find_lock, is_locked
+from lockstep.report.renew import refresh, summarise
+from lockstep.stages import STAGES, jobs
+from lockstep.stages.fetch_adapters import on_hub
+from lockstep.targets import Results, is_quantized, layer_count
 
 # The objects of a plan stay until the run ends: looking for garbage among those of a thousand targets is a seventh of the time of planning.
 gc.set_threshold(200_000)
-# Snakemake takes the address of each job's script apart three times, and makes a class each time: an eighth of it.
-snakemake.sourcecache.parse_uri = functools.cache(snakemake.sourcecache.parse_uri)
 
-RESULTS = Results(Path("results"))
-# Where these lie: Snakemake puts the `prefix` of a module before the paths of rules, and of nothing else.
-PREFIXED = workflow.modifier.path_modifier.replace_prefix
-PLACE = Results(Path(PREFIXED(str(RESULTS.root))))
-MODEL, PRECISION, LAYERS, BACKEND = "{model}", "{precision}", "{layers}", "{backend}"
+# Where the results lie: a module's `prefix` stands before them.
+PLACE = Results(Path(rules.config.output[0]).parent)
 
 
 def display_paths(paths):
@@ -104,12 +93,13 @@ with guard():
     cache_folder(CONFIG.cache)
     # Only what this device is needed for is made: how to run, too.
     DEVICE = CONFIG.check_device(config.get("device"))
-    # What a change of the code or of the pinned packages reruns, by rule and backend.
+    # What a change of the code or of the pinned packages reruns, by stage and backend.
     KEYS = {
-        (stage.name, backend): stage_key(stage.code, backend)
+        (stage.name, backend): stage_key(stage.code, stage.packages, backend)
         for stage in STAGES.values()
         for backend in (backends() if "backend" in stage.wildcards else [None])
-    } | {(rule, None): stage_key(code) for rule, code in REPORT_STAGES.items()}
+        if stage.code
+    }
 
 TARGETS = CONFIG.targets()
 NOT_RUN, NOT_BUILT = CONFIG.not_run(), CONFIG.not_built()
@@ -123,8 +113,11 @@ if workflow.is_main_process:
         logger.info(f"{what}: the targets of {name}, for {reason}")
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
 MADE = sorted(KINDS.keys() - FOLDERS.keys() - set(ON_HUB))
-# Bytes of weights: a smaller model is computed before more threads would pay.
-SMALL = 100_000_000
+
+
+def names_pattern(names):
+    """A regular expression of some names; of none, one that fits nothing."""
+    return "|".join(map(re.escape, sorted(names))) or "(?!)"
 
 
 CONSTRAINTS = {
@@ -139,57 +132,25 @@ wildcard_constraints:
     **CONSTRAINTS,
 
 
-STEPS = all_steps(CONFIG, RESULTS, TARGETS)
-# Names in paths stay wildcards.
-WILDCARDS = {
-    "model": MODEL,
-    "precision": PRECISION,
-    "layers": LAYERS,
-    "backend": BACKEND,
-}
+# All jobs that there can be.
+JOBS = jobs(CONFIG, Path("<results>"), TARGETS)
 # The file name of a target's page.
 PAGE = "-".join(f"{{{name},{fits}}}" for name, fits in CONSTRAINTS.items()) + ".html"
 
 
-def made_by(stage):
+def made_by(stage, among=JOBS):
     """What the jobs of a stage make for all targets, in the config's order."""
-    return [str(step.output) for step in STEPS if step.stage == stage]
+    return [str(job.output) for job in among if job.stage == stage]
 
 
-def beside(stage):
-    """What they make beside it."""
-    return [
-        str(path_of(name, RESULTS, step.names))
-        for step in STEPS
-        if step.stage == stage
-        for name in STAGES[stage].beside
-    ]
-
-
-def inputs_of(stage):
-    """The artefacts that a stage reads, by name, with wildcards; those that hang on the precision by functions."""
-    entry = STAGES[stage]
-    found = {name: path_of(name, RESULTS, WILDCARDS) for name in entry.reads}
-    for name in entry.reads_quantized:
-        found[name] = functools.partial(input_of, stage, name)
-    return found
-
-
-def input_of(stage, name, wildcards):
-    """What a job reads under a name; nothing where its precision does not."""
-    artefact = STAGES[stage].inputs(wildcards.precision).get(name)
-    return path_of(artefact, RESULTS, names_of(wildcards)) if artefact else []
-
-
-def reference_logits(wildcards):
-    """Those that the engines of a target are held against."""
-    names = names_of(wildcards)
-    path = RESULTS.reference_of(names["model"], names["precision"], names["layers"])
-    return path.with_suffix(".safetensors")
-
-
-def output_of(stage):
-    return path_of(STAGES[stage].makes, RESULTS, WILDCARDS)
+def wanted():
+    """What a run is asked for: the report of all targets; with `--config device=NAME` what that device is needed for."""
+    config, report = "<results>/config.json", "<results>/report/speed.svg"
+    if DEVICE is None:
+        return [config, "<results>/summary.json", report]
+    targets = [target for target in TARGETS if target.backend == DEVICE]
+    there = jobs(CONFIG, Path("<results>"), targets)
+    return [config, *(str(job.output) for job in there if "backend" in job.names)]
 
 
 def names_of(wildcards):
@@ -201,51 +162,137 @@ def names_of(wildcards):
 
 def options_of(stage):
     """What the config says to a job; a change of it runs the job again."""
-    return lambda wildcards: STAGES[stage].options(CONFIG, **names_of(wildcards))
+    return lambda wildcards: STAGES[stage].options(CONFIG, names_of(wildcards))
 
 
 def key_of(stage):
     """Digests of the code and of the pinned packages that a job uses; a change of them runs it again."""
     if "backend" not in STAGES[stage].wildcards:
         return KEYS[stage, None]
-    return functools.partial(_key_of, stage)
+
+    def key(wildcards):
+        found = KEYS[stage, CONFIG.backend_of(wildcards.backend)]
+        # Pins are of this interpreter; of another its own packages are recorded.
+        elsewhere = interpreter(wildcards) and not STAGES[stage].runs_here
+        return {"code": found["code"]} if elsewhere else found
+
+    return key
 
 
-def _key_of(stage, wildcards):
-    key = KEYS[stage, CONFIG.backend_of(wildcards.backend)]
-    # Pins are of this interpreter; of another its own packages are recorded.
-    elsewhere = interpreter(wildcards) and not STAGES[stage].runs_here_too
-    return {"code": key["code"]} if elsewhere else key
+def interpreter(wildcards):
+    """The Python that builds and runs a backend's engines; None is this one."""
+    return CONFIG.interpreter(wildcards.backend)
 
 
-SPEEDS = beside("golden")
-# Every job that there can be, and those that a run is asked for.
-JOBS = all_jobs(CONFIG, RESULTS, STEPS)
-ASKED = JOBS
-if DEVICE is not None:
-    THERE = [target for target in TARGETS if target.backend == DEVICE]
-    ASKED = [JOBS[0], *jobs_of(CONFIG, RESULTS, all_steps(CONFIG, RESULTS, THERE))]
+def device(wildcards):
+    """What a job must find, where its backend is a device of the config; None where it is not."""
+    return CONFIG.device_of(wildcards.backend)
 
 
-# Where jobs that fail leave their exit codes. A job may be another process of Snakemake, which reads this file too.
-EXIT_CODES = Path(
-    os.environ.setdefault(
-        "LOCKSTEP_EXIT_CODES", os.path.abspath(f".snakemake/{os.getpid()}.codes")
-    )
+# What a job asks a cluster for, where the config has devices.
+GPU_MODELS = {
+    name: device.gpu_model
+    for name, device in CONFIG.devices.items()
+    if device.gpu_model
+}
+GPU_MODEL = (
+    {"gpu_model": lambda wildcards: GPU_MODELS.get(wildcards.backend)}
+    if GPU_MODELS
+    else {}
 )
 
 
-def end_as_by_hand():
-    """End with exit code 2 where jobs failed by nothing but the user's mistakes, as the stages by hand do; Snakemake's own is 1."""
-    codes = EXIT_CODES.read_text().split() if EXIT_CODES.is_file() else []
-    if EXIT_CODES.name == f"{os.getpid()}.codes":
-        EXIT_CODES.unlink(missing_ok=True)
-    if codes and set(codes) == {"2"}:
-        raise SystemExit(2)
+def fetched(wildcards):
+    """The manifest of a checkpoint that a job fetches or makes; nothing for a folder that is there."""
+    is_folder = wildcards.model in FOLDERS
+    return [] if is_folder else f"<results>/{wildcards.model}/source.json"
+
+
+def tokenizer_beside(wildcards):
+    """The tokenizer beside the config.json of random weights."""
+    path = SOURCES[wildcards.model].with_name("tokenizer.json")
+    is_random = KINDS[wildcards.model] is RandomSource
+    return display_paths([path]) if is_random and path.is_file() else []
+
+
+def assembly_if_quantized(wildcards):
+    if not is_quantized(wildcards.precision):
+        return []
+    return f"<results>/{wildcards.model}/{wildcards.precision}/graphs/assembly.json"
+
+
+def of_precision(wildcards, folder, suffix):
+    """A reference that engines are held against: of quantised weights their own, else that of the model."""
+    model, precision = wildcards.model, wildcards.precision
+    owner = f"{model}/{precision}" if is_quantized(precision) else model
+    return f"<results>/{owner}/{folder}/{wildcards.layers}{suffix}"
+
+
+def reference(wildcards):
+    return of_precision(wildcards, "reference", ".json")
+
+
+def reference_logits(wildcards):
+    return of_precision(wildcards, "reference", ".safetensors")
+
+
+def adapted_reference(wildcards):
+    return of_precision(wildcards, "adapted_reference", ".json")
+
+
+ADAPTERS_ON_HUB = sorted(model for model in CONFIG.models if on_hub(CONFIG, model))
+
+
+def fetched_adapters(wildcards):
+    is_on_hub = wildcards.model in ADAPTERS_ON_HUB
+    return f"<results>/{wildcards.model}/adapter_sources.json" if is_on_hub else []
+
+
+def adapter_files(wildcards):
+    """The files of a model's adapters that no job brings."""
+    brought = on_hub(CONFIG, wildcards.model)
+    folders = ADAPTERS[wildcards.model].items()
+    here = [folder for name, folder in folders if name not in brought]
+    return display_paths(
+        path for folder in here for path in sorted(folder.glob("adapter_*"))
+    )
+
+
+def adapter_folders(wildcards):
+    folders = ADAPTERS[wildcards.model]
+    return dict(zip(folders, display_paths(folders.values())))
+
+
+def compute_threads(wildcards):
+    """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
+    model = wildcards.model
+    # Less is computed before more threads would pay.
+    is_small = model in FOLDERS and WEIGHT_BYTES[model] < 100_000_000
+    return 1 if is_small else 16
+
+
+def check_locks():
+    """Refuse what is or will be another thing than the locks say, before any job."""
+    for model in CONFIG.models:
+        targets = [target for target in TARGETS if target.model == model]
+        prompts = [prompt.text for prompt in CONFIG.models[model].golden.prompts]
+        files = [*SIDE_FILES.get(model, []), *WEIGHT_FILES.get(model, [])]
+        check_project(
+            find_lock(model, [Path(), REPOSITORY]),
+            targets,
+            jobs(CONFIG, PLACE.root, targets),
+            prompts,
+            list(map(Path, files)) if model in FOLDERS else None,
+        )
+
+
+if LOCKED and workflow.is_main_process:
+    with guard():
+        check_locks()
 
 
 def summarise_failed_run():
-    """The job below does not run then; what failed, and what has not run, stands in the table all the same."""
+    """The summary's job does not run then; what failed, and what has not run, stands in the table all the same."""
     try:
         logger.info(f"Summary of what has run: {summarise(PLACE, TARGETS, NOT_RUN)}")
     except (LockstepError, OSError) as error:
@@ -256,53 +303,3 @@ def refresh_summary():
     """Have a summary that is there say what the checks say by now."""
     with guard():
         refresh(PLACE)
-
-
-def log_of(rule, *wildcards):
-    return str(RESULTS.log(rule, *wildcards))
-
-
-def fetched(wildcards):
-    """The manifest of a checkpoint that a job fetches or makes; nothing for a folder that is there."""
-    is_fetched = wildcards.model not in FOLDERS
-    return [RESULTS.source(wildcards.model)] if is_fetched else []
-
-
-def interpreter(wildcards):
-    """The Python that builds and runs a backend's engines; None is this one."""
-    return CONFIG.interpreter(wildcards.backend)
-
-
-# Where the config has devices: what a job must find, and what it asks a cluster for.
-OF_DEVICE = (
-    {"device": lambda wildcards: CONFIG.device_of(wildcards.backend)}
-    if CONFIG.devices
-    else {}
-)
-MODELS_OF_GPUS = {
-    name: device.gpu_model
-    for name, device in CONFIG.devices.items()
-    if device.gpu_model
-}
-GPU_MODEL = (
-    {"gpu_model": lambda wildcards: MODELS_OF_GPUS.get(wildcards.backend)}
-    if MODELS_OF_GPUS
-    else {}
-)
-
-
-ADAPTERS_ON_HUB = sorted(
-    model for model in CONFIG.models if fetches_adapters(CONFIG, model)
-)
-
-
-def adapter_folders_here(model):
-    """The folders of a model's adapters that no job brings."""
-    fetched = STAGES["fetch_adapters"].options(CONFIG, model)["sources"]
-    return [folder for name, folder in ADAPTERS[model].items() if name not in fetched]
-
-
-def compute_threads(wildcards):
-    """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
-    model = wildcards.model
-    return 1 if model in FOLDERS and WEIGHT_BYTES[model] < SMALL else 16

@@ -1,4 +1,4 @@
-# Each engine of a set against its graph as it is written, in ONNX Runtime and Polygraphy.
+# Each engine against its graph as it is written, in ONNX Runtime and Polygraphy.
 #
 # needs: assembly.json, weights.json, engines.json
 # makes: <model>/<precision>/compare/<backend>.json
@@ -6,25 +6,27 @@
 
 rule compare:
     input:
-        **inputs_of("compare"),
+        assembly="<results>/{model}/{precision}/graphs/assembly.json",
+        weights="<results>/{model}/{precision}/weights.json",
+        engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
     output:
-        output_of("compare"),
+        "<results>/{model}/{precision}/compare/{backend}.json",
     log:
-        log_of("compare", MODEL, PRECISION, BACKEND),
+        "<results>/logs/compare/{model}/{precision}/{backend}.log",
     conda:
         "../../envs/engine.yaml"
     threads: compute_threads
     resources:
         **GPU_MODEL,
-        mem_mb=memory("compare"),
-        runtime=minutes("compare"),
+        mem_mb=memory(2500, 4),
+        runtime=minutes(60, 20),
         gpu=gpus,
     params:
-        **OF_DEVICE,
         options=options_of("compare"),
         python=interpreter,
+        device=device,
         key=key_of("compare"),
     message:
         "Compare engines of {wildcards.model} in {wildcards.precision} on {wildcards.backend} with ONNX Runtime"
     script:
-        "../scripts/stage.py"
+        "../scripts/compare.py"

@@ -7,42 +7,44 @@
 rule export:
     input:
         # Not checkpoint.json: other weights for the same model need no new graphs, and so no new engines.
-        **inputs_of("export"),
+        architecture="<results>/{model}/architecture.json",
     output:
-        output_of("export"),
+        "<results>/{model}/{precision}/graphs/assembly.json",
     log:
-        log_of("export", MODEL, PRECISION),
+        "<results>/logs/export/{model}/{precision}.log",
     conda:
         "../../envs/torch.yaml"
     resources:
-        mem_mb=memory("export"),
-        runtime=minutes("export"),
+        mem_mb=memory(2000, 0.1),
+        runtime=minutes(60),
     params:
         options=options_of("export"),
         key=key_of("export"),
     message:
         "Export graphs of {wildcards.model} in {wildcards.precision}"
     script:
-        "../scripts/stage.py"
+        "../scripts/export.py"
 
 
 rule validate:
     input:
-        **inputs_of("validate"),
+        checkpoint="<results>/{model}/checkpoint.json",
+        weights="<results>/{model}/{precision}/weights.json",
+        assembly="<results>/{model}/{precision}/graphs/assembly.json",
     output:
-        RESULTS.validation(MODEL, PRECISION, LAYERS),
+        "<results>/{model}/{precision}/validate/{layers}.json",
     log:
-        log_of("validate", MODEL, PRECISION, LAYERS),
+        "<results>/logs/validate/{model}/{precision}/{layers}.log",
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
     resources:
-        mem_mb=memory("validate"),
-        runtime=minutes("validate"),
+        mem_mb=memory(2500, 8),
+        runtime=minutes(60, 20),
     params:
         options=options_of("validate"),
         key=key_of("validate"),
     message:
         "Validate graphs of {wildcards.model} in {wildcards.precision}, layers: {wildcards.layers}"
     script:
-        "../scripts/stage.py"
+        "../scripts/validate.py"

@@ -7,75 +7,80 @@
 
 rule reference:
     input:
-        **inputs_of("reference"),
+        checkpoint="<results>/{model}/checkpoint.json",
     output:
-        manifest=RESULTS.reference(MODEL, LAYERS),
-        logits=RESULTS.logits(MODEL, LAYERS),
+        manifest="<results>/{model}/reference/{layers}.json",
+        logits="<results>/{model}/reference/{layers}.safetensors",
     log:
-        log_of("reference", MODEL, LAYERS),
+        "<results>/logs/reference/{model}/{layers}.log",
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
     resources:
-        mem_mb=memory("reference"),
-        runtime=minutes("reference"),
+        mem_mb=memory(2500, 4),
+        runtime=minutes(60, 20),
     params:
         options=options_of("reference"),
         key=key_of("reference"),
     message:
         "Reference of {wildcards.model} from transformers, layers: {wildcards.layers}"
     script:
-        "../scripts/stage.py"
+        "../scripts/reference.py"
 
 
 rule quantized_reference:
     input:
-        **inputs_of("quantized_reference"),
-        logits=RESULTS.logits(MODEL, LAYERS),
+        checkpoint="<results>/{model}/checkpoint.json",
+        weights="<results>/{model}/{precision}/weights.json",
+        reference="<results>/{model}/reference/{layers}.json",
+        logits="<results>/{model}/reference/{layers}.safetensors",
     output:
-        manifest=RESULTS.quantized_reference(MODEL, PRECISION, LAYERS),
-        logits=RESULTS.quantized_logits(MODEL, PRECISION, LAYERS),
-        drift=RESULTS.drift(MODEL, PRECISION, LAYERS),
+        manifest="<results>/{model}/{precision}/reference/{layers}.json",
+        logits="<results>/{model}/{precision}/reference/{layers}.safetensors",
+        drift="<results>/{model}/{precision}/reference/{layers}.drift.json",
     log:
-        log_of("quantized_reference", MODEL, PRECISION, LAYERS),
+        "<results>/logs/quantized_reference/{model}/{precision}/{layers}.log",
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
     resources:
-        mem_mb=memory("quantized_reference"),
-        runtime=minutes("quantized_reference"),
+        mem_mb=memory(2500, 8),
+        runtime=minutes(60, 30),
     params:
         options=options_of("quantized_reference"),
         key=key_of("quantized_reference"),
     message:
         "Reference of {wildcards.model} in {wildcards.precision} from transformers, layers: {wildcards.layers}"
     script:
-        "../scripts/stage.py"
+        "../scripts/quantized_reference.py"
 
 
 rule golden:
     input:
-        **inputs_of("golden"),
+        assembly="<results>/{model}/{precision}/graphs/assembly.json",
+        weights="<results>/{model}/{precision}/weights.json",
+        engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
+        reference=reference,
         logits=reference_logits,
     output:
-        check=RESULTS.golden(MODEL, PRECISION, LAYERS, BACKEND),
-        speed=RESULTS.speed(MODEL, PRECISION, LAYERS, BACKEND),
+        check="<results>/{model}/{precision}/golden/{backend}/{layers}.json",
+        speed="<results>/{model}/{precision}/golden/{backend}/{layers}.speed.json",
     log:
-        log_of("golden", MODEL, PRECISION, BACKEND, LAYERS),
+        "<results>/logs/golden/{model}/{precision}/{backend}/{layers}.log",
     conda:
         "../../envs/engine.yaml"
     threads: 16  # lowered to all the cores given: a speed is measured alone
     resources:
         **GPU_MODEL,
-        mem_mb=memory("golden"),
-        runtime=minutes("golden"),
+        mem_mb=memory(2500, 4.5),
+        runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        **OF_DEVICE,
         options=options_of("golden"),
         python=interpreter,
+        device=device,
         key=key_of("golden"),
     message:
         "Golden check of {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"
     script:
-        "../scripts/stage.py"
+        "../scripts/golden.py"

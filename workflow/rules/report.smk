@@ -12,33 +12,37 @@ rule summary:
         goldens=made_by("golden"),
         servers=made_by("served"),
         adapted=made_by("adapted"),
-        speeds=SPEEDS,
+        speeds=[
+            str(job.beside(STAGES["golden"].beside["speed"]))
+            for job in JOBS
+            if job.stage == "golden"
+        ],
     output:
-        RESULTS.summary(),
-        RESULTS.summary().with_suffix(".csv"),
+        "<results>/summary.json",
+        "<results>/summary.csv",
         report(
-            RESULTS.report_page(),
+            "<results>/report/index.html",
             caption="../report/targets.rst",
             category="Summary",
             labels={"figure": "Verdict and targets"},
         ),
         # One output, not one a target: Snakemake keeps the list of all inputs with each output.
         report(
-            directory(RESULTS.target_pages()),
+            directory("<results>/report/targets"),
             patterns=[PAGE],
             caption="../report/target.rst",
             category="Targets",
-            labels={name: f"{{{name}}}" for name in WILDCARDS},
+            labels={name: f"{{{name}}}" for name in CONSTRAINTS},
         ),
     log:
-        log_of("summary"),
+        "<results>/logs/summary.log",
     localrule: True
     conda:
         "../../envs/report.yaml"
     params:
         targets=[str(target) for target in TARGETS],
         not_run=NOT_RUN,
-        key=KEYS["summary", None],
+        key=stage_key(["artifacts", "report"], ["rich"]),
     message:
         "Summary of all targets"
     script:
@@ -47,28 +51,28 @@ rule summary:
 
 rule plots:
     input:
-        summary=RESULTS.summary(),
+        summary="<results>/summary.json",
         validations=made_by("validate"),
     output:
         errors=report(
-            RESULTS.report("error_by_layer.svg"),
+            "<results>/report/error_by_layer.svg",
             caption="../report/error_by_layer.rst",
             category="Summary",
             labels={"figure": "Error by layer"},
         ),
         speed=report(
-            RESULTS.report("speed.svg"),
+            "<results>/report/speed.svg",
             caption="../report/speed.rst",
             category="Summary",
             labels={"figure": "Tokens per second"},
         ),
     log:
-        log_of("plots"),
+        "<results>/logs/plots.log",
     localrule: True
     conda:
         "../../envs/report.yaml"
     params:
-        key=KEYS["plots", None],
+        key=stage_key(["artifacts", "report"], []),
     message:
         "Plots for the report"
     script:

@@ -1,11 +1,12 @@
 # What jobs ask of a cluster: memory, minutes and GPUs. Locally only `gpu` counts, unless `--resources mem_mb=N` is given.
 #
-# needs: CONFIG, STAGES, WEIGHT_FILES, PLACE, NOT_RUN
+# needs: CONFIG, WEIGHT_FILES, PLACE, NOT_RUN
 # makes: the functions `memory`, `minutes`, `gpus` and `gpus_of_ranks` for `resources:`
 
 from lockstep.artifacts.fetched import folder_of
-from lockstep.pipeline.resources import UNKNOWN_BYTES
-from lockstep.targets import MOST_RANKS
+
+# What a model is taken to weigh while no file of it is there: in a dry run, before it was fetched or made.
+UNKNOWN_BYTES = 16_000_000_000
 
 
 def bytes_of(folder, files):
@@ -30,17 +31,20 @@ def weight_bytes(model):
     return WEIGHT_BYTES[model]
 
 
-def memory(stage):
-    """MB; more with each attempt."""
-    return lambda wildcards, attempt: STAGES[stage].resources.memory_mb(
-        weight_bytes(wildcards.model), attempt
+def memory(base_mb, per_byte=0):
+    """MB: for any model, and bytes more for each byte of weights; as much again with each attempt.
+
+    Measured on models of 4 MB, 0.5 GB and 1.9 GB (docs/clusters.md), with a third and more of room above the largest.
+    """
+    return lambda wildcards, attempt: attempt * (
+        base_mb + round(per_byte * weight_bytes(wildcards.model) / 1e6)
     )
 
 
-def minutes(stage):
-    """The time limit; more with each attempt."""
-    return lambda wildcards, attempt: STAGES[stage].resources.time_limit(
-        weight_bytes(wildcards.model), attempt
+def minutes(base, per_gb=0):
+    """The time limit: for any model, and more for each 1,000,000,000 bytes of weights; as much again with each attempt."""
+    return lambda wildcards, attempt: attempt * (
+        base + round(per_gb * weight_bytes(wildcards.model) / 1e9)
     )
 
 
@@ -48,12 +52,6 @@ def gpus(wildcards):
     """GPUs of a job; none where engines are built that cannot run here. `--resources gpu=N` says how many such jobs may
     run at once on one machine."""
     return 0 if wildcards.backend in NOT_RUN else CONFIG.gpus(wildcards.backend)
-
-
-# Snakemake lowers what a job asks for to the limit of the run, and `gpu: 1` of profiles/default goes before any other
-# profile. A cluster's jobs have GPUs of their own (the profiles' `set-resource-scopes`), and may ask for more.
-if workflow.resource_scopes.is_local("gpu"):
-    workflow.global_resources["gpu"] = MOST_RANKS
 
 
 def gpus_of_ranks(wildcards):

@@ -6,26 +6,30 @@
 
 rule served:
     input:
-        **inputs_of("served"),
+        assembly="<results>/{model}/{precision}/graphs/assembly.json",
+        weights="<results>/{model}/{precision}/weights.json",
+        engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
+        reference=reference,
         logits=reference_logits,
+        golden="<results>/{model}/{precision}/golden/{backend}/{layers}.json",
     output:
-        check=RESULTS.served(MODEL, PRECISION, LAYERS, BACKEND),
+        "<results>/{model}/{precision}/served/{backend}/{layers}.json",
     log:
-        log_of("served", MODEL, PRECISION, BACKEND, LAYERS),
+        "<results>/logs/served/{model}/{precision}/{backend}/{layers}.log",
     conda:
         "../../envs/serve.yaml"
     threads: compute_threads
     resources:
         **GPU_MODEL,
-        mem_mb=memory("served"),
-        runtime=minutes("served"),
+        mem_mb=memory(2500, 4.5),
+        runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        **OF_DEVICE,
         options=options_of("served"),
         python=interpreter,
+        device=device,
         key=key_of("served"),
     message:
         "Server on {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"
     script:
-        "../scripts/stage.py"
+        "../scripts/served.py"

@@ -1,10 +1,5 @@
-"""Write the config as it is used: all files merged, all defaults filled in."""
+"""The config as it is used: all files merged, all defaults filled in -> config.json."""
 
-from job import job
+from job import run_stage
 
-
-@job(snakemake)
-def config():
-    from lockstep.artifacts.files import write_json
-
-    write_json(snakemake.output[0], snakemake.params.config)
+run_stage("config", snakemake)

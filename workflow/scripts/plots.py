@@ -1,13 +1,12 @@
 """summary.json and validations -> the report's plots."""
 
-from job import job
+from pathlib import Path
 
+from job import logged
 
-@job(snakemake)
-def plots():
-    from pathlib import Path
+from lockstep.report import plots
 
-    from lockstep.report import plots
-
-    plots.error_by_layer([Path(path) for path in snakemake.input.validations], Path(snakemake.output.errors))
+with logged(snakemake):
+    validations = [Path(path) for path in snakemake.input.validations]
+    plots.error_by_layer(validations, Path(snakemake.output.errors))
     plots.speed(Path(snakemake.input.summary), Path(snakemake.output.speed))

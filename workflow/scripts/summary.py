@@ -1,14 +1,13 @@
-"""Engines, validations, golden checks and speeds of all targets -> summary.json, summary.csv and the report's pages."""
+"""Engines and checks of all targets -> summary.json, summary.csv and the report's pages."""
 
-from job import job
+from pathlib import Path
 
+from job import logged
 
-@job(snakemake)
-def summary():
-    from pathlib import Path
+from lockstep.report import renew
+from lockstep.targets import Results, Target
 
-    from lockstep.report import renew
-    from lockstep.targets import Results, Target
-
+with logged(snakemake):
     targets = [Target.parse(name) for name in snakemake.params.targets]
-    renew.write(Results(Path(snakemake.output[0]).parent), targets, not_run=dict(snakemake.params.not_run))
+    results = Results(Path(snakemake.output[0]).parent)
+    renew.write(results, targets, not_run=dict(snakemake.params.not_run))

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.assembly import Assembly
@@ -117,3 +118,8 @@ def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def inspect(engines: str, assembly: str) -> dict[str, Any]:
+    """Return `EngineSet.inspected` as JSON, in the Python that has the backend's library."""
+    return EngineSet.open(engines, assembly).inspected().to_json()

@@ -23,7 +23,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
     tree = Results(results)
     config = used_config(tree)
     chosen = config.parse_target(target, of_last_run(tree))
-    from lockstep.pipeline import worker
+    from lockstep.stages import worker
     from lockstep.verify.bisect.report import text
     from lockstep.verify.bisect.run import bisect as find
 
@@ -31,7 +31,11 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
         config.interpreter(chosen.backend),
         config.tolerance(chosen.model, chosen.precision, chosen.backend),
     )
-    ask = None if python is None else lambda **arguments: worker.ask(python, "bisect", **arguments)
+    ask = (
+        None
+        if python is None
+        else lambda **arguments: worker.ask(python, "lockstep.verify.bisect.explain:engine_report_json", **arguments)
+    )
     with working(f"bisect {chosen}"):
         report = find(tree, chosen, tolerance, ask, prompt, threads)
     if as_json:

@@ -65,7 +65,7 @@ def generate(
     With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
     on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}.
     """
-    from lockstep.pipeline import worker
+    from lockstep.stages import worker
 
     if (prompt is None) == (source is None) or (source is None) != (out is None):
         raise InputError(
@@ -87,7 +87,7 @@ def generate(
             asked = {"source": str(source), "out": str(out)}
         worker.call(
             found.python,
-            "generate" if source is None else "generate_file",
+            f"lockstep.runtime.command:{'generate' if source is None else 'generate_file'}",
             assembly=str(place.assembly),
             weights=str(place.weights),
             engines=str(place.engines),

@@ -114,16 +114,13 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 
     Exit code 1 if anything does.
     """
-    from lockstep.provenance.diff import changes
-    from lockstep.provenance.diff import diff as compare
-    from lockstep.provenance.lock import read_document
+    from lockstep.provenance.lock import diff as differences
 
-    lines = compare(first, second)
+    found = differences(first, second)
     if as_json:
-        found = changes(read_document(first), read_document(second))
         echo_json({"differences": [{"where": where, "change": change} for where, change in found]})
     else:
-        for line in lines:
-            click.echo(line)
-    if lines:
+        for where, change in found:
+            click.echo(f"{' / '.join(where)}: {change}")
+    if found:
         raise SystemExit(1)

@@ -1,6 +1,6 @@
 """Each stage as a command of its own, without Snakemake.
 
-The commands are made from the table of stages and work on the same paths below `results/`.
+They call what the rules call, and work on the same paths below `results/`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.pipeline.stage import Stage
+    from lockstep.stages import Stage
 
 RESULTS = click.option(
     "--results",
@@ -90,7 +90,7 @@ def _command(name: str) -> click.Command:
 
     It runs the stage for each combination of its wildcards among the targets that are named.
     """
-    from lockstep.pipeline.stages import STAGES
+    from lockstep.stages import STAGES
 
     entry = STAGES[name]
 
@@ -146,7 +146,7 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
     Returns the model and the new checkpoint's folder. Raises InputError unless an adapter, a folder and one model with
     adapters are named.
     """
-    from lockstep.pipeline.stages import STAGES
+    from lockstep.stages import STAGES
     from lockstep.weights.merge import merge
 
     models = [model for (model,) in _chosen(project, targets, STAGES["adapters"])]
@@ -200,22 +200,19 @@ def _matches(target: Target, text: str) -> bool:
 
 def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> Path:
     """Return a stage's artefact, made and recorded as in a job of the workflow."""
-    from lockstep.pipeline import jobs
-    from lockstep.pipeline.options import is_fetched
-    from lockstep.pipeline.stages import STAGES, step
-    from lockstep.provenance.code_identity import packages_of, untested
+    from lockstep.provenance.code_identity import untested
     from lockstep.provenance.run import run
     from lockstep.report.renew import refreshed
+    from lockstep.stages import STAGES
 
     model = names["model"]
-    made = step(stage, project.config, project.results, names)
-    folder = None if is_fetched(project.config, model) else project.sources[model]
-    adapters = project.config.adapter_folders(model, results=project.results) if stage == "adapters" else {}
-    job = jobs.Job(made, project.results, folder, given=given, adapters=adapters)
-    if "transformers" in packages_of(STAGES[stage].code) and (line := untested()):
+    if stage == "adapters":
+        given["adapters"] = project.config.adapter_folders(model, results=project.results)
+    if "transformers" in STAGES[stage].packages and (line := untested()):
         click.echo(f"warning: {line}", err=True)
+    job = STAGES[stage].job(project.config, project.results.root, names, **given)
     with refreshed(project.results):
-        return run(made, lambda: jobs.run(job), project.lock_file(model), project.config.cache)
+        return run(job, lock_file=project.lock_file(model), cache=project.config.cache)
 
 
 def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
@@ -238,10 +235,15 @@ def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
 
 
 def _resolve(project: Project, stage: str, names: dict[str, Any]) -> Path:
-    for backend, reason in project.config.missing_backends(names["model"]).items():
-        note(f"{names['model']}: engines of {backend} cannot be built here: {reason}")
-    made = _run(project, stage, names)
-    _run(project, "architecture", names)
+    from lockstep.config.sources import FolderSource, parse_source
+
+    model = names["model"]
+    for backend, reason in project.config.missing_backends(model).items():
+        note(f"{model}: engines of {backend} cannot be built here: {reason}")
+    is_folder = isinstance(parse_source(project.config.models[model].source), FolderSource)
+    folder = project.sources[model] if is_folder else None
+    made = _run(project, stage, names, folder=folder)
+    _run(project, "architecture", names, folder=folder)
     return made
 
 
@@ -250,6 +252,6 @@ _BY_HAND: dict[str, Callable[[Project, str, dict[str, Any]], Path]] = {"fetch": 
 
 def stage_commands() -> list[click.Command]:
     """Return a command for each stage with a help text, in the table's order."""
-    from lockstep.pipeline.stages import STAGES
+    from lockstep.stages import STAGES
 
     return [_command(name) for name, entry in STAGES.items() if entry.help]

@@ -39,6 +39,7 @@ class BackendSettings:
     the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. fp32_part: the
     part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
     packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
+    built_on: parts of this package besides its folder that it uses.
     runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
     precisions.
     zero_points: of checkpoints that were quantised with other ones than the middle. fp16_activations: precisions of
@@ -58,6 +59,7 @@ class BackendSettings:
     gpus: int = 0
     fp32_part: float = 1.0
     unpinned: tuple[str, ...] = ()
+    built_on: tuple[str, ...] = ()
     runs_ranks: bool = False
     runs_adapters: tuple[str, ...] = ()
     zero_points: bool = True

@@ -47,7 +47,7 @@ def against(
         stages = reproduced_stages(target, load(config).is_run(target), "reference")
         failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
         found = [
-            LockComparison("/".join(section.where), lock.section(section.where) is not None, difference(lock, section))
+            LockComparison("/".join(section.where), section.where in lock.sections, difference(lock, section))
             for section in sections(tree.root, target.model)
             if section.where[0] != TERMS
         ]

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.provenance.lock import read_document
 
 _DIGEST = 64
-
-
-def diff(first: Path, second: Path) -> list[str]:
-    """Return what differs between two lock files, a line each.
-
-    Where, and both values. Raises InputError for a file that is no lock.
-    """
-    return [f"{' / '.join(where)}: {change}" for where, change in changes(read_document(first), read_document(second))]
 
 
 def changes(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -1,24 +1,27 @@
-"""The lock of a model as a type: `locks/<model>.lock.json` in and out.
+"""The lock of a model as a type: `locks/<model>.lock.json` in and out, and the one comparison with it.
 
-A lock is made of sections, each at its place: what one artefact must be, by name, or the terms of one check. `Maker`
-says what made them; it decides nothing, and names the cause where an artefact differs.
+A lock is flat: at each place what one artefact must be, by name, or the parameters of one check. `Maker` says what made
+them; it decides nothing, and names the cause where an artefact differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import dump_json, read_json, write_bytes
 from lockstep.errors import InputError
-from lockstep.pipeline.stages import STAGES
+from lockstep.provenance.diff import changes
 from lockstep.provenance.shapes import LOCK, misfit
+from lockstep.stages import STAGES
 
-MADE, TERMS, RESULTS = "made with", "checks", "results"
-Place = tuple[str, ...]
+MADE, LOCKED, TERMS = "made with", "locked", "checks"
+ENGINES = "engines"
+_ELSEWHERE = ("source",)  # recorded where a model comes from, and not compared: it may lie elsewhere
+Place = tuple[str, ...]  # in the file joined by "/"
 Items = Mapping[str, Any]
 
 
@@ -49,57 +52,30 @@ class Maker:
 
 
 @dataclass(frozen=True)
-class LockedPrecision:
-    """The locked artefacts of a model in one precision.
+class Comparison:
+    """An artefact beside a lock.
 
-    weights, graphs: sha256 by file. engines: {backend: {device: {file: sha256}}}. golden: {backend: {layers: {prompt:
-    token ids}}}. None where nothing of that kind is locked.
+    is_locked: the lock has its place. changes: (name, "locked -> found") of what differs. other_device: the lock has
+    engines of this kind, of other devices alone.
     """
 
-    weights: Mapping[str, str] | None = None
-    graphs: Mapping[str, str] | None = None
-    engines: Mapping[str, Mapping[str, Items]] | None = None
-    golden: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None
-
-    @classmethod
-    def from_json(cls, value: Items) -> LockedPrecision:
-        return cls(value.get("weights"), value.get("graphs"), value.get("engines"), value.get("golden"))
-
-    def to_json(self) -> dict[str, Any]:
-        return _present(weights=self.weights, graphs=self.graphs, engines=self.engines, golden=self.golden)
-
-    def section(self, where: Place) -> Items | None:
-        """Return the section at a place below the precision; None where there is none."""
-        if where == ("weights",):
-            return self.weights
-        if where == ("graphs",):
-            return self.graphs
-        kind, backend, name = where
-        return ((self.engines if kind == "engines" else self.golden) or {}).get(backend, {}).get(name)
-
-    def places(self) -> Iterator[Place]:
-        """Yield the places of the sections, below the precision."""
-        yield from ((name,) for name in ("weights", "graphs") if getattr(self, name) is not None)
-        for kind, found in (("engines", self.engines), ("golden", self.golden)):
-            yield from ((kind, backend, name) for backend, names in (found or {}).items() for name in names)
+    is_locked: bool
+    changes: tuple[tuple[Place, str], ...] = ()
+    other_device: bool = False
 
 
 @dataclass(frozen=True)
 class Lock:
     """The lock of a model.
 
-    makers: what made the artefacts, by stage and backend. checkpoint: source, commit where there is one, sha256 by
-    file. reference: {layers: {prompt: token ids}}. checks: the terms, {stage: {name: terms}}. results: of stages
-    without a place of their own, {stage: {name: {file or prompt: sha256 or token ids}}}; None where there is none.
+    makers: what made the artefacts, by stage and backend. sections: by place what is locked there, by name: of the
+    checkpoint its source, its commit where there is one, and the sha256 of its files; of weights, graphs and engines
+    the sha256 by file; of references and golden checks token ids by prompt; of checks their parameters.
     """
 
     model: str
     makers: Mapping[str, Maker]
-    checkpoint: Mapping[str, str]
-    reference: Mapping[str, Mapping[str, str]]
-    precisions: Mapping[str, LockedPrecision] = field(default_factory=dict)
-    checks: Mapping[str, Mapping[str, Items]] = field(default_factory=dict)
-    results: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None
+    sections: Mapping[Place, Items]
 
     @classmethod
     def load(cls, path: Path) -> Lock:
@@ -112,59 +88,54 @@ class Lock:
     @classmethod
     def from_json(cls, value: Items) -> Lock:
         """Take the content of a lock file that is known to be one."""
-        return cls(
-            model=value["model"],
-            makers={name: Maker.from_json(entry) for name, entry in value[MADE].items()},
-            checkpoint=value["checkpoint"],
-            reference=value["reference"],
-            precisions={name: LockedPrecision.from_json(entry) for name, entry in value["precisions"].items()},
-            checks=value[TERMS],
-            results=value.get(RESULTS),
-        )
+        makers = {name: Maker.from_json(entry) for name, entry in value[MADE].items()}
+        return cls(value["model"], makers, {tuple(name.split("/")): items for name, items in value[LOCKED].items()})
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": formats.LOCK,
             "model": self.model,
             MADE: {name: maker.to_json() for name, maker in self.makers.items()},
-            "checkpoint": self.checkpoint,
-            "reference": self.reference,
-            "precisions": {name: locked.to_json() for name, locked in self.precisions.items()},
-            TERMS: self.checks,
-            **_present(results=self.results),
+            LOCKED: {"/".join(where): items for where, items in self.sections.items()},
         }
+
+    @property
+    def checkpoint(self) -> Items:
+        return self.sections[("checkpoint",)]
 
     @property
     def commit(self) -> str | None:
         """Return the hub's commit that the checkpoint is of; None for a folder."""
         return self.checkpoint.get("commit")
 
-    def section(self, where: Place) -> Items | None:
-        """Return the section at a place; None where there is none."""
-        part, *names = where
-        if part == "checkpoint":
-            return self.checkpoint
-        if part == "reference":
-            return self.reference.get(names[0])
-        if part == "precisions":
-            locked = self.precisions.get(names[0])
-            return None if locked is None else locked.section(tuple(names[1:]))
-        stage, name = names
-        return (self.checks if part == TERMS else self.results or {}).get(stage, {}).get(name)
+    def devices(self, precision: str, backend: str) -> dict[str, Items]:
+        """Return what is locked of a backend's engines, by device."""
+        kind = (ENGINES, precision, backend)
+        return {where[-1]: items for where, items in self.sections.items() if where[:-1] == kind}
 
-    def devices(self, precision: str, backend: str) -> Mapping[str, Items] | None:
-        """Return what is locked of a backend's engines, by device; None where nothing is."""
-        locked = self.precisions.get(precision, LockedPrecision())
-        return (locked.engines or {}).get(backend)
+    def compare(self, where: Place, items: Items) -> Comparison:
+        """Compare an artefact with what is locked at its place."""
+        locked = self.sections.get(where)
+        if locked is None:
+            other = where[0] == ENGINES and any(place[:-1] == where[:-1] for place in self.sections)
+            return Comparison(False, other_device=other)
+        return Comparison(True, tuple(changes(without_places(locked), without_places(items))))
 
-    def places(self) -> Iterator[Place]:
-        """Yield the places of all sections."""
-        yield ("checkpoint",)
-        yield from (("reference", layers) for layers in self.reference)
-        for part, found in ((TERMS, self.checks), (RESULTS, self.results or {})):
-            yield from ((part, stage, name) for stage, names in found.items() for name in names)
-        for precision, locked in self.precisions.items():
-            yield from (("precisions", precision, *place) for place in locked.places())
+
+def without_places(items: Items) -> dict[str, Any]:
+    return {name: value for name, value in items.items() if name not in _ELSEWHERE}
+
+
+def diff(first: Path, second: Path) -> list[tuple[Place, str]]:
+    """Return what differs between two lock files: where, and both values.
+
+    Raises InputError for a file that is no lock.
+    """
+    one, other = (
+        {**document[LOCKED], MADE: document[MADE], "model": document["model"]}
+        for document in map(read_document, (first, second))
+    )
+    return list(changes(one, other))
 
 
 def _present(**entries: Any) -> dict[str, Any]:

@@ -14,24 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.fetched import Fetched
 from lockstep.errors import CheckError, InputError
-from lockstep.manifests.digest_cache import check_files, digest
+from lockstep.manifests.digest_cache import check_files, digest, size_of
 from lockstep.manifests.manifest_files import named_files
-from lockstep.pipeline.pinned import device_name
-from lockstep.pipeline.stages import entry_of
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.diff import changes, words
-from lockstep.provenance.lock import TERMS, Lock, lock_path
+from lockstep.provenance.lock import TERMS, Lock, lock_path, without_places
 from lockstep.provenance.lockfile import Section, made_with, maker, operators_of, sections_at, terms, terms_place
 from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
+from lockstep.stages import STAGES, Job
+from lockstep.stages.build import device_name
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.targets import Target
-
-# Recorded where a model comes from, and not compared: it may lie elsewhere.
-_PLACES = ("source",)
 
 
 def is_locked(config: Mapping[str, Any]) -> bool:
@@ -65,14 +62,14 @@ def find_lock(model: str, folders: Sequence[Path]) -> Path:
 def check_project(
     lock_file: Path,
     targets: Sequence[Target],
-    steps: Sequence[JobSpec],
+    steps: Sequence[Job],
     prompts: Sequence[str],
     checkpoint: Sequence[Path] | None,
 ) -> None:
-    """Check before a run that nothing will differ from the lock.
+    """Check before a run that nothing differs, or will differ, from the lock.
 
     targets, their steps, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None
-    where a job brings them. Raises CheckError for the first thing that will differ.
+    where a job brings them. Raises CheckError for the first thing that is, or will be, another.
     """
     lock = Lock.load(lock_file)
     for line in _before(lock, targets, steps, prompts, checkpoint):
@@ -80,12 +77,29 @@ def check_project(
     for step in steps:
         if other := _other_terms(lock, step):
             _refuse(other, lock_file)
+        if step.output.is_file() and record_path(step.output).is_file() and (found := _other_result(step, lock)):
+            raise CheckError(
+                f"{found}, which is not what {lock_file} says; make it again without locked: "
+                f"snakemake --forcerun {step.stage} -- {step.output}"
+            )
+
+
+def _other_result(step: Job, lock: Lock) -> str | None:
+    """Return the first difference of what a job has made from the lock; every file that it names is hashed."""
+    if step.stage == "fetch" and (line := other_commit(lock, Fetched.load(step.output).commit)):
+        return line
+    if line := first_difference(step.output, lock):
+        return line
+    for file in named_files(step.output):
+        if size_of(file.path) is None or digest(file.path) != file.sha256:
+            return f"{file.path} has changed"
+    return None
 
 
 def _before(
     lock: Lock,
     targets: Sequence[Target],
-    steps: Sequence[JobSpec],
+    steps: Sequence[Job],
     prompts: Sequence[str],
     checkpoint: Sequence[Path] | None,
 ) -> Iterator[str]:
@@ -102,19 +116,17 @@ def _before(
         yield from (f"resolve: {name} differs: {change}" for (name, *_), change in changes(expected, found))
     for target in targets:
         precision, layers, backend = target.precision, str(target.layers), target.backend
-        golden = ("precisions", precision, "golden", backend, layers)
+        pair, golden = (precision, backend), ("golden", precision, backend, layers)
         for where, is_there in (
-            (("precisions", precision), precision in lock.precisions),
-            (("reference", layers), layers in lock.reference),
-            (
-                ("precisions", precision, "engines", backend),
-                (precision, backend) not in built or lock.devices(precision, backend) is not None,
-            ),
-            (golden, (precision, layers, backend) not in judged or lock.section(golden) is not None),
+            (("graphs", precision), ("graphs", precision) in lock.sections),
+            (("reference", layers), ("reference", layers) in lock.sections),
+            (("engines", *pair), pair not in built or bool(lock.devices(*pair))),
+            (golden, (precision, layers, backend) not in judged or golden in lock.sections),
         ):
             if not is_there:
                 yield f"{target}: {'/'.join(where)} is not in the lock"
-        for (text, *_), change in changes(dict.fromkeys(lock.reference[layers], ""), dict.fromkeys(prompts, "")):
+        locked = lock.sections["reference", layers]
+        for (text, *_), change in changes(dict.fromkeys(locked, ""), dict.fromkeys(prompts, "")):
             yield f"reference: prompt {text!r} differs: {change.partition(',')[0]}"
 
 
@@ -151,7 +163,7 @@ def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool
     return {"check": before_weights(config, model, lock_file), "commit": commit}
 
 
-def check_step(step: JobSpec, key: BuildKey, lock_file: Path) -> None:
+def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
     """Check before a stage that its inputs, terms and device are as locked.
 
     Raises CheckError when what it reads is not locked, or when it would be made on other terms or for another device;
@@ -168,7 +180,7 @@ def check_step(step: JobSpec, key: BuildKey, lock_file: Path) -> None:
         _refuse(line, lock_file)
     if step.stage == "build" and key.backend:
         here = device_name(key.backend)
-        devices = lock.devices(step.names["precision"], step.names["backend"]) or {}
+        devices = lock.devices(step.names["precision"], step.names["backend"])
         if here not in devices:
             _refuse(f"build: device differs: {' or '.join(sorted(devices)) or 'none'} -> {here}", lock_file)
 
@@ -202,14 +214,14 @@ def first_difference(output: Path, lock: Lock) -> str | None:
     return next((line for section in sections_at(output) if (line := difference(lock, section))), None)
 
 
-def _other_terms(lock: Lock, step: JobSpec) -> str | None:
+def _other_terms(lock: Lock, step: Job) -> str | None:
     """Return the first of a check's terms that the config and the lock differ in.
 
     None where they agree.
     """
-    if not entry_of(step).is_check:
+    if not STAGES[step.stage].is_check:
         return None
-    locked = lock.section(terms_place(step.stage, step.names))
+    locked = lock.sections.get(terms_place(step.stage, step.names))
     if locked is None:
         return f"{step}: the terms of this check are not in the lock"
     return next(
@@ -222,10 +234,10 @@ def difference(lock: Lock, section: Section) -> str | None:
 
     With what else differs that may have caused it. None when it is the same.
     """
-    expected = lock.section(section.where)
-    if expected is None:
+    found = lock.compare(section.where, section.items)
+    if not found.is_locked:
         return f"{section.stage}: {'/'.join(section.where)} is not in the lock"
-    differing = list(changes(without_places(expected), without_places(section.items)))
+    differing = found.changes
     if not differing:
         return None
     graph = next((each for each in differing if each[0][-1].endswith(".onnx")), None)
@@ -249,10 +261,6 @@ def _only_constants(lock: Lock, section: Section, file: str) -> str | None:
     from lockstep.onnx_tools.constants import constants_in_words
 
     return constants_in_words(onnx.load(section.manifest.parent / file))
-
-
-def without_places(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in items.items() if name not in _PLACES}
 
 
 def other_commit(lock: Lock, commit: str | None) -> str | None:

@@ -19,11 +19,11 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.manifest_files import manifest_entries
-from lockstep.pipeline.stage import Finished
-from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.diff import changes
-from lockstep.provenance.lock import MADE, TERMS, Lock, LockedPrecision, Maker, Place
+from lockstep.provenance.lock import ENGINES, TERMS, Lock, Maker, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
+from lockstep.stages import STAGES
+from lockstep.stages.stage import Finished
 from lockstep.targets import Results
 
 
@@ -56,11 +56,13 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
     lock, said = collect(results, model), []
     if out.is_file():
         before = Lock.load(out)
-        lock = _keep_not_built(before, _keep_devices(before, lock))
+        lock = _with_other_devices(before, _with_what_is_not_built(before, lock))
         lost = _devices_of_other_graphs(before, lock)
         if lost and not renew:
             precision = next(iter(lost))
-            (name, change), *_ = _changed_graphs(before, lock, precision)
+            where = ("graphs", precision)
+            changed = [(".".join(at), change) for at, change in lock_changes(before, lock, where)]
+            (name, change), *_ = sorted(changed, key=lambda each: not each[0].endswith(".onnx"))
             devices = ", ".join(sorted(set().union(*lost.values())))
             raise CheckError(
                 f"{out}: expected the locked graphs of {', '.join(lost)}, found others ({name} {change}), and engines "
@@ -72,95 +74,67 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
     return said
 
 
+def lock_changes(before: Lock, lock: Lock, where: Place) -> Iterator[tuple[Place, str]]:
+    return changes(before.sections.get(where, {}), lock.sections.get(where, {}))
+
+
+def _has_same_graphs(before: Lock, lock: Lock, precision: str) -> bool:
+    where = ("graphs", precision)
+    return where in before.sections and before.sections[where] == lock.sections.get(where)
+
+
 def _devices_of_other_graphs(before: Lock, lock: Lock) -> dict[str, set[str]]:
     """Return by precision the devices whose locked engines are of graphs that `lock` has no more."""
     lost: dict[str, set[str]] = {}
-    for place in set(before.places()) - set(lock.places()):
-        if place[0] == "precisions" and place[2] == "engines" and place[1] in lock.precisions:
-            if before.precisions[place[1]].graphs != lock.precisions[place[1]].graphs:
-                lost.setdefault(place[1], set()).add(place[-1])
-    return dict(sorted(lost.items()))
-
-
-def _changed_graphs(before: Lock, lock: Lock, precision: str) -> list[tuple[str, str]]:
-    old, new = before.precisions[precision].graphs, lock.precisions[precision].graphs
-    changed = [(".".join(where), change) for where, change in changes(old, new)]
-    return sorted(changed, key=lambda each: not each[0].endswith(".onnx"))
+    for where in sorted(before.sections.keys() - lock.sections.keys()):
+        if where[0] == ENGINES and ("graphs", where[1]) in lock.sections:
+            if not _has_same_graphs(before, lock, where[1]):
+                lost.setdefault(where[1], set()).add(where[-1])
+    return lost
 
 
 def _said(before: Lock, lock: Lock) -> list[str]:
     """Return a line for what `lock` adds to and drops from the one before it."""
-    old, new = set(before.places()), set(lock.places())
-    kept = {place[-1] for place in old & new if place[0] == "precisions" and place[2] == "engines"}
+    old, new = before.sections.keys(), lock.sections.keys()
+    kept = {where[-1] for where in old & new if where[0] == ENGINES}
     lines = [
-        f"{what} {'/'.join(place)}"
+        f"{what} {'/'.join(where)}"
         for what, places in (("added", new - old), ("dropped", old - new))
-        for place in sorted(places)
+        for where in sorted(places)
     ]
     return [*lines, *([f"kept the engines of {', '.join(sorted(kept))}"] if lines and kept else [])]
 
 
-def _keep_devices(before: Lock, lock: Lock) -> Lock:
-    """Return `lock` with the engines of other devices in `before`.
-
-    They are kept as long as they are of the same graphs.
-    """
-    kept = {}
-    for precision, now in lock.precisions.items():
-        old = before.precisions.get(precision, LockedPrecision())
-        if now.engines is not None and old.graphs == now.graphs:
-            engines = {name: {**(old.engines or {}).get(name, {}), **devices} for name, devices in now.engines.items()}
-            kept[precision] = replace(now, engines=engines)
-    return replace(lock, precisions={**lock.precisions, **kept})
+def _with_other_devices(before: Lock, lock: Lock) -> Lock:
+    """Return `lock` with the engines of other devices in `before`, as long as they are of the same graphs."""
+    built = {where[:-1] for where in lock.sections if where[0] == ENGINES}
+    kept = {
+        where: items
+        for where, items in before.sections.items()
+        if where[:-1] in built and _has_same_graphs(before, lock, where[1])
+    }
+    return replace(lock, sections={**kept, **lock.sections})
 
 
-def _keep_not_built(before: Lock, lock: Lock) -> Lock:
-    """Return `lock` with the engines in `before` that are not built here.
+def _with_what_is_not_built(before: Lock, lock: Lock) -> Lock:
+    """Return `lock` with all that `before` has of engines that are not built here.
 
-    This processor does not compute in their precision. They are kept as long as they are of the same graphs.
+    This processor does not compute in their precision. Engines, golden tokens, parameters of checks and makers are kept
+    as long as they are of the same graphs.
     """
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
 
-    for precision, now in lock.precisions.items():
-        old = before.precisions.get(precision, LockedPrecision())
-        for backend in (old.engines or {}).keys() - (now.engines or {}).keys():
-            settings = backends().get(backend)
-            if old.graphs != now.graphs or settings is None or not settings.lacks_here(precision):
-                continue
-            lock = _with_backend(before, lock, precision, backend)
+    def kinds(of: Lock) -> set[Place]:
+        return {where[1:3] for where in of.sections if where[0] == ENGINES}
+
+    for precision, backend in sorted(kinds(before) - kinds(lock)):
+        settings = backends().get(backend)
+        if settings is None or not settings.lacks_here(precision) or not _has_same_graphs(before, lock, precision):
+            continue
+        kept = {where: items for where, items in before.sections.items() if {precision, backend} <= set(where)}
+        makers = {name: maker for name, maker in before.makers.items() if name.endswith(f"/{backend}")}
+        lock = replace(lock, sections={**kept, **lock.sections}, makers={**makers, **lock.makers})
     return lock
-
-
-def _with_backend(before: Lock, lock: Lock, precision: str, backend: str) -> Lock:
-    """Return `lock` with all that `before` has of a backend in a precision.
-
-    Engines, golden tokens, terms and makers.
-    """
-    old, now = before.precisions[precision], lock.precisions[precision]
-    engines = {**(now.engines or {}), backend: (old.engines or {})[backend]}
-    golden = now.golden
-    if backend in (old.golden or {}):
-        golden = {**(now.golden or {}), backend: (old.golden or {})[backend]}
-    checks = dict(lock.checks)
-    for stage, terms in before.checks.items():
-        kept = {name: of for name, of in terms.items() if _is_of(name, precision, backend)}
-        if kept:
-            checks[stage] = {**checks.get(stage, {}), **kept}
-    makers = {name: maker for name, maker in before.makers.items() if name.endswith(f"/{backend}")}
-    return replace(
-        lock,
-        precisions={**lock.precisions, precision: replace(now, engines=engines, golden=golden)},
-        checks=checks,
-        makers={**makers, **lock.makers},
-    )
-
-
-def _is_of(name: str, precision: str, backend: str) -> bool:
-    """Return whether a check's terms are of engines in `precision` for `backend`.
-
-    name: of the terms.
-    """
-    return name.startswith(f"{precision}/") and name.endswith(f"/{backend}")
 
 
 def collect(results: Path, model: str) -> Lock:
@@ -181,17 +155,12 @@ def collect(results: Path, model: str) -> Lock:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
             )
-    document: dict[str, Any] = {"model": model, MADE: {}}
+    makers: dict[str, Maker] = {}
     for section in found:
-        made = document[MADE]
-        name = maker(section.key)
-        operators = {**made.get(name, {}).get("operators", {}), **operators_of(section)}
-        made[name] = replace(made_with(section.key), operators=operators or None).to_json()
-        place = document
-        for name in section.where[:-1]:
-            place = place.setdefault(name, {})
-        place[section.where[-1]] = dict(section.items)
-    return Lock.from_json(document)
+        name, operators = maker(section.key), operators_of(section)
+        known = makers[name].operators if name in makers else None
+        makers[name] = replace(made_with(section.key), operators={**(known or {}), **operators} or None)
+    return Lock(model, makers, {section.where: section.items for section in found})
 
 
 def _checks_server(results: Path) -> bool:
@@ -236,7 +205,7 @@ def made_with(key: BuildKey) -> Maker:
 
 def operators_of(section: Section) -> dict[str, str]:
     """Return the digests of the operators of a section's graphs, by precision and file; none of another section."""
-    if section.where[-1] != "graphs":
+    if section.where[0] != "graphs":
         return {}
     import onnx  # loads NumPy, which most commands on locks do without
 
@@ -252,7 +221,7 @@ def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
 
     names: precision, layers and backend, those that the stage has.
     """
-    return (TERMS, stage, "/".join(str(names[name]) for name in ("precision", "layers", "backend") if name in names))
+    return (TERMS, stage, *(str(names[name]) for name in ("precision", "layers", "backend") if name in names))
 
 
 def terms(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,7 +259,7 @@ def sections_of(path: Path) -> list[Section]:
     key = checked_record(path).key
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
     entry = STAGES.get(key.stage)
-    if entry is None or not (entry.pinned or entry.is_check):
+    if entry is None or not (entry.is_pinned or entry.is_check):
         return []
     if read_record(manifest) is None:
         raise CheckError(
@@ -298,9 +267,9 @@ def sections_of(path: Path) -> list[Section]:
             f"{'another' if manifest.is_file() else 'none'}; delete it and run again"
         )
     found = []
-    if entry.pinned:
+    if entry.is_pinned:
         with manifest_entries(manifest):
-            where, items = entry.pinned(manifest, key)
+            where, items = entry.pin(manifest, key)
         found.append(Section(where, manifest, key, items))
     if entry.is_check:
         found.append(Section(terms_place(key.stage, key.names), manifest, key, terms(key.options)))

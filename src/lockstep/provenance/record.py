@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +21,43 @@ from lockstep.artifacts.files import read_json, write_json
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import SUFFIX, content, named_files, record_path
-from lockstep.pipeline import worker
-from lockstep.pipeline.stages import REPORTS, STAGES, entry_of
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity
 from lockstep.provenance.shapes import RECORD, misfit
+from lockstep.stages import STAGES, Job, worker
 
 
-def build_key(step: JobSpec) -> BuildKey:
+def build_key(step: Job) -> BuildKey:
     """Return the build key of `step`: all that decides what it makes.
 
     Packages are those installed where it runs.
     """
-    stage, backend = STAGES.get(step.stage), step.backend
-    entry = stage.code if stage else REPORTS.get(step.stage)
-    is_named = stage is None or stage.is_named  # else the results are the same under any name of the model
+    stage, backend = STAGES[step.stage], step.backend
     return BuildKey(
         stage=step.stage,
-        names={name: str(value) for name, value in step.names.items() if name != "model" or is_named},
-        inputs={name: input_content(step.stage, path) for name, path in step.inputs.items()},
+        # The results are the same under any name of the model, unless they speak of it.
+        names={name: str(value) for name, value in step.names.items() if name != "model" or stage.is_named},
+        inputs={name: content(path) for name, path in step.inputs.items()},
         options=dict(step.options),
-        code=code_identity.code_files(entry, backend) if entry else {},
-        environment=environment(step, entry, code_identity.installed_packages) if entry else {},
+        code=code_identity.code_digests(stage.code, backend),
+        environment=environment(step, code_identity.installed_packages),
         backend=backend_identity(step) if backend else None,
     )
 
 
-def environment(step: JobSpec, entry: str, here: Callable[[str, str | None], dict[str, str]]) -> dict[str, str]:
-    """Return the version of each package that the code of a step uses.
+def environment(step: Job, here: Callable[[Iterable[str]], dict[str, str]]) -> dict[str, str]:
+    """Return the version of each package that a step uses.
 
     here: gives those of this interpreter. Of a step whose engines another interpreter runs they are those that it has,
     and its own as `python`; a server's are of both.
     """
+    packages = STAGES[step.stage].packages
     if step.python is None:
-        return here(entry, step.backend)
-    names = sorted(code_identity.packages_of(entry, step.backend))
-    there = worker.ask(step.python, "versions", packages=names)
-    return {**here(entry, step.backend), **there} if entry_of(step).runs_here_too else there
+        return here(packages)
+    there = worker.ask(step.python, "lockstep.backends.identity:versions", packages=sorted(packages))
+    return {**here(packages), **there} if STAGES[step.stage].runs_here else there
 
 
-def backend_identity(step: JobSpec) -> dict[str, Any]:
+def backend_identity(step: Job) -> dict[str, Any]:
     """Return the library and the device that the step's engines are for.
 
     They are asked in its interpreter. Raises InputError where the library is not installed, and where this machine has
@@ -68,13 +65,15 @@ def backend_identity(step: JobSpec) -> dict[str, Any]:
     """
     if step.device:
         _check_device(step, step.device)
-    return worker.ask(step.python, "identity", name=step.backend, runs=step.stage != "build")
+    return worker.ask(step.python, "lockstep.backends.identity:identity", name=step.backend, runs=step.stage != "build")
 
 
-def _check_device(step: JobSpec, device: Mapping[str, str]) -> None:
+def _check_device(step: Job, device: Mapping[str, str]) -> None:
     name, remedy = step.names["backend"], "start it where that is, or correct the config"
     try:
-        found = worker.ask(step.python, "hardware", name=device["backend"], builds=step.stage == "build")
+        found = worker.ask(
+            step.python, "lockstep.backends.identity:hardware", name=device["backend"], builds=step.stage == "build"
+        )
     except InputError as error:
         found, remedy = "none", f"{remedy} ({error})"
     if found is not None and found != device["hardware"]:
@@ -84,37 +83,23 @@ def _check_device(step: JobSpec, device: Mapping[str, str]) -> None:
         )
 
 
-def write_record(step: JobSpec, key: BuildKey) -> BuildRecord:
+def write_record(step: Job, key: BuildKey) -> BuildRecord:
     """Write the record of `step`, and return it.
 
     The step has just made its output with `key`.
     """
-    record = BuildRecord(key, outputs_of(step.output, step.beside))
+    record = BuildRecord(key, outputs_of(step.output))
     write_json(record_path(step.output), record.to_json())
     return record
 
 
-def input_content(stage: str, path: Path) -> str:
-    """Return what stands for an input in the key of a stage or a report.
-
-    The summary has a row for a manifest that is damaged: there its bytes do.
-    """
-    try:
-        return content(path)
-    except InputError:
-        if stage == "summary" and path.is_file():
-            return digest(path)
-        raise
-
-
-def outputs_of(manifest: Path, beside: tuple[Path, ...] = ()) -> dict[str, str]:
+def outputs_of(manifest: Path) -> dict[str, str]:
     """Return the hex sha256 of an artefact's files, by path.
 
-    Paths are relative to the manifest's folder: of the manifest, of files `beside` it, and of those that it names as
-    its own. The digests of the latter are those of the manifest: who made it has just hashed them. Files of another
-    folder are not its own.
+    Paths are relative to the manifest's folder: of the manifest, and of those that it names as its own. The digests of
+    the latter are those of the manifest: who made it has just hashed them. Files of another folder are not its own.
     """
-    outputs = {Path(os.path.relpath(path, manifest.parent)).as_posix(): digest(path) for path in (manifest, *beside)}
+    outputs = {manifest.name: digest(manifest)}
     for file in named_files(manifest) if manifest.suffix == ".json" else ():
         name = Path(os.path.relpath(file.path, manifest.parent))
         if name.parts[0] != "..":

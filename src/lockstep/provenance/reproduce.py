@@ -28,10 +28,9 @@ from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.config.backends import backends
 from lockstep.errors import PREFIX, CheckError
 from lockstep.manifests.digest_cache import check_stored
-from lockstep.pipeline import worker
-from lockstep.pipeline.stages import STAGES
 from lockstep.provenance.record import SUFFIX
 from lockstep.provenance.sameness import LEVELS, Facts, compare, facts, reached
+from lockstep.stages import STAGES, worker
 from lockstep.targets import Results, Target
 
 _SHOWN = 20  # differences of a level that are kept; the rest is counted
@@ -59,7 +58,9 @@ def reproduce(
             tree.engines(target.model, target.precision, target.backend),
             tree.assembly(target.model, target.precision),
         )
-        return InspectedSet.from_json(worker.ask(python, "inspect", engines=str(engines), assembly=str(assembly)))
+        return InspectedSet.from_json(
+            worker.ask(python, "lockstep.backends.engine_set:inspect", engines=str(engines), assembly=str(assembly))
+        )
 
     present = look(results)
     before = facts(results, target, present, is_run=_is_run(results, target))

@@ -37,13 +37,7 @@ RECORD = {
 LOCK = {
     "model": str,
     "made with": {ANY: {"code": str, "packages": _TEXTS, "options?": dict, "backend?": dict, "operators?": _TEXTS}},
-    "checkpoint": {"source": str, ANY: str},
-    "reference": {ANY: _TEXTS},
-    "precisions": {
-        ANY: {"weights?": _TEXTS, "graphs?": _TEXTS, "engines?": {ANY: {ANY: dict}}, "golden?": {ANY: {ANY: _TEXTS}}}
-    },
-    "checks": {ANY: {ANY: dict}},
-    "results?": {ANY: {ANY: _TEXTS}},
+    "locked": {"checkpoint": {"source": str, ANY: str}, ANY: dict},
 }
 
 

@@ -22,16 +22,15 @@ from lockstep import __version__
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import dump_json, read_json, sha256_file, sha256_json, write_bytes
+from lockstep.artifacts.files import dump_json, read_json, sha256_json, write_bytes
 from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.code_identity import SOURCES
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
-    from lockstep.pipeline.step import JobSpec
+    from lockstep.stages import Job
 
 NAME = "provenance.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -69,7 +68,7 @@ def _rfc3339(time: datetime.datetime) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def write_provenance(step: JobSpec, key: BuildKey, started: str) -> Path:
+def write_provenance(step: Job, key: BuildKey, started: str) -> Path:
     """Write the provenance of an engine set, and return its path.
 
     The build `step` has just made the set with `key`.
@@ -81,7 +80,7 @@ def write_provenance(step: JobSpec, key: BuildKey, started: str) -> Path:
     return path
 
 
-def make(step: JobSpec, key: BuildKey, started: str, finished: str) -> dict[str, Any]:
+def make(step: Job, key: BuildKey, started: str, finished: str) -> dict[str, Any]:
     """Return the statement, not sealed."""
     engines = EngineSetManifest.load(step.output)
     subjects = [
@@ -97,7 +96,7 @@ def make(step: JobSpec, key: BuildKey, started: str, finished: str) -> dict[str,
         "id": BUILDER,
         "version": {"lockstep": __version__},
         "builderDependencies": [
-            {"name": f"lockstep/{name}", "digest": {"sha256": sha256_file(SOURCES / name)}} for name in sorted(key.code)
+            {"name": f"lockstep/{part}", "digest": {"sha256": digest}} for part, digest in sorted(key.code.items())
         ],
     }
     return {
@@ -111,7 +110,7 @@ def make(step: JobSpec, key: BuildKey, started: str, finished: str) -> dict[str,
     }
 
 
-def _dependencies(step: JobSpec, key: BuildKey) -> Iterator[dict[str, Any]]:
+def _dependencies(step: Job, key: BuildKey) -> Iterator[dict[str, Any]]:
     assembly = step.inputs["assembly"]
     for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
@@ -122,7 +121,7 @@ def _dependencies(step: JobSpec, key: BuildKey) -> Iterator[dict[str, Any]]:
         yield {"name": name, "uri": f"pkg:generic/{name}@{version}"}
 
 
-def _checkpoint_files(step: JobSpec) -> Iterator[dict[str, Any]]:
+def _checkpoint_files(step: Job) -> Iterator[dict[str, Any]]:
     """Yield the files that the graphs were made of: config and tokenizer.
 
     Weights are none of them, for engines hold none.

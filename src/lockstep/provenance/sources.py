@@ -20,8 +20,8 @@ from lockstep.checkpoint.tensors import find_tensors
 from lockstep.config.packing import packing_of
 from lockstep.config.sources import FolderSource, GgufSource, RandomSource, parse_source
 from lockstep.manifests.digest_cache import digest, size_of
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance.diff import words
+from lockstep.stages import Job
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Sources:
         return cls(folder if folder.is_dir() else None, fetched, random, gguf, adapters)
 
 
-def changed_files(step: JobSpec, sources: Sources) -> list[str]:
+def changed_files(step: Job, sources: Sources) -> list[str]:
     """Return what has changed in the files that a step made its output of.
 
     A line each. Raises LockstepError for files that cannot be what the step reads.
@@ -74,7 +74,7 @@ def changed_files(step: JobSpec, sources: Sources) -> list[str]:
     return list(changed(step, sources)) if changed else []
 
 
-def _changed_checkpoint(step: JobSpec, sources: Sources) -> Iterator[str]:
+def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
     if sources.folder is None:
         return
     manifest, folder = CheckpointManifest.load(step.output), sources.folder
@@ -95,7 +95,7 @@ def _changed_checkpoint(step: JobSpec, sources: Sources) -> Iterator[str]:
             yield f"{sources.fetched}: commit {words(manifest.commit)} -> {words(commit)}"
 
 
-def _changed_source(step: JobSpec, sources: Sources) -> Iterator[str]:
+def _changed_source(step: Job, sources: Sources) -> Iterator[str]:
     if sources.gguf is not None and digest(sources.gguf) != Fetched.load(step.output).gguf:
         yield f"{sources.gguf} changed"
     if sources.random is None:
@@ -107,7 +107,7 @@ def _changed_source(step: JobSpec, sources: Sources) -> Iterator[str]:
         yield f"{tokenizer} changed"
 
 
-def _changed_adapters(step: JobSpec, sources: Sources) -> Iterator[str]:
+def _changed_adapters(step: Job, sources: Sources) -> Iterator[str]:
     for name, adapter in AdaptersManifest.load(step.output).adapters.items():
         if name in sources.adapters:
             folder = sources.adapters[name]

@@ -20,18 +20,14 @@ from lockstep.artifacts.files import SEAL, describe, read_json
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS, Expected, digest
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.diff import changes
-from lockstep.provenance.lock import Lock, Place
-from lockstep.provenance.locked import without_places
+from lockstep.provenance.lock import ENGINES, Lock, Place
 from lockstep.provenance.lockfile import sections_of
 from lockstep.provenance.record import SUFFIX, checked_record, records
 from lockstep.provenance.slsa import NAME as PROVENANCE
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
 
 SAME, DIFFERENT, MISSING, UNKNOWN = "same", "different", "missing", "unknown"
-# Files and folders of the results tree that are of no one model.
-_OF_ALL, _REPORT = ("config.json", "summary.json", "summary.csv"), "report"
-_NO_MODELS = ("logs", _REPORT)
+_NO_MODELS = ("logs", "benchmarks", "report")  # folders of the results tree
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,8 @@ def verify(
         if results.is_dir()
         else []
     )
-    findings = _root(results, deep)
+    config = results / "config.json"
+    findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), [config] if os.path.lexists(config) else [], deep)
     for folder in folders:
         findings += _files(results, list(records(folder)), list(_walk(folder)), deep)
         if folder.name in locks:
@@ -99,16 +96,6 @@ def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -
             findings.append(Finding(MISSING, _name(provenance, results), "`lockstep build` makes it again"))
     findings += [_alone(path, results) for path in there if os.path.normpath(path) not in named]
     return sorted(findings, key=lambda finding: finding.name)
-
-
-def _root(results: Path, deep: bool) -> list[Finding]:
-    """Return findings on what is of no one model.
-
-    The config that the results were made with, the summary, and the report's table and plots.
-    """
-    recorded = [path for folder in (results, results / _REPORT) for path in sorted(folder.glob(f"*{SUFFIX}"))]
-    there = [results / name for name in _OF_ALL if os.path.lexists(results / name)]
-    return _files(results, recorded, [*there, *_walk(results / _REPORT)], deep)
 
 
 def _of_record(path: Path) -> Iterator[Expected]:
@@ -174,26 +161,21 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
             found |= {section.where: section.items for section in sections_of(path)}
         except (LockstepError, FileNotFoundError):
             continue  # named above, as a file
-    findings = []
     # a tree holds the engines of one device, a lock those of several
-    built = {where[:-1] for where in found if "engines" in where}
-    places = (where for where in lock.places() if where[:-1] not in built)
-    for where in sorted({*places, *found}):
-        name = f"{folder.name}: {'/'.join(where)}"
-        expected = lock.section(where)
-        if expected is None and "engines" in where and lock.devices(where[1], where[3]):
-            findings.append(Finding(SAME, name, "this device is not in the lock: as recorded"))
-        elif expected is None:
-            findings.append(Finding(UNKNOWN, name, "not in the lock"))
-        elif where not in found:
-            findings.append(Finding(MISSING, name, "locked, and not there; run snakemake"))
+    built = {where[:-1] for where in found if where[0] == ENGINES}
+    lost = [where for where in lock.sections if where not in found and where[:-1] not in built]
+    name = lambda where: f"{folder.name}: {'/'.join(where)}"
+    findings = [Finding(MISSING, name(where), "locked, and not there; run snakemake") for where in lost]
+    for where, items in found.items():
+        compared = lock.compare(where, items)
+        if compared.other_device:
+            findings.append(Finding(SAME, name(where), "this device is not in the lock: as recorded"))
+        elif not compared.is_locked:
+            findings.append(Finding(UNKNOWN, name(where), "not in the lock"))
         else:
-            differing = [
-                f"{'.'.join(at)} {change}"
-                for at, change in changes(without_places(expected), without_places(found[where]))
-            ]
-            findings.append(Finding(DIFFERENT if differing else SAME, name, "; ".join(differing)))
-    return findings
+            differing = "; ".join(f"{'.'.join(at)} {change}" for at, change in compared.changes)
+            findings.append(Finding(DIFFERENT if differing else SAME, name(where), differing))
+    return sorted(findings, key=lambda finding: finding.name)
 
 
 def _walk(folder: Path) -> Iterator[Path]:

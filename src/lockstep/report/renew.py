@@ -11,7 +11,6 @@ from pathlib import Path
 
 from lockstep.artifacts.files import remove_leftovers
 from lockstep.errors import InputError, LockstepError
-from lockstep.provenance.run import from_rule, run
 from lockstep.report import summary
 from lockstep.report.since_lock import since_lock
 from lockstep.targets import Results, Target
@@ -24,19 +23,14 @@ def summarise(results: Results, targets: Sequence[Target], not_run: Mapping[str,
 
     not_run: see `summary.write`.
     """
-    outputs = [str(path) for path in summary.outputs(results, targets)]
     not_run = dict(summary.known_not_run(results) if not_run is None else not_run)
-    options = {"targets": list(map(str, targets)), "not_run": not_run}
     for left in reversed(range(_TRIES)):
-        shown = [str(path) for target in targets for path in summary.sources(results, target) if path.is_file()]
-        step = from_rule("summary", {}, {"shown": shown}, options, outputs)
         try:
-            run(step, lambda: write(results, targets, not_run=not_run))
+            write(results, targets, not_run=not_run)
+            break
         except (InputError, FileNotFoundError):
             if not left:
                 raise
-        else:
-            break
     return results.summary()
 
 

@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.errors import LockstepError
-from lockstep.provenance.diff import changes
 from lockstep.provenance.lock import Lock, Place, lock_path
-from lockstep.provenance.locked import without_places
 from lockstep.provenance.lockfile import Section, sections_of
 from lockstep.provenance.record import records
 from lockstep.report.change import Change
@@ -44,11 +42,9 @@ def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
             continue  # damaged, or being made: the check that reads it says so
     made = []
     for where, section in sorted(found.items()):
-        name, expected = " / ".join(where), lock.section(where)
-        if expected is None:
+        name, compared = "/".join(where), lock.compare(where, section.items)
+        lines = [f"{name}: {' / '.join(at)}: {change}" for at, change in compared.changes]
+        if not compared.is_locked and not compared.other_device:
             lines = [f"{name}: not in the lock"]
-        else:
-            differing = changes(without_places(expected), without_places(section.items))
-            lines = [f"{name}: {' / '.join(at)}: {change}" for at, change in differing]
         made += [Change(line, section.key.names) for line in lines]
     return made

@@ -15,5 +15,6 @@ SETTINGS = BackendSettings(
     fp16_activations=PRECISIONS,
     gpus=1,
     unpinned=("cuda", "cudnn"),
+    built_on=("gpu", "backends/onnxruntime"),
     cannot_run=lambda options: why_not(),
 )

@@ -15,6 +15,7 @@ SETTINGS = BackendSettings(
     zero_points=False,
     lacks="OpenVINO computes fp16 in fp32 on most CPUs",
     unpinned=("openvino",),
+    built_on=("backends/onnxruntime",),
     missing=_missing,
     lacks_here=why_not,
 )

@@ -90,4 +90,5 @@ SETTINGS = BackendSettings(
     # 8.6 on an H200: keys behind a RoPE angle of 250 rad are off by 6e-5 of their magnitude.
     fp32_part=1.0,
     unpinned=("tensorrt", "cuda", "cudnn"),
+    built_on=("gpu", "backends/onnxruntime"),
 )

@@ -16,26 +16,25 @@ from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import remember
 from lockstep.manifests.manifest_files import named_files
-from lockstep.pipeline.stages import entry_of
-from lockstep.pipeline.step import JobSpec
 from lockstep.provenance import code_identity
 from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, touch
 from lockstep.provenance.record import content
 from lockstep.provenance.slsa import provenance_path
+from lockstep.stages import STAGES, Job
 
 _SUFFIXES = (".onnx", ".engine", ".zip")
 
 
-def _is_cached(step: JobSpec) -> bool:
+def _is_cached(step: Job) -> bool:
     """Return whether the artefact of a step is cached.
 
     Checks are not: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made sooner
     than it is copied.
     """
-    return entry_of(step).is_cached
+    return STAGES[step.stage].is_cached
 
 
-def cache_for(step: JobSpec, configured: str) -> Cache | None:
+def cache_for(step: Job, configured: str) -> Cache | None:
     """Return the cache for a step; None where there is none or it is not cached.
 
     Raises InputError for a place where no cache can be.
@@ -44,7 +43,7 @@ def cache_for(step: JobSpec, configured: str) -> Cache | None:
     return Cache(folder) if folder else None
 
 
-def take(cache: Cache | None, step: JobSpec, key: BuildKey) -> bool:
+def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
     """Restore the artefact with this build key to the output of `step`.
 
     Returns whether the cache has it whole; False: it is to be made.
@@ -70,7 +69,7 @@ def take(cache: Cache | None, step: JobSpec, key: BuildKey) -> bool:
     return True
 
 
-def put(cache: Cache | None, step: JobSpec, record: BuildRecord) -> None:
+def put(cache: Cache | None, step: Job, record: BuildRecord) -> None:
     """Put what `step` has just made, and what its record lists, into the cache.
 
     Not what names files elsewhere: it is right in one place only.
@@ -93,7 +92,7 @@ def put(cache: Cache | None, step: JobSpec, record: BuildRecord) -> None:
         _say(f"{step} is put into {cache.folder}, build key {entry.key[:12]}")
 
 
-def _restore(cache: Cache, step: JobSpec, entry: Entry) -> None:
+def _restore(cache: Cache, step: Job, entry: Entry) -> None:
     """Copy an artefact out of the cache.
 
     The manifest is looked at first and appears last: a run that is killed in between leaves none.
@@ -112,11 +111,11 @@ def _restore(cache: Cache, step: JobSpec, entry: Entry) -> None:
             with atomic_path(folder / name) as temporary:
                 cache.take(entry.files[name], temporary)
             remember(folder / name, entry.files[name].sha256)
-        if entry_of(step).owns_folder:
+        if STAGES[step.stage].owns_folder:
             _clear(folder, set(entry.files))
 
 
-def _beside(step: JobSpec) -> list[Path]:
+def _beside(step: Job) -> list[Path]:
     """Return the files kept with an artefact that are no part of its record.
 
     Who built an engine set, and when.
@@ -134,16 +133,14 @@ def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
     )
 
 
-def _check_unchanged(step: JobSpec, key: BuildKey) -> None:
+def _check_unchanged(step: Job, key: BuildKey) -> None:
     """Raise InputError when inputs or code are not those that the key is of.
 
     Others may have been read when the artefact was made.
     """
-    package = code_identity.SOURCES
     found = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
-    code = {package / name: digest for name, digest in key.code.items()}
-    found |= {path: (code_identity.digest_of(path), digest) for path, digest in code.items()}
-    for path, (now, before) in found.items():
+    parts = {code_identity.SOURCES / part: (code_identity.part_digest(part), was) for part, was in key.code.items()}
+    for path, (now, before) in {**found, **parts}.items():
         if now != before:
             raise InputError(f"{path} changed while it was made")
 

@@ -6,20 +6,26 @@ Needs what runs engines, no torch: the graphs are held for right here.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.bisect_report import EngineReport
+from lockstep.artifacts.reports import GoldenReport
 from lockstep.backends import EngineSet
 from lockstep.backends.graphs import graph_file
-from lockstep.errors import LockstepError
-from lockstep.targets import Tolerances
+from lockstep.errors import CheckError, LockstepError
+from lockstep.manifests.manifest_files import failed_path
+from lockstep.onnx_tools.overflow import OVERFLOWS
+from lockstep.targets import Target, Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.faults import engine_fault, walk_stages
 from lockstep.verify.bisect.report import advice, answer, fault_of, rows_of
+from lockstep.verify.bisect.request import failing
 from lockstep.verify.bisect.served import served_error
 from lockstep.verify.bisect.stages import Graphs, Tokens
 from lockstep.weights import Weights
@@ -67,6 +73,46 @@ def explain_failure(
         off = f"the logits of lockstep.runtime are off from position {found.served.position} on"
         return f"each engine alone agrees with its graph on these tokens, but {off}; {further}"
     return f"each engine alone agrees with its graph on these tokens; {further}"
+
+
+def explained(
+    error: CheckError,
+    assembly_json: Path,
+    weights_json: Path,
+    engines_json: Path,
+    reference_json: Path,
+    target: Target,
+    tolerance: Tolerances,
+    out: Path,
+) -> CheckError:
+    """Return the error of a golden check, and which engine leaves its graph first.
+
+    out: the check's report. The error stays as it is
+    where the check ended before anything was compared.
+    """
+    failed = failed_path(out)
+    if str(failed) not in str(error):
+        return error
+    request, bounds = failing(reference_json, failed), replace(tolerance, logits=GoldenReport.load(failed).tolerance)
+    tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
+    why = explain_failure(assembly_json, weights_json, engines_json, target.layers, bounds, str(target), *tokens)
+    return CheckError("; ".join((why, str(error)) if why.startswith(OVERFLOWS) else (str(error), why)))
+
+
+def engine_report_json(
+    assembly: str,
+    weights: str,
+    engines: str,
+    layers: int | str,
+    tolerance: Mapping[str, Any],
+    tokens: list[Any],
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Return `engine_report` as JSON, of arguments that are JSON: for the Python that has the backend's library."""
+    bounds, followed = Tolerances(**tolerance), (tokens[0], tokens[1])
+    return engine_report(
+        Path(assembly), Path(weights), Path(engines), layers, bounds, followed, threads=threads
+    ).to_json()
 
 
 def engine_report(

@@ -1,8 +1,8 @@
-"""Run a stage in another Python, in which a backend's library is installed.
+"""The one door to another Python, in which a backend's library is installed.
 
-    python -m lockstep.pipeline.worker < request.json       {"stage": "build", "arguments": {...}, "key": "..."}
+    main() < request.json       {"call": "module:function", "arguments": {...}, "key": "..."}
 
-In: the name of a stage that runs engines (`engine_jobs`), its arguments as JSON, and the config's key that names this
+In: the job of a stage, or a function by name with its arguments as JSON, and the config's key that names this
 interpreter. A stage works on files; errors are one line on stderr and an exit code, as everywhere. The other Python
 needs what engines need, no more: neither Snakemake, torch nor pydantic. What TensorRT runs in may be older than what
 Snakemake runs in.
@@ -19,54 +19,75 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep import processes
 from lockstep.errors import ENDING, PREFIX, CheckError, InputError, guard
 
+if TYPE_CHECKING:
+    from lockstep.stages.stage import Job
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OLDEST = (3, 10)
-_ENGINE_JOBS = "lockstep.pipeline.engine_jobs"
 _KEY = "LOCKSTEP_INTERPRETER_KEY"  # in a worker's environment: the config's key that names its interpreter
 
 
-def call(python: str | None, stage: str, /, **arguments: Any) -> None:
-    """Run a stage here or in the interpreter `python` (a path or a command).
-
-    stage: `build`, `compare`, `golden` or `generate` of `engine_jobs`, or any `module:function`. arguments: JSON.
+def run(job: Job) -> None:
+    """Run a stage's job in the interpreter that it names.
 
     Raises InputError for an interpreter that does not start, CheckError for one that is killed. When the stage fails
     there, it has said why on stderr, and this process exits with the same code (SystemExit).
     """
-    _run(python, stage, arguments, None)
+    parts = {name: getattr(job, name) for name in ("stage", "names", "options", "device", "threads")}
+    inputs = {name: str(path) for name, path in job.inputs.items()}
+    call(job.python, f"{__name__}:_run_job", **parts, inputs=inputs, output=str(job.output))
 
 
-def ask(python: str | None, stage: str, /, **arguments: Any) -> Any:
-    """Run a stage as `call` does, and return its answer.
+def _run_job(inputs: Mapping[str, str], output: str, **parts: Any) -> None:
+    from lockstep.stages import STAGES, Job
 
-    stage: one that answers (`identity`, `inspect`, `bisect`). An error there is the same error here: InputError or
-    CheckError.
+    job = Job(inputs={name: Path(path) for name, path in inputs.items()}, output=Path(output), **parts)
+    STAGES[job.stage].run(job)
+
+
+def call(python: str | None, function: str, /, **arguments: Any) -> None:
+    """Call a function here or in the interpreter `python` (a path or a command).
+
+    function: `module:name`. arguments: JSON. Errors as of `run`.
     """
-    return _run(python, stage, arguments, subprocess.PIPE)
+    _run(python, function, arguments, None)
 
 
-def _run(python: str | None, stage: str, arguments: Mapping[str, Any], pipe: int | None) -> Any:
+def ask(python: str | None, function: str, /, **arguments: Any) -> Any:
+    """Call a function as `call` does, and return its answer, which is JSON.
+
+    An error there is the same error here: InputError or CheckError.
+    """
+    return _run(python, function, arguments, subprocess.PIPE)
+
+
+def _run(python: str | None, function: str, arguments: Mapping[str, Any], pipe: int | None) -> Any:
     if python is None:
-        return function_named(stage)(**arguments)
+        return function_named(function)(**arguments)
     key = _interpreter_key()
-    request = json.dumps({"stage": stage, "arguments": arguments, "key": key})
+    request = json.dumps({"call": function, "arguments": arguments, "key": key})
     # Another Python has other packages: of this one's it gets this package alone.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_folders(stage)), "PYTHONUTF8": "1", _KEY: key}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_folders(function)), "PYTHONUTF8": "1", _KEY: key}
     try:
         ended = processes.run(
-            [python, "-m", "lockstep.pipeline.worker"], request, env=environment, stdout=pipe, stderr=pipe
+            [python, "-c", "from lockstep.stages.worker import main; main()"],
+            request,
+            env=environment,
+            stdout=pipe,
+            stderr=pipe,
         )
     except OSError as error:
         raise InputError(f"{key}: expected a Python interpreter, found {python!r}: {error.strerror}") from None
     if name := _signal(ended.returncode):
         print(ended.stderr or "", file=sys.stderr)  # ends the line that it left unfinished
         raise CheckError(
-            f"{stage}: {python} was ended by {name} (memory or time ran out?); what it was at stands in the line before"
+            f"{arguments.get('stage', function)}: {python} was ended by {name} (memory or time ran out?); "
+            "what it was at stands in the line before"
         )
     if pipe is None:
         if ended.returncode:
@@ -91,15 +112,15 @@ def _interpreter_key() -> str:
     return interpreter_keys()
 
 
-def function_named(stage: str) -> Callable[..., Any]:
-    """Return the function that `stage` names: of `engine_jobs`, or `module:function`."""
-    module, _, name = stage.rpartition(":")
-    return getattr(importlib.import_module(module or _ENGINE_JOBS), name)
+def function_named(name: str) -> Callable[..., Any]:
+    """Return the function that `module:name` names."""
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(module), function)
 
 
-def _folders(stage: str) -> list[str]:
-    """Return where another interpreter finds this package, and that of `stage`."""
-    package = stage.partition(":")[0].partition(".")[0] if ":" in stage else "lockstep"
+def _folders(function: str) -> list[str]:
+    """Return where another interpreter finds this package, and that of a function."""
+    package = function.partition(":")[0].partition(".")[0]
     spec = importlib.util.find_spec(package) if package != "lockstep" else None
     outside = spec.submodule_search_locations if spec else None
     return [processes.import_folder(_PACKAGE), *(processes.import_folder(Path(folder)) for folder in outside or ())]
@@ -125,7 +146,7 @@ def main() -> None:
                 f"{sys.version.split()[0]} ({sys.executable})"
             )
         try:
-            answer = function_named(request["stage"])(**request["arguments"])
+            answer = function_named(request["call"])(**request["arguments"])
             if answer is not None:
                 print(json.dumps(answer))
         except BrokenPipeError:
@@ -134,7 +155,3 @@ def main() -> None:
             raise InputError(
                 f"{request['key']}: {sys.executable} has no Python package {error.name!r}; install it there"
             ) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,0 @@
-"""The stages of the workflow, and how one runs."""

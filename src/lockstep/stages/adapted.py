@@ -1,0 +1,67 @@
+"""Engine set with several adapters in one batch against the reference of each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.artifacts.adapted import AdaptedReport
+from lockstep.artifacts.build_record import BuildKey
+from lockstep.stages.stage import ONNX, RUNTIME, Finished, Job, Names, Pinned, Stage, expected, names_below_model
+from lockstep.targets import Limits, Target, Tolerances
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Adapted(Stage):
+    output = "{model}/{precision}/adapted/{backend}/{layers}.json"
+    reads = {
+        "assembly": "{model}/{precision}/graphs/assembly.json",
+        "weights": "{model}/{precision}/weights.json",
+        "engines": "{model}/{precision}/engines/{backend}/engines.json",
+        "adapters": "{model}/adapters.json",
+        "adapted_reference": "{model}/adapted_reference/{layers}.json",
+    }
+    reads_quantized = {"adapted_reference": "{model}/{precision}/adapted_reference/{layers}.json"}
+    code = RUNTIME
+    packages = ONNX
+    help = "Engine set with several adapters in one batch against the reference of each."
+    is_check = is_judged = is_named = only_adapters = True
+
+    def needed(self, config: Config, target: Target) -> bool:
+        return config.is_run(target) and bool(config.models[target.model].adapters)
+
+    def required(self, model: Finished) -> bool:
+        return model.runs
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        prompts = [prompt for each in config.adapter_prompts(names["model"]).values() for prompt in each]
+        return {
+            "expected": expected(prompts, names),
+            "tolerance": asdict(config.tolerance(names["model"], names["precision"], names["backend"])),
+            "limits": config.limits.model_dump(),
+        }
+
+    def pin(self, manifest: Path, key: BuildKey) -> Pinned:
+        prompts = AdaptedReport.load(manifest).prompts
+        items = {f"{prompt.adapter}: {prompt.text}": " ".join(map(str, prompt.tokens)) for prompt in prompts}
+        return (self.name, *names_below_model(key)), items
+
+    def run(self, job: Job) -> None:
+        from lockstep.verify.golden.adapted import check
+
+        check(
+            job.inputs["assembly"],
+            job.inputs["weights"],
+            job.inputs["engines"],
+            job.inputs["adapters"],
+            job.inputs["adapted_reference"],
+            job.target,
+            Tolerances(**job.options["tolerance"]),
+            Limits(**job.options["limits"]),
+            job.output,
+            job.options["expected"],
+            job.threads,
+        )

@@ -1,0 +1,48 @@
+"""Tokens and logits of transformers with each adapter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.stages.stage import EXPORT, TORCH, Finished, Job, Names, Stage
+from lockstep.targets import Target, is_quantized
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class AdaptedReference(Stage):
+    output = "{model}/adapted_reference/{layers}.json"
+    reads = {"checkpoint": "{model}/checkpoint.json", "adapters": "{model}/adapters.json"}
+    code = (*EXPORT, "verify/*", "verify/golden")
+    packages = TORCH
+    help = "Tokens and logits of transformers with each adapter."
+    is_check = only_adapters = True
+
+    def needed(self, config: Config, target: Target) -> bool:
+        return bool(config.models[target.model].adapters) and not is_quantized(target.precision)
+
+    def required(self, model: Finished) -> bool:
+        return not model.precisions or not all(map(is_quantized, model.precisions))
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        return reference_options(config, names["model"])
+
+    def run(self, job: Job) -> None:
+        from lockstep.verify.golden.adapted_reference import make_adapted_reference
+        from lockstep.verify.golden.terms import AdaptedTerms
+
+        make_adapted_reference(
+            job.inputs["checkpoint"],
+            job.inputs["adapters"],
+            job.layers,
+            AdaptedTerms.from_json(job.options["golden"]),
+            job.output,
+            None,
+        )
+
+
+def reference_options(config: Config, model: str) -> dict[str, Any]:
+    """Return the prompts of each adapter, and how many tokens follow them."""
+    prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
+    return {"golden": {"max_new_tokens": config.models[model].golden.max_new_tokens, "prompts": prompts}}

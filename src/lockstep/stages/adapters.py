@@ -1,0 +1,59 @@
+"""Folders of LoRA adapters -> adapters.json, held against the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.artifacts.adapters import AdaptersManifest
+from lockstep.artifacts.build_record import BuildKey
+from lockstep.stages.fetch_adapters import on_hub
+from lockstep.stages.stage import NUMPY, WEIGHTS, Job, Names, Pinned, Stage
+from lockstep.targets import Target
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Adapters(Stage):
+    output = "{model}/adapters.json"
+    reads = {"checkpoint": "{model}/checkpoint.json"}
+    brought = {"fetched": "{model}/adapter_sources.json"}
+    code = WEIGHTS
+    packages = NUMPY
+    help = "Folders of LoRA adapters -> adapters.json, held against the checkpoint."
+    only_adapters = True
+
+    def needed(self, config: Config, target: Target) -> bool:
+        return bool(config.models[target.model].adapters)
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        settings = config.models[names["model"]]
+        targets = settings.lora_target_modules
+        return {
+            "sources": {name: adapter.source for name, adapter in sorted(settings.adapters.items())},
+            "max_lora_rank": settings.max_lora_rank,
+            "targets": None if targets is None else list(targets),
+        }
+
+    def is_brought(self, config: Config, model: str) -> bool:
+        return bool(on_hub(config, model))
+
+    def pin(self, manifest: Path, key: BuildKey) -> Pinned:
+        adapters = AdaptersManifest.load(manifest).adapters
+        files = {f"{name}/{file.path}": file.sha256 for name, adapter in adapters.items() for file in adapter.files}
+        commits = {f"{name}/commit": adapter.commit for name, adapter in adapters.items() if adapter.commit}
+        return (self.name,), {**files, **commits}
+
+    def run(self, job: Job) -> None:
+        """given: `adapters`, their folders by name."""
+        from lockstep.weights.check_adapters import resolve_adapters
+
+        resolve_adapters(
+            job.options["sources"],
+            {name: Path(folder) for name, folder in job.given["adapters"].items()},
+            job.inputs["checkpoint"],
+            job.options["max_lora_rank"],
+            job.options["targets"],
+            job.output,
+        )

@@ -1,0 +1,32 @@
+"""Checkpoint folder -> architecture.json: checkpoint.json without weights, so that other weights need no new graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.sources import FolderSource, parse_source
+from lockstep.stages.stage import CHECKPOINT, NUMPY, Job, Names, Stage
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Architecture(Stage):
+    output = "{model}/architecture.json"
+    brought = {"fetched": "{model}/source.json"}
+    code = CHECKPOINT
+    packages = NUMPY
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        return {"source": config.models[names["model"]].source}
+
+    def is_brought(self, config: Config, model: str) -> bool:
+        return not isinstance(parse_source(config.models[model].source), FolderSource)
+
+    def run(self, job: Job) -> None:
+        """given: `folder` of the checkpoint, None where a job has brought it."""
+        from lockstep import checkpoint
+        from lockstep.artifacts.fetched import folder_of
+
+        folder = job.given.get("folder") or folder_of(job.beside(self.brought["fetched"]))
+        checkpoint.resolve_architecture(job.options["source"], folder, job.output)

@@ -1,0 +1,51 @@
+"""Each engine against its graph in ONNX Runtime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.stages.stage import ENGINES, ONNX, Finished, Job, Names, Stage
+from lockstep.targets import Limits, Target
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Compare(Stage):
+    output = "{model}/{precision}/compare/{backend}.json"
+    reads = {
+        "assembly": "{model}/{precision}/graphs/assembly.json",
+        "weights": "{model}/{precision}/weights.json",
+        "engines": "{model}/{precision}/engines/{backend}/engines.json",
+    }
+    code = (*ENGINES, "verify/*", "verify/compare")
+    packages = ("polygraphy", *ONNX)
+    help = "Each engine against its graph in ONNX Runtime."
+    is_check = is_judged = True
+
+    def needed(self, config: Config, target: Target) -> bool:
+        return config.is_compared(target)
+
+    def required(self, model: Finished) -> bool:
+        return False  # engines of some precisions are not compared
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        return {
+            "tolerance": config.compare_tolerance(names["model"], names["precision"], names["backend"]),
+            "limits": config.engine_limits(),
+            "seconds": config.compare_seconds,
+        }
+
+    def run(self, job: Job) -> None:
+        from lockstep.verify.compare import run
+
+        run(
+            job.inputs["assembly"],
+            job.inputs["weights"],
+            job.inputs["engines"],
+            job.options["tolerance"],
+            Limits(**job.options["limits"]),
+            job.output,
+            job.threads,
+            job.options["seconds"],
+        )

@@ -1,0 +1,29 @@
+"""checkpoint.json -> weights.json in one precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.artifacts.build_record import BuildKey
+from lockstep.manifests.own_files import clear_unnamed
+from lockstep.stages.stage import NUMPY, WEIGHTS, Job, Pinned, Stage, digests
+
+
+class Convert(Stage):
+    output = "{model}/{precision}/weights.json"
+    reads = {"checkpoint": "{model}/checkpoint.json"}
+    reads_quantized = {"assembly": "{model}/{precision}/graphs/assembly.json"}
+    code = WEIGHTS
+    packages = NUMPY
+    help = "checkpoint.json -> weights.json in one precision."
+    is_cached = is_reproduced = True
+
+    def pin(self, manifest: Path, key: BuildKey) -> Pinned:
+        return ("weights", key.names["precision"]), digests(manifest)
+
+    def run(self, job: Job) -> None:
+        from lockstep.weights.convert import WEIGHTS as FILE
+        from lockstep.weights.convert import convert
+
+        clear_unnamed(job.output, lambda path: path.name == FILE)
+        convert(job.inputs["checkpoint"], job.names["precision"], job.output, job.inputs.get("assembly"))

@@ -1,0 +1,53 @@
+"""architecture.json -> assembly.json and its graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.artifacts.build_record import BuildKey
+from lockstep.manifests.digest_cache import digest
+from lockstep.manifests.own_files import clear_unnamed
+from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Pinned, Stage, digests
+from lockstep.targets import is_quantized
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Export(Stage):
+    output = "{model}/{precision}/graphs/assembly.json"
+    # Not checkpoint.json: other weights for the same model need no new graphs, and so no new engines.
+    reads = {"architecture": "{model}/architecture.json"}
+    code = EXPORT
+    packages = TORCH
+    help = "architecture.json -> assembly.json and its graphs."
+    is_cached = is_reproduced = owns_folder = True
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        settings = config.models[names["model"]]
+        targets = settings.lora_target_modules
+        options: dict[str, Any] = {}
+        if settings.tensor_parallel > 1:
+            options["tensor_parallel"] = settings.tensor_parallel
+        if settings.adapters:  # not which: another adapter changes no graph
+            options["adapters"] = {
+                "max_adapters": settings.max_adapters,
+                "max_lora_rank": settings.max_lora_rank,
+                "targets": None if targets is None else list(targets),
+            }
+        if is_quantized(names["precision"]):
+            options["group_size"] = settings.group_size
+        if settings.residual and names["precision"] == "fp16":
+            options["residual"] = settings.residual
+        return options
+
+    def pin(self, manifest: Path, key: BuildKey) -> Pinned:
+        items = {**digests(manifest), manifest.name: digest(manifest)}
+        return ("graphs", key.names["precision"]), items
+
+    def run(self, job: Job) -> None:
+        from lockstep import export
+
+        clear_unnamed(job.output, lambda path: True)
+        export.export(job.inputs["architecture"], job.names["precision"], job.output, **job.options)

@@ -1,0 +1,32 @@
+"""A model on the hub -> source.json and its folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.sources import HubSource, parse_source
+from lockstep.stages.stage import CHECKPOINT, NUMPY, Job, Names, Stage
+from lockstep.targets import Target
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Fetch(Stage):
+    output = "{model}/source.json"
+    code = (*CHECKPOINT, "config/*")
+    packages = ("huggingface-hub", "tqdm", *NUMPY)
+    help = "A model on the hub, a GGUF file or random weights -> source.json and its folder."
+    continues = True
+
+    def needed(self, config: Config, target: Target) -> bool:
+        return isinstance(parse_source(config.models[target.model].source), HubSource)
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        return {"source": config.models[names["model"]].source}
+
+    def run(self, job: Job) -> None:
+        """given: parameters of `hub.fetch`."""
+        from lockstep.checkpoint import hub
+
+        hub.fetch(job.options["source"], job.output, **job.given)

@@ -1,0 +1,30 @@
+"""A GGUF file, or the config.json of random weights -> source.json and its folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.sources import GgufSource, RandomSource, parse_source
+from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Stage
+from lockstep.targets import Target
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class MakeCheckpoint(Stage):
+    output = "{model}/source.json"
+    code = (*EXPORT, "config/*")
+    packages = ("gguf", *TORCH)
+
+    def needed(self, config: Config, target: Target) -> bool:
+        return isinstance(parse_source(config.models[target.model].source), (GgufSource, RandomSource))
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        return {"source": config.models[names["model"]].source}
+
+    def run(self, job: Job) -> None:
+        """given: `path` of the file."""
+        from lockstep.export.make_checkpoint import make_checkpoint
+
+        make_checkpoint(job.options["source"], job.given["path"], job.output)

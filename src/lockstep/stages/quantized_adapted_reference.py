@@ -1,0 +1,44 @@
+"""Tokens and logits of transformers on the dequantised weights with each adapter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.stages.adapted_reference import reference_options
+from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Stage
+from lockstep.targets import Target, is_quantized
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class QuantizedAdaptedReference(Stage):
+    output = "{model}/{precision}/adapted_reference/{layers}.json"
+    reads = {
+        "checkpoint": "{model}/checkpoint.json",
+        "weights": "{model}/{precision}/weights.json",
+        "adapters": "{model}/adapters.json",
+    }
+    code = (*EXPORT, "verify/*", "verify/golden")
+    packages = TORCH
+    help = "Tokens and logits of transformers on the dequantised weights with each adapter."
+    is_check = only_quantized = only_adapters = True
+
+    def needed(self, config: Config, target: Target) -> bool:
+        return bool(config.models[target.model].adapters) and is_quantized(target.precision)
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        return reference_options(config, names["model"])
+
+    def run(self, job: Job) -> None:
+        from lockstep.verify.golden.adapted_reference import make_adapted_reference
+        from lockstep.verify.golden.terms import AdaptedTerms
+
+        make_adapted_reference(
+            job.inputs["checkpoint"],
+            job.inputs["adapters"],
+            job.layers,
+            AdaptedTerms.from_json(job.options["golden"]),
+            job.output,
+            job.inputs["weights"],
+        )

@@ -1,0 +1,49 @@
+"""Tokens and logits of transformers on the dequantised weights, and their drift."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Stage
+from lockstep.targets import Target, is_quantized
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class QuantizedReference(Stage):
+    output = "{model}/{precision}/reference/{layers}.json"
+    beside = {
+        "logits": "{model}/{precision}/reference/{layers}.safetensors",
+        "drift": "{model}/{precision}/reference/{layers}.drift.json",
+    }
+    reads = {
+        "checkpoint": "{model}/checkpoint.json",
+        "weights": "{model}/{precision}/weights.json",
+        "reference": "{model}/reference/{layers}.json",
+    }
+    code = (*EXPORT, "verify/*", "verify/golden")
+    packages = TORCH
+    help = "Tokens and logits of transformers on the dequantised weights, and their drift."
+    is_check = is_cached = is_reproduced = only_quantized = True
+
+    def needed(self, config: Config, target: Target) -> bool:
+        return is_quantized(target.precision)
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        model = names["model"]
+        return {"golden": config.reference_terms(model), "drift_text": config.models[model].golden.drift_text}
+
+    def run(self, job: Job) -> None:
+        from lockstep.verify import golden
+
+        golden.make_quantized_reference(
+            job.inputs["checkpoint"],
+            job.inputs["weights"],
+            job.inputs["reference"],
+            job.layers,
+            golden.GoldenTerms.from_json(job.options["golden"]),
+            job.options["drift_text"],
+            job.output,
+            job.beside(self.beside["drift"]),
+        )

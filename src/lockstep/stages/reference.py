@@ -1,0 +1,35 @@
+"""checkpoint.json -> tokens and logits of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.reference import ReferenceManifest
+from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Pinned, Stage, tokens
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Reference(Stage):
+    output = "{model}/reference/{layers}.json"
+    beside = {"logits": "{model}/reference/{layers}.safetensors"}
+    reads = {"checkpoint": "{model}/checkpoint.json"}
+    code = (*EXPORT, "verify/*", "verify/golden")
+    packages = TORCH
+    help = "checkpoint.json -> tokens and logits of transformers."
+    is_check = is_cached = True
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        return {"golden": config.reference_terms(names["model"])}
+
+    def pin(self, manifest: Path, key: BuildKey) -> Pinned:
+        return ("reference", key.names["layers"]), tokens(ReferenceManifest.load(manifest).prompts)
+
+    def run(self, job: Job) -> None:
+        from lockstep.verify import golden
+
+        terms = golden.GoldenTerms.from_json(job.options["golden"])
+        golden.make_reference(job.inputs["checkpoint"], job.layers, terms, job.output)

@@ -1,0 +1,44 @@
+"""Checkpoint folder -> checkpoint.json and architecture.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.config.sources import FolderSource, parse_source
+from lockstep.stages.stage import CHECKPOINT, NUMPY, Job, Names, Pinned, Stage
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Resolve(Stage):
+    output = "{model}/checkpoint.json"
+    brought = {"fetched": "{model}/source.json"}
+    code = CHECKPOINT
+    packages = NUMPY
+    help = "Checkpoint folder -> checkpoint.json and architecture.json."
+    is_reproduced = True
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        return {"source": config.models[names["model"]].source}
+
+    def is_brought(self, config: Config, model: str) -> bool:
+        return not isinstance(parse_source(config.models[model].source), FolderSource)
+
+    def pin(self, manifest: Path, key: BuildKey) -> Pinned:
+        value = CheckpointManifest.load(manifest)
+        about = {"source": value.source, **({"commit": value.commit} if value.commit else {})}
+        return ("checkpoint",), {**about, **{file.path: file.sha256 for file in value.files}}
+
+    def run(self, job: Job) -> None:
+        """given: `folder` of the checkpoint, None where a job has brought it."""
+        from lockstep import checkpoint
+
+        folder = job.given.get("folder")
+        if folder is None:
+            checkpoint.resolve_fetched(job.beside(self.brought["fetched"]), job.output)
+        else:
+            checkpoint.resolve(job.options["source"], folder, job.output)

@@ -1,0 +1,236 @@
+"""What a stage is, and one of its jobs.
+
+A stage is a file of this folder: the path of what it makes, what it reads, what the config says to it, what a lock pins
+of it, and its work. Its rule in `workflow/rules` says the same to Snakemake; a test holds the two to each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lockstep.artifacts.build_record import BuildKey
+from lockstep.manifests.manifest_files import named_files
+from lockstep.stages import worker
+from lockstep.targets import Target, is_quantized, layer_count
+
+if TYPE_CHECKING:
+    from lockstep.artifacts.reference import ReferencePrompt
+    from lockstep.artifacts.reports import GoldenPrompt
+    from lockstep.config.schema import Config
+    from lockstep.config.types import Prompt
+
+# Parts of this package, and packages, that several stages have.
+CHECKPOINT = ("errors.py", "targets.py", "artifacts", "checkpoint")
+WEIGHTS = (*CHECKPOINT, "weights")
+EXPORT = (*WEIGHTS, "onnx_tools", "export")
+ENGINES = (*WEIGHTS, "onnx_tools", "step", "backends/*")
+RUNTIME = (*ENGINES, "runtime", "verify/*", "verify/golden")
+NUMPY = ("ml-dtypes", "numpy", "tokenizers")
+ONNX = (*NUMPY, "onnx", "onnxruntime")
+TORCH = (*ONNX, "huggingface-hub", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers")
+
+Names = Mapping[str, Any]  # model, precision, layers (a number or "all") and backend, those that a stage has
+Pinned = tuple[tuple[str, ...], dict[str, Any]]  # the place in a lock, and what it must be, by name
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stage with its wildcards.
+
+    inputs: manifests and files by the name that the rule gives them. options: plain JSON from the config. output: the
+    manifest that it makes. python: the interpreter that runs its backend, None for this one. device: of a device of the
+    config its `backend` and the `hardware` that it must find. threads: of the CPU, None for all. given: what only some
+    stages take (`Stage.run` says what).
+    """
+
+    stage: str
+    names: Mapping[str, str]
+    inputs: Mapping[str, Path]
+    options: Mapping[str, Any]
+    output: Path
+    python: str | None = None
+    device: Mapping[str, str] | None = None
+    threads: int | None = None
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def backend(self) -> str | None:
+        """Return the backend that builds or runs its engines; None without one."""
+        return self.device["backend"] if self.device else self.names.get("backend")
+
+    @property
+    def layers(self) -> int | str:
+        return layer_count(self.names["layers"])
+
+    @property
+    def target(self) -> Target:
+        """Return the target of a job that has an engine set and a layer count."""
+        return Target(self.names["model"], self.names["precision"], self.layers, self.names["backend"])
+
+    def beside(self, pattern: str) -> Path:
+        """Return the path that a pattern of `Stage.beside` or `Stage.reads` stands for."""
+        depth = STAGE_OUTPUTS[self.stage].count("/")
+        return self.output.parents[depth] / pattern.format(**self.names)
+
+    def __str__(self) -> str:
+        return " ".join([self.stage, "/".join(map(str, self.names.values()))])
+
+
+STAGE_OUTPUTS: dict[str, str] = {}  # the pattern of each stage's manifest, by its name
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What was made of a model, on which the rest of its lock depends.
+
+    precisions: of its weights. runs: some of its engines run here. is_served: the config has the server checked.
+    """
+
+    precisions: frozenset[str]
+    has_adapters: bool
+    runs: bool
+    is_served: bool
+
+
+class Stage:
+    """One kind of job.
+
+    output: the pattern of its manifest below `results/`; what stands in braces are its wildcards. reads: patterns of
+    what it reads, by name. reads_quantized: where weights are quantised, patterns that are read besides, or instead
+    under a name of `reads`. brought: patterns of manifests beside which files of the user lie that another job brings.
+    beside: patterns of what it makes beside the manifest. code: parts of this package that its work is in, and
+    packages: those that it uses; a change of either makes the stage run again. Of a backend the folder and what it is
+    built on are added. help: of its command, which it has not without one.
+    """
+
+    name: ClassVar[str]
+    output: ClassVar[str]
+    code: ClassVar[tuple[str, ...]] = ()
+    packages: ClassVar[tuple[str, ...]] = ()
+    help: ClassVar[str] = ""
+    reads: ClassVar[Mapping[str, str]] = {}
+    reads_quantized: ClassVar[Mapping[str, str]] = {}
+    brought: ClassVar[Mapping[str, str]] = {}
+    beside: ClassVar[Mapping[str, str]] = {}
+    is_check: ClassVar[bool] = False  # the lock pins what the config says to it
+    is_judged: ClassVar[bool] = False  # a failure leaves its report or its reason as `<name>.failed.json`
+    is_cached: ClassVar[bool] = False  # in the shared cache of artefacts
+    is_reproduced: ClassVar[bool] = False  # made again by `lockstep reproduce`
+    is_named: ClassVar[bool] = False  # its results speak of the model by its name in the config
+    only_quantized: ClassVar[bool] = False  # other precisions than those of quantised weights do without
+    only_adapters: ClassVar[bool] = False  # models without adapters do without
+    continues: ClassVar[bool] = False  # begins with what an earlier run made
+    runs_here: ClassVar[bool] = False  # in this interpreter, though another one runs the backend's engines
+    owns_folder: ClassVar[bool] = False  # clears its folder of what an earlier artefact left
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__module__.rpartition(".")[2]
+        STAGE_OUTPUTS[cls.name] = cls.output
+
+    @property
+    def wildcards(self) -> tuple[str, ...]:
+        """Return which of model, precision, layers and backend the stage has."""
+        return wildcards_of(self.output)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether a lock holds what the stage makes."""
+        return type(self).pin is not Stage.pin
+
+    def needed(self, config: Config, target: Target) -> bool:
+        """Return whether a target has the stage."""
+        return True
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        """Return what the config says to a job, as plain JSON. names: the values of its wildcards."""
+        return {}
+
+    def is_brought(self, config: Config, model: str) -> bool:
+        """Return whether another job brings what the stage reads beside results: `brought` is waited for then."""
+        return False
+
+    def pin(self, manifest: Path, key: BuildKey) -> Pinned:
+        """Return what a lock holds of an artefact. key: of its record."""
+        raise NotImplementedError
+
+    def required(self, model: Finished) -> bool:
+        """Return whether the lock of such a model must have the stage; precisions and adapters are seen to."""
+        return True
+
+    def run(self, job: Job) -> None:
+        """Make the artefact of a job."""
+        raise NotImplementedError
+
+    def make(self, job: Job) -> Path:
+        """Make the artefact of a job, in the interpreter that has its backend's library; return its path."""
+        if job.python is None or self.runs_here:
+            self.run(job)
+        else:
+            worker.run(job)
+        return job.output
+
+    def is_of(self, precision: str) -> bool:
+        """Return whether targets of this precision have the stage."""
+        return is_quantized(precision) or not self.only_quantized
+
+    def is_required(self, model: Finished) -> bool:
+        """Return whether the lock of a finished model must have this stage."""
+        has_precision = not self.only_quantized or any(map(is_quantized, model.precisions))
+        has_adapters = not self.only_adapters or model.has_adapters
+        return (self.is_pinned or self.is_check) and has_precision and has_adapters and self.required(model)
+
+    def inputs(self, precision: str | None) -> dict[str, str]:
+        """Return {name: pattern} of what a job of this precision reads; None for a stage without one."""
+        quantized = precision is not None and is_quantized(precision)
+        return {**self.reads, **(self.reads_quantized if quantized else {})}
+
+    def job(self, config: Config, root: Path, names: Names, **given: Any) -> Job:
+        """Return a job as the config has it.
+
+        root: of the results tree. names: model, precision, layers, backend; those that the stage has are taken.
+        """
+        taken = {name: names[name] for name in self.wildcards}
+        backend = taken.get("backend")
+        return Job(
+            self.name,
+            {name: str(value) for name, value in taken.items()},
+            {name: root / pattern.format(**taken) for name, pattern in self.inputs(taken.get("precision")).items()},
+            self.options(config, taken),
+            root / self.output.format(**taken),
+            python=config.interpreter(backend) if backend else None,
+            device=config.device_of(backend) if backend else None,
+            given=given,
+        )
+
+
+def wildcards_of(pattern: str) -> tuple[str, ...]:
+    """Return the wildcards of a pattern, in the order of a target's name."""
+    found = set(re.findall(r"{(\w+)}", pattern))
+    return tuple(name for name in ("model", "precision", "layers", "backend") if name in found)
+
+
+def digests(manifest: Path) -> dict[str, str]:
+    """Return the sha256 of each file that a manifest names, by its name."""
+    return {file.path.name: file.sha256 for file in named_files(manifest)}
+
+
+def tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
+    """Return token ids on one line by prompt: a difference is then one line too."""
+    return {prompt.text: " ".join(map(str, prompt.tokens)) for prompt in prompts}
+
+
+def expected(prompts: Iterable[Prompt], names: Names) -> list[str | None]:
+    """Return the text that the config expects after each prompt.
+
+    It is what the checkpoint says; of quantised weights the drift report shows what became of it.
+    """
+    return [None if is_quantized(names["precision"]) else prompt.expected.get(names["layers"]) for prompt in prompts]
+
+
+def names_below_model(key: BuildKey) -> tuple[str, ...]:
+    """Return the names of a job without its model, as places in a lock have them."""
+    return tuple(value for name, value in key.names.items() if name != "model")

@@ -1,0 +1,44 @@
+"""Graphs against torch, at one layer count."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Stage
+from lockstep.targets import Tolerances
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+class Validate(Stage):
+    output = "{model}/{precision}/validate/{layers}.json"
+    reads = {
+        "checkpoint": "{model}/checkpoint.json",
+        "weights": "{model}/{precision}/weights.json",
+        "assembly": "{model}/{precision}/graphs/assembly.json",
+    }
+    code = (*EXPORT, "step", "verify/*", "verify/validate")
+    packages = ("onnx-graphsurgeon", "polygraphy", *TORCH)
+    help = "Graphs against torch, at one layer count."
+    is_check = is_judged = is_named = True
+
+    def options(self, config: Config, names: Names) -> dict[str, Any]:
+        tolerance = config.tolerance(names["model"], names["precision"])
+        return {"tolerance": asdict(tolerance), "max_seq_len": config.limits.max_seq_len}
+
+    def run(self, job: Job) -> None:
+        from lockstep.verify import validate
+
+        validate.run(
+            job.inputs["assembly"],
+            job.inputs["weights"],
+            job.inputs["checkpoint"],
+            job.layers,
+            Tolerances(**job.options["tolerance"]),
+            job.options["max_seq_len"],
+            job.output,
+            job.names["model"],
+            job.threads,
+        )

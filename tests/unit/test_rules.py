@@ -1,0 +1,55 @@
+"""A rule says to Snakemake what its stage says to the rest of the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.stages import STAGES
+
+WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
+# Where weights are quantised a job reads other files: a function of common.smk names them.
+FUNCTIONS = {"assembly_if_quantized", "reference", "adapted_reference"}
+
+
+def rules() -> dict[str, dict[str, str]]:
+    """The text of each directive of each rule."""
+    text = "".join(path.read_text() for path in sorted((WORKFLOW / "rules").glob("*.smk")))
+    bodies = dict(re.findall(r"^rule (\w+):\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))
+    directive = re.compile(r"^    (\w+):(.*?)(?=^    \w+:|\Z)", re.MULTILINE | re.DOTALL)
+    return {rule: {name: found.strip() for name, found in directive.findall(body)} for rule, body in bodies.items()}
+
+
+RULES = rules()
+
+
+def entries(text: str) -> dict[str, str]:
+    """Paths by name of a directive: of those without a name the first, as `""`."""
+    named = re.findall(
+        r"^ *(?:(\w+)=)?(?:update\(|ancient\()?(?:\"<results>/([^\"]+)\"|(\w+)),?\)?,?$", text, re.MULTILINE
+    )
+    return {name: path or function for name, path, function in reversed(named)}
+
+
+def test_each_stage_has_a_rule_and_each_rule_of_the_workflow_a_stage() -> None:
+    assert set(RULES) == {*STAGES, "summary", "plots"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_rule_has_the_inputs_outputs_and_parameters_of_its_stage(name: str) -> None:
+    stage, rule = STAGES[name], RULES[name]
+    inputs = entries(rule.get("input", ""))
+    for key, pattern in stage.reads.items():
+        assert inputs[key] == pattern or (key in stage.reads_quantized and inputs[key] in FUNCTIONS), key
+    assert all(inputs[key] in FUNCTIONS for key in stage.reads_quantized)
+    made = re.findall(r'"<results>/([^"]+)"', rule["output"])
+    assert made == [stage.output, *stage.beside.values()] and all(f"{key}=" in rule["output"] for key in stage.beside)
+    wildcards = re.findall(r"{(\w+)}", rule["log"])
+    assert set(wildcards) == set(stage.wildcards)
+    parameters = rule["params"]
+    assert f'options=options_of("{name}"),' in parameters or not stage.wildcards
+    assert f'key=key_of("{name}"),' in parameters or not stage.code
+    assert ("python=interpreter," in parameters) == ("backend" in stage.wildcards)
+    assert rule["script"] == f'"../scripts/{name}.py"' and (WORKFLOW / "scripts" / f"{name}.py").is_file()
