@@ -22,7 +22,6 @@ OPTIONS = (
         "--model", "Faults of this model alone; may be given several times.", name="models", many=True,
         choices=tuple(MODELS),
     ),
-    options.number("--limit", None, "So many faults at most, taken evenly from all."),
     options.Option("--precision", "", run.PRECISIONS, name="precisions", many=True, choices=run.PRECISIONS),
     options.number("--jobs", 1, "Faults tried at a time."),
     options.PYTHON, options.BUILD_OPTIONS,
@@ -39,7 +38,7 @@ OPTIONS = (
 
 
 def main(
-    backend: str, only: Sequence[str], models: Sequence[str], limit: int | None, checkpoint: Path | None,
+    backend: str, only: Sequence[str], models: Sequence[str], checkpoint: Path | None,
     build_options: dict[str, Any], write: Path | None, **settings: Any,
 ) -> None:  # fmt: skip
     """Send planted faults through all gates.
@@ -52,7 +51,7 @@ def main(
             write_json(write / "bench" / f"{record['benchmark']}.json", record)
 
     with guard():
-        chosen = run.choose(backend, only, limit, ("demo",) if checkpoint else models)
+        chosen = run.choose(backend, only, ("demo",) if checkpoint else models)
         record = run.run(chosen, backend, progress=keep, options=build_options, checkpoint=checkpoint, **settings)
         deliver(record, write)
         if write is not None:

@@ -41,10 +41,10 @@ _PACKAGES = ("onnx", "onnxruntime", "polygraphy", "torch", "transformers")
 Progress = Callable[[dict[str, Any]], None]
 
 
-def choose(backend: str, only: Sequence[str] = (), limit: int | None = None, models: Sequence[str] = ()) -> list[Fault]:
-    """Return the faults of a backend: those named, in these models, at most `limit`.
+def choose(backend: str, only: Sequence[str] = (), models: Sequence[str] = ()) -> list[Fault]:
+    """Return the faults of a backend: those named, in these models.
 
-    Taken evenly from all. Raises InputError for a name that is none's.
+    Raises InputError for a name that is none's, and where none is left.
     """
     unknown = sorted(set(only) - set(FAULTS))
     if unknown:
@@ -58,8 +58,7 @@ def choose(backend: str, only: Sequence[str] = (), limit: int | None = None, mod
         raise InputError(
             f"faults: expected at least one for the backend {backend}, found none: {', '.join((*only, *models))}"
         )
-    count = min(limit or len(chosen), len(chosen))
-    return [chosen[i * len(chosen) // count] for i in range(count)]
+    return chosen
 
 
 def run(
