@@ -674,12 +674,13 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
         init(self, size, stream)
 
     monkeypatch.setattr(prompt_attention._CudnnPlan, "__init__", plan)
-    call = prompt_attention._CudnnPlan.call
-    monkeypatch.setattr(
-        prompt_attention._CudnnPlan,
-        "call",
-        lambda self, *given: (made.append(len(given[4].shape)), call(self, *given))[1],
-    )
+    bind = prompt_attention._CudnnPlan.bind
+
+    def bound(self, *given):
+        made.append(given)
+        return bind(self, *given)
+
+    monkeypatch.setattr(prompt_attention._CudnnPlan, "bind", bound)
     prompt_attention._batch_plan.cache_clear()
     both = Both(demo, open_model, "fp16")
     both.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)
