@@ -26,7 +26,7 @@ from shared import Shared
 
 # What differs most: biases and shared heads; a fused weight; transposed weights with learned positions; query, key and
 # value of a head together and two branches in one sum; tied, with softcaps and windows; experts; latent attention.
-ALWAYS = ("gpt_neox", "mixtral")  # the graphs of others are in test_tensor_parallel.py
+ALWAYS = ("mixtral",)  # the graphs of others are in test_tensor_parallel.py
 ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
 # As long as any of the families may be: a longrope ends at 64 tokens.
 LIMITS = Limits(max_batch_size=3, max_input_len=56, max_seq_len=64, max_num_tokens=128)

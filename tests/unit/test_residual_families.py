@@ -18,7 +18,7 @@ from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.widened import widened
 
 
-@pytest.mark.parametrize("family", some_families("gemma2"))
+@pytest.mark.parametrize("family", some_families())  # test_residual.py has a Llama
 def test_the_stream_is_wide_and_the_computation_the_same(family: str) -> None:
     """In float32 throughout, the graphs are held to transformers as those of an fp32 export are."""
     config = FAMILIES[family].config

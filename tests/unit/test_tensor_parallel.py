@@ -294,7 +294,7 @@ def test_a_sum_that_is_left_out_shows(tmp_path: Path, tiny: Results) -> None:
 # --- through the stages
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def degree(request: pytest.FixtureRequest) -> int:
     return request.param
 
