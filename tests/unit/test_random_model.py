@@ -14,7 +14,7 @@ import transformers
 from checkpoints import error_of
 from safetensors.numpy import load_file
 
-from lockstep.artifacts.fetched import Fetched
+from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import sha256_file
 from lockstep.checkpoint import describe, resolve_fetched
 from lockstep.errors import InputError
@@ -134,7 +134,7 @@ def test_fetch_records_what_it_made(tmp_path: Path) -> None:
     (tmp_path / "m" / "checkpoint" / "model.safetensors.index.json").touch()
     make_checkpoint("random:shape.json?seed=5", config, out)
     fetched = Fetched.load(out)
-    assert fetched.sha256 == digests(fetched.folder) and fetched.commit is None
+    assert fetched.sha256 == digests(folder_of(out)) and fetched.commit is None
     manifest = json.loads(resolve_fetched(out, tmp_path / "m" / "checkpoint.json").read_text())
     assert (manifest["source"], manifest["folder"], "commit" in manifest) == (
         "random:shape.json?seed=5",

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 from calls import call
 from hub_server import HubServer
 from lockstep.artifacts import formats
-from lockstep.artifacts.fetched import Fetched
+from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import sha256_file
 from lockstep.checkpoint import resolve_fetched
 from lockstep.errors import InputError
@@ -144,7 +144,7 @@ def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: Us
     found = Fetched.load(user.out)
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert found.commit == commit and found.source == f"hf:{NAME}" and sorted(found.sha256) == names
-    assert {path.name: sha256_file(path) for path in found.folder.iterdir()} == found.sha256
+    assert {path.name: sha256_file(path) for path in folder_of(user.out).iterdir()} == found.sha256
     asked = [
         request.path
         for request in hub.requests
@@ -246,8 +246,8 @@ def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
 
 def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> None:
     commit = hub.model(NAME, model())
-    found = user.fetch()
-    (found.folder / "model.safetensors").resolve().unlink()
+    user.fetch()
+    (folder_of(user.out) / "model.safetensors").resolve().unlink()
     assert lost_files(user.out)
     hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
     assert user.fetch().commit == commit and not lost_files(user.out)
@@ -268,7 +268,8 @@ def test_a_dropped_download_goes_on_with_a_range(user: User, hub: HubServer, mon
     hub.requests.clear()
     found = user.fetch()
     assert [request.range for request in hub.asked("/cdn/")] == [f"bytes={done}-"]
-    assert sha256_file(found.folder / "model.safetensors") == found.sha256["model.safetensors"] and not user.parts()
+    path = folder_of(user.out) / "model.safetensors"
+    assert sha256_file(path) == found.sha256["model.safetensors"] and not user.parts()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
@@ -320,7 +321,8 @@ def test_a_file_of_another_size_than_announced(user: User, hub: HubServer) -> No
 
 def test_a_file_that_changed_in_the_cache_is_seen_by_resolve(user: User, hub: HubServer) -> None:
     hub.model(NAME, model())
-    blob = (user.fetch().folder / "model.safetensors").resolve()
+    user.fetch()
+    blob = (folder_of(user.out) / "model.safetensors").resolve()
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
@@ -411,5 +413,5 @@ def test_a_changed_source_leaves_nothing_of_the_old_one(user: User, hub: HubServ
     user.fetch()
     other = hub.model("acme/other", model(**{"generation_config.json": None, "tokenizer_config.json": b"{}"}))
     found = user.fetch("hf:acme/other")
-    assert found.commit == other and sorted(path.name for path in found.folder.iterdir()) == sorted(found.sha256)
+    assert found.commit == other and sorted(path.name for path in folder_of(user.out).iterdir()) == sorted(found.sha256)
     assert "tokenizer_config.json" in found.sha256 and "generation_config.json" not in found.sha256

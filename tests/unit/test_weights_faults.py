@@ -71,7 +71,7 @@ def test_killed_between_the_weights_and_their_manifest(tmp_path):
     convert(big_checkpoint(tmp_path / "checkpoint", 1, fill=0.5), "fp32", out)
     checkpoint = big_checkpoint(tmp_path / "checkpoint", 1, fill=0.25)
     dies = (
-        "import os, signal, sys, lockstep.weights; sys.modules['lockstep.artifacts.weights'].write_json = "
+        "import os, signal, sys, lockstep.weights; sys.modules['lockstep.artifacts.document'].write_bytes = "
         "lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     process = start(dies + RUN, checkpoint, "fp32", out)
