@@ -45,5 +45,4 @@ INSIDE = {
     "gpu": "events of the device, to time its share of a step",
     "gpu.timing": "microseconds of a graph of sums, by events",
     "onnx_tools.metrics": "how far logits are apart",
-    "weights.adapters": "adapters that lie in memory",
 }

@@ -140,7 +140,7 @@ def test_bundle(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]
 
 def test_lock(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of a finished model: tests/workflow/test_locks.py has them."""
-    monkeypatch.setattr("lockstep.provenance.lockfile.collect", lambda results, model: Lock(model, {}, {}, {}))
+    monkeypatch.setattr("lockstep.provenance.lockfile.collect", lambda results, model: Lock(model, {}, {}))
     found, code = told(capsys, "lock")
     (entry,) = found["locks"]
     path = Path("locks/demo-llama.lock.json")

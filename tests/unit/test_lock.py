@@ -23,6 +23,7 @@ from lockstep.manifests.manifest_files import failed_path
 from lockstep.provenance import code_identity, diff, explain
 from lockstep.provenance import run as stage
 from lockstep.provenance.lock import Lock
+from lockstep.provenance.lock import diff as lock_diff
 from lockstep.provenance.record import build_key, content, read_record, record_path
 from lockstep.provenance.verify import verify
 from lockstep.stages import STAGES, Job, jobs
@@ -315,13 +316,13 @@ def test_a_difference_is_in_words_with_both_values() -> None:
 
 def test_what_is_no_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.lock.json").write_text("{}")
-    with pytest.raises(InputError, match="expected format 'lockstep.lock/3'"):
-        diff.diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
+    with pytest.raises(InputError, match="expected format 'lockstep.lock/4'"):
+        lock_diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
     with pytest.raises(InputError, match="expected a file, found none; write one with"):
-        diff.diff(tmp_path / "b", tmp_path / "b")
+        lock_diff(tmp_path / "b", tmp_path / "b")
     (tmp_path / "my.yaml").write_text("models: {}")  # not to be deleted
     with pytest.raises(InputError, match="my.yaml: expected JSON, found .*; take the lock as it was committed"):
-        diff.diff(tmp_path / "my.yaml", tmp_path / "a.lock.json")
+        lock_diff(tmp_path / "my.yaml", tmp_path / "a.lock.json")
 
 
 def test_a_lock_is_written_as_it_was_read(tmp_path: Path) -> None:

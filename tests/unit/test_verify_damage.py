@@ -25,8 +25,8 @@ from lockstep.artifacts.places import FileEntry, StoredFile
 from lockstep.artifacts.reference import ReferenceManifest, ReferencePrompt
 from lockstep.errors import LockstepError
 from lockstep.provenance import run as stage
-from lockstep.provenance.diff import diff
 from lockstep.provenance.explain import explain
+from lockstep.provenance.lock import diff
 from lockstep.provenance.lockfile import sections, write_lock
 from lockstep.provenance.verify import SAME, Finding, verify
 from lockstep.stages import STAGES

@@ -117,9 +117,9 @@ def test_a_change_is_refused_before_any_job(locked: Checkout, edit: Callable[[Ch
 def test_code_that_makes_the_same_bytes_passes(locked: Checkout) -> None:
     """It makes them again, which the lock allows, and `explain` tells it."""
     before = locked.digests()
-    locked.append("src/lockstep/onnx_tools/fuse_projections.py", "EDITED = 1\n")
+    locked.append("src/lockstep/backends/onnxruntime/backend.py", "EDITED = 1\n")
     explained = locked.call("lockstep", "explain", f"{MODEL}/fp16/2").stdout
-    assert "code onnx_tools/fuse_projections.py " in explained
+    assert "code backends/onnxruntime " in explained
     jobs = locked.would_run(*LOCKED)
     assert jobs["build"] == 2 and not jobs["export"]
     locked.finish(f"results/{MODEL}/fp16/golden/onnxruntime/2.json", *LOCKED)

@@ -106,8 +106,8 @@ def test_what_is_lost_foreign_or_not_locked_is_told_apart(locked: Checkout, tmp_
     lines = copy.call("lockstep", "verify", check=False).stdout.splitlines()
     assert f"missing   {ENGINES}/middle.onnx: run snakemake" in lines
     assert f"unknown   {ENGINES}/foreign.onnx: no record names it" in lines
-    assert f"unknown   {MODEL}: precisions/fp16/graphs: not in the lock" in lines
-    assert f"missing   {MODEL}: precisions/bf16/graphs: locked, and not there; run snakemake" in lines
+    assert f"unknown   {MODEL}: graphs/fp16: not in the lock" in lines
+    assert f"missing   {MODEL}: graphs/bf16: locked, and not there; run snakemake" in lines
 
 
 def test_nothing_changed_is_nothing_to_explain(locked: Checkout) -> None:
@@ -182,7 +182,7 @@ def test_diff_of_two_locks_is_in_words(locked: Checkout, tmp_path: Path) -> None
     other.write_text(json.dumps(value))
     process = locked.call("lockstep", "diff", str(lock), str(other), check=False)
     assert process.returncode == 1
-    first, second = process.stdout.splitlines()
+    second, first = process.stdout.splitlines()
     assert re.fullmatch(r"made with / export / packages / transformers: \S+ -> 9\.9\.9", first)
     assert re.fullmatch(r"graphs/fp16 / middle\.onnx: \w{12} -> 000000000000", second)
     assert locked.call("lockstep", "diff", str(lock), str(lock)).stdout == ""

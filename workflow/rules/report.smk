@@ -42,7 +42,7 @@ rule summary:
     params:
         targets=[str(target) for target in TARGETS],
         not_run=NOT_RUN,
-        key=stage_key(["artifacts", "report"], ["rich"]),
+        key=stage_key(["artifacts", "manifests", "report"], ["rich"]),
     message:
         "Summary of all targets"
     script:

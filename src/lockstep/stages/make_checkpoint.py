@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class MakeCheckpoint(Stage):
     output = "{model}/source.json"
-    code = (*EXPORT, "config/*")
+    code = (*EXPORT, "config/gguf_file.py", "config/sources.py")
     packages = ("gguf", *TORCH)
 
     def needed(self, config: Config, target: Target) -> bool:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lockstep.config.types import Prompt
 
 # Parts of this package, and packages, that several stages have.
-CHECKPOINT = ("errors.py", "targets.py", "artifacts", "checkpoint")
+CONFIG = ("config/__init__.py", "config/model_config.py", "config/packing.py")
+CHECKPOINT = ("errors.py", "targets.py", "artifacts", "manifests", *CONFIG, "checkpoint")
 WEIGHTS = (*CHECKPOINT, "weights")
 EXPORT = (*WEIGHTS, "onnx_tools", "export")
 ENGINES = (*WEIGHTS, "onnx_tools", "step", "backends/*")
