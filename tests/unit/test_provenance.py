@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 from demo_model import CONFIG, DEMO
 
-from lockstep import backends
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.checkpoint import resolve_architecture
 from lockstep.errors import InputError
