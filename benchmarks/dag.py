@@ -95,7 +95,7 @@ def run(counts: Sequence[int], finished: Sequence[int], rounds: int, before: Pat
         spent = _in_turn(contestants, rounds)
     return {
         "benchmark": "dag", "rounds": rounds, "targets_per_model": PER_MODEL,
-        "jobs": {str(count): len(_jobs(_config(count))) for count in {*counts, *finished}},
+        "jobs": {str(count): _count(_config(count)) for count in {*counts, *finished}},
         **figures(spent, counts, queues), **surroundings("snakemake"),
     }  # fmt: skip
 
@@ -134,7 +134,7 @@ def figures(spent: Mapping[str, Sequence[Usage]], counts: Sequence[int], queues:
             str(count): {
                 "cpu_seconds": round(
                     (queue.cpu_seconds - statistics.median(named[f"plan of {count} that are there"]))
-                    / len(_jobs(_config(count))),
+                    / _count(_config(count)),
                     6,
                 )
             }
@@ -172,6 +172,11 @@ def _config(count: int) -> dict[str, Any]:
     model = {"layers": list(LAYERS), "precisions": list(PRECISIONS), "golden": golden}
     names = [f"tiny-{number:04d}" for number in range(count // PER_MODEL)]
     return {"models": {name: {**model, "source": f"models/{name}"} for name in names}, "limits": LIMITS}
+
+
+def _count(config: Mapping[str, Any]) -> int:
+    """Return the number of jobs, with those of the config, the summary and the plots."""
+    return len(_jobs(config)) + 3
 
 
 def _jobs(config: Mapping[str, Any]) -> list[Job]:

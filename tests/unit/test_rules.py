@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.stages import STAGES
+from lockstep.targets import Results
 
 WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
 # Where weights are quantised a job reads other files: a function of common.smk names them.
@@ -53,3 +54,14 @@ def test_a_rule_has_the_inputs_outputs_and_parameters_of_its_stage(name: str) ->
     assert f'key=key_of("{name}"),' in parameters or not stage.code
     assert ("python=interpreter," in parameters) == ("backend" in stage.wildcards)
     assert rule["script"] == f'"../scripts/{name}.py"' and (WORKFLOW / "scripts" / f"{name}.py").is_file()
+
+
+def test_the_results_tree_has_the_paths_of_the_stages() -> None:
+    """`Results` is for who reads them, a stage's pattern for who makes them."""
+    names = {name: f"{{{name}}}" for name in ("model", "precision", "layers", "backend")}
+    renamed = {"validate": "validation", "compare": "comparison", "build": "engines", "resolve": "checkpoint"}
+    renamed |= {"convert": "weights", "export": "assembly", "fetch": "source", "make_checkpoint": "source"}
+    renamed |= {"fetch_adapters": "adapter_sources"}
+    for name, stage in STAGES.items():
+        path = getattr(Results(), renamed.get(name, name))
+        assert path(*(names[wildcard] for wildcard in stage.wildcards)) == Path("results") / stage.output, name

@@ -147,7 +147,12 @@ def wanted():
     """What a run is asked for: the report of all targets; with `--config device=NAME` what that device is needed for."""
     config, report = "<results>/config.json", "<results>/report/speed.svg"
     if DEVICE is None:
-        return [config, "<results>/summary.json", report]
+        shown = ("validate", "build", "compare", "golden", "served", "adapted")
+        kinds = [stage for stage in STAGES.values() if stage.name not in shown]
+        read = {path for stage in STAGES.values() for path in stage.all_reads()}
+        ends = [stage.name for stage in kinds if stage.output not in read]
+        others = [str(job.output) for job in JOBS if job.stage in ends]
+        return [config, "<results>/summary.json", report, *others]
     targets = [target for target in TARGETS if target.backend == DEVICE]
     there = jobs(CONFIG, Path("<results>"), targets)
     return [config, *(str(job.output) for job in there if "backend" in job.names)]

@@ -25,7 +25,7 @@ def _found() -> dict[str, Stage]:
     ordered: dict[str, Stage] = {}
 
     def add(stage: Stage) -> None:
-        read = {*stage.brought.values(), *stage.reads.values(), *stage.reads_quantized.values()}
+        read = stage.all_reads()
         for maker in stages:
             if maker.output in read:
                 add(maker)

@@ -189,6 +189,10 @@ class Stage:
         quantized = precision is not None and is_quantized(precision)
         return {**self.reads, **(self.reads_quantized if quantized else {})}
 
+    def all_reads(self) -> set[str]:
+        """Return the patterns of all that a job of some precision reads, of results."""
+        return {*self.brought.values(), *self.reads.values(), *self.reads_quantized.values()}
+
     def job(self, config: Config, root: Path, names: Names, **given: Any) -> Job:
         """Return a job as the config has it.
 

@@ -15,7 +15,7 @@ from lockstep.artifacts.build_record import BuildKey, BuildRecord
 from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import remember
-from lockstep.manifests.manifest_files import named_files
+from lockstep.manifests.manifest_files import named_files, record_path
 from lockstep.provenance import code_identity
 from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, touch
 from lockstep.provenance.record import content
@@ -106,7 +106,8 @@ def _restore(cache: Cache, step: Job, entry: Entry) -> None:
         beside = {path.name for path in _beside(step)}
         if entry.manifest != output.name or not _is_whole(manifest, outputs) or not beside <= outputs.keys():
             raise InputError(f"{cache.entry_path(entry.key)}: expected all files of {output.name}, found others")
-        output.unlink(missing_ok=True)
+        for path in (output, record_path(output)):
+            path.unlink(missing_ok=True)
         for name in entry.files.keys() - {entry.manifest}:
             with atomic_path(folder / name) as temporary:
                 cache.take(entry.files[name], temporary)
