@@ -19,7 +19,7 @@ from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifferen
 from lockstep.manifests.manifest_files import failed_path, record_path
 from lockstep.report import charts, summary
 from lockstep.report.change import Change
-from lockstep.report.pages import CHECKS
+from lockstep.report.checks import CHECKS
 from lockstep.report.verdict import sentence
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
@@ -123,7 +123,7 @@ def test_the_first_page_opens_with_the_verdict_and_the_targets(results: Results)
 
 
 def test_each_check_of_the_table_of_stages_is_on_the_pages() -> None:
-    assert set(CHECKS) == {name for name, stage in STAGES.items() if stage.is_judged}
+    assert {check.name for check in CHECKS} == {name for name, stage in STAGES.items() if stage.is_judged}
 
 
 def test_pages_of_nothing_say_so(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reports import blocks, comparison, golden, golden_prompt, speed, validation
+from reports import blocks, comparison, golden, golden_prompt, served, speed, validation
 
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
@@ -177,6 +177,16 @@ def test_a_pass_of_other_engines_is_none(results: Results, capsys: pytest.Captur
     write_json(engines, {**json.loads(engines.read_text()), "backend_version": "2.0"})
     assert [row.golden for row in summary.collect(results, TARGETS).targets] == ["not run"] * 2
     assert lines(results, capsys)[3] == f"m/fp16/2/onnxruntime: golden not run: {engines} is another since"
+
+
+def test_answers_of_a_server_that_were_held_against_another_reference_are_none(results: Results) -> None:
+    reference, out = results.reference("m", 2), results.served("m", "fp16", 2, "onnxruntime")
+    write_json(reference, {"layers": 2})
+    recorded(out, served(TARGETS[0]), reference=reference)
+    assert summary.collect(results, TARGETS).targets[0].served == "pass"
+    write_json(reference, {"layers": 3})
+    first = summary.collect(results, TARGETS).targets[0]
+    assert first.served == "not run" and f"served not run: {reference} is another since" in str(first.reason)
 
 
 def test_nothing_at_all_is_a_table_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

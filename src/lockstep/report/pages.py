@@ -13,23 +13,19 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.adapted import AdaptedReport
+from lockstep.artifacts.reports import GoldenReport, ValidationReport
 from lockstep.artifacts.summary import SummaryRow
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import charts
 from lockstep.report.change import Change
+from lockstep.report.checks import CHECKS
 from lockstep.report.details import Details
 from lockstep.report.markup import items, link, page, pairs, result, table, tag, text
 from lockstep.report.prompts import prompt
 from lockstep.report.verdict import sentence, verdict
 from lockstep.targets import Results, Target
 
-CHECKS = {
-    "validate": "graphs against PyTorch",
-    "compare": "engines against ONNX Runtime",
-    "golden": "tokens and logits against transformers",
-    "served": "a server's answers against the golden check",
-    "adapted": "several adapters in one batch against transformers with each",
-}
 _SHORT = "All golden prompts in one batch; they are short: for comparing targets, not machines."
 
 
@@ -74,7 +70,7 @@ def target(
         _shown(lambda: _checks(known)),
         "<h2>Prompts</h2>",
         _shown(lambda: _prompts(known)),
-        *(["<h2>Adapters</h2>", _shown(lambda: _adapted(known))] if known.adapted else []),
+        *(["<h2>Adapters</h2>", _shown(lambda: _adapted(known))] if "adapted" in known.checks else []),
         "<h2>Error by layer</h2>",
         _shown(lambda: _errors(name, known)),
         "<h2>Speed</h2>",
@@ -139,20 +135,20 @@ def _since_lock(model: str, changes: Sequence[Change] | None) -> list[str]:
 
 
 def _checks(known: Details) -> str:
-    checks = known.checks()
+    checks = sorted(CHECKS, key=lambda check: len(check.stage.wildcards))  # first what many targets share
     cells = [
-        [text(name), text(what), result(checks[name].result), text(checks[name].reason or "")]
-        for name, what in CHECKS.items()
-        if name in checks
+        [text(check.name), text(check.compares), result(checked.result), text(checked.reason or "")]
+        for check in checks
+        if (checked := known.checks.get(check.name))
     ]
     drift = [tag("p", f"Drift of the quantised weights: {text(known.drift.words())}.")] if known.drift else []
     return "".join([table(("check", "what is compared", "result", "why"), cells), *drift])
 
 
 def _prompts(known: Details) -> str:
-    golden = known.golden.report
+    golden = known.report(GoldenReport)
     if not golden or not golden.prompts:
-        return _nothing(known.golden.reason)
+        return _nothing(known.checks["golden"].reason)
     entries, long = golden.prompts, golden.long_prompt
     equal = sum(entry.tokens_equal for entry in entries)
     lines = [f"{equal} of {len(entries)} prompts give the reference's tokens."]
@@ -169,9 +165,9 @@ def _prompts(known: Details) -> str:
 
 def _adapted(known: Details) -> str:
     """Return the answers with each adapter, and without one."""
-    report = known.adapted.report if known.adapted else None
+    report = known.report(AdaptedReport)
     if not report:
-        return _nothing(known.adapted.reason if known.adapted else None)
+        return _nothing(known.checks["adapted"].reason)
     head = (
         f"{len(report.adapters)} adapters, {report.places} of them resident at a time, beside requests without one, in "
         f"one batch."
@@ -196,9 +192,9 @@ def _nothing(reason: str | None) -> str:
 
 
 def _errors(name: Target, known: Details) -> str:
-    validation = known.validate.report
+    validation = known.report(ValidationReport)
     if not validation or not validation.blocks:
-        return _nothing(known.validate.reason)
+        return _nothing(known.checks["validate"].reason)
     line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.blocks)
     caption = "Of what each layer of the graphs computes, against PyTorch, relative to the size of each row."
     return f"{tag('p', text(caption), 'quiet')}\n{charts.error_by_layer([line])}"
@@ -278,20 +274,11 @@ def _reproduced(known: Details) -> str:
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
     """Return the documents behind a page, by title; those of failures too."""
     model, precision, layers, backend = name.model, name.precision, name.layers, name.backend
-    validation = results.validation(model, precision, layers)
-    golden, served = (each(model, precision, layers, backend) for each in (results.golden, results.served))
-    comparison, engines = (each(model, precision, backend) for each in (results.comparison, results.engines))
+    engines = results.engines(model, precision, backend)
+    checks = sorted(CHECKS, key=lambda check: -len(check.stage.wildcards))  # first what is of this target alone
+    reports = [(check.title, check.path(results, name)) for check in checks]
     return [
-        ("golden check", golden),
-        ("golden check, failed", failed_path(golden)),
-        ("server check", served),
-        ("server check, failed", failed_path(served)),
-        ("check of the adapters", results.adapted(model, precision, layers, backend)),
-        ("check of the adapters, failed", failed_path(results.adapted(model, precision, layers, backend))),
-        ("validation of the graphs", validation),
-        ("validation of the graphs, failed", failed_path(validation)),
-        ("comparison of the engines", comparison),
-        ("comparison of the engines, failed", failed_path(comparison)),
+        *(found for title, path in reports for found in ((title, path), (f"{title}, failed", failed_path(path)))),
         ("speed", results.speed(model, precision, layers, backend)),
         ("engines", engines),
         ("provenance of the engines", engines.with_name("provenance.json")),

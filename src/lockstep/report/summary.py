@@ -8,43 +8,40 @@ from __future__ import annotations
 import csv
 import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.errors import InputError
-from lockstep.manifests.manifest_files import content, failed_path
+from lockstep.manifests.manifest_files import content
 from lockstep.report import pages
 from lockstep.report.change import Change
-from lockstep.report.details import Checked, Details, details
+from lockstep.report.checks import CHECKS, Checked, Column
+from lockstep.report.details import Details, details
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, sentence, verdict
 from lockstep.targets import Results, Target
 
-# Key of a row, heading, and how a value is shown.
+_RESULTS = tuple(check.result for check in CHECKS if check.result)
+_FIGURES = tuple(column for check in CHECKS for column in check.figures)
 COLUMNS = (
-    ("model", "model", str),
-    ("layers", "layers", str),
-    ("precision", "precision", str),
-    ("backend", "backend", str),
-    ("engine_digest", "engine", lambda digest: digest[:12]),
-    ("golden", "golden", str),
-    ("served", "served", str),
-    ("adapters", "adapters", str),
-    ("reproduced", "reproduced", str),
-    ("max_logit_error", "largest logit error", "{:.1e}".format),
-    ("logit_noise", "of the precision", "{:.1e}".format),
-    ("drift_logit_error", "drift of logits", "{:.1e}".format),
-    ("drift_tokens_differing", "of tokens", str),
-    ("drift_perplexity", "of perplexity", "{:+.1%}".format),
-    ("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format),
-    ("decode_tokens_per_s", "decode tokens/s", "{:.0f}".format),
+    Column("model", "model"),
+    Column("layers", "layers"),
+    Column("precision", "precision"),
+    Column("backend", "backend"),
+    Column("engine_digest", "engine", lambda digest: digest[:12]),
+    *_RESULTS,
+    Column("reproduced", "reproduced"),
+    *_FIGURES,
+    Column("drift_logit_error", "drift of logits", "{:.1e}".format, is_number=True, where_any=True),
+    Column("drift_tokens_differing", "of tokens", is_number=True, where_any=True),
+    Column("drift_perplexity", "of perplexity", "{:+.1%}".format, is_number=True, where_any=True),
+    Column("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format, is_number=True),
+    Column("decode_tokens_per_s", "decode tokens/s", "{:.0f}".format, is_number=True),
 )
 _WIDTH = 240  # more than any row needs: rich would cut words to the terminal's width
-_DRIFT = ("drift_logit_error", "drift_tokens_differing", "drift_perplexity")
-_NUMBERS = ("max_logit_error", "logit_noise", *_DRIFT, "prefill_tokens_per_s", "decode_tokens_per_s")
-_WHERE_ANY = ("adapters", *_DRIFT)  # columns that are shown where a target has a value
 
 
 def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
@@ -136,19 +133,9 @@ def is_stale(results: Results) -> bool:
     if not all(results.target_page(row.target).is_file() for row in rows):
         return True
     now = collect(results, [row.target for row in rows]).targets
-    verdict_of = lambda row: (row.engine_digest, row.validation, row.golden, row.served, row.adapters, row.reason)
+    keys = ("engine_digest", "reason", *(column.key for column in _RESULTS))
+    verdict_of = lambda row: [getattr(row, key) for key in keys]
     return list(map(verdict_of, rows)) != list(map(verdict_of, now))
-
-
-def sources(results: Results, target: Target) -> list[Path]:
-    """Return all files that a row may be made of, there or not."""
-    names = (target.model, target.precision, target.layers, target.backend)
-    engines, comparison = (
-        path(target.model, target.precision, target.backend) for path in (results.engines, results.comparison)
-    )
-    checks = [results.validation(*names[:3]), comparison, results.golden(*names), results.served(*names)]
-    checks.append(results.adapted(*names))
-    return [engines, *checks, *map(failed_path, checks), results.speed(*names), results.reproduction(*names)]
 
 
 def print_table(summary: Summary) -> None:
@@ -160,10 +147,10 @@ def print_table(summary: Summary) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    has = {key for key in _WHERE_ANY if any(getattr(row, key) is not None for row in summary.targets)}
-    columns = [column for column in COLUMNS if column[0] not in _WHERE_ANY or column[0] in has]
-    for key, heading, _ in columns:
-        table.add_column(heading, justify="right" if key in _NUMBERS else "left", no_wrap=True)
+    has_any = lambda key: any(getattr(row, key) is not None for row in summary.targets)
+    columns = [column for column in COLUMNS if column.heading and (not column.where_any or has_any(column.key))]
+    for column in columns:
+        table.add_column(column.heading or "", justify="right" if column.is_number else "left", no_wrap=True)
     for row in summary.targets:
         table.add_row(*_shown(row, columns), style=_STYLES[row.verdict] if row.verdict != PASS else None)
     console = Console(width=_WIDTH, soft_wrap=True)
@@ -187,9 +174,7 @@ _STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
 
 
 def _row(target: Target, found: Details) -> SummaryRow:
-    checks, built, speed, golden = found.checks(), found.engines, found.speed, found.golden.report
-    comparison, drift = found.compare.report if found.compare else None, found.drift
-    digest = golden.engine_digest if golden else built.digest if built else None
+    checks, built, speed, drift = found.checks, found.engines, found.speed, found.drift
     device = built.device if built else {}
     return SummaryRow(
         model=target.model,
@@ -199,32 +184,37 @@ def _row(target: Target, found: Details) -> SummaryRow:
         verdict=verdict(check.result for check in checks.values()),
         backend_version=built.backend_version if built else None,
         device=device.get("name") or device.get("architecture"),
-        engine_digest=digest,
-        engine_error=comparison.relative_error if comparison and comparison.engine_digest == digest else None,
+        engine_digest=found.digest,
         reproduced=found.reproduction.level if found.reproduction else "-",
-        validation=found.validate.result,
-        golden=found.golden.result,
-        served=found.served.result if found.served else None,
         reason="; ".join(_reason(name, check) for name, check in checks.items() if check.result != PASS) or None,
-        max_logit_error=golden.max_logit_error if golden else None,
-        logit_noise=golden.logit_noise if golden else None,
-        tokens_differing=sum(len(prompt.differences) for prompt in golden.prompts) if golden else None,
         prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
-        adapters=found.adapted.result if found.adapted else None,
         drift=drift.words() if drift else None,
         drift_logit_error=drift.rms_logit_error if drift else None,
         drift_tokens_differing=drift.tokens_differing if drift else None,
         drift_perplexity=drift.perplexity / drift.full_perplexity - 1 if drift else None,
+        **_of_checks(found),
     )
+
+
+def _of_checks(found: Details) -> dict[str, Any]:
+    """Return what the checks give to a row, by key: their results, and figures of the engines that are there."""
+    values: dict[str, Any] = dict.fromkeys(column.key for column in (*_RESULTS, *_FIGURES))
+    for check in CHECKS:
+        checked = found.checks.get(check.name)
+        if checked and check.result:
+            values[check.result.key] = checked.result
+        if checked and checked.report and check.figures and checked.report.engine_digest == found.digest:
+            values |= {column.key: figure(checked.report) for column, figure in check.figures.items()}
+    return values
 
 
 def _reason(name: str, check: Checked) -> str:
     return f"{name}{f' {NOT_RUN}' * (check.result == NOT_RUN)}: {check.reason}"
 
 
-def _shown(row: SummaryRow, columns: Sequence[tuple[str, str, Callable[..., str]]]) -> list[str]:
-    return ["-" if (value := getattr(row, key)) is None else show(value) for key, _, show in columns]
+def _shown(row: SummaryRow, columns: Sequence[Column]) -> list[str]:
+    return ["-" if (value := getattr(row, column.key)) is None else column.show(value) for column in columns]
 
 
 def _csv(rows: Sequence[SummaryRow]) -> str:

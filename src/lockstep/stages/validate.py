@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Validate(Stage):
     output = "{model}/{precision}/validate/{layers}.json"
     reads = {
-        "checkpoint": "{model}/checkpoint.json",
-        "weights": "{model}/{precision}/weights.json",
         "assembly": "{model}/{precision}/graphs/assembly.json",
+        "weights": "{model}/{precision}/weights.json",
+        "checkpoint": "{model}/checkpoint.json",
     }
     code = (*EXPORT, "step", "verify/*", "verify/validate")
     packages = ("onnx-graphsurgeon", "polygraphy", *TORCH)
