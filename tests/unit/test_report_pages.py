@@ -18,8 +18,8 @@ from lockstep.artifacts.files import write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
 from lockstep.manifests.manifest_files import failed_path, record_path
 from lockstep.report import charts, summary
-from lockstep.report.change import Change
 from lockstep.report.checks import CHECKS
+from lockstep.report.since_lock import Change
 from lockstep.report.verdict import sentence
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target

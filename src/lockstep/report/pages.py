@@ -18,11 +18,11 @@ from lockstep.artifacts.reports import GoldenReport, ValidationReport
 from lockstep.artifacts.summary import SummaryRow
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import charts
-from lockstep.report.change import Change
 from lockstep.report.checks import CHECKS
 from lockstep.report.details import Details
 from lockstep.report.markup import items, link, page, pairs, result, table, tag, text
 from lockstep.report.prompts import prompt
+from lockstep.report.since_lock import Change
 from lockstep.report.verdict import sentence, verdict
 from lockstep.targets import Results, Target
 

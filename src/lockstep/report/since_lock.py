@@ -5,15 +5,36 @@ A results tree and the lock of its model in; what differs between them, a line e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.provenance.lock import Lock, Place, lock_path
 from lockstep.provenance.lockfile import Section, sections_of
 from lockstep.provenance.record import records
-from lockstep.report.change import Change
-from lockstep.targets import Results
+from lockstep.targets import Results, Target
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference from a lock.
+
+    line: where a result is, and "locked -> found". names: the precision, layers and backend of the result, without
+    those that it has none of.
+    """
+
+    line: str
+    names: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_of(self, target: Target) -> bool:
+        """Return whether the result is this target's, alone or shared.
+
+        It may be shared with other targets of its model.
+        """
+        own = {"precision": target.precision, "layers": target.layers, "backend": target.backend}
+        return all(str(self.names.get(name, value)) == str(value) for name, value in own.items())
 
 
 def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, list[Change]]:

@@ -18,9 +18,9 @@ from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.errors import InputError
 from lockstep.manifests.manifest_files import content
 from lockstep.report import pages
-from lockstep.report.change import Change
 from lockstep.report.checks import CHECKS, Checked, Column
 from lockstep.report.details import Details, details
+from lockstep.report.since_lock import Change
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, sentence, verdict
 from lockstep.targets import Results, Target
 
@@ -62,9 +62,7 @@ def write(
     by model; models without a lock are left out. not_run: why engines do not run here, as `Config.not_run` gives it;
     None: as in the summary that is there.
     """
-    not_run = known_not_run(results) if not_run is None else not_run
-    found = _details(results, targets, not_run)
-    summary = _summary(found, not_run)
+    found, summary = _collected(results, targets, not_run)
     rows = summary.targets
     summary.save(results.summary())
     write_bytes(results.summary().with_suffix(".csv"), _csv(rows).encode())
@@ -94,22 +92,18 @@ def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, s
 
     In the order of `targets`. not_run: as for `write`.
     """
+    return _collected(results, targets, not_run)[1]
+
+
+def _collected(
+    results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None
+) -> tuple[dict[Target, Details], Summary]:
     not_run = known_not_run(results) if not_run is None else not_run
-    found = _details(results, targets, not_run)
-    return _summary(found, not_run)
-
-
-def _details(results: Results, targets: Sequence[Target], not_run: Mapping[str, str]) -> dict[Target, Details]:
-    remembered = functools.cache(content)
-    return {target: details(results, target, _why_not_run(target, not_run), remembered) for target in targets}
-
-
-def _why_not_run(target: Target, not_run: Mapping[str, str]) -> str | None:
-    return not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)
-
-
-def _summary(found: Mapping[Target, Details], not_run: Mapping[str, str]) -> Summary:
-    return Summary(tuple(_row(target, known) for target, known in found.items()), not_run)
+    remembered, found = functools.cache(content), {}
+    for target in targets:
+        cannot_run = not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)
+        found[target] = details(results, target, cannot_run, remembered)
+    return found, Summary(tuple(_row(target, known) for target, known in found.items()), not_run)
 
 
 def targets_of(results: Results) -> list[Target]:
