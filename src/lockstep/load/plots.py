@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 
 from lockstep.load.records import COMPLETED, Record
 from lockstep.load.report import Run
-from lockstep.report.charts import COLORS, WIDTH, coordinate, escape, label, rule, svg
+from lockstep.report.charts import COLORS, WIDTH, coordinate, label, rule, svg
 
 _LEFT, _PLOT, _TOP = 64, (WIDTH - 84, 220), 16
 _MOST_ROWS = 300  # requests in a timeline
@@ -48,7 +49,7 @@ def _over_rate(runs: Sequence[Run], keys: Sequence[str], title: str, unit: str) 
         path = " ".join(f"{coordinate(x.at(rate))},{coordinate(y.at(value))}" for rate, value in sorted(line))
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         for rate, value in line:
-            tip = f"<title>{escape(f'{_NAMES[key]} at {rate:g}/s: {value:.4g} {unit}')}</title>"
+            tip = f"<title>{html.escape(f'{_NAMES[key]} at {rate:g}/s: {value:.4g} {unit}')}</title>"
             place = f'cx="{coordinate(x.at(rate))}" cy="{coordinate(y.at(value))}"'
             parts.append(f'<circle {place} r="3" fill="{color}">{tip}</circle>')
     return svg(title, _legend(parts, [_NAMES[key] for key in keys]), parts)
@@ -75,7 +76,7 @@ def timeline(records: Sequence[Record]) -> str:
                 how = f'stroke="{color}" stroke-width="{coordinate(row * 0.8)}"'
                 parts.append(rule(x.at(begin), middle, x.at(until), middle, how))
         if record.status != COMPLETED:
-            tip = f"<title>{escape(f'request {record.number}: {record.status} {record.error or str()}')}</title>"
+            tip = f"<title>{html.escape(f'request {record.number}: {record.status} {record.error or str()}')}</title>"
             place = f'cx="{coordinate(x.at(end))}" cy="{coordinate(middle)}"'
             parts.append(f'<circle {place} r="{coordinate(max(2.0, row / 2))}" fill="{_OTHER}">{tip}</circle>')
     names = [*_PHASES, "end of a request that was cancelled, refused or failed"]

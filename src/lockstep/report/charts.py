@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.artifacts.reports import BlockErrors, TensorError
+from lockstep.artifacts.summary import SummaryRow
 
 COLORS = ("#2a7fb8", "#d9730d", "#8a63d2", "#2a9d72", "#c44569", "#8a7a3a")
 _HEAD = (
@@ -25,14 +26,10 @@ _LEGEND_ROW = 18
 
 @dataclass(frozen=True)
 class Line:
-    """A line of an error chart.
-
-    errors: by layer, None where one is NaN or infinite. noise: by layer, what the precision itself costs.
-    """
+    """A line of an error chart: by layer, in their order, the tensor that is worst."""
 
     name: str
-    errors: Mapping[int, float | None]
-    noise: Mapping[int, float]
+    worst: Mapping[int, TensorError]
 
 
 def error_by_layer(lines: Sequence[Line]) -> str:
@@ -41,13 +38,11 @@ def error_by_layer(lines: Sequence[Line]) -> str:
     Each line stands beside the noise of its precision (dashed), both named in the legend.
     """
     left, plot, base = 60, (WIDTH - 80, 200), 210
-    values = [error for line in lines for error in line.errors.values() if error is not None]
-    decades = [
-        math.log10(max(value, _SMALLEST))
-        for value in [*values, *(noise for line in lines for noise in line.noise.values())]
-    ]
+    tensors = [tensor for line in lines for tensor in line.worst.values()]
+    values = [value for tensor in tensors for value in (tensor.relative_error, tensor.noise) if value is not None]
+    decades = [math.log10(max(value, _SMALLEST)) for value in values]
     low, high = math.floor(min(decades)), math.ceil(max(decades) + 0.05)
-    layers = sorted({layer for line in lines for layer in line.errors})
+    layers = sorted({layer for line in lines for layer in line.worst})
     span = max(layers[-1] - layers[0], 1)
 
     def x(layer: int) -> str:
@@ -67,14 +62,15 @@ def error_by_layer(lines: Sequence[Line]) -> str:
     parts.append(label(left + plot[0] / 2, base + 34, "layer", "middle"))
     for number, line in enumerate(lines):
         color = COLORS[number % len(COLORS)]
-        points = [(x(layer), y(error), layer, error) for layer, error in sorted(line.errors.items())]
+        errors = [(layer, tensor.relative_error) for layer, tensor in line.worst.items()]
+        points = [(x(layer), y(error), layer, error) for layer, error in errors]
         path = " ".join(f"{px},{py}" for px, py, _, _ in points)
-        noise = " ".join(f"{x(layer)},{y(value)}" for layer, value in sorted(line.noise.items()))
+        noise = " ".join(f"{x(layer)},{y(tensor.noise)}" for layer, tensor in line.worst.items())
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts.append(f'<polyline points="{noise}" fill="none" stroke="{color}" stroke-dasharray="6 4"/>')
         for px, py, layer, error in points:
             said = "not finite" if error is None else f"{error:.2e}"
-            tip = f"<title>{escape(f'{line.name}, layer {layer}: {said}')}</title>"
+            tip = f"<title>{html.escape(f'{line.name}, layer {layer}: {said}')}</title>"
             parts.append(f'<circle cx="{px}" cy="{py}" r="3" fill="{color}">{tip}</circle>')
             if error is None:
                 parts.append(label(px, float(py) + 14, "not finite", "middle"))
@@ -88,16 +84,13 @@ def error_by_layer(lines: Sequence[Line]) -> str:
     return svg("Largest error by layer, and what the precision costs", height, parts)
 
 
-def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
-    """Draw bars of tokens per second, prefill and decode on scales of their own.
-
-    rows: (name, prefill, decode).
-    """
-    names = max(120, min(330, 12 + 7 * max((len(name) for name, _, _ in rows), default=0)))
+def speeds(rows: Sequence[SummaryRow]) -> str:
+    """Draw bars of tokens per second of some targets, prefill and decode on scales of their own."""
+    names = max(120, min(330, 12 + 7 * max((len(str(row.target)) for row in rows), default=0)))
     room, bar = (WIDTH - names) / 2, 14
     parts = []
     for column, (kind, color) in enumerate((("prefill", COLORS[0]), ("decode", COLORS[1]))):
-        values = [(prefill, decode)[column] for _, prefill, decode in rows]
+        values = [(row.prefill_tokens_per_s, row.decode_tokens_per_s)[column] for row in rows]
         largest = max((value for value in values if value), default=1.0)
         left = names + column * room
         parts.append(label(left, 12, f"{kind}, tokens/s", "start"))
@@ -108,29 +101,21 @@ def speeds(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
             )
             parts.append(f'<rect {shape} fill="{color}"/>')
             parts.append(label(left + width + 5, middle, "-" if value is None else f"{value:.0f}", "start"))
-    parts += [label(names - 8, 34 + 22 * number, name, "end") for number, (name, _, _) in enumerate(rows)]
+    parts += [label(names - 8, 34 + 22 * number, str(row.target), "end") for number, row in enumerate(rows)]
     return svg("Tokens per second", 28 + 22 * len(rows), parts)
 
 
-def worst_by_layer(blocks: Sequence[BlockErrors]) -> Iterator[tuple[int, float | None, float]]:
-    """Yield (layer, largest error of its tensors, what the precision itself costs of that tensor).
+def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:
+    """Return the line of one validation: of each layer the tensor that is worst beside what the precision costs of it.
 
-    blocks: of a validation. The largest beside what the precision costs; None where one is not finite.
+    blocks: at least one.
     """
     found: dict[int, list[TensorError]] = {}
     for block in blocks:
         assert block.layer is not None  # the embedding is none of them
         found.setdefault(block.layer, []).extend(block.tensors.values())
-    for layer, tensors in sorted(found.items()):
-        part = lambda one: math.inf if one.relative_error is None else one.relative_error / max(one.noise, _SMALLEST)
-        worst = max(tensors, key=part)
-        yield layer, worst.relative_error, worst.noise
-
-
-def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:
-    """Return the line of one validation. blocks: at least one."""
-    rows = list(worst_by_layer(blocks))
-    return Line(name, {layer: error for layer, error, _ in rows}, {layer: noise for layer, _, noise in rows})
+    part = lambda one: math.inf if one.relative_error is None else one.relative_error / max(one.noise, _SMALLEST)
+    return Line(name, {layer: max(tensors, key=part) for layer, tensors in sorted(found.items())})
 
 
 def svg(title: str, height: float, parts: Sequence[str]) -> str:
@@ -138,7 +123,7 @@ def svg(title: str, height: float, parts: Sequence[str]) -> str:
 
     title: for those who cannot see it.
     """
-    return "\n".join([_HEAD.format(width=WIDTH, height=coordinate(height), label=escape(title)), *parts, "</svg>"])
+    return "\n".join([_HEAD.format(width=WIDTH, height=coordinate(height), label=html.escape(title)), *parts, "</svg>"])
 
 
 def label(x: float | str, y: float | str, text: str, anchor: str) -> str:
@@ -147,7 +132,7 @@ def label(x: float | str, y: float | str, text: str, anchor: str) -> str:
     anchor: `start`, `middle` or `end` of the text stands at `x`.
     """
     where = f'x="{coordinate(float(x))}" y="{coordinate(float(y) + 4)}"'
-    return f'<text {where} text-anchor="{anchor}">{escape(text)}</text>'
+    return f'<text {where} text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
 def rule(x1: float, y1: float | str, x2: float, y2: float | str, how: str = "") -> str:
@@ -160,8 +145,3 @@ def rule(x1: float, y1: float | str, x2: float, y2: float | str, how: str = "") 
 def coordinate(value: float) -> str:
     """Return a number as charts write it, with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
-
-
-def escape(text: str) -> str:
-    """Return a text as it may stand in an element or an attribute."""
-    return html.escape(text)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.adapted import AdaptedReport
@@ -31,23 +30,18 @@ AnyDocument = TypeVar("AnyDocument")
 class Column:
     """A column of the summary.
 
-    key: of a row. heading: in the table for the terminal; None: not there. show: a value as its text. where_any: shown
-    where a target has a value.
+    key: of a row. heading: in tables; "": in none. form: of a value, as `format` takes it. where_any: in tables where
+    a target has a value.
     """
 
     key: str
-    heading: str | None = None
-    show: Callable[[Any], str] = str
-    is_number: bool = False
+    heading: str = ""
+    form: str = ""
     where_any: bool = False
 
-
-class Expected(Enum):
-    """When a target whose check has not run is "not run" itself."""
-
-    ALWAYS = 1
-    ONCE_RUN = 2  # only some targets have the check: those where it ran, on what lies there now or on something older
-    NEVER = 3  # only some targets have it, and not always: one of something older is left out
+    @property
+    def is_number(self) -> bool:
+        return self.form.endswith(("d", "e", "f", "%"))
 
 
 @dataclass(frozen=True)
@@ -66,15 +60,17 @@ class Checked(Generic[AnyReport]):
 class Check(Generic[AnyReport]):
     """A check.
 
-    name: of its stage. kind: of its report. compares: what with what, in words. title: of its report, in words. result:
-    the column of its result. figures: what else the summary has of its report, by column.
+    name: of its stage. kind: of its report. expected: where a target whose check has not run is "not run" itself:
+    always; where it once ran, on what lies there now or on something older; never: a report of something older is left
+    out. compares: what with what, in words. title: of its report, in words. result: the column of its result. figures:
+    what else the summary has of its report, by column.
     """
 
     name: str
     kind: type[AnyReport]
+    expected: Literal["always", "once run", "never"]
     compares: str
     title: str
-    expected: Expected
     result: Column | None = None
     figures: Mapping[Column, Callable[[AnyReport], object]] = field(default_factory=dict)
 
@@ -96,11 +92,11 @@ class Check(Generic[AnyReport]):
         out, checked = self.path(results, target), self._checked(results, target, content)
         if checked.result != NOT_RUN:
             return checked
-        if self.expected is Expected.ALWAYS:
+        if self.expected == "always":
             runs_here = not cannot_run or "backend" not in self.stage.wildcards or out.is_file()
             return checked if runs_here else Checked(NOT_RUN, cannot_run)
         has_run = out.is_file() or failed_path(out).is_file()
-        return checked if has_run and self.expected is Expected.ONCE_RUN else None
+        return checked if has_run and self.expected == "once run" else None
 
     def _checked(self, results: Results, target: Target, content: Callable[[Path], str]) -> Checked[AnyReport]:
         out = self.path(results, target)
@@ -141,50 +137,46 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "validate",
         ValidationReport,
+        "always",
         compares="graphs against PyTorch",
         title="validation of the graphs",
-        expected=Expected.ALWAYS,
         result=Column("validation"),
     ),
     Check(
         "golden",
         GoldenReport,
+        "always",
         compares="tokens and logits against transformers",
         title="golden check",
-        expected=Expected.ALWAYS,
         result=Column("golden", "golden"),
         figures={
-            Column("max_logit_error", "largest logit error", "{:.1e}".format, is_number=True): (
-                lambda report: report.max_logit_error
-            ),
-            Column("logit_noise", "of the precision", "{:.1e}".format, is_number=True): (
-                lambda report: report.logit_noise
-            ),
+            Column("max_logit_error", "largest logit error", ".1e"): lambda report: report.max_logit_error,
+            Column("logit_noise", "of the precision", ".1e"): lambda report: report.logit_noise,
             Column("tokens_differing"): lambda report: sum(len(prompt.differences) for prompt in report.prompts),
         },
     ),
     Check(
         "compare",
         ComparisonReport,
+        "never",
         compares="engines against ONNX Runtime",
         title="comparison of the engines",
-        expected=Expected.NEVER,
         figures={Column("engine_error"): lambda report: report.relative_error},
     ),
     Check(
         "served",
         ServedReport,
+        "once run",
         compares="a server's answers against the golden check",
         title="server check",
-        expected=Expected.ONCE_RUN,
         result=Column("served", "served"),
     ),
     Check(
         "adapted",
         AdaptedReport,
+        "once run",
         compares="several adapters in one batch against transformers with each",
         title="check of the adapters",
-        expected=Expected.ONCE_RUN,
         result=Column("adapters", "adapters", where_any=True),
     ),
 )

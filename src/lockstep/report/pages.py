@@ -94,32 +94,28 @@ def _shown(make: Callable[[], str]) -> str:
 
 def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
     here = results.report_page()
-    headings = ["target", "result", "engines", "reproduced", "largest logit error", "of the precision", "drift", "why"]
+    figures = [column for check in CHECKS for column in check.figures if column.heading]
+    headings = ["target", "result", "engines", "reproduced", *(column.heading for column in figures), "drift", "why"]
     cells = [
         [
             link(results.target_page(row.target), here, str(row.target)),
             result(row.verdict),
             tag("code", text(str(row.engine_digest or "-")[:12])),
             text(row.reproduced),
-            _number(row.max_logit_error, ".1e"),
-            _number(row.logit_noise, ".1e"),
+            *(_number(getattr(row, column.key), column.form) for column in figures),
             text(row.drift or ""),
             text(row.reason or ""),
         ]
         for row in rows
     ]
-    shown = [True] * 6 + [any(row.drift for row in rows), any(row.reason for row in rows)]
+    shown = [True] * (len(headings) - 2) + [any(row.drift for row in rows), any(row.reason for row in rows)]
     headings, cells = list(compress(headings, shown)), [list(compress(cell, shown)) for cell in cells]
-    return table(headings, cells, numbers=(4, 5))
+    return table(headings, cells, numbers=range(4, 4 + len(figures)))
 
 
 def _speeds(title: str, rows: Sequence[SummaryRow], caption: str) -> list[str]:
     """Return a chart of the targets whose speed is known; nothing without any."""
-    shown = [
-        (str(row.target), row.prefill_tokens_per_s, row.decode_tokens_per_s)
-        for row in rows
-        if row.prefill_tokens_per_s is not None
-    ]
+    shown = [row for row in rows if row.prefill_tokens_per_s is not None]
     return (
         [tag("h2", text(title)), tag("p", text(caption), "quiet"), _shown(lambda: charts.speeds(shown))]
         if shown
@@ -205,27 +201,22 @@ def _speed(rows: Sequence[SummaryRow], row: SummaryRow, known: Details) -> str:
     if not speed:
         return "<p>Not measured: it is measured by a golden check that passes.</p>"
     what = "whole model" if row.layers == "all" else f"first {row.layers} layers only"
-    cells = [
-        [text(how), _number(prefill, ".0f"), _number(decode, ".0f")]
-        for how, prefill, decode in (
-            (f"{speed.batch_size} prompts in a batch", speed.prefill_tokens_per_s, speed.decode_tokens_per_s),
-            ("one prompt alone", speed.alone_prefill_tokens_per_s, speed.alone_decode_tokens_per_s),
-        )
-    ]  # fmt: skip
-    parts = [_tokens_per_s(what, cells)]
+    batch = (f"{speed.batch_size} prompts in a batch", speed.prefill_tokens_per_s, speed.decode_tokens_per_s)
+    alone = ("one prompt alone", speed.alone_prefill_tokens_per_s, speed.alone_decode_tokens_per_s)
+    parts = [_tokens_per_s(what, [batch, alone])]
     cut = [other for other in rows if other.layers != "all"]
     depths = [other for other in cut if replace(other.target, layers="all") == row.target]
     if row.layers == "all" and depths:
-        cells = [
-            [text(f"first {other.layers}"), _number(other.prefill_tokens_per_s, ".0f"),
-             _number(other.decode_tokens_per_s, ".0f")]
+        rates = [
+            (f"first {other.layers}", other.prefill_tokens_per_s, other.decode_tokens_per_s)
             for other in sorted(depths, key=lambda other: other.layers)
-        ]  # fmt: skip
-        parts += ["<h3>By depth: cut models, in a batch</h3>", _tokens_per_s("layers", cells)]
+        ]
+        parts += ["<h3>By depth: cut models, in a batch</h3>", _tokens_per_s("layers", rates)]
     return "\n".join(parts)
 
 
-def _tokens_per_s(first: str, cells: Sequence[Sequence[str]]) -> str:
+def _tokens_per_s(first: str, rates: Sequence[tuple[str, float | None, float | None]]) -> str:
+    cells = [[text(name), _number(prefill, ".0f"), _number(decode, ".0f")] for name, prefill, decode in rates]
     return table((first, "prefill, tokens/s", "decode, tokens/s"), cells, numbers=(1, 2))
 
 

@@ -35,5 +35,4 @@ def speed(summary_json: Path, out: Path) -> None:
     Whole models first, cut ones below.
     """
     rows = sorted(Summary.load(summary_json).targets, key=lambda row: row.layers != "all")
-    named = [(str(row.target), row.prefill_tokens_per_s, row.decode_tokens_per_s) for row in rows]
-    write_bytes(out, charts.speeds(named).encode())
+    write_bytes(out, charts.speeds(rows).encode())

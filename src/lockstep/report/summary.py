@@ -31,15 +31,15 @@ COLUMNS = (
     Column("layers", "layers"),
     Column("precision", "precision"),
     Column("backend", "backend"),
-    Column("engine_digest", "engine", lambda digest: digest[:12]),
+    Column("engine_digest", "engine", ".12"),
     *_RESULTS,
     Column("reproduced", "reproduced"),
     *_FIGURES,
-    Column("drift_logit_error", "drift of logits", "{:.1e}".format, is_number=True, where_any=True),
-    Column("drift_tokens_differing", "of tokens", is_number=True, where_any=True),
-    Column("drift_perplexity", "of perplexity", "{:+.1%}".format, is_number=True, where_any=True),
-    Column("prefill_tokens_per_s", "prefill tokens/s", "{:.0f}".format, is_number=True),
-    Column("decode_tokens_per_s", "decode tokens/s", "{:.0f}".format, is_number=True),
+    Column("drift_logit_error", "drift of logits", ".1e", where_any=True),
+    Column("drift_tokens_differing", "of tokens", "d", where_any=True),
+    Column("drift_perplexity", "of perplexity", "+.1%", where_any=True),
+    Column("prefill_tokens_per_s", "prefill tokens/s", ".0f"),
+    Column("decode_tokens_per_s", "decode tokens/s", ".0f"),
 )
 _WIDTH = 240  # more than any row needs: rich would cut words to the terminal's width
 
@@ -144,9 +144,11 @@ def print_table(summary: Summary) -> None:
     has_any = lambda key: any(getattr(row, key) is not None for row in summary.targets)
     columns = [column for column in COLUMNS if column.heading and (not column.where_any or has_any(column.key))]
     for column in columns:
-        table.add_column(column.heading or "", justify="right" if column.is_number else "left", no_wrap=True)
+        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
     for row in summary.targets:
-        table.add_row(*_shown(row, columns), style=_STYLES[row.verdict] if row.verdict != PASS else None)
+        values = [(getattr(row, column.key), column.form) for column in columns]
+        shown = ["-" if value is None else format(value, form) for value, form in values]
+        table.add_row(*shown, style=_STYLES[row.verdict] if row.verdict != PASS else None)
     console = Console(width=_WIDTH, soft_wrap=True)
     console.print(table)
     for row in summary.targets:
@@ -205,10 +207,6 @@ def _of_checks(found: Details) -> dict[str, Any]:
 
 def _reason(name: str, check: Checked) -> str:
     return f"{name}{f' {NOT_RUN}' * (check.result == NOT_RUN)}: {check.reason}"
-
-
-def _shown(row: SummaryRow, columns: Sequence[Column]) -> list[str]:
-    return ["-" if (value := getattr(row, column.key)) is None else column.show(value) for column in columns]
 
 
 def _csv(rows: Sequence[SummaryRow]) -> str:
