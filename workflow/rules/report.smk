@@ -1,17 +1,18 @@
 # All checks of all targets in one place.
 #
-# needs: engines.json, validations, comparisons, golden checks, server checks and speeds of all targets
+# needs: engines.json, the reports of all checks, and speeds of all targets
 # makes: results/summary.json and .csv, results/report/index.html with a page of each target in targets/, and the plots
 
 
 rule summary:
     input:
-        validations=made_by("validate"),
         engines=made_by("build"),
-        comparisons=made_by("compare"),
-        goldens=made_by("golden"),
-        servers=made_by("served"),
-        adapted=made_by("adapted"),
+        checks=[
+            path
+            for name, stage in STAGES.items()
+            if stage.is_judged
+            for path in made_by(name)
+        ],
         speeds=[
             str(job.beside(STAGES["golden"].beside["speed"]))
             for job in JOBS
@@ -42,7 +43,7 @@ rule summary:
     params:
         targets=[str(target) for target in TARGETS],
         not_run=NOT_RUN,
-        key=stage_key(["artifacts", "manifests", "report"], ["rich"]),
+        key=stage_key(["artifacts", "manifests", "report", "stages"], ["rich"]),
     message:
         "Summary of all targets"
     script:
