@@ -198,7 +198,9 @@ def describe(path: str | os.PathLike) -> str:
         )
     except ValueError:  # a name with a zero byte
         return "a name that no file can have"
-    return "a file" if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
+    if stat.S_ISREG(mode):
+        return "a file"
+    return "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
 
 
 def sha256_file(path: str | os.PathLike) -> str:

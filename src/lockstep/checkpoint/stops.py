@@ -51,7 +51,9 @@ def _settings(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, Mappin
 
 def ids_of(value: Any, path: Path) -> list[int]:
     """Return the ids of an `eos_token_id` of the file `path`, sorted: one id, several or none."""
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
     if not all(type(number) is int and number >= 0 for number in ids):
         raise InputError(
             f"{path}: expected eos_token_id to be a token id or a list of them, found {shorten(value)}; correct it"

@@ -104,7 +104,9 @@ def _hold_against(text: str, lock: Path, config_file: Path | None, as_json: bool
         echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(held) for held in found]})
     else:
         for held in found:
-            status = "same" if held.differs is None else "different" if held.is_locked else "not locked"
+            status = "different" if held.is_locked else "not locked"
+            if held.differs is None:
+                status = "same"
             click.echo(f"{status:<11} {held.where}{f': {held.differs}' if held.is_locked and held.differs else ''}")
     if wrong := [held for held in found if held.differs]:
         raise CheckError(

@@ -76,15 +76,12 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
         for value, name in zip(part.outputs, outputs, strict=True):
             value.name = name
             value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
-        last = layer == len(markers)
-        if last:
+        name = "entry" if layer == 0 else "middle"
+        if layer == len(markers):
+            name = "exit"
             _pick_rows(part)
-        slots = {name: _slot(name, layer, layer_prefix) for name in part.initializers if name in weights}
-        blocks.append(
-            canonical(
-                part, "exit" if last else "entry" if layer == 0 else "middle", (*INPUT_ORDER, *_carried(inputs)), slots
-            )
-        )
+        slots = {weight: _slot(weight, layer, layer_prefix) for weight in part.initializers if weight in weights}
+        blocks.append(canonical(part, name, (*INPUT_ORDER, *_carried(inputs)), slots))
     return Cut(tuple(blocks[:-1]), blocks[-1], batchless)
 
 

@@ -176,5 +176,5 @@ def _shortest(value: Any) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return "none" if value is None else text if len(text) <= 60 else f"{text[:60]}..."
+    text = "none" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -138,8 +138,7 @@ def _rule(node: ir.Node, tokens: set[ir.Value]) -> None:
         attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()
     ):
         raise _Mixes("branches on values of tokens")
-    op = node.op_type
-    rule = _RULES.get(op) or (_elementwise if op in ELEMENTWISE else _reduction if op in REDUCTIONS else None)
+    rule = _RULES.get(node.op_type)
     if rule is None or node.domain not in ("", "ai.onnx"):
         raise _Mixes("may mix tokens: it is not known to keep them apart")
     rule(node, _moving(node, tokens))
@@ -296,6 +295,8 @@ def _einsum(node: ir.Node, moving: list) -> None:
 
 
 _RULES: dict[str, Callable[[ir.Node, list], None]] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(REDUCTIONS, _reduction),
     "ArgMax": _attribute_axis(0),
     "CumSum": lambda node, moving: _along(node, moving, _ints(node, 1) or [0]),
     "Concat": _concat,

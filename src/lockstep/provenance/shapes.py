@@ -74,7 +74,8 @@ def _is_deeper(value: Any, levels: int) -> bool:
         inner = [
             item
             for each in inner
-            for item in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
         ]
     return any(isinstance(each, (dict, list)) for each in inner)
 

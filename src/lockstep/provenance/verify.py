@@ -53,13 +53,9 @@ def verify(
     locks: lock file by model. `models`: only these, by default all. `deep`: large files are hashed also where size and
     times say that they did not change.
     """
-    folders = (
-        [results / model for model in models]
-        if models
-        else sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_MODELS)
-        if results.is_dir()
-        else []
-    )
+    folders = [results / model for model in models]
+    if not models and results.is_dir():
+        folders = sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_MODELS)
     config = results / "config.json"
     findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), [config] if os.path.lexists(config) else [], deep)
     for folder in folders:

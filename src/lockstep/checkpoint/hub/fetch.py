@@ -126,7 +126,7 @@ def _names(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collecti
             raise
         # A link whose file is not there is one that a cleaned cache left.
         cached = {path.name for path in snapshot.glob("*") if path.is_file()}
-        weights = [SINGLE] if SINGLE in cached else indexed_shards(snapshot / INDEX) if INDEX in cached else [SINGLE]
+        weights = indexed_shards(snapshot / INDEX) if INDEX in cached and SINGLE not in cached else [SINGLE]
         lacking = [name for name in ("config.json", "tokenizer.json", *weights) if name not in cached]
         if lacking:
             raise InputError(
@@ -221,7 +221,9 @@ def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
                 f"{source}: expected a model on {constants.ENDPOINT}, found none of this name "
                 f"({status}); correct it, or if it is private {login}"
             ) from None
-        remedy = login if status == 403 else "use another revision" if isinstance(error, EntryNotFoundError) else _AGAIN
+        remedy = "use another revision" if isinstance(error, EntryNotFoundError) else _AGAIN
+        if status == 403:
+            remedy = login
         raise InputError(
             f"{source}: expected an answer of {constants.ENDPOINT}, found status {status}; {remedy}"
         ) from None

@@ -215,7 +215,9 @@ def _reason(
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return "none" if value is None else str(value)
 
 
 def _numbers(array: np.ndarray) -> str:

@@ -182,7 +182,9 @@ def _largest(rows: Sequence[MeasuredOutput]) -> str:
 
 
 def _number(error: float | None) -> str:
-    return "NaN" if error is None else f"{error:.1e}" if error else "0"
+    if error is None:
+        return "NaN"
+    return f"{error:.1e}" if error else "0"
 
 
 def largest_within(rows: Sequence[MeasuredOutput]) -> str:

@@ -278,14 +278,11 @@ def _attention(
     attention = whole.outputs["attention"].copy()
     if half := count // 2:
         yield run("chunked", "prefill", np.arange(half, count), cached(keys, values, [half]))
-    # A prompt of one token goes through decode too, as it does when it is served.
-    first = (
-        0
-        if tokens.num_prompt == 1
-        else min(tokens.num_prompt, max(count - _DECODED, 0))
-        if tokens.num_prompt >= count
-        else tokens.num_prompt
-    )
+    first = tokens.num_prompt
+    if first == 1:  # it goes through decode too, as it does when it is served
+        first = 0
+    elif first >= count:
+        first = max(count - _DECODED, 0)
     for start in range(first, count, decode_rows):
         rows = np.arange(start, min(start + decode_rows, count))
         decoded = run("decode", "decode", rows, cached(keys, values, rows.tolist()))
