@@ -166,15 +166,14 @@ def _check_pieces(where: str, sharded: ShardedClass, whole: Signature, ranks: Te
     for name in sharded.first:
         _named(slots, name, f"{where}.first")
         _same(f"{where}.weights.{name}", name in sharded.weights, False)
-    own = lambda io, shards: (io.dtype, list(shards[io.name].shape(io.shape) if io.name in shards else io.shape))
-    values: Values = {io.name: own(io, sharded.values) for io in whole.inputs}
+    values: Values = {io.name: _type(io, sharded.values) for io in whole.inputs}
     taken: list[str] = []
     for piece in sharded.pieces:
         signature = _named(ranks.graphs, piece.graph, f"{where}.pieces").signature
         at = f"tensor_parallel.graphs.{piece.graph}"
         _unique(at, signature)
         for slot in signature.slots:
-            _same(f"{at}: {slot.name}", _type(slot), own(_named(slots, slot.name, at), sharded.weights))
+            _same(f"{at}: {slot.name}", _type(slot), _type(_named(slots, slot.name, at), sharded.weights))
         taken += [slot.name for slot in signature.slots]
         for io in signature.inputs:
             _same(f"{at}: {io.name}", _type(io), values.get(io.name))
@@ -183,7 +182,7 @@ def _check_pieces(where: str, sharded: ShardedClass, whole: Signature, ranks: Te
             values[total] = _named(values, partial, f"{where}.pieces: sums")
     _same(f"{where}.pieces: slots", sorted(set(taken)), sorted(slots))
     for io in whole.outputs:
-        _same(f"{where}: {io.name}", values.get(io.name), own(io, sharded.values))
+        _same(f"{where}: {io.name}", values.get(io.name), _type(io, sharded.values))
 
 
 def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: int) -> None:
@@ -203,8 +202,9 @@ def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: i
         raise ValidationError(f"{where}.ranges", f"all of {size}", f"{min(covered)} to {max(covered)}")
 
 
-def _type(io: IO) -> tuple[str, list[int | str]]:
-    return io.dtype, list(io.shape)
+def _type(io: IO, shards: Mapping[str, Shard] = {}) -> tuple[str, list[int | str]]:
+    """Return (dtype, shape) of a value, or of a rank's part where it is one of `shards`."""
+    return io.dtype, list(shards[io.name].shape(io.shape) if io.name in shards else io.shape)
 
 
 def _of_tokens(io: IO) -> tuple[str, list[int | str]]:

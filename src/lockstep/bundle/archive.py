@@ -130,11 +130,14 @@ def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]
 
 def header(name: str, size: int) -> bytes:
     """Return the 512 bytes before a file's content."""
-    octal = lambda value, width: f"{value:0{width - 1}o}\0".encode()
-    length = octal(size, 12) if size < _OCTAL_LIMIT else b"\x80" + size.to_bytes(11, "big")
-    start = name.encode().ljust(100, b"\0") + octal(0o644, 8) + octal(0, 8) + octal(0, 8) + length + octal(0, 12)
+    length = _octal(size, 12) if size < _OCTAL_LIMIT else b"\x80" + size.to_bytes(11, "big")
+    start = name.encode().ljust(100, b"\0") + _octal(0o644, 8) + _octal(0, 8) + _octal(0, 8) + length + _octal(0, 12)
     end = (b"0".ljust(101, b"\0") + b"ustar\x0000").ljust(_BLOCK - len(start) - 8, b"\0")
     return start + f"{sum(start) + sum(end) + 8 * ord(' '):06o}\0 ".encode() + end
+
+
+def _octal(value: int, width: int) -> bytes:
+    return f"{value:0{width - 1}o}\0".encode()
 
 
 def read_archive(path: str | os.PathLike) -> Archive:

@@ -154,9 +154,8 @@ def _weight(
     if left or (rows % word and not by_row):
         expected = f"rows of a multiple of {packing.group_size} numbers, as group_size in config.json says"
         _refuse(parts["data"], place, folder, expected if left else f"a multiple of {word} rows")
-    shape = lambda inner: (rows, inner) if by_row else (inner, rows)
     expected_shapes: dict[str, tuple[Iterable[str], tuple[int, ...]]] = {
-        "scales": (FLOAT_DTYPES, shape(groups)),
+        "scales": (FLOAT_DTYPES, (rows, groups) if by_row else (groups, rows)),
         "zero_points": (dtypes, _zero_points_shape(packing, rows, groups)),
         "order": (_INTS, (columns,)),
         "shape": ((*_INTS, "I64"), (2,)),

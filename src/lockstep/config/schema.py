@@ -395,10 +395,11 @@ class Config(Section):
         if backend is None or precision not in self._settings(backend).fp16_activations:
             return found
         half = self.tolerance(model, "fp16")
-        larger = lambda one, other: None if one is None or other is None else max(one, other)
-        return PlainTolerances(
-            larger(found.block, half.block), larger(found.logits, half.logits), found.noise, half.rounding
+        block, logits = (
+            None if one is None or other is None else max(one, other)
+            for one, other in ((found.block, half.block), (found.logits, half.logits))
         )
+        return PlainTolerances(block, logits, found.noise, half.rounding)
 
     def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
         """Return the largest error of an engine beside its graph, relative to its output.

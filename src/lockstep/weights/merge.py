@@ -62,8 +62,8 @@ def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path) -> P
 
 def _write(source: Source, adapter: LoadedAdapter, path: Path) -> None:
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-    key = lambda name: name if name in source.tensors else name.partition(".")[2]
-    modules = {key(f"{module}.weight"): module for module in adapter.modules}
+    names = {f"{module}.weight": module for module in adapter.modules}
+    modules = {name if name in source.tensors else name.partition(".")[2]: module for name, module in names.items()}
     stored = {name: Stored(name, place.dtype, place.shape) for name, place in source.tensors.items()}
     opening, tensors = layout(stored, path.name)
 
