@@ -5,6 +5,7 @@ An engine set and the weights of a checkpoint in; the network of a model cut aft
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +55,7 @@ def open_network(
     if ranks is not None and engines.backend.rank_devices:
         first, *others = (_network_of_rank(engines, weights, chosen, ranks, rank) for rank in range(ranks.degree))
         return replace(first, others=tuple(others))
-    load = lambda name: engines.load(name, threads, low_memory)
+    load = functools.partial(engines.load, threads=threads, low_memory=low_memory)
     programs = {name: load(name) for name, _ in assembly.engine_graphs() if name in engine_blocks(assembly)}
 
     bases = {name: load(name) for name, _ in base_graphs(assembly) if name in engines.manifest.engines}
@@ -118,8 +119,11 @@ def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
     layers = assembly.layers[: len(network.layers)]
     pairs = [(layer.block, block) for layer, (block, _) in zip(layers, network.layers, strict=True)]
     pairs.append((layers[-1].exit, network.exit))
-    by_rows = lambda block: block.run.adapter_rows if isinstance(block.run, HasAdapterRows) else ()
-    return [each for part, block in pairs for each in arrays_of(slots, part, block.adapters, by_rows(block))]
+    arrays = []
+    for part, block in pairs:
+        by_rows = block.run.adapter_rows if isinstance(block.run, HasAdapterRows) else ()
+        arrays += arrays_of(slots, part, block.adapters, by_rows)
+    return arrays
 
 
 def adapted_modules(assembly: Assembly) -> set[str]:
@@ -144,7 +148,7 @@ def _network_of_rank(
     It has the rank's heads, and engine calls with its part of the weights.
     """
     assembly = _as_run(engines)
-    load = lambda name: engines.load(name, rank=rank)
+    load = functools.partial(engines.load, rank=rank)
     programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
 
     def bound(part: BoundBlock) -> Block:
@@ -165,8 +169,14 @@ def _network_of_rank(
 
 def _local(signature: Signature, sharded: ShardedClass) -> Signature:
     """Return a block's signature with the sizes that a rank holds."""
-    own = lambda io: replace(io, shape=sharded.values[io.name].shape(io.shape)) if io.name in sharded.values else io
-    return Signature(tuple(map(own, signature.inputs)), tuple(map(own, signature.outputs)))
+    inputs, outputs = (
+        tuple(
+            replace(io, shape=sharded.values[io.name].shape(io.shape)) if io.name in sharded.values else io
+            for io in ios
+        )
+        for ios in (signature.inputs, signature.outputs)
+    )
+    return Signature(inputs, outputs)
 
 
 def _layer_attentions(

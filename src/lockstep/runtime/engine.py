@@ -142,8 +142,7 @@ class Engine:
         bad_words = self._bad_words(request, prompt, again)
         # The last new token is given out, and needs no place of its own.
         most = min(len(prompt) + max(1, request.max_new_tokens) - 1, model.max_seq_len)
-        make = lambda: Scheduled(len(prompt), most, request.priority, adapter=request.adapter)
-        choices = [make() for _ in range(request.n)]
+        choices = [Scheduled(len(prompt), most, request.priority, adapter=request.adapter) for _ in range(request.n)]
         if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.chunk_size:
             adapter = model.adapters.digest(request.adapter) if model.adapters is not None else None
             root = self._root_key(request.cache_salt, adapter)

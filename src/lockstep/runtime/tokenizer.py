@@ -54,9 +54,9 @@ def _longest_token(value: Mapping[str, Any]) -> int | None:
     normalizers = _parts(value.get("normalizer"), "normalizers")
     if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
         return None
-    keeps = lambda each: each["type"] in _KEEPING or (each["type"] == "Split" and each["behavior"] != "Removed")
-    if not all(map(keeps, pre)):
-        return None
+    for each in pre:
+        if each["type"] not in _KEEPING and (each["type"] != "Split" or each["behavior"] == "Removed"):
+            return None
     vocabulary = model["vocab"]
     if any(each["type"] == "ByteLevel" for each in pre):
         from tokenizers.pre_tokenizers import ByteLevel
@@ -196,8 +196,8 @@ class Tokenizer:
         """Return the bytes of one token behind others, those of a special token's name too."""
         if piece := self.pieces.behind(token):
             return piece
-        decode = lambda count: self._tokenizer.decode([int(token)] * count, skip_special_tokens=False)
-        return decode(2)[len(decode(1)) :].encode()
+        one, two = (self._tokenizer.decode([int(token)] * count, skip_special_tokens=False) for count in (1, 2))
+        return two[len(one) :].encode()
 
     def token_text(self, token: int) -> str:
         """Return `token_bytes` as text; parts of characters show as replacement characters."""
@@ -208,7 +208,10 @@ class Tokenizer:
 
         At the beginning, behind a space and behind a line's end; each once. Raises InputError, as `encode`.
         """
-        encode = lambda text: tuple(self.encode(text, special=False).tolist())
+
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(self.encode(text, special=False).tolist())
+
         found = [encode(text), encode(text if text[:1].isspace() else f" {text}")]
         before, behind = encode("\n"), encode(f"\n{text}")
         if behind[: len(before)] == before:

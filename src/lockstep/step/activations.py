@@ -21,12 +21,13 @@ def with_activations(assembly: Assembly, dtype: str) -> Assembly:
     """
     if assembly.dtype == dtype:
         return assembly
-    own = lambda ios: tuple(replace(io, dtype=dtype) if io.dtype == "float32" else io for io in ios)
+
+    def own(ios: tuple[IO, ...]) -> tuple[IO, ...]:
+        return tuple(replace(io, dtype=dtype) if io.dtype == "float32" else io for io in ios)
 
     def graph(of: _Graph) -> _Graph:
         signature: Signature = of.signature
-        inputs: tuple[IO, ...] = own(signature.inputs)
-        return replace(of, signature=Signature(inputs, own(signature.outputs), signature.slots))
+        return replace(of, signature=Signature(own(signature.inputs), own(signature.outputs), signature.slots))
 
     def variant(of: AttentionVariant) -> AttentionVariant:
         return replace(of, prefill=graph(of.prefill), decode=graph(of.decode))

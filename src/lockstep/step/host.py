@@ -47,10 +47,11 @@ class HostExecutor:
             [attention.cache for _, attention in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
         )
         page_nbytes = PAGE_SIZE * self._cache.token_nbytes
-        pages_for = lambda length: -(-self._cache.capacity_for(length) // PAGE_SIZE)
         self._stored: dict[int, list[np.ndarray]] = {}  # by page
         pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
-        self.tables = PageTables(pool, num_slots, pages_for, shares=False)
+        self.tables = PageTables(
+            pool, num_slots, lambda length: -(-self._cache.capacity_for(length) // PAGE_SIZE), shares=False
+        )
         self._room = [0] * num_slots  # tokens that each slot's row has room for, and pages
         self._steps: dict[Layout, HostStep] = {}
         self._taken: tuple[HostStep, Sequence[Advance]] | None = None  # the last step
