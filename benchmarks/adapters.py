@@ -155,10 +155,11 @@ def _steps(
 
 
 def _compared(times: dict[str, list[float]]) -> dict[str, Any]:
-    longer = lambda way: spread([a / b for a, b in zip(times[way], times[_NONE], strict=True)], 3)
     return {
         "seconds": {way: spread(values) for way, values in times.items()},
-        "times_as_long": {way: longer(way) for way in (_ROOM, _EACH)},
+        "times_as_long": {
+            way: spread([a / b for a, b in zip(times[way], times[_NONE], strict=True)], 3) for way in (_ROOM, _EACH)
+        },
     }
 
 

@@ -33,6 +33,7 @@ from benchmarks.measure import read_json, recorder, spread, write_json
 from benchmarks.shapes import config_of
 from lockstep import Advance, Assembly, CheckError, InputError, Model
 from lockstep.artifacts import formats
+from lockstep.artifacts.assembly import BoundBlock
 from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype
 from lockstep.artifacts.quantized import is_scales
 from lockstep.backends import get_backend
@@ -378,9 +379,11 @@ def operations(assembly: Assembly, tokens: int) -> tuple[int, int]:
 
     Blocks: two for each weight and token. Attention: its products, without windows. Exit: for its one row.
     """
-    weights = lambda part: sum(
-        math.prod(slot.sizes) for slot in assembly.classes[part.graph].signature.slots if len(slot.shape) > 1
-    )
+
+    def weights(part: BoundBlock) -> int:
+        slots = assembly.classes[part.graph].signature.slots
+        return sum(math.prod(slot.sizes) for slot in slots if len(slot.shape) > 1)
+
     blocks = 2 * tokens * sum(weights(layer.block) for layer in assembly.layers)
     kinds = [assembly.variants[layer.variant] for layer in assembly.layers]
     attention = sum(kind.num_heads * (kind.head_dim + kind.value_head_dim) * tokens * (tokens + 1) for kind in kinds)

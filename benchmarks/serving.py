@@ -302,12 +302,11 @@ def long_prompt(url: str) -> dict[str, Any]:
     alone = load(url, f"{LONG},0,2,0", "inf", 1, seed=4)
     output, _ = streams.communicate(timeout=120)
     (beside,) = json.loads(output)["runs"]
-    pick = lambda figures: {name: _rounded(figures[f"itl_{name}_ms"]) for name in ("p50", "p99", "max")}
-    return {
-        "quiet_ms": pick(quiet),
-        "beside_ms": pick(beside["figures"]),
-        "its_ttft_ms": _rounded(alone["ttft_p50_ms"]),
-    }
+    quiet_ms, beside_ms = (
+        {name: _rounded(figures[f"itl_{name}_ms"]) for name in ("p50", "p99", "max")}
+        for figures in (quiet, beside["figures"])
+    )
+    return {"quiet_ms": quiet_ms, "beside_ms": beside_ms, "its_ttft_ms": _rounded(alone["ttft_p50_ms"])}
 
 
 def _rounded(value: float | None) -> float | None:
