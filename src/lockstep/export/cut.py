@@ -283,12 +283,15 @@ def _put_behind(
 
     def crossing(moved: Collection[ir.Value]) -> set[ir.Value]:
         """Return what the blocks behind the attention read of those before it."""
-        behind = lambda value: stage.get(value, -1) > index or value in moved
-        readers = lambda value: (node for node in value.consumers() if node not in batchless)
+
+        def is_behind(value: ir.Value) -> bool:
+            return stage.get(value, -1) > index or value in moved
+
         return {
             value
-            for value, at in stage.items()
-            if at <= index and value not in moved and any(behind(node.outputs[0]) for node in readers(value))
+            for value in stage
+            if not is_behind(value)
+            and any(is_behind(node.outputs[0]) for node in value.consumers() if node not in batchless)
         }
 
     now = crossing(())

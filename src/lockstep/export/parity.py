@@ -168,11 +168,9 @@ def _parameters(meta: PreTrainedModel) -> int:
 
 
 def _compare_signatures(found: Sequence[str], expected: Sequence[str]) -> None:
-    pattern = lambda found: [list(found).index(signature) for signature in found]
-    if pattern(found) != pattern(expected[: len(found)]):
-        raise InputError(
-            f"expected layers that look alike as in {pattern(expected[: len(found)])}, found {pattern(found)}"
-        )
+    small, real = ([list(side).index(name) for name in side] for side in (found, expected[: len(found)]))
+    if small != real:
+        raise InputError(f"expected layers that look alike as in {real}, found {small}")
 
 
 def _compare_variants(found: Assembly, expected: Assembly) -> None:

@@ -62,7 +62,10 @@ def quantize(
     for name, graph in assembly.classes.items():
         bits = _bits(_places(assembly, name), quantized)
         classes[name], made[graph.file] = _rewritten(graph, files[graph.file], bits, quantized)
-    part = lambda old: BoundBlock(old.graph, _bound(old.slots, quantized))
+
+    def part(old: BoundBlock) -> BoundBlock:
+        return BoundBlock(old.graph, _bound(old.slots, quantized))
+
     layers = tuple(Layer(part(layer.block), layer.variant, part(layer.exit)) for layer in assembly.layers)
     uncut = assembly.batchful
     if uncut is not None:
@@ -82,8 +85,10 @@ def quantize(
 def _adapters_of(slots: LoraSlots, classes: Mapping[str, GraphFile]) -> LoraSlots:
     """Return the adapters' linear layers, by the slots of the rewritten graphs."""
     held = {name: {slot.name for slot in graph.signature.slots} for name, graph in classes.items()}
-    own = lambda name, slot: slot if slot in held[name] else data_name(slot)
-    named = {name: {own(name, slot): each for slot, each in found.items()} for name, found in slots.classes.items()}
+    named = {
+        name: {slot if slot in held[name] else data_name(slot): each for slot, each in found.items()}
+        for name, found in slots.classes.items()
+    }
     return replace(slots, classes=named)
 
 

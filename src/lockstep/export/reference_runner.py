@@ -103,7 +103,10 @@ class ReferenceRunner(GraphRunner):
         env["logit_rows"] = np.arange(len(env["token_ids"]))
         layers = self.assembly.layers
         env |= self.run_block(self.assembly.embedding, env)
-        attend = lambda index, env: self._attention(layers[index].variant, self.caches[index], parts, env)
+
+        def attend(index: int, env: Arrays) -> np.ndarray:
+            return self._attention(layers[index].variant, self.caches[index], parts, env)
+
         logits = self.run_layers(layers, env, attend)
         for part in parts:
             self.lengths[part.request] += len(part.tokens)

@@ -110,7 +110,10 @@ def export(
     files["tokenizer.json"] = tokenizer.data or (folder / "tokenizer.json").read_bytes()
     if template:
         files[chat_template.FILE] = template.to_bytes()
-    entry = lambda name: FileEntry(name, hashlib.sha256(files[name]).hexdigest())
+
+    def entry(name: str) -> FileEntry:
+        return FileEntry(name, hashlib.sha256(files[name]).hexdigest())
+
     assembly = replace(
         assembly,
         eos_token_ids=stops,
@@ -327,14 +330,13 @@ def shard(
     for name, before, behind in dict.fromkeys(places):
         found = shard_block(classes[name], before, behind, degree)
         check_plan(found, plan)
-        shards = lambda held: {key: as_shard(part) for key, part in held.items()}
         entry = ShardedClass(
             tuple(
                 ShardEntry(pieces.add(piece.graph, f"{name}.{number}"), piece.sums)
                 for number, piece in enumerate(found.pieces, 1)
             ),
-            shards(found.held),
-            shards(found.weights),
+            {key: as_shard(part) for key, part in found.held.items()},
+            {key: as_shard(part) for key, part in found.weights.items()},
             tuple(sorted(found.first)),
         )
         if sharded.setdefault(name, entry) != entry:

@@ -176,8 +176,10 @@ class _Finder:
         """
         if node.op_type not in BROADCAST:
             return True
-        sizes = lambda name: [size for size in self.shapes[name] if isinstance(size, int)]
-        return math.prod(sizes(name)) > 1 or math.prod(sizes(node.output[0])) == 1
+        numbers, results = (
+            math.prod(size for size in self.shapes[value] if isinstance(size, int)) for value in (name, node.output[0])
+        )
+        return numbers > 1 or results == 1
 
     def _split(self, group: list[str]) -> None:
         members = set(group)
@@ -330,8 +332,11 @@ class _Finder:
             for node in self.graph.node:
                 if node.output[0] in rows or self._keeps_partial(node, partial - summed):
                     partial.add(node.output[0])
-            read = lambda name: any(reader.output[0] not in partial for reader in self.readers[name])
-            found = {name for name in partial if name in self.outputs or read(name)}
+            found = {
+                name
+                for name in partial
+                if name in self.outputs or any(reader.output[0] not in partial for reader in self.readers[name])
+            }
             if found <= summed:
                 break
             summed |= found

@@ -108,6 +108,10 @@ def reshaped(before: Sequence[int | str], after: Sequence[int | str], part: Shar
     raise NotSplit(f"a reshape of {list(before)} to {list(after)} does not keep the ranks' parts together")
 
 
+def _size(shape: Sequence[int | str], axes: Sequence[int]) -> int:
+    return math.prod(_number(shape[axis]) for axis in axes)
+
+
 def _number(size: int | str) -> int:
     if not isinstance(size, int):
         raise NotSplit(f"a reshape joins {size} with what would be split")
@@ -128,9 +132,8 @@ def _axes_kept(before: Sequence[int | str], after: Sequence[int | str]) -> list[
                 raise NotSplit(f"a reshape of {list(before)} to {list(after)} joins axes of tokens")
             groups.append((old, new))
             continue
-        sizes = lambda shape, axes: math.prod(_number(shape[axis]) for axis in axes)
-        while sizes(before, old) != sizes(after, new):
-            if sizes(before, old) < sizes(after, new):
+        while _size(before, old) != _size(after, new):
+            if _size(before, old) < _size(after, new):
                 if i == len(before):
                     raise NotSplit("a reshape that does not come out even")
                 old.append(i)
