@@ -153,12 +153,12 @@ class _Cut:
 
         Those of products and inputs are left out.
         """
-        own = lambda name: self._level.get(name) == level and name not in self._products and name not in self._given
         needed = [each.input for each in self._products.values()] + self._results
         for node in self._between():
             if self._level.get(node.output[0], level) != level:
                 needed += node.input
-        return list(dict.fromkeys(name for name in needed if own(name)))
+        others = self._products.keys() | self._given
+        return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in others))
 
     def _between(self) -> list[onnx.NodeProto]:
         """Return the nodes that are no part of a product."""

@@ -78,8 +78,9 @@ class GraphRunner(abc.ABC):
             return self.run_graph(name, inputs, {})
         signature, shards = whole.phases()[phase].signature, attention_shards(whole, ranks.degree)
         given = {io.name: inputs[io.name] for io in signature.inputs if io.name in inputs}
-        run = lambda name, rank, known: self.run_graph(name, known, {})
-        return run_sharded_attention(ranks, name, signature, shards, given, run)
+        return run_sharded_attention(
+            ranks, name, signature, shards, given, lambda name, rank, known: self.run_graph(name, known, {})
+        )
 
     def run_layers(
         self, layers: Sequence[Layer], env: dict[str, np.ndarray], attend: Callable[[int, Arrays], np.ndarray]

@@ -26,7 +26,10 @@ def halve_activations(model: onnx.ModelProto) -> None:
     types = {name: element for name, (element, _) in typed_values(model).items()}
     given = {value.name for value in graph.input if value.type.tensor_type.elem_type == TensorProto.FLOAT}
     results = {value.name for value in graph.output if value.type.tensor_type.elem_type == TensorProto.FLOAT}
-    inner = lambda name: f"{name}/float" if name in given or name in results else name
+
+    def inner(name: str) -> str:
+        return f"{name}/float" if name in given or name in results else name
+
     halves: dict[str, str] = {name: name for name in given}
     of_floats = set(given)  # what is computed from float inputs
     nodes = [_cast(name, inner(name), TensorProto.FLOAT) for name in sorted(given)]

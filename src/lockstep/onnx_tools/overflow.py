@@ -79,8 +79,8 @@ def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Ov
     )
     makers = {name: node.op_type for node in model.graph.node for name in node.output if name in halves}
     names = list(makers)
-    half = lambda array: array.astype(np.float32) if array.dtype == np.float16 else array
-    arrays = open_session(wide.SerializeToString()).run(names, {name: half(array) for name, array in feeds.items()})
+    feeds = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in feeds.items()}
+    arrays = open_session(wide.SerializeToString()).run(names, feeds)
     for name, array in zip(names, arrays, strict=True):
         largest = float(np.abs(array).max(initial=0))
         if largest > LARGEST:

@@ -24,7 +24,10 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 3
     source = model if isinstance(model, bytes) else str(model)
-    start = lambda: ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+
+    def start() -> ort.InferenceSession:
+        return ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+
     try:
         return start()
     except Exception as error:  # ONNX Runtime's errors share no base class

@@ -184,12 +184,11 @@ def make_again(
 def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:
     """Return the config with this target only, and the checkpoint where it lies."""
     model = config["models"][target.model]
-    kept = lambda prompt: {
-        **prompt,
-        "expected": {
-            layers: text for layers, text in prompt.get("expected", {}).items() if layers == str(target.layers)
-        },
-    }
+
+    def kept(prompt: Mapping[str, Any]) -> dict[str, Any]:
+        texts = prompt.get("expected", {}).items()
+        return {**prompt, "expected": {layers: text for layers, text in texts if layers == str(target.layers)}}
+
     golden = {**model["golden"], "prompts": [kept(prompt) for prompt in model["golden"]["prompts"]]}
     adapters = {
         name: {**adapter, "prompts": [kept(prompt) for prompt in adapter["prompts"]]}

@@ -160,7 +160,10 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     # a tree holds the engines of one device, a lock those of several
     built = {where[:-1] for where in found if where[0] == ENGINES}
     lost = [where for where in lock.sections if where not in found and where[:-1] not in built]
-    name = lambda where: f"{folder.name}: {'/'.join(where)}"
+
+    def name(where: Place) -> str:
+        return f"{folder.name}: {'/'.join(where)}"
+
     findings = [Finding(MISSING, name(where), "locked, and not there; run snakemake") for where in lost]
     for where, items in found.items():
         compared = lock.compare(where, items)
