@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.bisect_report import EngineReport
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.backends import EngineSet
@@ -153,7 +153,10 @@ def engine_report(
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:
     """Open the graphs of an assembly on disk, each of the recorded digest."""
     assembly = Assembly.load(assembly_json)
-    read = lambda graph: graph_file(assembly_json.parent, graph).read_bytes()
+
+    def read(graph: GraphFile) -> bytes:
+        return graph_file(assembly_json.parent, graph).read_bytes()
+
     for _, graph in assembly.graphs():
         read(graph)  # a damaged one is told before anything runs
     return Graphs(assembly, read, Weights.open(weights_json), layers, threads)

@@ -5,6 +5,7 @@ Measurements in, what is wrong, where, and what to look at out.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -201,7 +202,7 @@ def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Pat
     row = walked.first("pytorch")
     if row is None:
         return None
-    found = lambda place, node, look_at: Fault("graph", row, walked.before(row), place, node, look_at)
+    found = functools.partial(Fault, "graph", row, walked.before(row))
     if isinstance(clean, str):
         return found(
             row.stage, None, f"the model cannot be exported again to compare with ({clean}): no node can be named"

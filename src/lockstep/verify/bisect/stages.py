@@ -227,8 +227,8 @@ def walk(
         # One value crosses to the next block in most models: the hidden state, which PyTorch shows. Of others only
         # their effect is seen.
         shown = record and index and [name for name in names if name.endswith("_out")] == ["hidden_out"]
-        hidden = lambda side, index=index: side.layers[index].hidden
-        step = run("block", block.graph, index, block.slots, "hidden_out", hidden if shown else None)
+        of = (lambda side, index=index: side.layers[index].hidden) if shown else None
+        step = run("block", block.graph, index, block.slots, "hidden_out", of)
         yield step
         env |= {name.removesuffix("_out"): value for name, value in step.outputs.items()}
         if shown:
@@ -270,7 +270,10 @@ def _attention(
 
     spec = graphs.assembly.variants[variant]
     shapes = [(spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_head_dim)]
-    cached = lambda keys, values, lengths: _past([keys, values], shapes, lengths, graphs.dtype)
+
+    def cached(keys: np.ndarray, values: np.ndarray, lengths: Sequence[int]) -> Arrays:
+        return _past([keys, values], shapes, lengths, graphs.dtype)
+
     no_keys, no_values = (np.empty((0, *shape), graphs.dtype) for shape in shapes)
     whole = run("prefill", "prefill", np.arange(count), cached(no_keys, no_values, [0]))
     yield whole

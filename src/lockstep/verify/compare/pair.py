@@ -90,8 +90,8 @@ class Pair:
 
         def place(slots: Sequence[IO], tensors: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
             """Return what each slot takes, but for rows that adapters are written to."""
-            shape = lambda slot: (-1, *slot.sizes[1:]) if rows_of(slot.name) else slot.sizes
-            return {slot.name: slot_array(source, tensors[slot.name], shape(slot)) for slot in slots}
+            shapes = {slot.name: (-1, *slot.sizes[1:]) if rows_of(slot.name) else slot.sizes for slot in slots}
+            return {name: slot_array(source, tensors[name], shape) for name, shape in shapes.items()}
 
         session = open_session(self._model.SerializeToString(), threads)
         self._weights = place(slots, tensors)
@@ -257,8 +257,8 @@ class _Known:
 
 
 def _worse(run: ComparedRun, other: ComparedRun) -> bool:
-    worst = lambda each: max(error.relative_error or 0.0 for error in each.outputs.values())
-    return worst(run) > worst(other)
+    one, two = (max(error.relative_error or 0.0 for error in each.outputs.values()) for each in (run, other))
+    return one > two
 
 
 def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:

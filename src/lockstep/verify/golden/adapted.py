@@ -188,11 +188,7 @@ class _Check:
         adapters = self.model.adapters
         assert adapters is not None  # `open` refuses a model without
         names = sorted({one.adapter for one in self.prompts} - {""})
-        shortest = lambda name: min(
-            (i for i, one in enumerate(self.prompts) if one.adapter == name),
-            key=lambda i: len(self.prompts[i].prompt.prompt_ids),
-        )
-        without = [shortest("")] if any(not one.adapter for one in self.prompts) else []
+        without = [self._shortest("")] if any(not one.adapter for one in self.prompts) else []
         places = range(adapters.residency.max_adapters)
         rounds = [(bit, value) for bit in range(max(1, (len(places) - 1).bit_length())) for value in (1, 0)]
         for number, (bit, value) in enumerate(rounds):
@@ -208,7 +204,7 @@ class _Check:
                 adapters.residency.claim(0, each.name)
             adapters.residency.release(0)
             adapters.load()
-            chosen = [(shortest(name), loaded[place].name) for place in own]
+            chosen = [(self._shortest(name), loaded[place].name) for place in own]
             mixed = [pair for one in chosen for pair in (*((i, None) for i in without), one)]
             yield from zip(
                 [i for i, _ in mixed],
@@ -216,6 +212,11 @@ class _Check:
             )
             for each in loaded:
                 adapters.remove(each.name)
+
+    def _shortest(self, adapter: str) -> int:
+        """Return the number of the shortest prompt with an adapter; "" is none."""
+        numbers = (i for i, one in enumerate(self.prompts) if one.adapter == adapter)
+        return min(numbers, key=lambda i: len(self.prompts[i].prompt.prompt_ids))
 
     def _same(self, one: Adapted, how: str, batch: Decoded, other: Decoded, short: bool = False) -> bool:
         """Return whether a request gave in other company what it gave in the batch.
@@ -237,9 +238,8 @@ class _Check:
         return Request(one.prompt.prompt_ids, len(one.prompt.tokens), lambda logits: next(tokens), adapter=one.name)
 
     def _freely(self, one: Adapted, most: int | None = None) -> Request:
-        choose = lambda logits: int(logits.argmax())
-        count = min(self.max_new_tokens, most or self.max_new_tokens)
-        return Request(one.prompt.prompt_ids, count, choose, self.stop_ids, adapter=one.name)
+        count, ids = min(self.max_new_tokens, most or self.max_new_tokens), one.prompt.prompt_ids
+        return Request(ids, count, lambda logits: int(logits.argmax()), self.stop_ids, adapter=one.name)
 
     def _decode(self, requests: Sequence[Request]) -> list[Decoded]:
         found = [Decoded() for _ in requests]
@@ -251,10 +251,13 @@ class _Check:
 
     def _generate(self) -> list[list[int]]:
         """Decode as `lockstep generate` does: the model chooses the tokens."""
-        make = lambda one: Request(one.prompt.prompt_ids, self.max_new_tokens, stop_ids=self.stop_ids, adapter=one.name)
+        requests = [
+            Request(one.prompt.prompt_ids, self.max_new_tokens, stop_ids=self.stop_ids, adapter=one.name)
+            for one in self.prompts
+        ]
         found: list[list[int]] = [[] for _ in self.prompts]
         try:
-            for made in Decoding(self.model, [make(one) for one in self.prompts]):
+            for made in Decoding(self.model, requests):
                 found[made.request].append(made.token)
         except CheckError as error:
             self.failures.append(f"generating: {error}")

@@ -251,8 +251,8 @@ class _Check:
 
         Whatever they are: `_judge` finds NaN.
         """
-        choose = lambda logits: int(logits.argmax())
-        return Request(prompt.prompt_ids, self.max_new_tokens, choose, frozenset(self.eos_token_ids))
+        stop_ids = frozenset(self.eos_token_ids)
+        return Request(prompt.prompt_ids, self.max_new_tokens, lambda logits: int(logits.argmax()), stop_ids)
 
     def _decode(self, requests: Sequence[Request], prefix_caching: bool = False) -> tuple[list[Decoded], Speed]:
         """Run requests in the loop of `lockstep generate`.

@@ -181,10 +181,11 @@ def _token_texts(
 
     The expected one, then the found one.
     """
-    text = lambda tokens: new_text(decode, prompt.prompt_ids, tokens)
-    before = text(expected[:step])
-    of = lambda tokens: text(tokens[: step + 1])[len(before) :]
-    return before, of(expected), of(found)
+    before, one, other = (
+        new_text(decode, prompt.prompt_ids, tokens)
+        for tokens in (expected[:step], expected[: step + 1], found[: step + 1])
+    )
+    return before, one[len(before) :], other[len(before) :]
 
 
 def short(text: str) -> str:

@@ -73,10 +73,9 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
             continue
         errors, logits = layer_errors(graphs, [(grown, grown)])  # what rounding costs is not asked
         reach = f"hidden states of up to {part * end:.3g}"
-        all_errors = [*(error for entry in errors for error in entry.tensors.values()), logits]
-        if any(error.of.relative_error is None for error in all_errors):
-            is_wrong = lambda entry: any(error.of.relative_error is None for error in entry.tensors.values())
-            entry = next(filter(is_wrong, errors), errors[-1])
+        wrong = [entry for entry in errors if any(error.of.relative_error is None for error in entry.tensors.values())]
+        if wrong or logits.of.relative_error is None:
+            entry = wrong[0] if wrong else errors[-1]
             overflows = f"{_layer(entry)}, {reach}: expected finite numbers, found NaN or infinity"
             continue
         for entry in errors:

@@ -117,7 +117,10 @@ class Graphs(GraphRunner):
         self.exit = self.layers[-1].exit
         self.embedding = assembly.embedding
         parts = (self.embedding, self.exit, *(layer.block for layer in self.layers))
-        opened = lambda graph: Graph(path.parent / graph.file, graph, threads)
+
+        def opened(graph: GraphFile) -> Graph:
+            return Graph(path.parent / graph.file, graph, threads)
+
         self.classes = {name: opened(assembly.classes[name]) for name in sorted({part.graph for part in parts})}
         self.pieces: dict[str, Graph] = {}
         self._adapters: dict[str, dict[str, np.ndarray]] = {}
@@ -183,11 +186,10 @@ class Graphs(GraphRunner):
         assert self.assembly.adapters is not None  # the caller's part
         if name not in self._adapters:
             random, rank = np.random.default_rng(0), self.assembly.adapters.max_lora_rank
-            size = lambda key, shape: np.sqrt(np.float32(rank if key.endswith(B_SUFFIX) else shape[0]))
-            self._adapters[name] = {
-                key: (random.standard_normal(shape, np.float32) / size(key, shape)).astype(self.dtype)
-                for key, shape in self.assembly.adapters.shapes(name)
-            }
+            self._adapters[name] = arrays = {}
+            for key, shape in self.assembly.adapters.shapes(name):
+                size = np.sqrt(np.float32(rank if key.endswith(B_SUFFIX) else shape[0]))
+                arrays[key] = (random.standard_normal(shape, np.float32) / size).astype(self.dtype)
         return self._adapters[name]
 
     def adapted_modules(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -130,11 +130,10 @@ def _layers_alone(
     graphs: Graphs, pairs: Pairs, capacity: int = 0, adapter_ids: np.ndarray | None = None
 ) -> tuple[list[LayerErrors], dict[str, np.ndarray]]:
     """Return the errors of each layer, and what goes on from the last to the exit."""
-    packed = lambda arrays, dtype: _narrowed(np.concatenate(arrays), dtype)
     records, noise = ([pair[side] for pair in pairs] for side in (0, 1))
     spans = _spans(records)
     env: dict[str, np.ndarray] = {
-        "hidden": packed([record.embedded for record in records], graphs.hidden_dtype),
+        "hidden": _narrowed(np.concatenate([record.embedded for record in records]), graphs.hidden_dtype),
         "position_ids": np.concatenate([record.position_ids for record in records]),
     }
     if adapter_ids is not None:
@@ -161,7 +160,8 @@ def _layers_alone(
         else:
             entry.tensors |= _variant_errors(graphs, layer.variant, env, layers, spans)
         errors.append(entry)
-        env["attention"] = packed([record.layers[index].attention for record in records], graphs.dtype)
+        attention = np.concatenate([record.layers[index].attention for record in records])
+        env["attention"] = _narrowed(attention, graphs.dtype)
     return errors, env
 
 
@@ -310,10 +310,9 @@ def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_
     def attend(index: int, env: Mapping[str, np.ndarray]) -> np.ndarray:
         name = graphs.layers[index].variant
         variant = graphs.assembly.variants[name]
-        empty = lambda dim: np.zeros((1, variant.num_kv_heads, 1, dim), graphs.dtype)
         past = {
-            "past_key": empty(variant.head_dim),
-            "past_value": empty(variant.value_head_dim),
+            "past_key": np.zeros((1, variant.num_kv_heads, 1, variant.head_dim), graphs.dtype),
+            "past_value": np.zeros((1, variant.num_kv_heads, 1, variant.value_head_dim), graphs.dtype),
             "past_lengths": np.zeros(1, np.int64),
         }
         return graphs.run_attention(name, "prefill", {**_rows(env, slice(None)), **past})["attention"]

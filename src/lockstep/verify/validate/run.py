@@ -216,8 +216,9 @@ def _check_long_contexts(
 def _worst(num_past: int, errors: list[LayerErrors], tolerance: Tolerances) -> CacheError:
     """Return the error that is the largest beside what passes."""
     entries = [_entry(name, error, tolerance) for entry in errors for name, error in entry.tensors.items()]
-    part = lambda entry: math.inf if entry.relative_error is None else entry.relative_error / entry.tolerance
-    worst = max(entries, key=part)
+    worst = max(
+        entries, key=lambda entry: math.inf if entry.relative_error is None else entry.relative_error / entry.tolerance
+    )
     return CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance)
 
 
@@ -257,8 +258,13 @@ def _check_forward(
     The chain of split graphs, and at full depth the uncut graph, each against torch. Raises CheckError.
     """
     inputs = graphs.forward_inputs()
-    split = lambda feed: forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
-    expected = lambda feed: torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
+
+    def split(feed: Mapping[str, np.ndarray]) -> np.ndarray:
+        return forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
+
+    def expected(feed: Mapping[str, np.ndarray]) -> np.ndarray:
+        return torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
+
     runners: list[BaseRunner] = [GraphRunner("split", inputs, split)]
     if uncut is not None:
         assert graphs.assembly.batchful is not None  # it is open

@@ -169,7 +169,10 @@ class TorchModel:
             recording, entered = _Recording(_caches(past, dtype), right=right), dict[int, torch.Tensor]()
             with Rounded(dtype), _on(self.model, right, entered):
                 ids, embedded, output = self._run(recording, right.token_ids)
-            scaled = lambda exact, found, part=rounding: exact + (found - exact) / np.float32(part)
+
+            def scaled(exact: np.ndarray, found: np.ndarray) -> Any:
+                return exact + (found - exact) / np.float32(rounding)
+
             layers = tuple(
                 replace(
                     layer,
@@ -327,10 +330,9 @@ def _record_attention(
         right = recording.right.layers[module.layer_idx] if recording.right else None
         query, key, scales = _scaled(query, key, past_key.shape[2], options.get("scaling"), right)
     attention, weights = eager(module, query, key, value, attention_mask, **options)
-    by_token = lambda x: np.ascontiguousarray(_numpy(x[0].transpose(0, 1)))
     recording.calls[module.layer_idx] = {
-        "keys": by_token(key),
-        "values": by_token(value),
+        "keys": _by_token(key),
+        "values": _by_token(value),
         "attention": _numpy(attention[0].flatten(1)),
         **scales,
     }
@@ -348,9 +350,9 @@ def _scaled(
     The scores are against standard normal keys; the keys are the new ones. RoPE is linear, so the graphs may scale
     their queries and keys before it. right: of a layer that is rounded, the record of the exact one.
     """
-    rms = lambda x: max(float(x.square().mean().sqrt()), 1e-6)
+    query_rms, key_rms = (max(float(x.square().mean().sqrt()), 1e-6) for x in (query, key[:, :, num_past:]))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    by_query, by_key = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * rms(query)), 1 / rms(key[:, :, num_past:])
+    by_query, by_key = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * query_rms), 1 / key_rms
     if right:
         by_query, by_key = right.query_scale, right.key_scale
     key = torch.cat([key[:, :, :num_past], key[:, :, num_past:] * by_key], 2)
@@ -361,6 +363,10 @@ def _caches(
     past: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype = torch.float32
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(_by_head(keys).to(dtype), _by_head(values).to(dtype)) for keys, values in past]
+
+
+def _by_token(heads: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(_numpy(heads[0].transpose(0, 1)))
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
