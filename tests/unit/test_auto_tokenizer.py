@@ -16,6 +16,7 @@ from real_tokenizers import NAMES, SENTENCEPIECE, TEKKEN
 from transformers import AutoTokenizer
 
 from lockstep import Assembly, Tokenizer, export_graphs, resolve_architecture, resolve_checkpoint
+from lockstep.checkpoint import tokenizer_file
 from lockstep.checkpoint.auto_tokenizer import TokenizerError, load_auto
 from lockstep.export.quiet import quiet
 from lockstep.verify.golden.reference import compute
@@ -144,3 +145,9 @@ def test_ends_that_all_files_agree_on_are_not_told(tmp_path: Path, capsys: pytes
     resolve_architecture(str(DEMO), DEMO, tmp_path / "architecture.json")
     resolve_checkpoint(str(DEMO), DEMO, tmp_path / "checkpoint.json")
     assert capsys.readouterr().err == ""
+
+
+def test_what_a_library_prints_before_the_answer_is_no_part_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text('print(\'Ignored unknown kwarg option a\')\nprint(\'{"eos_token_id": 2, "note": ""}\')\n')
+    assert tokenizer_file._run(str(script), tmp_path, tmp_path, 60) == '{"eos_token_id": 2, "note": ""}'

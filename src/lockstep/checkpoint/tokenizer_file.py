@@ -106,7 +106,9 @@ class _Failed(Exception):
 
 
 def _run(script: str, argument: Path, path: Path, time_limit: float) -> str:
-    """Return the stdout of a script, run on `argument` in a process of its own.
+    """Return the last line that a script, run on `argument` in a process of its own, has on stdout.
+
+    Libraries may write before it.
 
     path: of the tokenizer, for the line of an InputError where the time is over. Raises _Failed where it failed.
     """
@@ -131,10 +133,10 @@ def _run(script: str, argument: Path, path: Path, time_limit: float) -> str:
             f"{path}: expected a tokenizer that splits {probe.LENGTH} characters at once, found it still at work after"
             f" {time_limit:g} s; its expressions explode: use the tokenizer.json that came with the model"
         ) from None
+    lines = [line for line in ended.stdout.split("\n") if line]
     if not ended.returncode:
-        return ended.stdout
+        return lines[-1] if lines else ""
     if ended.returncode < 0:
         name = signal.Signals(-ended.returncode).name
         raise _Failed(f"its process ended by {name} (more than {probe.MEMORY_BYTES >> 30} GB of memory?)")
-    lines = ended.stdout.split("\n")
-    raise _Failed(next((line for line in reversed(lines) if line), "") or cut(ended.stderr.strip().rpartition("\n")[2]))
+    raise _Failed(lines[-1] if lines else cut(ended.stderr.strip().rpartition("\n")[2]))

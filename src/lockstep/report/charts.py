@@ -114,8 +114,14 @@ def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:
     for block in blocks:
         assert block.layer is not None  # the embedding is none of them
         found.setdefault(block.layer, []).extend(block.tensors.values())
-    part = lambda one: math.inf if one.relative_error is None else one.relative_error / max(one.noise, _SMALLEST)
-    return Line(name, {layer: max(tensors, key=part) for layer, tensors in sorted(found.items())})
+    return Line(name, {layer: max(tensors, key=_of_noise) for layer, tensors in sorted(found.items())})
+
+
+def _of_noise(tensor: TensorError) -> float:
+    """Return how many times the noise an error is."""
+    if tensor.relative_error is None:
+        return math.inf
+    return tensor.relative_error / max(tensor.noise, _SMALLEST)
 
 
 def svg(title: str, height: float, parts: Sequence[str]) -> str:

@@ -50,7 +50,9 @@ def details(
     checks = {name: checked for name, checked in found.items() if checked}
     golden = checks["golden"]
     built = loaded(EngineSetManifest.load, results.engines(model, precision, backend))
-    digest = golden.report.engine_digest if isinstance(golden.report, GoldenReport) else built.digest if built else None
+    digest = built.digest if built else None
+    if isinstance(golden.report, GoldenReport):
+        digest = golden.report.engine_digest
     reproduction = loaded(Reproduction.load, results.reproduction(*names))
     return Details(
         checks=checks,

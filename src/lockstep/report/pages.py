@@ -249,8 +249,11 @@ def _words(device: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _options(options: Mapping[str, Any]) -> str:
-    shown = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return ", ".join(f"{name}: {shown(value)}" for name, value in sorted(options.items()))
+    values = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in sorted(options.items())
+    }
+    return ", ".join(f"{name}: {value}" for name, value in values.items())
 
 
 def _reproduced(known: Details) -> str:
@@ -292,4 +295,6 @@ def _size(path: Path) -> str:
 
 
 def _number(value: Any, form: str) -> str:
-    return f"{value:{form}}" if isinstance(value, (int, float)) else "-" if value is None else text(value)
+    if isinstance(value, (int, float)):
+        return f"{value:{form}}"
+    return "-" if value is None else text(value)

@@ -128,8 +128,8 @@ def is_stale(results: Results) -> bool:
         return True
     now = collect(results, [row.target for row in rows]).targets
     keys = ("engine_digest", "reason", *(column.key for column in _RESULTS))
-    verdict_of = lambda row: [getattr(row, key) for key in keys]
-    return list(map(verdict_of, rows)) != list(map(verdict_of, now))
+    before, after = ([[getattr(row, key) for key in keys] for row in each] for each in (rows, now))
+    return before != after
 
 
 def print_table(summary: Summary) -> None:
@@ -141,8 +141,8 @@ def print_table(summary: Summary) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    has_any = lambda key: any(getattr(row, key) is not None for row in summary.targets)
-    columns = [column for column in COLUMNS if column.heading and (not column.where_any or has_any(column.key))]
+    empty = {column.key for column in COLUMNS if all(getattr(row, column.key, None) is None for row in summary.targets)}
+    columns = [column for column in COLUMNS if column.heading and not (column.where_any and column.key in empty)]
     for column in columns:
         table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
     for row in summary.targets:

@@ -16,7 +16,7 @@ NOT_RUN = "not run"
 def verdict(results: Iterable[str]) -> str:
     """Return FAIL where one has failed, else NOT_RUN where one has not, else PASS."""
     found = set(results)
-    return FAIL if FAIL in found else NOT_RUN if NOT_RUN in found else PASS
+    return next((result for result in (FAIL, NOT_RUN) if result in found), PASS)
 
 
 def sentence(verdicts: Iterable[str]) -> str:
@@ -30,12 +30,11 @@ def sentence(verdicts: Iterable[str]) -> str:
         return "The only target passes." if total == 1 else f"All {total} targets pass."
     if count[NOT_RUN] == total:
         return "No target has been checked yet."
-    one = lambda number, single, several: f"{number} {single if number == 1 else several}"
+    words = {FAIL: ("fails", "fail"), NOT_RUN: ("has not run", "have not run"), PASS: ("passes", "pass")}
     parts = [
-        one(count[FAIL], "fails", "fail") if count[FAIL] else "",
-        one(count[NOT_RUN], "has not run", "have not run") if count[NOT_RUN] else "",
-        one(count[PASS], "passes", "pass") if count[PASS] else "",
+        f"{count[result]} {single if count[result] == 1 else several}"
+        for result, (single, several) in words.items()
+        if count[result]
     ]
-    parts = [part for part in parts if part]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     return f"Of {total} target{'s' * (total != 1)}, {listed}."
