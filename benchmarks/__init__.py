@@ -39,6 +39,7 @@ INSIDE = {
     # On a GPU: weights that are made up, builds and engines looked into.
     "artifacts": "formats of manifests that are made up",
     "manifests.digest_cache": "random weights whose digests are known",
+    "artifacts.assembly": "blocks with their weights",
     "artifacts.dtypes": "weights that are made up, by their types",
     "artifacts.quantized": "weights that are made up, of integers and scales",
     "backends": "what a backend says of itself, and the default options of a build",

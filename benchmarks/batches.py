@@ -337,12 +337,12 @@ def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
     ]
     for _ in range(2):
         seconds, made = timed(lambda: sum(1 for _ in Engine(model, prefix_caching=False).run(given)))
-        runs.append(round(seconds, 2))
+        runs.append(seconds)
     return {
         "requests": REQUESTS,
         "prompt_tokens": int(prompts.sum()),
         "new_tokens": made,
-        "seconds": runs,
+        "seconds": [round(seconds, 2) for seconds in runs],
         "new_tokens_per_second": round(made / min(runs), 1),
     }
 

@@ -107,7 +107,7 @@ class Pair:
         self.failures: list[str] = []
 
     def compare(self, tolerance: float, seconds: float) -> ComparedEngine:
-        """Return the engine's entry in the report."""
+        """Return the engine's entry in the report; once, for the engine is closed then."""
         try:
             with quiet(), np.errstate(invalid="ignore", over="ignore"), contextlib.ExitStack() as stack:
                 stack.enter_context(self._graph)
@@ -117,6 +117,8 @@ class Pair:
                 tried, worst = (0, None) if self.failures else self._run_sizes(sweep, tolerance, seconds, stack)
         except PolygraphyException as error:
             raise CheckError(f"{self.file}: Polygraphy cannot run this engine: {one_line(error)}") from error
+        finally:
+            del self._engine  # what it has on a device goes now, not when a cycle of references is found
         found = [error for run in (*runs, *filter(None, [worst])) for error in run.outputs.values()]
         finite = [error.cosine for error in found if error.cosine is not None]
         return ComparedEngine(
