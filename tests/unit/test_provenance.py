@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -148,6 +149,24 @@ def test_a_build_that_fails_after_it_wrote_leaves_none(results: Results) -> None
     with pytest.raises(InputError, match="no room"):
         stage.run(STAGES["build"].job(CONFIG, results.root, NAMES), fail)
     assert not list(path.parent.glob("*.json"))
+
+
+def test_a_record_of_other_options_goes_with_the_job_that_failed(results: Results) -> None:
+    """As Snakemake leaves the engines of before, which it takes for those of the job."""
+    build(results)
+    job = STAGES["build"].job(CONFIG, results.root, NAMES)
+    stage.forget_other(job)
+    assert record_path(job.output).is_file(), "the same is what would be made again"
+    stage.forget_other(replace(job, options={"options": {"optimization_level": 1}}))
+    assert job.output.is_file() and not record_path(job.output).is_file()
+
+
+def test_a_checkpoint_whose_fetching_failed_is_not_resolved(results: Results) -> None:
+    """Its manifest is of an earlier source: nothing records it."""
+    source = results.source(NAMES["model"])
+    write_json(source, {"format": "lockstep.source/1"})
+    with pytest.raises(InputError, match=r"source\.json: expected its record"):
+        stage.run(STAGES["resolve"].job(CONFIG, results.root, NAMES, folder=None))
 
 
 def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:

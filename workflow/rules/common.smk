@@ -147,10 +147,13 @@ def wanted():
     """What a run is asked for: the report of all targets; with `--config device=NAME` what that device is needed for."""
     config, report = "<results>/config.json", "<results>/report/speed.svg"
     if DEVICE is None:
-        shown = ("validate", "build", "compare", "golden", "served", "adapted")
-        kinds = [stage for stage in STAGES.values() if stage.name not in shown]
         read = {path for stage in STAGES.values() for path in stage.all_reads()}
-        ends = [stage.name for stage in kinds if stage.output not in read]
+        # The summary waits for the checks.
+        ends = [
+            name
+            for name, stage in STAGES.items()
+            if stage.output not in read and not stage.is_judged
+        ]
         others = [str(job.output) for job in JOBS if job.stage in ends]
         return [config, "<results>/summary.json", report, *others]
     targets = [target for target in TARGETS if target.backend == DEVICE]

@@ -11,8 +11,7 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 
 from lockstep.errors import NOTE, PREFIX, guard  # noqa: E402
 from lockstep.provenance.locked import find_lock, is_locked  # noqa: E402
-from lockstep.provenance.record import record_path  # noqa: E402
-from lockstep.provenance.run import run  # noqa: E402
+from lockstep.provenance.run import forget_other, run  # noqa: E402
 from lockstep.stages import STAGES, Job  # noqa: E402
 
 
@@ -39,8 +38,7 @@ def run_job(name, snakemake, **given):
     try:
         run(job, lock_file=lock_file(snakemake), cache=snakemake.config.get("cache", ""))
     except BaseException:
-        # Snakemake restores an output that it did not delete before: without a record nobody reads it.
-        record_path(job.output).unlink(missing_ok=True)
+        forget_other(job)
         raise
 
 

@@ -35,7 +35,8 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
     check_place(job.output)  # before hours of work
     shared = cache_for(job, cache)
     with _reported(job):
-        for path in job.inputs.values():
+        brought = [path for path in map(job.beside, stage.brought.values()) if path.is_file()]
+        for path in (*job.inputs.values(), *brought):
             check_input(path)
     key, started = build_key(job), now()
     if lock_file is not None:
@@ -62,6 +63,21 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
     if not taken:
         put(shared, job, record)
     return job.output
+
+
+def forget_other(job: Job) -> None:
+    """Take away the record of what an earlier job made of something else, where this one has failed.
+
+    Snakemake restores an output that it did not delete before the job, and takes the job for done: what has no record
+    nobody reads.
+    """
+    try:
+        record = read_record(job.output)
+        is_same = record is not None and record.key.sha256 == build_key(job).sha256
+    except (LockstepError, OSError):
+        is_same = False
+    if not is_same:
+        record_path(job.output).unlink(missing_ok=True)
 
 
 def _is_locked(job: Job, key: BuildKey, lock_file: Path | None) -> bool:
