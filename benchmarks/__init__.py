@@ -44,6 +44,8 @@ INSIDE = {
     "artifacts.quantized": "weights that are made up, of integers and scales",
     "backends": "what a backend says of itself, and the default options of a build",
     "gpu": "events of the device, to time its share of a step",
-    "gpu.timing": "microseconds of a graph of sums, by events",
+    "gpu.executor": "the parts of a step, each repeated alone",
+    "gpu.ranks.group": "the same",
+    "gpu.ranks.rank": "the same",
     "onnx_tools.metrics": "how far logits are apart",
 }

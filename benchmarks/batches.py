@@ -172,7 +172,7 @@ def sums(model: Model) -> dict[str, Any]:
 
     Measured in graphs of SUMS_IN_A_GRAPH sums.
     """
-    from lockstep.gpu.timing import microseconds
+    from benchmarks.step_timing import microseconds
 
     executor: Any = model._executor
     (hidden,) = {

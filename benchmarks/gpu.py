@@ -31,6 +31,7 @@ import lockstep
 from benchmarks import options
 from benchmarks.measure import read_json, recorder, spread, write_json
 from benchmarks.shapes import config_of
+from benchmarks.step_timing import breakdown, breakdown_prefill
 from lockstep import Advance, Assembly, CheckError, InputError, Model
 from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import BoundBlock
@@ -337,12 +338,12 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
         rates.append((time.perf_counter() - began) / STEPS)
         last = position
     found = statistics.median(rates)
-    breakdown = model._executor.breakdown(batch)
+    parts = breakdown(model._executor, batch)
     for slot in range(batch):
         model.release(slot)
     return {
         "context": CONTEXT, "last": last, "milliseconds": spread([rate * 1e3 for rate in rates], 3),
-        "tokens_per_second": round(batch / found, 1), "microseconds": breakdown,
+        "tokens_per_second": round(batch / found, 1), "microseconds": parts,
     }  # fmt: skip
 
 
@@ -366,7 +367,7 @@ def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Assembly) ->
 
     Each kind of call is repeated alone in a graph; "gaps" is the rest of the whole.
     """
-    parts = model._executor.breakdown_prefill()
+    parts = breakdown_prefill(model._executor)
     parts["gaps"] = round(found["milliseconds"]["median"] * 1e3 - sum(parts.values()), 1)
     return {
         "microseconds": parts,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.step_timing import breakdown, breakdown_prefill
 from test_gpu_run import FORMS, PROMPTS, decode
 
 from lockstep import backends
@@ -156,7 +157,7 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
     model.warm_up()
     assert np.array_equal(decode(model, prompts), expected)
     executor: Any = model._executor
-    assert {"sum", "gather", "attention", "gaps"} < set(executor.breakdown(len(prompts)))
+    assert {"sum", "gather", "attention", "gaps"} < set(breakdown(executor, len(prompts)))
     # What the ranks tell of their parts of the logits is what the whole logits say, gathered behind the same step.
     for more in (False, True):
         tokens = model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)], more)
@@ -173,5 +174,5 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
         assert tokens[0] == draw(logits[0], sampling, 0, model.length(0))
     model.release(0)
     model.step_tokens([Advance(0, prompts[0], 0)])
-    assert {"sum", "gather"} < set(executor.breakdown_prefill())
+    assert {"sum", "gather"} < set(breakdown_prefill(executor))
     assert np.array_equal(decode(model, prompts), expected)

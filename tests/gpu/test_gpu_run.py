@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.step_timing import breakdown, breakdown_prefill
 
 from lockstep import backends
 from lockstep.runtime import Advance, Model, Tokenizer
@@ -56,7 +57,7 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, op
     # forgotten.
     assert model.in_flight and not reference.in_flight
     executor: Any = model._executor
-    assert {"block", "attention", "exit", "gaps"} < set(executor.breakdown(len(prompts)))
+    assert {"block", "attention", "exit", "gaps"} < set(breakdown(executor, len(prompts)))
     model.step_tokens([Advance(0, prompts[0], 0)])
-    assert {"block", "attention", "exit"} < set(executor.breakdown_prefill())
+    assert {"block", "attention", "exit"} < set(breakdown_prefill(executor))
     assert np.array_equal(decode(model, prompts), expected)

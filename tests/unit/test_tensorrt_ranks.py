@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.step_timing import breakdown
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 import fake_gpu
@@ -225,8 +226,8 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: tuple) -
     launches, plain = gpu.launches, gpu.plain
     model.step_tokens([Advance(0, np.array([1]), 8)])
     assert (gpu.launches - launches, gpu.plain - plain) == (form[3], 0)
-    breakdown = model._executor.breakdown(1)
-    assert {"embedding", "block", "attention", "sum", "exit", "gather", "next token"} < set(breakdown)
+    parts = breakdown(model._executor, 1)
+    assert {"embedding", "block", "attention", "sum", "exit", "gather", "next token"} < set(parts)
 
 
 def test_logits_are_gathered_where_they_are_asked_for(open_model, form: tuple) -> None:

@@ -18,6 +18,7 @@ import onnx
 import pytest
 from benchmarks import batches
 from benchmarks import gpu as bench
+from benchmarks.step_timing import breakdown, breakdown_prefill
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 import fake_gpu
@@ -323,7 +324,7 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
     both.step(3, prompts=[(1, 120)])  # pages of rows that the step is still at work in
     for _ in range(2):
         both.step(1, 2, 3)
-    assert "step" in both.found._executor.breakdown(4) and not both.found.in_flight
+    assert "step" in breakdown(both.found._executor, 4) and not both.found.in_flight
     for _ in range(3):
         both.step(1, 2, 3)
     both.step(2, prompts=[(1, 254 - both.found.length(1))])
@@ -1133,17 +1134,17 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
     both.step(prompts=[(0, 40), (1, 50), (2, 30)])  # what is repeated goes over 64
     for _ in range(3):
         both.step(0, 1, 2)
-    found = both.found._executor.breakdown(2)
+    found = breakdown(both.found._executor, 2)
     assert {"embedding", "block", "attention", "exit", "next token", "gaps", "step"} <= set(found)
     both.step(0, prompts=[(3, 5)])
     for prompts in ([], [(1, 3), (3, 4)]):
         both.step(0, 2, prompts=prompts)
         with pytest.raises(InputError, match="breakdown: expected a step with one prompt just before, found none"):
-            both.found._executor.breakdown_prefill()
+            breakdown_prefill(both.found._executor)
     for model in (both.found, both.reference):
         model.release(3)
     both.step(prompts=[(3, 20)])
-    assert {"embedding", "block", "attention", "exit"} < set(both.found._executor.breakdown_prefill())
+    assert {"embedding", "block", "attention", "exit"} < set(breakdown_prefill(both.found._executor))
     assert [both.found.length(slot) for slot in range(4)] == [46, 56, 35, 0]
     both.reference.release(3)
     both.step(1, prompts=[(0, 43), (3, 5)], tokens=False)
@@ -1155,7 +1156,7 @@ def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
         match=r"breakdown: expected room for 44 more tokens in each row, at most "
         r"256 \(max_seq_len\), found a row of 215",
     ):
-        both.found._executor.breakdown(4)
+        breakdown(both.found._executor, 4)
     both.step(0, 1, 2, 3, tokens=False)
 
 

@@ -29,7 +29,6 @@ from lockstep.gpu.prompts import Inputs, captured_sizes
 from lockstep.gpu.ranks.group import RankGroup
 from lockstep.gpu.ranks.rank import Rank, StepCalls
 from lockstep.gpu.resident_adapters import ResidentAdapters
-from lockstep.gpu.timing import ROUNDS, microseconds, microseconds_by_name
 from lockstep.step.advance import FOUND, Advance
 from lockstep.step.network import Network
 from lockstep.step.packing import split
@@ -350,7 +349,7 @@ class GpuExecutor:
             rank.state.decode([], None, [], rank.stream)
         ways = (False, True) if self._resident is not None and self.ranks[0].has_base else (False,)
         draws = (False, True) if self.ranks[0].splits_logits else (False,)
-        for count in sorted({_bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
+        for count in sorted({bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
             for adapted, drawn in itertools.product(ways, draws):
                 steps = self._decode_calls(count, adapted, drawn)
                 while steps[0].graph is None:
@@ -390,7 +389,7 @@ class GpuExecutor:
         slots, positions = zip(*((advance.slot, advance.start) for advance in decoding))
         go_on = decoding[0].tokens[0] < 0  # all, with what the step before finds (`FOUND`), or none
         tokens = None if go_on else [advance.tokens[0] for advance in decoding]
-        steps = self._decode_calls(_bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
+        steps = self._decode_calls(bucket(max(slots) + 1, self.num_slots), self._adapted(slots), self._drawn(slots))
         for rank in self.group.each():
             rank.state.decode(slots, tokens, positions, rank.stream)
         self.group.launch(steps)
@@ -419,7 +418,7 @@ class GpuExecutor:
         rows, tokens = 1 + max(each.slot for each in decoding), sum(len(each.tokens) for each in chunks)
         together, first, second = (
             max(_WEIGHTS_BOUND, self.ranks[0].tuned_for(count))
-            for count in (rows + tokens, _bucket(rows, self.num_slots), tokens)
+            for count in (rows + tokens, bucket(rows, self.num_slots), tokens)
         )
         return together <= first + second
 
@@ -466,56 +465,8 @@ class GpuExecutor:
             self._captured[layout, adapted, drawn] = steps
         return steps
 
-    def breakdown(self, batch: int) -> dict[str, float]:
-        """Return the microseconds of a decode step of rows 0 to `batch`-1, by their part.
 
-        The rows have the tokens that they hold. Each kind of call is repeated alone in a graph; "gaps": the rest of the
-        step. The rows hold afterwards what they held. Raises InputError where a row has no room: what is repeated goes
-        on, token after token, in the cache behind what the row holds.
-        """
-        held, count = self.lengths[:batch], _bucket(batch, self.num_slots)
-        end = int(held.max()) + 2 + 2 * (ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
-        if end > self.max_seq_len:
-            raise InputError(
-                f"breakdown: expected room for {end - held.max()} more tokens in each row, at "
-                f"most {self.max_seq_len} (max_seq_len), found a row of {held.max()}"
-            )
-        self._prompt = self._in_flight = None
-        self.group.reserve(dict.fromkeys(range(batch), end), self.lengths)
-        steps = self._decode_calls(count, self._adapted(range(batch)), self._drawn(range(batch)))
-        for rank in self.group.each():
-            rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
-        while steps[0].graph is None:
-            self.group.launch(steps)
-        try:
-            found = microseconds_by_name(self.group, steps)
-            whole = microseconds(self.group, [step.graph for step in steps if step.graph])
-        finally:
-            for rank in self.ranks:
-                rank.state.forget()
-        found["gaps"] = round(whole - sum(found.values()), 1)
-        found["step"] = round(whole, 1)
-        return found
-
-    def breakdown_prefill(self) -> dict[str, float]:
-        """Return the microseconds of the prompt of the last step, by their part.
-
-        Its slot is reset: what is repeated spoils its cache. Raises InputError where that step did not bring one
-        prompt.
-        """
-        if self._prompt is None:
-            raise InputError("breakdown: expected a step with one prompt just before, found none")
-        (steps, slots), self._prompt, self._in_flight = self._prompt, None, None
-        try:
-            return microseconds_by_name(self.group, steps)
-        finally:
-            for rank in self.ranks:
-                rank.state.forget()
-            for slot in slots:
-                self.reset(slot)
-
-
-def _bucket(count: int, rows: int) -> int:
+def bucket(count: int, rows: int) -> int:
     """Return the next power of two, at most `rows`."""
     return min(1 << (count - 1).bit_length(), rows)
 

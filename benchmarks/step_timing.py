@@ -1,0 +1,104 @@
+"""The times of a step's parts on the device: an executor that has run a step in, microseconds by name out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lockstep import InputError
+
+if TYPE_CHECKING:  # they load CUDA's libraries
+    from lockstep.gpu import cuda
+    from lockstep.gpu.executor import GpuExecutor
+    from lockstep.gpu.ranks.group import RankGroup
+    from lockstep.gpu.ranks.rank import StepCalls
+
+ROUNDS = 20  # of what is timed
+
+
+def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
+    """Return the microseconds of a decode step of rows 0 to `batch`-1, by their part.
+
+    The rows have the tokens that they hold. Each kind of call is repeated alone in a graph; "gaps": the rest of the
+    step. The rows hold afterwards what they held. Raises InputError where a row has no room: what is repeated goes
+    on, token after token, in the cache behind what the row holds.
+    """
+    from lockstep.gpu.executor import bucket
+
+    held, count = executor.lengths[:batch], bucket(batch, executor.num_slots)
+    end = int(held.max()) + 2 + 2 * (ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
+    if end > executor.max_seq_len:
+        raise InputError(
+            f"breakdown: expected room for {end - held.max()} more tokens in each row, at "
+            f"most {executor.max_seq_len} (max_seq_len), found a row of {held.max()}"
+        )
+    executor._prompt = executor._in_flight = None
+    executor.group.reserve(dict.fromkeys(range(batch), end), executor.lengths)
+    steps = executor._decode_calls(count, executor._adapted(range(batch)), executor._drawn(range(batch)))
+    for rank in executor.group.each():
+        rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
+    while steps[0].graph is None:
+        executor.group.launch(steps)
+    try:
+        found = microseconds_by_name(executor.group, steps)
+        whole = microseconds(executor.group, [step.graph for step in steps if step.graph])
+    finally:
+        for rank in executor.ranks:
+            rank.state.forget()
+    found["gaps"] = round(whole - sum(found.values()), 1)
+    found["step"] = round(whole, 1)
+    return found
+
+
+def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
+    """Return the microseconds of the prompt of the last step, by their part.
+
+    Its slot is reset: what is repeated spoils its cache. Raises InputError where that step did not bring one
+    prompt.
+    """
+    if executor._prompt is None:
+        raise InputError("breakdown: expected a step with one prompt just before, found none")
+    (steps, slots), executor._prompt, executor._in_flight = executor._prompt, None, None
+    try:
+        return microseconds_by_name(executor.group, steps)
+    finally:
+        for rank in executor.ranks:
+            rank.state.forget()
+        for slot in slots:
+            executor.reset(slot)
+
+
+def microseconds_by_name(group: RankGroup, steps: Sequence[StepCalls]) -> dict[str, float]:
+    """Return the microseconds of each rank's calls by name, all ranks at once."""
+    return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name in dict.fromkeys(steps[0].names)}
+
+
+def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
+    """Return the microseconds of one launch of each rank's graph, on the first device."""
+    from lockstep.gpu import cuda
+
+    _launch(group, graphs)
+    first, last = cuda.Event(), cuda.Event()
+    first.record(group.ranks[0].stream)
+    for _ in range(ROUNDS):
+        _launch(group, graphs)
+    last.record(group.ranks[0].stream)
+    last.wait()
+    return last.milliseconds_since(first) * 1e3 / ROUNDS
+
+
+def _alone(group: RankGroup, steps: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
+    """Return each rank's calls of this name in a graph of their own."""
+    graphs = []
+    for rank, step in zip(group.each(), steps):
+        with rank.stream.capture() as graph:
+            for call, of in zip(step.calls, step.names):
+                if of == name:
+                    call()
+        graphs.append(graph)
+    return graphs
+
+
+def _launch(group: RankGroup, graphs: Sequence[cuda.Graph]) -> None:
+    for rank, graph in zip(group.each(), graphs):
+        graph.launch(rank.stream)
