@@ -138,9 +138,9 @@ JOBS = jobs(CONFIG, Path("<results>"), TARGETS)
 PAGE = "-".join(f"{{{name},{fits}}}" for name, fits in CONSTRAINTS.items()) + ".html"
 
 
-def made_by(stage, among=JOBS):
+def made_by(stage):
     """What the jobs of a stage make for all targets, in the config's order."""
-    return [str(job.output) for job in among if job.stage == stage]
+    return [str(job.output) for job in JOBS if job.stage == stage]
 
 
 def wanted():

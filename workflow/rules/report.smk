@@ -14,7 +14,7 @@ rule summary:
             for path in made_by(name)
         ],
         speeds=[
-            str(job.beside(STAGES["golden"].beside["speed"]))
+            str(STAGES["golden"].path(job, STAGES["golden"].beside["speed"]))
             for job in JOBS
             if job.stage == "golden"
         ],

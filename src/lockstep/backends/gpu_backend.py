@@ -53,7 +53,7 @@ class PortableGpuBackend(GpuBackend):
 
     def why_not(self) -> str | None:
         """Return why engines cannot run here, None where they can."""
-        raise NotImplementedError
+        raise NotImplementedError  # each backend has its own
 
     def require_gpu(self) -> None:
         """Raise InputError where engines cannot run here."""

@@ -64,9 +64,8 @@ class Project:
         None for a checkpoint that is fetched from the hub, or made, and is not there yet.
         """
         from lockstep.artifacts.fetched import folder_of
-        from lockstep.config.sources import FolderSource, parse_source
 
-        if isinstance(parse_source(self.config.models[model].source), FolderSource):
+        if self.config.is_folder(model):
             return self.sources[model]
         folder = folder_of(self.results.source(model))
         return folder if folder.is_dir() else None
@@ -235,13 +234,11 @@ def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
 
 
 def _resolve(project: Project, stage: str, names: dict[str, Any]) -> Path:
-    from lockstep.config.sources import FolderSource, parse_source
 
     model = names["model"]
     for backend, reason in project.config.missing_backends(model).items():
         note(f"{model}: engines of {backend} cannot be built here: {reason}")
-    is_folder = isinstance(parse_source(project.config.models[model].source), FolderSource)
-    folder = project.sources[model] if is_folder else None
+    folder = project.sources[model] if project.config.is_folder(model) else None
     made = _run(project, stage, names, folder=folder)
     _run(project, "architecture", names, folder=folder)
     return made

@@ -350,6 +350,10 @@ class Config(Section):
             f"{describe(text)}{';' + guess if guess else ''}"
         )
 
+    def is_folder(self, model: str) -> bool:
+        """Return whether the checkpoint of a model lies in a folder that the config names; else a job brings it."""
+        return isinstance(parse_source(self.models[model].source), FolderSource)
+
     def check_sources(
         self, folders: Sequence[str | os.PathLike] | None = None, where: str = "config", results: Results = Results()
     ) -> dict[str, Path]:

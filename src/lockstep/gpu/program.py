@@ -52,11 +52,11 @@ class GpuProgram:
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
         """Return the shapes for which a call takes as long as for these. Raises CheckError where there are none."""
-        raise NotImplementedError
+        raise NotImplementedError  # each backend has its own
 
     def context_for(self, shapes: Shapes, own: bool) -> Any:
         """Return a context for these input shapes; own: no other shapes will be set in it."""
-        raise NotImplementedError
+        raise NotImplementedError  # each backend has its own
 
 
 class GpuExecutable:
@@ -78,7 +78,7 @@ class GpuExecutable:
 
     def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
         """Return a call on arrays of the largest sizes. Raises CheckError for arrays that the engine does not take."""
-        raise NotImplementedError
+        raise NotImplementedError  # each backend has its own
 
     def check_arrays(self, given: Arrays) -> None:
         """Raise CheckError for arrays of other names and dtypes than those of the engine, its weights left out."""

@@ -8,6 +8,7 @@ where an artefact differs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import manifest_entries
 from lockstep.provenance.diff import changes
 from lockstep.provenance.lock import ENGINES, TERMS, Lock, Maker, Place
@@ -60,8 +61,8 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
         lost = _devices_of_other_graphs(before, lock)
         if lost and not renew:
             precision = next(iter(lost))
-            where = ("graphs", precision)
-            changed = [(".".join(at), change) for at, change in lock_changes(before, lock, where)]
+            old, new = (of.sections.get(("graphs", precision), {}) for of in (before, lock))
+            changed = [(".".join(at), change) for at, change in changes(old, new)]
             (name, change), *_ = sorted(changed, key=lambda each: not each[0].endswith(".onnx"))
             devices = ", ".join(sorted(set().union(*lost.values())))
             raise CheckError(
@@ -72,10 +73,6 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
         said = _said(before, lock)
     lock.save(out)
     return said
-
-
-def lock_changes(before: Lock, lock: Lock, where: Place) -> Iterator[tuple[Place, str]]:
-    return changes(before.sections.get(where, {}), lock.sections.get(where, {}))
 
 
 def _has_same_graphs(before: Lock, lock: Lock, precision: str) -> bool:
@@ -248,6 +245,15 @@ def sections(results: Path, model: str) -> Iterator[Section]:
     """Yield the sections of all locked artefacts of a model, in order of their paths."""
     for path in records(results / model):
         yield from sections_of(path)
+
+
+def readable_sections(folder: Path) -> dict[Place, Section]:
+    """Return by place the sections below a model's folder, without those of what is damaged or being made."""
+    found: dict[Place, Section] = {}
+    for path in records(folder):
+        with contextlib.suppress(LockstepError, OSError):
+            found |= {section.where: section for section in sections_of(path)}
+    return found
 
 
 def sections_of(path: Path) -> list[Section]:

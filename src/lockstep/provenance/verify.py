@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import SEAL, describe, read_json
@@ -21,7 +20,7 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS, Expected, digest
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.lock import ENGINES, Lock, Place
-from lockstep.provenance.lockfile import sections_of
+from lockstep.provenance.lockfile import readable_sections
 from lockstep.provenance.record import SUFFIX, checked_record, records
 from lockstep.provenance.slsa import NAME as PROVENANCE
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
@@ -151,12 +150,7 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
         lock = Lock.load(lock_file)
     except InputError as error:
         return [Finding(DIFFERENT, str(lock_file), _reason(error))]
-    found: dict[Place, Mapping[str, Any]] = {}
-    for path in records(folder):
-        try:
-            found |= {section.where: section.items for section in sections_of(path)}
-        except (LockstepError, FileNotFoundError):
-            continue  # named above, as a file
+    found = readable_sections(folder)  # the others are named above, as files
     # a tree holds the engines of one device, a lock those of several
     built = {where[:-1] for where in found if where[0] == ENGINES}
     lost = [where for where in lock.sections if where not in found and where[:-1] not in built]
@@ -165,8 +159,8 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
         return f"{folder.name}: {'/'.join(where)}"
 
     findings = [Finding(MISSING, name(where), "locked, and not there; run snakemake") for where in lost]
-    for where, items in found.items():
-        compared = lock.compare(where, items)
+    for where, section in found.items():
+        compared = lock.compare(where, section.items)
         if compared.other_device:
             findings.append(Finding(SAME, name(where), "this device is not in the lock: as recorded"))
         elif not compared.is_locked:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
-from lockstep.provenance.lock import Lock, Place, lock_path
-from lockstep.provenance.lockfile import Section, sections_of
-from lockstep.provenance.record import records
+from lockstep.provenance.lock import Lock, lock_path
+from lockstep.provenance.lockfile import readable_sections
 from lockstep.targets import Results, Target
 
 
@@ -55,14 +54,8 @@ def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
         lock = Lock.load(lock_file)
     except LockstepError as error:
         return [Change(str(error))]
-    found: dict[Place, Section] = {}
-    for path in records(results.root / model):
-        try:
-            found |= {section.where: section for section in sections_of(path)}
-        except (LockstepError, OSError):
-            continue  # damaged, or being made: the check that reads it says so
     made = []
-    for where, section in sorted(found.items()):
+    for where, section in sorted(readable_sections(results.root / model).items()):
         name, compared = "/".join(where), lock.compare(where, section.items)
         lines = [f"{name}: {' / '.join(at)}: {change}" for at, change in compared.changes]
         if not compared.is_locked and not compared.other_device:

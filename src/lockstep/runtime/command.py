@@ -8,11 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.files import dump_json
 from lockstep.errors import CheckError
 from lockstep.targets import Limits
+
+if TYPE_CHECKING:
+    from lockstep.runtime import Model
 
 
 def generate(
@@ -34,21 +37,11 @@ def generate(
 
     as_json: one document at the end, with both.
     """
-    from lockstep.runtime import Model, Sampling, Tokenizer
+    from lockstep.runtime import Sampling, Tokenizer
     from lockstep.runtime import generate as start
 
     sizes = Limits(**limits)
-    model = Model.open(
-        Path(engines),
-        Path(assembly),
-        Path(weights),
-        layers,
-        max_batch_size=1,
-        max_seq_len=sizes.max_seq_len,
-        max_num_tokens=sizes.max_num_tokens,
-        threads=threads,
-        adapters_json=adapters,
-    )
+    model = _open(assembly, weights, engines, layers, sizes, 1, threads, adapters)
     generation = start(
         model,
         Tokenizer.open(Path(assembly)),
@@ -97,7 +90,7 @@ def generate_file(
 
     Raises CheckError, when all lines are through, for lines that failed.
     """
-    from lockstep.runtime import Model, Sampling, Tokenizer
+    from lockstep.runtime import Sampling, Tokenizer
     from lockstep.runtime.batch_file import Defaults, Done
     from lockstep.runtime.batch_file import generate_file as run
     from lockstep.runtime.request import Speed
@@ -108,17 +101,7 @@ def generate_file(
             print(f"\r{done.lines} requests done, {speed.decode_tokens} tokens, {rate} ", end="", file=sys.stderr)
 
     sizes = Limits(**limits)
-    model = Model.open(
-        Path(engines),
-        Path(assembly),
-        Path(weights),
-        layers,
-        max_batch_size=sizes.max_batch_size,
-        max_seq_len=sizes.max_seq_len,
-        max_num_tokens=sizes.max_num_tokens,
-        threads=threads,
-        adapters_json=adapters,
-    )
+    model = _open(assembly, weights, engines, layers, sizes, sizes.max_batch_size, threads, adapters)
     model.check_adapter(adapter)
     defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
     tokenizer = Tokenizer.open(Path(assembly))
@@ -128,3 +111,28 @@ def generate_file(
     if done.failed:
         which = f"the first of {done.failed} requests that failed; " * (done.failed > 1)
         raise CheckError(f"{done.first_error} ({which}see {out})")
+
+
+def _open(
+    assembly: str,
+    weights: str,
+    engines: str,
+    layers: int | str,
+    sizes: Limits,
+    max_batch_size: int,
+    threads: int | None,
+    adapters: str | None,
+) -> Model:
+    from lockstep.runtime import Model
+
+    return Model.open(
+        Path(engines),
+        Path(assembly),
+        Path(weights),
+        layers,
+        max_batch_size=max_batch_size,
+        max_seq_len=sizes.max_seq_len,
+        max_num_tokens=sizes.max_num_tokens,
+        threads=threads,
+        adapters_json=adapters,
+    )

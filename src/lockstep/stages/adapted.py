@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.stages.stage import ONNX, RUNTIME, Finished, Job, Names, Pinned, Stage, expected, names_below_model
+from lockstep.stages.stage import (
+    ONNX,
+    RUNTIME,
+    Finished,
+    Job,
+    Names,
+    Pinned,
+    Stage,
+    bounds,
+    expected,
+    names_below_model,
+)
 from lockstep.targets import Limits, Target, Tolerances
 
 if TYPE_CHECKING:
@@ -38,11 +48,7 @@ class Adapted(Stage):
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         prompts = [prompt for each in config.adapter_prompts(names["model"]).values() for prompt in each]
-        return {
-            "expected": expected(prompts, names),
-            "tolerance": asdict(config.tolerance(names["model"], names["precision"], names["backend"])),
-            "limits": config.limits.model_dump(),
-        }
+        return {"expected": expected(prompts, names), **bounds(config, names)}
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         prompts = AdaptedReport.load(manifest).prompts

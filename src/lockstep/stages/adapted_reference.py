@@ -29,20 +29,25 @@ class AdaptedReference(Stage):
         return reference_options(config, names["model"])
 
     def run(self, job: Job) -> None:
-        from lockstep.verify.golden.adapted_reference import make_adapted_reference
-        from lockstep.verify.golden.terms import AdaptedTerms
-
-        make_adapted_reference(
-            job.inputs["checkpoint"],
-            job.inputs["adapters"],
-            job.layers,
-            AdaptedTerms.from_json(job.options["golden"]),
-            job.output,
-            None,
-        )
+        make_reference(job)
 
 
 def reference_options(config: Config, model: str) -> dict[str, Any]:
     """Return the prompts of each adapter, and how many tokens follow them."""
     prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
     return {"golden": {"max_new_tokens": config.models[model].golden.max_new_tokens, "prompts": prompts}}
+
+
+def make_reference(job: Job) -> None:
+    """Make the reference of a job with adapters; of dequantised weights where it reads `weights`."""
+    from lockstep.verify.golden.adapted_reference import make_adapted_reference
+    from lockstep.verify.golden.terms import AdaptedTerms
+
+    make_adapted_reference(
+        job.inputs["checkpoint"],
+        job.inputs["adapters"],
+        job.layers,
+        AdaptedTerms.from_json(job.options["golden"]),
+        job.output,
+        job.inputs.get("weights"),
+    )

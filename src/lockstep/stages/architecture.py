@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.sources import FolderSource, parse_source
 from lockstep.stages.stage import CHECKPOINT, NUMPY, Job, Names, Stage
 
 if TYPE_CHECKING:
@@ -21,12 +20,12 @@ class Architecture(Stage):
         return {"source": config.models[names["model"]].source}
 
     def is_brought(self, config: Config, model: str) -> bool:
-        return not isinstance(parse_source(config.models[model].source), FolderSource)
+        return not config.is_folder(model)
 
     def run(self, job: Job) -> None:
         """given: `folder` of the checkpoint, None where a job has brought it."""
         from lockstep import checkpoint
         from lockstep.artifacts.fetched import folder_of
 
-        folder = job.given.get("folder") or folder_of(job.beside(self.brought["fetched"]))
+        folder = job.given.get("folder") or folder_of(self.path(job, self.brought["fetched"]))
         checkpoint.resolve_architecture(job.options["source"], folder, job.output)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import CheckError
-from lockstep.stages.stage import ONNX, RUNTIME, Finished, Job, Names, Pinned, Stage, expected, tokens
+from lockstep.stages.stage import ONNX, RUNTIME, Finished, Job, Names, Pinned, Stage, bounds, expected, tokens
 from lockstep.targets import Limits, Target, Tolerances
 
 if TYPE_CHECKING:
@@ -38,11 +37,8 @@ class Golden(Stage):
         return model.runs
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
-        return {
-            "expected": expected(config.models[names["model"]].golden.prompts, names),
-            "tolerance": asdict(config.tolerance(names["model"], names["precision"], names["backend"])),
-            "limits": config.limits.model_dump(),
-        }
+        prompts = config.models[names["model"]].golden.prompts
+        return {"expected": expected(prompts, names), **bounds(config, names)}
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         names = key.names
@@ -64,7 +60,7 @@ class Golden(Stage):
                 tolerance,
                 Limits(**job.options["limits"]),
                 job.output,
-                job.beside(self.beside["speed"]),
+                self.path(job, self.beside["speed"]),
                 job.options["expected"],
                 job.threads,
             )

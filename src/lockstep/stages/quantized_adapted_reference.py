@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lockstep.stages.adapted_reference import reference_options
+from lockstep.stages.adapted_reference import make_reference, reference_options
 from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Stage
 from lockstep.targets import Target, is_quantized
 
@@ -31,14 +31,4 @@ class QuantizedAdaptedReference(Stage):
         return reference_options(config, names["model"])
 
     def run(self, job: Job) -> None:
-        from lockstep.verify.golden.adapted_reference import make_adapted_reference
-        from lockstep.verify.golden.terms import AdaptedTerms
-
-        make_adapted_reference(
-            job.inputs["checkpoint"],
-            job.inputs["adapters"],
-            job.layers,
-            AdaptedTerms.from_json(job.options["golden"]),
-            job.output,
-            job.inputs["weights"],
-        )
+        make_reference(job)

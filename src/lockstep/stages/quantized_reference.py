@@ -45,5 +45,5 @@ class QuantizedReference(Stage):
             golden.GoldenTerms.from_json(job.options["golden"]),
             job.options["drift_text"],
             job.output,
-            job.beside(self.beside["drift"]),
+            self.path(job, self.beside["drift"]),
         )

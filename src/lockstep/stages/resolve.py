@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.config.sources import FolderSource, parse_source
 from lockstep.stages.stage import CHECKPOINT, NUMPY, Job, Names, Pinned, Stage
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class Resolve(Stage):
         return {"source": config.models[names["model"]].source}
 
     def is_brought(self, config: Config, model: str) -> bool:
-        return not isinstance(parse_source(config.models[model].source), FolderSource)
+        return not config.is_folder(model)
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         value = CheckpointManifest.load(manifest)
@@ -39,6 +38,6 @@ class Resolve(Stage):
 
         folder = job.given.get("folder")
         if folder is None:
-            checkpoint.resolve_fetched(job.beside(self.brought["fetched"]), job.output)
+            checkpoint.resolve_fetched(self.path(job, self.brought["fetched"]), job.output)
         else:
             checkpoint.resolve(job.options["source"], folder, job.output)

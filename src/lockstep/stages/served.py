@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lockstep.stages.stage import ONNX, RUNTIME, Finished, Job, Names, Stage
+from lockstep.stages.stage import ONNX, RUNTIME, Finished, Job, Names, Stage, bounds
 from lockstep.targets import Limits, Target, Tolerances
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ class Served(Stage):
         return model.runs and model.is_served
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
-        tolerance = config.tolerance(names["model"], names["precision"], names["backend"])
-        return {"tolerance": asdict(tolerance), "limits": config.limits.model_dump()}
+        return bounds(config, names)
 
     def run(self, job: Job) -> None:
         from lockstep.serve.check import check

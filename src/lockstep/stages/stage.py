@@ -6,9 +6,10 @@ of it, and its work. Its rule in `workflow/rules` says the same to Snakemake; a 
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,16 +73,8 @@ class Job:
         """Return the target of a job that has an engine set and a layer count."""
         return Target(self.names["model"], self.names["precision"], self.layers, self.names["backend"])
 
-    def beside(self, pattern: str) -> Path:
-        """Return the path that a pattern of `Stage.beside` or `Stage.reads` stands for."""
-        depth = STAGE_OUTPUTS[self.stage].count("/")
-        return self.output.parents[depth] / pattern.format(**self.names)
-
     def __str__(self) -> str:
         return " ".join([self.stage, "/".join(map(str, self.names.values()))])
-
-
-STAGE_OUTPUTS: dict[str, str] = {}  # the pattern of each stage's manifest, by its name
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ class Finished:
     is_served: bool
 
 
-class Stage:
+class Stage(abc.ABC):
     """One kind of job.
 
     output: the pattern of its manifest below `results/`; what stands in braces are its wildcards. reads: patterns of
@@ -130,7 +123,6 @@ class Stage:
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__module__.rpartition(".")[2]
-        STAGE_OUTPUTS[cls.name] = cls.output
 
     @property
     def wildcards(self) -> tuple[str, ...]:
@@ -156,15 +148,15 @@ class Stage:
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         """Return what a lock holds of an artefact. key: of its record."""
-        raise NotImplementedError
+        raise NotImplementedError  # asked of the stages alone that have their own (`is_pinned`)
 
     def required(self, model: Finished) -> bool:
         """Return whether the lock of such a model must have the stage; precisions and adapters are seen to."""
         return True
 
+    @abc.abstractmethod
     def run(self, job: Job) -> None:
         """Make the artefact of a job."""
-        raise NotImplementedError
 
     def make(self, job: Job) -> Path:
         """Make the artefact of a job, in the interpreter that has its backend's library; return its path."""
@@ -192,6 +184,10 @@ class Stage:
     def all_reads(self) -> set[str]:
         """Return the patterns of all that a job of some precision reads, of results."""
         return {*self.brought.values(), *self.reads.values(), *self.reads_quantized.values()}
+
+    def path(self, job: Job, pattern: str) -> Path:
+        """Return the path that a pattern stands for in the results tree of one of the stage's jobs."""
+        return job.output.parents[self.output.count("/")] / pattern.format(**job.names)
 
     def job(self, config: Config, root: Path, names: Names, **given: Any) -> Job:
         """Return a job as the config has it.
@@ -226,6 +222,12 @@ def digests(manifest: Path) -> dict[str, str]:
 def tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
     """Return token ids on one line by prompt: a difference is then one line too."""
     return {prompt.text: " ".join(map(str, prompt.tokens)) for prompt in prompts}
+
+
+def bounds(config: Config, names: Names) -> dict[str, Any]:
+    """Return what the config says to each check of a target's engines: tolerances and limits."""
+    tolerance = config.tolerance(names["model"], names["precision"], names["backend"])
+    return {"tolerance": asdict(tolerance), "limits": config.limits.model_dump()}
 
 
 def expected(prompts: Iterable[Prompt], names: Names) -> list[str | None]:
