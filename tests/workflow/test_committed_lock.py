@@ -186,8 +186,9 @@ def test_a_locked_run_refuses_another_golden_token_of_small_weights(run_under_lo
     first, *others = tokens["Light"].split()
     tokens["Light"] = " ".join([str(int(first) + 1), *others])
     (demo.folder / LOCK).write_text(json.dumps(lock))
+    before = (demo.folder / SMALL_GOLDEN).read_bytes()
     process = demo.snakemake("--cores", "2", *LOCKED, "--forcerun", "golden", "--", SMALL_GOLDEN, check=False)
     errors = {line for line in process.stderr.splitlines() if line.startswith("lockstep: error: ")}
     assert process.returncode == 1 and len(errors) == 1
     assert errors.pop().startswith(f"lockstep: error: golden: Light differs: {tokens['Light']} -> {first} ")
-    assert not (demo.folder / SMALL_GOLDEN).exists()
+    assert (demo.folder / SMALL_GOLDEN).read_bytes() == before, "refused before any job"

@@ -104,7 +104,7 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     before = user.digests()
     (user.results / "hub" / "checkpoint" / "model.safetensors").resolve().unlink()
     (user.results / "random" / "checkpoint" / "model.safetensors").unlink()
-    user.finish(*WEIGHTS, *CONFIG)
+    user.finish(*CONFIG, "--forcerun", "fetch", "make_checkpoint", "--", *WEIGHTS)
     assert user.digests() == before and not user.would_run(*BUILT, *CONFIG)
 
     for stage in CHECKS:
@@ -121,7 +121,12 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     other.finish("results/hub/checkpoint.json", *CONFIG)
     assert other.digests()["hub/checkpoint.json"] != before["hub/checkpoint.json"]
     shutil.copytree(user.folder / "locks", other.folder / "locks")
-    other.finish("results/hub/checkpoint.json", *CONFIG, "--config", "locked=true")
+    locked = ("results/hub/checkpoint.json", *CONFIG, "--config", "locked=true")
+    refused = other.snakemake("--cores", "2", *locked, check=False)
+    said = refused.stdout + refused.stderr
+    assert refused.returncode == 1 and "fetch: commit differs" in said and "delete results/hub" in said
+    shutil.rmtree(other.results / "hub")
+    other.finish(*locked)
     made = {name: digest for name, digest in other.digests().items() if name.startswith("hub/")}
     assert "hub/checkpoint.json" in made and made == {name: before[name] for name in made}
 

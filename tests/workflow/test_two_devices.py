@@ -58,7 +58,7 @@ def looks_like_a_dummy(checkout: Checkout, name: str) -> None:
     comparison = json.loads((checkout.results / f"demo-llama/fp32/compare/{name}.json").read_text())
     assert set(comparison["engines"]) == set(manifest["engines"]) and 0 < comparison["relative_error"] < 1e-5
     code = json.loads(engines(checkout, name).with_suffix(".build.json").read_text())["code"]
-    assert {path.split("/")[1] for path in code if path.count("/") == 2 and path.startswith("backends/")} == {"dummy"}
+    assert {part for part in code if re.fullmatch(r"backends/\w+", part)} == {"backends/dummy"}
 
 
 def results(checkout: Checkout) -> dict[str, str]:
@@ -82,7 +82,7 @@ def both(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Itera
         before = results(checkout)
         process = refused.snakemake("--cores", "2", "--config", f"device={name}", check=False)
         lines = {line for line in process.stderr.splitlines() if "lockstep: error:" in line}
-        assert process.returncode == 2 and len(lines) == 1, process.stderr
+        assert process.returncode == 1 and len(lines) == 1, process.stderr
         expected = f"build fp32/{name}: expected {GPUS[name]!r}, the device {name} of the config, found"
         (line,) = lines
         assert expected in line.replace("demo-llama/", "") and platform.node() in line, line

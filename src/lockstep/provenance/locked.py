@@ -78,10 +78,11 @@ def check_project(
         if other := _other_terms(lock, step):
             _refuse(other, lock_file)
         if step.output.is_file() and record_path(step.output).is_file() and (found := _other_result(step, lock)):
-            raise CheckError(
-                f"{found}, which is not what {lock_file} says; make it again without locked: "
-                f"snakemake --forcerun {step.stage} -- {step.output}"
-            )
+            # A fetch that is not held to the lock stays at its commit.
+            advice = f"make it again without locked: snakemake --forcerun {step.stage} -- {step.output}"
+            if step.stage == "fetch":
+                advice = f"delete {step.output.parent} and run again"
+            raise CheckError(f"{found}, which is not what {lock_file} says; {advice}")
 
 
 def _other_result(step: Job, lock: Lock) -> str | None:
