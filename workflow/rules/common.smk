@@ -273,10 +273,11 @@ def adapter_folders(wildcards):
 
 def compute_threads(wildcards):
     """Threads of a job that computes a whole model. Snakemake lowers it to the cores it was given."""
-    model = wildcards.model
-    # Less is computed before more threads would pay.
-    is_small = model in FOLDERS and WEIGHT_BYTES[model] < 100_000_000
-    return 1 if is_small else 16
+    size = weight_bytes(wildcards.model)
+    # Of less, more threads do not pay: several jobs beside each other do.
+    if size < 100_000_000:
+        return 1
+    return 4 if size < 2_000_000_000 else 16
 
 
 def check_locks():

@@ -3,9 +3,12 @@
 # needs: CONFIG, WEIGHT_FILES, PLACE, NOT_RUN
 # makes: the functions `memory`, `minutes`, `gpus` and `gpus_of_ranks` for `resources:`
 
-from lockstep.artifacts.fetched import folder_of
+import json
 
-# What a model is taken to weigh while no file of it is there: in a dry run, before it was fetched or made.
+from lockstep.artifacts.fetched import folder_of
+from lockstep.config.sources import GgufSource
+
+# What a model on the hub is taken to weigh while no file of it is there: in a dry run, before it was fetched.
 UNKNOWN_BYTES = 16_000_000_000
 
 
@@ -21,11 +24,27 @@ WEIGHT_BYTES = {
 }
 
 
+def expected_bytes(model):
+    """What weights will weigh in 16 bits that a job brings or makes."""
+    if KINDS[model] is GgufSource:
+        return 4 * os.path.getsize(SOURCES[model])  # 4 bits or more in the file
+    if KINDS[model] is RandomSource:
+        config = json.loads(SOURCES[model].read_text())
+        config = config.get("text_config", config)
+        hidden, vocabulary, layers = (
+            config.get(key, 0)
+            for key in ("hidden_size", "vocab_size", "num_hidden_layers")
+        )
+        # Attention 4 and an MLP 8 squares of the hidden size a layer, embedding and head; experts are not counted.
+        return 2 * hidden * (12 * hidden * layers + 2 * vocabulary)
+    return UNKNOWN_BYTES
+
+
 def weight_bytes(model):
     if model not in WEIGHT_BYTES:
         source = PLACE.source(model)
         if not source.is_file():
-            return UNKNOWN_BYTES
+            return expected_bytes(model)
         folder = folder_of(source)
         WEIGHT_BYTES[model] = bytes_of(folder, folder.glob("*.safetensors"))
     return WEIGHT_BYTES[model]
