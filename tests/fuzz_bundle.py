@@ -185,9 +185,9 @@ class Bundle:
 
 
 def run(path: Path, weights: Path | None) -> str:
-    """Generate text as `lockstep generate --bundle` does, and return it.
+    """Generate text as `lockstep generate BUNDLE.tar` does, and return it.
 
-    Reads what `lockstep serve --bundle` reads besides.
+    Reads what `lockstep serve BUNDLE.tar` reads besides.
     """
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()), opened(path, weights) as place:

@@ -48,7 +48,7 @@ def bundle(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(bundle: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lockstep", "generate", "--bundle", str(bundle), "--prompt", "Light"]
+    command = [sys.executable, "-m", "lockstep", "generate", str(bundle), "--prompt", "Light"]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
@@ -63,13 +63,13 @@ def test_a_bundle_has_the_adapters(bundle: Path, results: Results, tmp_path: Pat
 
 
 def test_a_server_on_a_bundle_has_them_too(bundle: Path, tmp_path: Path) -> None:
-    with RealServer(tmp_path, "--bundle", bundle, target=None) as server:
+    with RealServer(tmp_path, target=str(bundle)) as server:
         names = [entry["id"] for entry in server.get("/v1/models")["data"]]
         assert names == [f"demo-llama{adapter}" for adapter in ("", ":captain", ":random", ":shakespeare")]
         body = {"model": "demo-llama:shakespeare", "prompt": "Light", "max_tokens": 16, "temperature": 0}
         status, _, data = server.request("POST", "/v1/completions", body)
         assert status == 200 and json.loads(data)["choices"][0]["text"].startswith(LIGHT["shakespeare"])
-    command = [sys.executable, "-m", "lockstep", "serve", "--bundle", str(bundle), "--allow-adapter-loading", str(ROOT)]
+    command = [sys.executable, "-m", "lockstep", "serve", str(bundle), "--allow-adapter-loading", str(ROOT)]
     made = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert made.returncode == 2 and "expected a target, whose checkpoint adapters are checked against" in made.stderr
 

@@ -143,7 +143,7 @@ def test_the_command_writes_a_merged_checkpoint(results: Results, tmp_path: Path
     place = ["--config", str(config), "--results", str(results.root)]
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "lockstep", "convert", *arguments, *place]
+        command = [sys.executable, "-m", "lockstep", "stage", "convert", *arguments, *place]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
     made = run("demo-lora", "--merge", "captain", "--out", str(tmp_path / "out"))

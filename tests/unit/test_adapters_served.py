@@ -150,7 +150,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> None:
-    place = ["--target", TARGET, "--results", str(results.root), "--max-new-tokens", "16"]
+    place = [TARGET, "--results", str(results.root), "--max-new-tokens", "16"]
     made = run("generate", *place, "--prompt", "Light", "--adapter", "captain")
     assert made.returncode == 0 and made.stdout.strip() == LIGHT["captain"].strip()
     made = run("generate", *place, "--prompt", "Light", "--adapter", "captain", "--json")

@@ -424,7 +424,7 @@ def test_an_interrupt_while_a_folder_is_closed_is_an_interrupt(inside: Path, mon
 def test_it_runs_where_only_the_backend_is_installed(inside: Path, tmp_path: Path) -> None:
     """A real process, in an empty folder, without the packages of the extras."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": SOURCES}
-    arguments = ("generate", "--bundle", str(inside), "--prompt", PROMPT, "--max-new-tokens", "16")
+    arguments = ("generate", str(inside), "--prompt", PROMPT, "--max-new-tokens", "16")
     process = subprocess.run(
         [sys.executable, WITHOUT_EXTRAS, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

@@ -20,7 +20,7 @@ NEEDS_RESULTS = {
     "report": ("report",),
     "targets -v": ("targets", "-v"),
     "show": ("show", "results/demo-llama/fp16/graphs/middle.onnx"),
-    "generate": ("generate", "--target", TARGET, "--prompt", "A"),
+    "generate": ("generate", TARGET, "--prompt", "A"),
     "bundle": ("bundle", TARGET),
     "explain": ("explain", TARGET),
     "reproduce": ("reproduce", TARGET),
@@ -28,12 +28,12 @@ NEEDS_RESULTS = {
     "lock of a model": ("lock", "demo-llama"),
     "verify": ("verify",),
     "verify of a model": ("verify", "demo-llama"),
-    "convert": ("convert",),
-    "export": ("export", TARGET),
-    "validate": ("validate",),
-    "build": ("build",),
-    "reference": ("reference",),
-    "golden": ("golden",),
+    "convert": ("stage", "convert"),
+    "export": ("stage", "export", TARGET),
+    "validate": ("stage", "validate"),
+    "build": ("stage", "build"),
+    "reference": ("stage", "reference"),
+    "golden": ("stage", "golden"),
 }
 
 
@@ -57,7 +57,7 @@ def test_without_results_a_command_says_run_snakemake_first(
     assert ended.value.code == 2 and not said.out
     *steps, line = said.err.splitlines()
     assert len(steps) <= 1, "the first of several"
-    assert all(re.match(rf"step 1 of \d+: {arguments[0]} demo-llama/", step) for step in steps)
+    assert all(re.match(rf"step 1 of \d+: {arguments[1]} demo-llama/", step) for step in steps)
     assert line.startswith("lockstep: error: results") and "expected" in line and "run snakemake first" in line
     assert sorted(project.rglob("*")) == before
 
@@ -74,11 +74,11 @@ def test_an_unknown_target_names_the_config_that_has_the_others(
     (project / "results").mkdir()
     (project / "results" / "config.json").write_text(json.dumps({"models": {"other": other}}))
     expected = "expected one of other/fp32/all, in results/config.json, the config of the last run; found 'demo-llama"
-    for command in (("generate", "--prompt", "A", "--target", TARGET), ("bundle", TARGET), ("bisect", TARGET)):
+    for command in (("generate", "--prompt", "A", TARGET), ("bundle", TARGET), ("bisect", TARGET)):
         with pytest.raises(SystemExit):
             main(list(command), prog_name="lockstep")
         assert expected in capsys.readouterr().err
-    for command in (("build", "other/fp32"), ("explain", "other/fp32/all")):
+    for command in (("stage", "build", "other/fp32"), ("explain", "other/fp32/all")):
         with pytest.raises(SystemExit):
             main(list(command), prog_name="lockstep")
         assert f"in {project}/config/config.yaml; --config names another; found 'other/fp32" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_an_unknown_target_names_the_config_that_has_the_others(
 
 def test_help_has_each_command_once_below_a_title(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"], prog_name="lockstep", standalone_mode=False)
-    first, *sections = capsys.readouterr().out.split("\n\n")[-5:]
+    first, *sections = capsys.readouterr().out.split("\n\n")[-4:]
     assert "--version" in first and all(re.match(r"[A-Z][^\n]+:\n", section) for section in sections)
     listed = [line.split()[0] for section in sections for line in section.splitlines()[1:]]
     assert listed[0] == "generate" and sorted(listed) == sorted(main.commands)

@@ -86,7 +86,7 @@ def test_show(demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
 def test_stages_print_a_line_for_each_artefact(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_models(project)
     with pytest.raises(SystemExit) as ended:
-        main(["fetch", "--json"], prog_name="lockstep")
+        main(["stage", "fetch", "--json"], prog_name="lockstep")
     said = capsys.readouterr()
     folder = str((project / "resources" / "demo-llama").resolve())
     entries = [json.loads(line) for line in said.out.splitlines()]
@@ -99,10 +99,10 @@ def test_stages_print_a_line_for_each_artefact(project: Path, capsys: pytest.Cap
 
 def test_stages_count_their_steps_where_there_is_no_terminal(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On stderr, where there are several."""
-    main(["fetch"], prog_name="lockstep", standalone_mode=False)
+    main(["stage", "fetch"], prog_name="lockstep", standalone_mode=False)
     assert capsys.readouterr().err == ""
     two_models(project)
-    main(["fetch"], prog_name="lockstep", standalone_mode=False)
+    main(["stage", "fetch"], prog_name="lockstep", standalone_mode=False)
     assert capsys.readouterr().err.splitlines() == ["step 1 of 2: fetch demo-llama", "step 2 of 2: fetch other"]
 
 
@@ -115,7 +115,7 @@ def two_models(project: Path) -> None:
 
 def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["generate", "--target", TARGET, "--input", "in", "--output", "out", "--json"], prog_name="lockstep")
+        main(["generate", TARGET, "--input", "in", "--output", "out", "--json"], prog_name="lockstep")
     assert ended.value.code == 2 and "expected --json with --prompt, found it with --input" in capsys.readouterr().err
 
 

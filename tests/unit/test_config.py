@@ -426,10 +426,12 @@ def test_targets_come_in_one_order():
     assert [str(target) for target in load({"models": dict(sorted(models.items()))}).targets()] == expected
 
 
-@pytest.mark.parametrize("text", ["demo-llama/fp16/2", "demo-llama/fp16/2/onnxruntime"])
-def test_a_target_is_found_by_name(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "layers"), [("demo-llama/fp16/2", 2), ("demo-llama/fp16/2/onnxruntime", 2), ("demo-llama/fp16", "all")]
+)
+def test_a_target_is_found_by_name(tmp_path, text, layers):
     (tmp_path / "c.yaml").write_text(FULL)
-    assert load(tmp_path / "c.yaml").parse_target(text) == Target("demo-llama", "fp16", 2, "onnxruntime")
+    assert load(tmp_path / "c.yaml").parse_target(text) == Target("demo-llama", "fp16", layers, "onnxruntime")
 
 
 @pytest.mark.parametrize(
@@ -648,7 +650,7 @@ def test_resolve_says_which_backends_are_missing(tmp_path: Path, monkeypatch: py
     config = tmp_path / "c.yaml"
     config.write_text(json.dumps({"models": {"m": model}}))
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "lockstep", "resolve", "--config", str(config)]
+    command = [sys.executable, "-m", "lockstep", "stage", "resolve", "--config", str(config)]
     found = subprocess.run(command, text=True, capture_output=True)
     assert found.returncode == 0 and (tmp_path / "results/m/checkpoint.json").is_file(), found.stderr
     (line,) = [line for line in found.stderr.splitlines() if line.startswith("lockstep: note: ")]

@@ -28,8 +28,8 @@ def documents(path: str) -> list[dict[str, Any]]:
 
 def options(args: list[str]) -> dict[str, str]:
     """The options of `serve` in a container's args, by name."""
-    command, *rest = args
-    assert command == "serve"
+    command, bundle, *rest = args
+    assert command == "serve" and bundle.endswith(".tar")
     return dict(argument.split("=", 1) for argument in rest)
 
 
@@ -46,9 +46,9 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     target = Target("demo-llama", "fp16", "all", "onnxruntime")
     bundle = pack(recorded(demo, folder / "recorded"), target, LIMITS, folder / "model.tar", with_weights=True)
     (folder / "keys").write_text(f"{KEY}\n")
-    here = {"--bundle": bundle, "--api-key-file": folder / "keys", "--host": "127.0.0.1", "--port": 0}
+    here = {"--api-key-file": folder / "keys", "--host": "127.0.0.1", "--port": 0}
     given = options(SERVER["args"]) | here | {"--kv-bytes": "64M"}
-    with RealServer(folder, *(f"{name}={value}" for name, value in given.items()), target=None) as server:
+    with RealServer(folder, *(f"{name}={value}" for name, value in given.items()), target=str(bundle)) as server:
         yield server
 
 
@@ -111,8 +111,8 @@ def test_kubernetes_kills_after_the_drain_has_ended() -> None:
 
 def test_every_path_in_the_options_is_mounted() -> None:
     mounts = [mount["mountPath"] for mount in SERVER["volumeMounts"]]
-    for name in ("--bundle", "--api-key-file"):
-        path = Path(options(SERVER["args"])[name])
+    _, bundle, *_ = SERVER["args"]
+    for path in map(Path, (bundle, options(SERVER["args"])["--api-key-file"])):
         assert any(path.is_relative_to(mount) for mount in mounts), path
     assert {mount["name"] for mount in SERVER["volumeMounts"]} == {volume["name"] for volume in DEPLOYMENT["volumes"]}
     writable = [mount["mountPath"] for mount in SERVER["volumeMounts"] if not mount.get("readOnly")]

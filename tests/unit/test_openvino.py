@@ -353,9 +353,7 @@ def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "command",
-    [("generate", "--prompt", "a", "--target"), ("serve",), ("bundle",), ("reproduce",)],
-    ids=lambda one: one[0],
+    "command", [("generate", "--prompt", "a"), ("serve",), ("bundle",), ("reproduce",)], ids=lambda one: one[0]
 )
 def test_what_needs_engines_that_the_config_skips_here_says_why(command, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

@@ -234,17 +234,17 @@ def test_verify_says_whether_it_is_that_of_the_engines(results: Results) -> None
     assert of_it() == [("same", "")]
     data = path.read_bytes()
     path.write_bytes(data.replace(b"startedOn", b"startedAt"))
-    assert of_it() == [("different", "the file is damaged; `lockstep build` makes it again")]
+    assert of_it() == [("different", "the file is damaged; `lockstep stage build` makes it again")]
     path.write_bytes(b"[]")
     assert of_it()[0][0] == "different"
     path.write_bytes(data)
     engines = path.with_name("engines.json")
     write_json(engines, {**read_json(engines), "backend_version": "0.0"})
     assert of_it() == [
-        ("different", "it is of another engine set: engines.json differs; `lockstep build` makes it again")
+        ("different", "it is of another engine set: engines.json differs; `lockstep stage build` makes it again")
     ]
     build(results)
     path.unlink()
-    assert of_it() == [("missing", "`lockstep build` makes it again")]
+    assert of_it() == [("missing", "`lockstep stage build` makes it again")]
     build(results)
     assert of_it() == [("same", "")]

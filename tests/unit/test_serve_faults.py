@@ -400,8 +400,8 @@ def test_a_body_that_does_not_come_is_waited_for_no_longer_than_said(tree: Path)
 def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree: Path, tmp_path: Path) -> None:
     target, prompt = Target("demo-llama", "fp16", "all", "onnxruntime"), GOLDEN.prompts[0]
     bundle = pack(recorded(demo, tmp_path / "recorded"), target, LIMITS, tmp_path / "demo.tar", True)
-    options = ("--bundle", bundle, "--python", sys.executable, "--served-model-name", "other")
-    with RealServer(tree, *options, target=None) as server:
+    options = ("--python", sys.executable, "--served-model-name", "other")
+    with RealServer(tree, *options, target=str(bundle)) as server:
         assert server.complete(prompt.text, model="other")["choices"][0]["text"] == prompt.expected["all"]
         os.kill(server.engine_pid, signal.SIGKILL)  # the next one finds its files too
         server.wait_until(lambda status: status["restarts"] == 1)
@@ -411,8 +411,8 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ((), "serve: expected TARGET, or --bundle with or without --weights, found neither"),
-        (("demo-llama/fp32/all", "--bundle", "a.tar"), "found TARGET --bundle"),
+        (("demo-llama/fp32/all", "--weights", "a"), "--weights: expected a bundle (.tar) beside it"),
+        (("nowhere.tar",), "nowhere.tar: expected"),
         (("demo-llama/fp32/9",), "target: expected one of demo-llama/fp32/2"),
         (("demo-llama/fp32/all", "--kv-bytes", "1"), "--kv-bytes: expected"),
         (("demo-llama/fp32/all", "--served-model-name", ""), "--served-model-name: expected a name, found an empty"),

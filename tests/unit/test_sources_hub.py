@@ -1,6 +1,6 @@
 """`hf:` sources against a hub of one's own: what is asked for, what is kept, and one line for each way it can fail.
 
-Each fetch is a `lockstep fetch`: in a process of its own, as a user starts it, where requests are counted or the
+Each fetch is a `lockstep stage fetch`: in a process of its own, as a user starts it, where requests are counted or the
 process is ended; else in this one, which spares the imports.
 """
 
@@ -240,7 +240,7 @@ def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
     del hub.repositories[NAME].commits[first]
     assert user.error(f"hf:{NAME}", 2, "--locked") == (
         f"hf:{NAME}: expected commit {first}, at which it was found before, found it gone from {NAME}; "
-        "take what is there now with `lockstep fetch --newest`, not locked"
+        "take what is there now with `lockstep stage fetch --newest`, not locked"
     )  # fmt: skip
 
 

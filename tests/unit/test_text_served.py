@@ -156,7 +156,7 @@ def test_python_and_a_file_of_prompts(model: Model, tokenizer: Tokenizer, tmp_pa
 
 
 def test_the_command_line_with_any_encoding_of_stdout(results: Results, tokenizer: Tokenizer) -> None:
-    command = ["generate", "--target", scripted_model.TARGET, "--results", results.root, "--prompt", PROMPT]
+    command = ["generate", scripted_model.TARGET, "--results", results.root, "--prompt", PROMPT]
     found = subprocess.run(
         [sys.executable, "-m", "lockstep", *map(str, command), "--max-new-tokens", str(len(answer_ids(tokenizer)))],
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},

@@ -88,7 +88,7 @@ def test_other_precisions_and_backends_are_what_is_locked(
         for stage in ("export", "convert"):
             demo.call("lockstep", stage, target)
     for backend in backends:
-        demo.call("lockstep", "build", f"{target}/all/{backend}")
+        demo.call("lockstep", "stage", "build", f"{target}/all/{backend}")
     lock = Lock.load(REPOSITORY / LOCK)
     found = [section for path in asked for section in sections_at(path)]
     assert len(found) == len(asked)

@@ -80,7 +80,7 @@ def test_a_foreign_manifest_is_not_read(demo: Checkout) -> None:
     """Whole, sealed, and of other engines."""
     path = demo.results / ENGINES / "engines.json"
     path.write_bytes((demo.results / MODEL / "fp32" / "engines" / "onnxruntime" / "engines.json").read_bytes())
-    process = demo.call("lockstep", "golden", FP16, check=False)
+    process = demo.call("lockstep", "stage", "golden", FP16, check=False)
     assert (
         process.returncode == 2
         and (f"{ENGINES}/engines.json: expected sha256 ") in process.stderr

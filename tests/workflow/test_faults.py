@@ -76,7 +76,7 @@ def test_a_results_folder_that_cannot_be_written_is_one_line(demo: Checkout) -> 
     before = demo.digests()
     with mounted(demo.results, "--bind", str(demo.results)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(demo.results)], check=True)
-        process = demo.run("lockstep", "build", f"{MODEL}/fp16", check=False)
+        process = demo.run("lockstep", "stage", "build", f"{MODEL}/fp16", check=False)
         assert (
             process.returncode == 2
             and len(process.stderr.splitlines()) == 1

@@ -155,7 +155,7 @@ def test_a_job_that_fails_says_the_line_of_the_stage_by_hand_first(fresh: Checko
     process = fresh.snakemake(
         "--cores", "1", "--snakefile", snakefile, "results/demo-llama/fp16/weights.json", check=False
     )
-    by_hand = fresh.run("lockstep", "convert", "demo-llama/fp16", check=False)
+    by_hand = fresh.run("lockstep", "stage", "convert", "demo-llama/fp16", check=False)
     assert (by_hand.returncode, process.returncode) == (2, 1)
     (line,) = by_hand.stderr.splitlines()
     first = next(number for number, said in enumerate(process.stderr.splitlines()) if "error" in said.lower())
@@ -220,10 +220,10 @@ def test_a_check_that_fails_by_hand_is_a_row(demo: Checkout) -> None:
     config = yaml.safe_load((demo.folder / "config" / "config.yaml").read_text())
     nonsense(config)
     (demo.folder / "other.yaml").write_text(yaml.safe_dump(config))
-    process = demo.run("lockstep", "golden", "demo-llama/fp16/all", "--config", "other.yaml", check=False)
+    process = demo.run("lockstep", "stage", "golden", "demo-llama/fp16/all", "--config", "other.yaml", check=False)
     assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
     assert rows(demo)["fp16", "all"] == "fail" and list(rows(demo).values()).count("fail") == 1
-    demo.call("lockstep", "golden", "demo-llama/fp16/all")
+    demo.call("lockstep", "stage", "golden", "demo-llama/fp16/all")
     assert set(rows(demo).values()) == {"pass"}
     demo.call("lockstep", "verify")
 
@@ -247,7 +247,6 @@ def test_generate_says_what_the_golden_text_says_and_how_fast(finished: Checkout
     for layers in (2, "all"):
         process = generate(
             finished,
-            "--target",
             f"demo-llama/fp16/{layers}",
             "--prompt",
             prompt["text"],
@@ -261,16 +260,10 @@ def test_generate_says_what_the_golden_text_says_and_how_fast(finished: Checkout
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--target", "demo-llama/fp64/all", "--prompt", "A"), "target: expected one of"),
-        (("--target", "demo-llama/fp32/all", "--prompt", "word " * 500), "expected 1 to 128 tokens"),
-        (
-            ("--target", "demo-llama/fp32/all", "--prompt", "A", "--temperature", "-1"),
-            "temperature: expected 0 or more",
-        ),
-        (
-            ("--target", "demo-llama/fp32/all", "--prompt", "A", "--results", "nowhere"),
-            "nowhere/config.json: expected a file",
-        ),
+        (("demo-llama/fp64/all", "--prompt", "A"), "target: expected one of"),
+        (("demo-llama/fp32/all", "--prompt", "word " * 500), "expected 1 to 128 tokens"),
+        (("demo-llama/fp32/all", "--prompt", "A", "--temperature", "-1"), "temperature: expected 0 or more"),
+        (("demo-llama/fp32/all", "--prompt", "A", "--results", "nowhere"), "nowhere/config.json: expected a file"),
     ],
 )
 def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple[str, ...], message: str) -> None:
@@ -285,19 +278,19 @@ def test_what_has_no_record_is_not_run(demo: Checkout, of: str) -> None:
     manifest = demo.folder / "results" / "demo-llama" / "fp16" / of
     record = record_path(manifest)
     record.unlink()
-    for command in (("generate", "--prompt", "A", "--target"), ("serve",)):
+    for command in (("generate", "--prompt", "A"), ("serve",)):
         process = demo.call("lockstep", *command, "demo-llama/fp16/all", check=False)
         assert process.returncode == 2 and process.stdout == "" and len(process.stderr.splitlines()) == 1
         assert f"{of}: expected beside it {record.name}, the record" in process.stderr
     demo.finish("--forcerun", "build", "--", f"results/demo-llama/fp16/{of}")
-    assert generate(demo, "--target", "demo-llama/fp16/all", "--prompt", "A").returncode == 0
+    assert generate(demo, "demo-llama/fp16/all", "--prompt", "A").returncode == 0
 
 
 def test_a_stage_by_hand_names_the_targets_there_are(fresh: Checkout) -> None:
-    process = fresh.call("lockstep", "export", "demo-llama/fp64", check=False)
+    process = fresh.call("lockstep", "stage", "export", "demo-llama/fp64", check=False)
     assert process.returncode == 2 and "demo-llama/fp16/all" in process.stderr and len(process.stderr.splitlines()) == 1
 
 
 def test_a_stage_by_hand_before_its_time_says_what_is_missing(fresh: Checkout) -> None:
-    process = fresh.call("lockstep", "build", "demo-llama/fp16", check=False)
+    process = fresh.call("lockstep", "stage", "build", "demo-llama/fp16", check=False)
     assert process.returncode == 2 and "assembly.json: expected a file, found none" in process.stderr

@@ -23,8 +23,8 @@ def test_commands_on_its_results_ask_nothing_either(demo: Checkout, tmp_path: Pa
     user = Checkout(demo.folder, {**dict.fromkeys(TELEMETRY, ""), **recorder.environment})
     user.snakemake("--report", "results/report.html")
     user.run("lockstep", "bundle", "demo-llama/fp16/2", "--weights", "--out", "demo.tar")
-    for source in (("--target", "demo-llama/fp16/2"), ("--bundle", "demo.tar")):
-        user.run("lockstep", "generate", *source, "--prompt", "Light", "--max-new-tokens", "2")
+    for source in ("demo-llama/fp16/2", "demo.tar"):
+        user.run("lockstep", "generate", source, "--prompt", "Light", "--max-new-tokens", "2")
     for command in ("summary", "verify", "lock", "targets"):
         user.run("lockstep", command)
     assert not recorder.calls() and not recorder.traces()

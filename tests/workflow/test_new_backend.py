@@ -59,7 +59,7 @@ def test_a_dummy_backend_is_checked_and_locked(dummy: Checkout) -> None:
     demo.run("lockstep", "lock")
     demo.run("lockstep", "verify")
     assert not demo.would_run("--config", "locked=true")
-    asked = ("--target", "demo-llama/fp32/2", "--prompt", "San Francisco is a", "--max-new-tokens", "4")
+    asked = ("demo-llama/fp32/2", "--prompt", "San Francisco is a", "--max-new-tokens", "4")
     said = demo.run("lockstep", "generate", *asked).stdout
     assert said.startswith(" cars on")
 

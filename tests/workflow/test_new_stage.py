@@ -117,5 +117,5 @@ def test_what_a_toy_stage_makes_is_locked(counted: Checkout) -> None:
 
     made.unlink()
     demo.run("lockstep", "count", "--locked", "demo-llama/fp16")
-    process = demo.run("lockstep", "golden", "--locked", "demo-llama/fp16/2")
+    process = demo.run("lockstep", "stage", "golden", "--locked", "demo-llama/fp16/2")
     assert process.returncode == 0

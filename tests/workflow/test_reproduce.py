@@ -90,22 +90,16 @@ def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, t
     assert whole.read_bytes() == again.read_bytes()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert finished.run("lockstep", "generate", "--bundle", str(whole), *prompt, folder=elsewhere).stdout == text
+    assert finished.run("lockstep", "generate", str(whole), *prompt, folder=elsewhere).stdout == text
     weights = ("--weights", str(finished.folder / "resources" / "demo-llama"))
-    assert (
-        finished.run("lockstep", "generate", "--bundle", str(apart), *weights, *prompt, folder=elsewhere).stdout == text
-    )
+    assert finished.run("lockstep", "generate", str(apart), *weights, *prompt, folder=elsewhere).stdout == text
     data = bytearray(whole.read_bytes())
     data[len(data) // 2] ^= 1
     whole.write_bytes(data)
     for arguments, message in (
-        (("--bundle", str(whole)), "the bundle is damaged; copy it again"),
-        (("--bundle", str(apart)), "expected --weights, for the bundle holds none"),
-        (
-            ("--bundle", str(apart), "--target", TARGET),
-            "expected --target, or --bundle with or without --weights, found --target --bundle",
-        ),
-        ((), "found neither"),
+        ((str(whole),), "the bundle is damaged; copy it again"),
+        ((str(apart),), "expected --weights, for the bundle holds none"),
+        ((TARGET, *weights), "--weights: expected a bundle (.tar) beside it"),
     ):
         process = finished.run("lockstep", "generate", *arguments, *prompt, folder=elsewhere, check=False)
         assert (

@@ -184,6 +184,6 @@ def test_an_unknown_device_is_one_line(both: Checkout) -> None:
 def test_a_bundle_opens_without_the_names_of_devices(both: Checkout, tmp_path: Path) -> None:
     out = tmp_path / "alpha.tar"
     both.call("lockstep", "bundle", "demo-llama/fp32/2/alpha", "--weights", "--out", str(out))
-    asked = ("--bundle", str(out), "--prompt", "San Francisco is a", "--max-new-tokens", "4")
+    asked = (str(out), "--prompt", "San Francisco is a", "--max-new-tokens", "4")
     said = node(both, "alpha").run("lockstep", "generate", *asked, folder=tmp_path).stdout
     assert said.startswith(" cars on")

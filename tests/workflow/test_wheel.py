@@ -17,7 +17,6 @@ from checkout import REPOSITORY
 import without_extras
 from lockstep.cli.extras import EXTRAS
 from lockstep.cli.main import main
-from lockstep.stages import STAGES
 
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 
@@ -99,7 +98,7 @@ def test_a_stage_of_an_installed_wheel_says_that_it_needs_a_checkout(installed: 
     config["models"]["demo-llama"]["source"] = str(REPOSITORY / "resources" / "demo-llama")
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
     process = python(
-        *("-m", "lockstep", "resolve", "demo-llama", "--config", "my.yaml"),
+        *("-m", "lockstep", "stage", "resolve", "demo-llama", "--config", "my.yaml"),
         folder=tmp_path, check=False, PYTHONPATH=str(installed),
     )  # fmt: skip
     assert process.returncode == 2
@@ -110,13 +109,13 @@ def test_a_stage_of_an_installed_wheel_says_that_it_needs_a_checkout(installed: 
 TARGET = "demo-llama/fp16/all"
 # What each command needs beside pyproject's `dependencies`, and arguments with which it comes to need it.
 NEEDS = {
-    **{name: ("workflow", ()) for name, entry in STAGES.items() if entry.help},
+    "stage": ("workflow", ("export",)),
     "summary": ("workflow", ()),
     "report": ("workflow", ()),
     "targets": ("workflow", ()),
     "show": (None, ("graph.onnx",)),
     "bisect": ("workflow", (TARGET,)),
-    "generate": ("workflow", ("--target", TARGET, "--prompt", "A")),
+    "generate": ("workflow", (TARGET, "--prompt", "A")),
     "explain": ("workflow", (TARGET,)),
     "bundle": ("workflow", (TARGET,)),
     "reproduce": ("workflow", (TARGET,)),
@@ -146,13 +145,7 @@ def test_each_extra_of_pyproject_is_in_the_table() -> None:
     assert not set(EXTRAS) & set(project["dependencies"])
 
 
-# Of the commands of stages, which are made from a table, one.
-ONE_STAGE = [
-    pytest.param(name, marks=[pytest.mark.long] * (name in STAGES and name != "export")) for name in main.commands
-]
-
-
-@pytest.mark.parametrize("command", ONE_STAGE)
+@pytest.mark.parametrize("command", main.commands)
 def test_a_command_names_the_extra_that_it_needs(command: str, installed: Path, tmp_path: Path) -> None:
     """With pyproject's `dependencies` alone. What needs no more says what else is missing."""
     (tmp_path / "results").mkdir()

@@ -52,7 +52,7 @@ def _engines(results: Results, target: Target) -> Iterator[Entry]:
     reason = (
         wrong_provenance(provenance)
         if provenance.is_file()
-        else ("expected the provenance of the engines, found none; `lockstep build` makes it")
+        else ("expected the provenance of the engines, found none; `lockstep stage build` makes it")
     )
     if reason:
         raise InputError(f"{provenance}: {reason}")

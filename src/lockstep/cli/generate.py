@@ -15,8 +15,7 @@ from lockstep.errors import InputError
 
 
 @click.command()
-@click.option("--target", metavar="TARGET", help="A target of the last run, such as demo-llama/fp16/all.")
-@click.option("--bundle", "archive", type=click.Path(path_type=Path), help="Or a bundle that `lockstep bundle` made.")
+@click.argument("target", metavar="TARGET|BUNDLE.tar")
 @click.option(
     "--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json."
 )
@@ -44,8 +43,7 @@ from lockstep.errors import InputError
 @JSON
 @RESULTS
 def generate(
-    target: str | None,
-    archive: Path | None,
+    target: str,
     weights: Path | None,
     prompt: str | None,
     source: Path | None,
@@ -58,7 +56,9 @@ def generate(
     results: Path,
     **sampling: Any,
 ) -> None:
-    """Generate text from an engine set or a bundle, printed as it is made.
+    """Generate text from a target or a bundle, printed as it is made.
+
+    TARGET: of the last run, such as demo-llama/fp16.
 
     The speed follows on stderr. With --json, text and speed are one document.
 
@@ -80,13 +80,13 @@ def generate(
 
     if as_json and prompt is None:
         raise InputError("generate: expected --json with --prompt, found it with --input; its --output is JSON already")
-    with runnable("generate", "--target", target, archive, weights, results) as found:
-        place = found.place
+    with runnable(target, weights, results) as opened:
+        place = opened.place
         asked: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
         if source is not None:
             asked = {"source": str(source), "out": str(out)}
         worker.call(
-            found.python,
+            opened.python,
             f"lockstep.runtime.command:{'generate' if source is None else 'generate_file'}",
             assembly=str(place.assembly),
             weights=str(place.weights),

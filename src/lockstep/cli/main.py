@@ -19,7 +19,7 @@ from lockstep.cli.locks import diff, lock, verify
 from lockstep.cli.report import report, summary
 from lockstep.cli.reproduce import explain, reproduce
 from lockstep.cli.serve import serve
-from lockstep.cli.stages import stage_commands
+from lockstep.cli.stages import stage
 from lockstep.cli.targets import show, targets
 from lockstep.cli.triton import triton
 
@@ -35,8 +35,7 @@ def main() -> None:
 
 for _title, _commands in {
     "Run engines": (generate, serve, load, bundle, triton),
-    "Look at results": (summary, report, targets, show, bisect),
-    "Lock, compare, build again": (lock, verify, diff, explain, reproduce, cache),
-    "Stages, as the workflow runs them": stage_commands(),
+    "Look at results": (summary, report, targets, explain, show, bisect),
+    "Lock, compare, build again": (lock, verify, diff, reproduce, cache, stage),
 }.items():
     main.add_section(_title, _commands)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 
+BUNDLE_SUFFIX = ".tar"
+
+
 @dataclass(frozen=True)
 class Runnable:
     """An opened target or bundle, and the Python interpreter of its backend.
@@ -65,28 +68,21 @@ def made_target(config: Config, tree: Results, name: str) -> Target:
 
 
 @contextlib.contextmanager
-def runnable(
-    command: str, name: str, target: str | None, archive: Path | None, weights: Path | None, results: Path
-) -> Iterator[Runnable]:
+def runnable(name: str, weights: Path | None, results: Path) -> Iterator[Runnable]:
     """Open a target or a bundle, whose files are there until the context ends.
 
-    name: how `command` spells its target. Raises InputError where not exactly one of the two is given, and what opening
-    raises.
+    name: a target's name, or the path of a bundle, which ends in `.tar`. weights: for a bundle that holds none. Raises
+    InputError where weights are given with a target, and what opening raises.
     """
-    if (target is None) == (archive is None) or (weights is not None and archive is None):
-        options = ((name, target), ("--bundle", archive), ("--weights", weights))
-        given = " ".join(option for option, value in options if value is not None)
-        raise InputError(
-            f"{command}: expected {name}, or --bundle with or without --weights, found {given or 'neither'}"
-        )
-    if archive is not None:
+    if name.endswith(BUNDLE_SUFFIX):
         from lockstep.bundle.opened import opened
 
-        with opened(archive, weights) as place:
+        with opened(Path(name), weights) as place:
             yield Runnable(place, None)
         return
-    assert target is not None
-    yield _of_target(target, Results(results))
+    if weights is not None:
+        raise InputError(f"--weights: expected a bundle ({BUNDLE_SUFFIX}) beside it, found {name}; leave it out")
+    yield _of_target(name, Results(results))
 
 
 def _of_target(name: str, tree: Results) -> Runnable:

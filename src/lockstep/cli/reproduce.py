@@ -98,7 +98,7 @@ def _hold_against(text: str, lock: Path, config_file: Path | None, as_json: bool
     target = project.config.parse_target(text, project.where)
     folder = project.checkpoint_folder(target.model)
     if folder is None:
-        raise InputError(f"{target.model}: expected its checkpoint to be here, found none; run `lockstep fetch` first")
+        raise InputError(f"{target.model}: expected its checkpoint here, found none; run `lockstep stage fetch` first")
     found = against(project.config.dump(), folder, target, lock, lambda line: click.echo(line, err=True))
     if as_json:
         echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(held) for held in found]})

@@ -47,10 +47,7 @@ class _Bytes(click.ParamType):
 
 
 @click.command()
-@click.argument("target", required=False)
-@click.option(
-    "--bundle", "archive", type=click.Path(path_type=Path), help="Instead: a file that `lockstep bundle` made."
-)
+@click.argument("target", metavar="TARGET|BUNDLE.tar")
 @click.option("--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder.")
 @click.option(
     "--python",
@@ -178,16 +175,16 @@ class _Bytes(click.ParamType):
 )
 @click.option("--request-log", type=click.Path(path_type=Path), help="A JSON line for each request; -: stderr.")
 @RESULTS
-def serve(target: str | None, archive: Path | None, weights: Path | None, results: Path, **given: Any) -> None:
-    """Serve a target, such as demo-llama/fp16/all, or a bundle, over HTTP.
+def serve(target: str, weights: Path | None, results: Path, **given: Any) -> None:
+    """Serve a target, such as demo-llama/fp16, or a bundle, over HTTP.
 
     OpenAI's API, Triton's, health, metrics and a web page; Triton's over gRPC, too.
 
     Prints one line when it is ready and warm. SIGTERM or Ctrl-C: takes nothing new, finishes what runs, ends.
     """
     try:
-        with runnable("serve", "TARGET", target, archive, weights, results) as found:
-            run_server(found, ServeOptions(**given))
+        with runnable(target, weights, results) as opened:
+            run_server(opened, ServeOptions(**given))
     except KeyboardInterrupt as error:  # once it takes requests, it handles signals itself
         what, number = (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", SIGINT)
         click.echo(f"{PREFIX}{what} before the server was ready", err=True)

@@ -247,8 +247,18 @@ def _resolve(project: Project, stage: str, names: dict[str, Any]) -> Path:
 _BY_HAND: dict[str, Callable[[Project, str, dict[str, Any]], Path]] = {"fetch": _fetch, "resolve": _resolve}
 
 
-def stage_commands() -> list[click.Command]:
-    """Return a command for each stage with a help text, in the table's order."""
-    from lockstep.stages import STAGES
+class _Stages(click.Group):
+    """A command for each stage with a help text, in the order of the stages."""
 
-    return [_command(name) for name, entry in STAGES.items() if entry.help]
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from lockstep.stages import STAGES
+
+        return [name for name, stage in STAGES.items() if stage.help]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _command(cmd_name) if cmd_name in self.list_commands(ctx) else None
+
+
+@click.group(cls=_Stages)
+def stage() -> None:
+    """Run one stage of a config's targets, as the workflow runs it."""

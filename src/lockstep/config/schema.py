@@ -324,13 +324,16 @@ class Config(Section):
     def parse_target(self, text: str, where: str = "") -> Target:
         """Return the target of a name, on the model's first backend where it names none.
 
-        The name is `<model>/<precision>/<layers>`, or with `/<backend>` after it. where: what the config is, for the
-        message. Raises InputError listing the targets there are, or for one that is skipped with the reason.
+        The name is `<model>/<precision>`, which is all layers, or with `/<layers>` or `/<layers>/<backend>` after it.
+        where: what the config is, for the message. Raises InputError listing the targets there are, or for one that is
+        skipped with the reason.
         """
         by_name: dict[str, Target] = {}
         for target in self.targets():
             by_name[str(target)] = target
             by_name.setdefault(str(target).rpartition("/")[0], target)
+            if target.layers == "all":
+                by_name.setdefault(f"{target.model}/{target.precision}", target)
         if text in by_name:
             return by_name[text]
         skipped = self.skipped_backends()

@@ -160,7 +160,7 @@ def wrong_provenance(path: Path) -> str | None:
 
     None when it is.
     """
-    again = "`lockstep build` makes it again"
+    again = "`lockstep stage build` makes it again"
     try:
         data = path.read_bytes()
         statement = json.loads(data)

@@ -88,7 +88,7 @@ def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -
     for path in recorded:
         provenance = provenance_path(path)
         if path.name == f"engines{SUFFIX}" and not provenance.is_file():
-            findings.append(Finding(MISSING, _name(provenance, results), "`lockstep build` makes it again"))
+            findings.append(Finding(MISSING, _name(provenance, results), "`lockstep stage build` makes it again"))
     findings += [_alone(path, results) for path in there if os.path.normpath(path) not in named]
     return sorted(findings, key=lambda finding: finding.name)
 

@@ -202,7 +202,7 @@ def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
             raise InputError(
                 f"{source}: expected commit {pinned}, at which it was found before, found it gone from "
                 f"{hub.repository}; "
-                "take what is there now with `lockstep fetch --newest`, not locked"
+                "take what is there now with `lockstep stage fetch --newest`, not locked"
             ) from None
         raise InputError(
             f"{source}: expected a branch, tag or commit, found no revision {hub.revision!r} in "

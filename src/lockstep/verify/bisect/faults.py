@@ -159,7 +159,7 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     if file.suffix != ".onnx":
         return found(
             None,
-            f"{file}: nodes of a {backend} engine cannot be read; lockstep compare runs it on each profile; "
+            f"{file}: nodes of a {backend} engine cannot be read; lockstep stage compare runs it on each profile; "
             "build it again, or with a lower optimization_level",
         )
     outputs = [
