@@ -416,6 +416,18 @@ def test_merged_config_reads_its_files_again_strictly(tmp_path):
     assert load_merged(SMALLEST, [path]) == load(SMALLEST)
 
 
+def test_numbers_of_the_command_line_are_numbers_in_mappings_too():
+    """Snakemake leaves them text there: `--config limits='{max_batch_size: 8}'`."""
+    given = {"limits": {"max_batch_size": "8"}, "check_server": False}
+    merged = {**SMALLEST, "limits": {"max_batch_size": "8", "max_seq_len": 64, "max_input_len": 32}}
+    config = load_merged(merged, [], options=given)
+    assert (config.limits.max_batch_size, config.limits.max_seq_len) == (8, 64)
+    with pytest.raises(InputError, match="^config: limits.max_batch_size: expected an integer; found '8'"):
+        load_merged(merged, [])  # of a file
+    with pytest.raises(InputError, match="^--config:1: expected YAML; found '010'"):
+        load_merged(merged, [], options={"limits": {"max_batch_size": "010"}})
+
+
 def test_targets_come_in_one_order():
     models = {
         "b": {**SMALLEST["models"]["m"], "layers": ["all", 3], "precisions": ["fp16", "fp32"]},

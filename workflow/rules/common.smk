@@ -63,6 +63,7 @@ with guard():
             if key not in ("locked", "device")
         },
         workflow.configfiles,
+        options=workflow.config_settings.config,
     )
     SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY], results=PLACE)
     KINDS = {

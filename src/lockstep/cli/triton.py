@@ -5,13 +5,14 @@ For NVIDIA's Triton Inference Server.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
 
 import click
 
-from lockstep.cli.opened import runnable
+from lockstep.cli.opened import BUNDLE_SUFFIX, runnable
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON, echo_json
 from lockstep.errors import CheckError, InputError
@@ -19,7 +20,7 @@ from lockstep.serve.settings import ServiceLimits
 
 
 @click.command()
-@click.argument("target", required=False)
+@click.argument("target", required=False, metavar="TARGET|BUNDLE.tar")
 @click.argument("out", required=False, type=click.Path(path_type=Path))
 @click.option("--check", type=click.Path(path_type=Path), metavar="OUT", help="Instead: check a repository.")
 @click.option("--socket", type=click.Path(path_type=Path), help="The Unix socket.  [default: OUT/lockstep.sock]")
@@ -70,12 +71,13 @@ def triton(
                 click.echo(fault, err=True)
             raise CheckError(faults[0])
         return
-    assert out is not None
-    with runnable("triton", "TARGET", target, None, None, results) as found:
-        max_batch_size = found.place.limits.max_batch_size
+    assert target is not None and out is not None
+    with runnable(target, None, results) as opened:
+        max_batch_size = opened.place.limits.max_batch_size
+    served = os.path.abspath(target) if target.endswith(BUNDLE_SUFFIX) else target
     folder = out.absolute()
     place = (socket or folder / "lockstep.sock").absolute()
-    command = [sys.executable, "-m", "lockstep", "serve", str(target), "--results", str(results.absolute())]
+    command = [sys.executable, "-m", "lockstep", "serve", served, "--results", str(results.absolute())]
     command += ["--unix", str(place), "--triton-repository", str(folder), *shlex.split(serve_options)]
     pairs = dict(each.partition("=")[::2] for each in options)
     write_repository(Repository(command, place, max_batch_size, max_queue, decoupled, pairs), folder)

@@ -46,6 +46,20 @@ def read_document(path: str | os.PathLike) -> Any:
         raise InputError(f"{path}: expected a config; found lists or mappings nested too deeply") from None
 
 
+def typed(value: Any) -> Any:
+    """Return a value of Snakemake's `--config`, which leaves numbers and flags in a mapping or list text, as YAML does.
+
+    Raises InputError for a number in another base than ten.
+    """
+    if isinstance(value, dict):
+        return {key: typed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [typed(item) for item in value]
+    if not isinstance(value, str) or not re.fullmatch(_PLAIN, value):
+        return value
+    return _read_yaml(Path("--config"), value)
+
+
 def check_config(path: str | os.PathLike) -> None:
     """Refuse a config file that holds no mapping, before Snakemake reads it.
 
@@ -91,6 +105,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_PLAIN = r"[-+]?[0-9][0-9_:.eE+-]{0,40}|true|false|null"
 _OTHER_BASE = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.config.documents import read_document
+from lockstep.config.documents import read_document, typed
 from lockstep.config.messages import one_line
 from lockstep.config.schema import Config
 from lockstep.config.sources import source_folders
@@ -59,8 +59,15 @@ def load_given(path: Path | None) -> Config:
     return load(given(path))
 
 
-def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike], where: str | None = None) -> Config:
+def load_merged(
+    merged: Mapping[str, Any],
+    files: Sequence[str | os.PathLike],
+    where: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Config:
     """Load Snakemake's merged config, and check the files it was merged from.
+
+    options: what of it the command line gave (`--config`), whose numbers in mappings and lists are text.
 
     Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again,
     strictly. Messages open with `where` (default: the file, where one file is all of the config, else `config`). Raises
@@ -68,4 +75,14 @@ def load_merged(merged: Mapping[str, Any], files: Sequence[str | os.PathLike], w
     """
     values = [read_document(file) for file in files]
     only_one = len(values) == 1 and values[0] == merged
-    return load(merged, where=where or (os.fspath(files[0]) if only_one else None))
+    return load(_with_types(merged, options or {}), where=where or (os.fspath(files[0]) if only_one else None))
+
+
+def _with_types(merged: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the merged config with the options in it as YAML reads them."""
+    values = dict(merged)
+    for key, value in options.items():
+        if key in values:
+            inner = isinstance(value, Mapping) and isinstance(values[key], Mapping)
+            values[key] = _with_types(values[key], value) if inner else typed(value)
+    return values
