@@ -55,12 +55,10 @@ REAL_CONFIG ?=
 
 demo: setup
 	$(BIN)/snakemake --cores $(CORES)
-	@$(BIN)/lockstep summary
 
 # REAL_CONFIG: a config file whose keys take the place of those of config/smollm2.yaml.
 real: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(REAL_CONFIG)
-	@cd $(REAL) && $(abspath $(BIN))/lockstep summary
 	LOCKSTEP_REAL=$(abspath $(REAL)) $(BIN)/python -m pytest -n 0 -q tests/real
 
 test: setup
@@ -101,13 +99,13 @@ lint: setup
 # The benchmark ends with an error where no engine runs: then there is no record to keep.
 gpu: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml
-	$(BIN)/lockstep summary && cp results/summary.json records/gpu/config-gpu.json
+	cp results/summary.json records/gpu/config-gpu.json
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --directory $(REAL) --configfile config/gpu-smollm2.yaml
-	cd $(REAL) && $(abspath $(BIN))/lockstep summary && cp results/summary.json $(abspath records/gpu)/config-gpu-smollm2.json
+	cp $(REAL)/results/summary.json records/gpu/config-gpu-smollm2.json
 	$(BIN)/python -m benchmarks gpu --work $(WORK) --write records
 ifdef TENSORRT_PYTHON
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu-tensorrt.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
-	$(BIN)/lockstep summary && cp results/summary.json records/gpu/config-gpu-tensorrt.json
+	cp results/summary.json records/gpu/config-gpu-tensorrt.json
 	$(BIN)/python -m benchmarks gpu --backend tensorrt --python $(TENSORRT_PYTHON) --work $(WORK) --write records --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
 endif
 

@@ -100,7 +100,7 @@ def test_the_readme_has_a_row_for_every_key():
                 {"precisions": ["fp8"]},
                 {"precisions": ["fp16", "fp16"]},
                 {"backends": ["metal"]},
-                {"golden": {}},
+                {"golden": {"prompts": []}},
                 {"golden": {"prompts": [{"text": "a", "expected": {"half": "b"}}]}},
                 {"source": 4},
             )

@@ -110,6 +110,9 @@ TARGET = "demo-llama/fp16/all"
 # What each command needs beside pyproject's `dependencies`, and arguments with which it comes to need it.
 NEEDS = {
     "stage": ("workflow", ("export",)),
+    "init": ("workflow", ("random:config.json",)),
+    "run": (None, ()),
+    "doctor": ("workflow", ()),
     "summary": ("workflow", ()),
     "report": ("workflow", ()),
     "targets": ("workflow", ()),

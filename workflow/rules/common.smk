@@ -304,7 +304,7 @@ if LOCKED and workflow.is_main_process:
 def summarise_failed_run():
     """The summary's job does not run then; what failed, and what has not run, stands in the table all the same."""
     try:
-        logger.info(f"Summary of what has run: {summarise(PLACE, TARGETS, NOT_RUN)}")
+        summarise(PLACE, TARGETS, NOT_RUN)
     except (LockstepError, OSError) as error:
         logger.error(f"no summary of what has run: {error}")
 

@@ -3,8 +3,6 @@
 # needs: CONFIG, WEIGHT_FILES, PLACE, NOT_RUN
 # makes: the functions `memory`, `minutes`, `gpus` and `gpus_of_ranks` for `resources:`
 
-import json
-
 from lockstep.artifacts.fetched import folder_of
 from lockstep.config.sources import GgufSource
 
@@ -29,14 +27,7 @@ def expected_bytes(model):
     if KINDS[model] is GgufSource:
         return 4 * os.path.getsize(SOURCES[model])  # 4 bits or more in the file
     if KINDS[model] is RandomSource:
-        config = json.loads(SOURCES[model].read_text())
-        config = config.get("text_config", config)
-        hidden, vocabulary, layers = (
-            config.get(key, 0)
-            for key in ("hidden_size", "vocab_size", "num_hidden_layers")
-        )
-        # Attention 4 and an MLP 8 squares of the hidden size a layer, embedding and head; experts are not counted.
-        return 2 * hidden * (12 * hidden * layers + 2 * vocabulary)
+        return 2 * (read_shape(SOURCES[model]).num_parameters or 0)
     return UNKNOWN_BYTES
 
 

@@ -12,12 +12,15 @@ from lockstep import __version__
 from lockstep.cli.bisect import bisect
 from lockstep.cli.bundle import bundle
 from lockstep.cli.cache import cache
+from lockstep.cli.doctor import doctor
 from lockstep.cli.generate import generate
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
+from lockstep.cli.init import init
 from lockstep.cli.load import load
 from lockstep.cli.locks import diff, lock, verify
 from lockstep.cli.report import report, summary
 from lockstep.cli.reproduce import explain, reproduce
+from lockstep.cli.run import run
 from lockstep.cli.serve import serve
 from lockstep.cli.stages import stage
 from lockstep.cli.targets import show, targets
@@ -34,6 +37,7 @@ def main() -> None:
 
 
 for _title, _commands in {
+    "From a checkpoint to engines": (doctor, init, run),
     "Run engines": (generate, serve, load, bundle, triton),
     "Look at results": (summary, report, targets, explain, show, bisect),
     "Lock, compare, build again": (lock, verify, diff, reproduce, cache, stage),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,6 +11,9 @@ from lockstep.cli.opened import used_config
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON, echo_json
 from lockstep.targets import Results
+
+if TYPE_CHECKING:
+    from lockstep.artifacts.summary import Summary
 
 
 @click.command()
@@ -20,18 +24,36 @@ def summary(as_json: bool, results: Path) -> None:
 
     It changes nothing.
     """
-    from lockstep.report import summary as stage
-
     tree = Results(results)
-    config = used_config(tree)
-    found = stage.collect(tree, config.targets(), config.not_run())
     if as_json:
-        return echo_json(found.to_json())
+        return echo_json(_collect(tree).to_json())
+    print_summary(tree)
+
+
+def print_summary(tree: Results) -> None:
+    """Print the table of all targets, the verdict, where the report lies, and the command that serves a target.
+
+    Raises InputError where nothing has run.
+    """
+    from lockstep.report import summary as stage
+    from lockstep.report.verdict import PASS
+
+    found = _collect(tree)
     stage.print_table(found)
     stage.print_verdict(found)
-    for path, what in ((tree.summary(), "Summary"), (tree.report_page(), "Report")):
-        if path.is_file():
-            click.echo(f"{what}: {path}")
+    if tree.report_page().is_file():
+        click.echo(f"Report: {tree.report_page()}")
+    passed = [row.target for row in found.targets if row.verdict == PASS]
+    if passed:
+        target = next((target for target in passed if target.layers == "all"), passed[0])
+        click.echo(f"Serve: lockstep serve {target}")
+
+
+def _collect(tree: Results) -> Summary:
+    from lockstep.report.summary import collect
+
+    config = used_config(tree)
+    return collect(tree, config.targets(), config.not_run())
 
 
 @click.command()

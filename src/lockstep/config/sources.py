@@ -211,7 +211,8 @@ class CheckpointShape:
     """The facts of a model that the config is held against.
 
     The model's depth, and how many positions it knows (None: it does not say), with the key that says so; the size of
-    its hidden state (None: it does not say); and how weights that are quantised already are packed.
+    its hidden state (None: it does not say); how weights that are quantised already are packed; and about how many
+    parameters it has (None: it does not say), experts not counted.
     """
 
     num_hidden_layers: int
@@ -219,6 +220,15 @@ class CheckpointShape:
     limited_by: str = "max_position_embeddings"
     hidden_size: int | None = None
     packing: Packing | None = None
+    num_parameters: int | None = None
+
+
+def num_parameters(depth: int, hidden: int | None, vocabulary: int | None) -> int | None:
+    """Return about how many parameters a model has.
+
+    Attention has 4 squares of the hidden size a layer, an MLP 8; then embedding and head.
+    """
+    return None if hidden is None or vocabulary is None else hidden * (12 * hidden * depth + 2 * vocabulary)
 
 
 def read_shape(path: Path) -> CheckpointShape:
@@ -235,11 +245,12 @@ def read_shape(path: Path) -> CheckpointShape:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
     hidden = value.get("hidden_size")
     hidden = hidden if isinstance(hidden, int) else None
+    parameters = num_parameters(depth, hidden, model_config.setting(value, ("vocab_size",)))
     positions, first = model_config.setting(value, model_config.POSITION_KEYS), _first_frequencies(value)
     if first is not None and (positions is None or first < positions):
         limit = "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
-        return CheckpointShape(depth, first, limit, hidden, packing_of(value))
-    return CheckpointShape(depth, positions, hidden_size=hidden, packing=packing_of(value))
+        return CheckpointShape(depth, first, limit, hidden, packing_of(value), parameters)
+    return CheckpointShape(depth, positions, hidden_size=hidden, packing=packing_of(value), num_parameters=parameters)
 
 
 def _gguf_shape(path: Path) -> CheckpointShape:
@@ -252,7 +263,9 @@ def _gguf_shape(path: Path) -> CheckpointShape:
             raise InputError(f"expected {key}, a positive integer, in {path}; found {size}")
         sizes[name] = size
     limit = f"{file.architecture}.context_length"
-    return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, sizes["embedding_length"])
+    hidden, vocabulary = sizes["embedding_length"], file.metadata.get(f"{file.architecture}.vocab_size")
+    parameters = num_parameters(sizes["block_count"], hidden, vocabulary if isinstance(vocabulary, int) else 0)
+    return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, hidden, num_parameters=parameters)
 
 
 def _first_frequencies(value: dict[str, Any]) -> int | None:

@@ -118,11 +118,16 @@ class Prompt(Section):
     )
 
 
+# Of a config that names none: of two lengths, for any model that has seen English.
+_PROMPTS = (Prompt(text="Once upon a time"), Prompt(text="The capital of France is a city on the river"))
+
+
 class Golden(Section):
     """The prompts of the golden check, and how many tokens are decoded."""
 
     max_new_tokens: Count = Field(default=16, description="How many tokens are decoded, greedily, after each prompt.")
     prompts: Annotated[tuple[Prompt, ...], AsTuple] = Field(
+        default=_PROMPTS,
         min_length=1,
         description="The golden prompts. They are run in one batch, alone, and in chunks "
         "beside other requests; take different lengths.",
@@ -238,7 +243,7 @@ class ModelConfig(Section):
         description="Of a model with adapters: names of the linear layers that adapters may be of, such as `q_proj`; "
         "none: all linear layers of the decoder layers.",
     )
-    golden: Golden = Field(description="Prompts, and what is expected of them.")
+    golden: Golden = Field(default=Golden(), description="Prompts, and what is expected of them.")
     tolerances: OwnTolerances = Field(
         default=OwnTolerances(), description="Where this model needs others than `tolerances` of all models."
     )

@@ -101,6 +101,18 @@ def fetch(
     )
 
 
+def fetch_config(source: str) -> Path:
+    """Fetch the config.json of the hub model `source` into the hub's cache; return its path.
+
+    Raises InputError as `fetch` does.
+    """
+    hub = parse_source(source)
+    assert isinstance(hub, HubSource)
+    with one_line(source, hub, None):
+        commit = HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
+        return Path(hf_hub_download(hub.repository, "config.json", revision=commit))
+
+
 def _pinned(out: Path, source: str) -> str | None:
     """Return the commit that an earlier run found for this very source."""
     found = known(out, source)

@@ -1,0 +1,141 @@
+"""The command that says what can be built and run here: `lockstep doctor [CONFIG.yaml]`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.cli.extras import EXTRAS
+from lockstep.cli.terminal import JSON, echo_json
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+_VERSIONS = ("lockstep", "snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino", "tensorrt")
+_GB = 1e9
+# Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
+# bits (docs/clusters.md). A quantised target's graphs are checked beside its weights in fp32.
+_JOB_BYTES, _JOB_PER_BYTE, _QUANTIZED_PER_BYTE = 2.5e9, 4.5, 8
+_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "w8a16": 1.2, "w4a16": 0.7}  # of a parameter, with scales
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[CONFIG.yaml]")
+@JSON
+def doctor(config: Path | None, as_json: bool) -> None:
+    """Say what can be built and run here, and what is missing, with its install line.
+
+    Of a config also what its models need of memory and disk. It changes nothing.
+    """
+    from lockstep.config.load import load
+
+    facts = _machine()
+    if config is not None:
+        facts["models"] = _models(load(config), facts)
+    if as_json:
+        return echo_json(facts)
+    for line in _lines(facts):
+        click.echo(line)
+
+
+def _machine() -> dict[str, Any]:
+    from lockstep.backends.cpu import describe_cpu
+    from lockstep.backends.identity import versions
+    from lockstep.step.host_memory import total_bytes
+
+    cpu = describe_cpu()
+    extras: dict[str, list[str]] = {}
+    for module, extra in EXTRAS.items():
+        if not _is_there(module):
+            extras.setdefault(extra, []).append(module)
+    return {
+        "versions": versions(list(_VERSIONS)),
+        "cpu": {**cpu, "cores": len(os.sched_getaffinity(0))},
+        "memory_bytes": total_bytes(),
+        "disk_bytes": shutil.disk_usage(".").free,
+        "backends": _backends(),
+        "missing_extras": extras,
+    }
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+def _backends() -> dict[str, dict[str, Any]]:
+    """Return by backend why its engines are not built and not run here, None where they are, and its precisions."""
+    from lockstep.config.backends import backends
+
+    found = {}
+    for name, settings in backends().items():
+        options = settings.build_options(settings.section() if settings.section else None, {})
+        lacking = {one: reason for one in settings.precisions if (reason := settings.lacks_here(one))}
+        not_built = settings.missing()
+        found[name] = {
+            "precisions": [one for one in settings.precisions if one not in lacking],
+            "lacking": lacking,
+            "not_built": not_built,
+            "not_run": not_built or settings.cannot_run(options),
+        }
+    return found
+
+
+def _models(config: Config, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what each model of the config needs; without numbers where it must be fetched first."""
+    from lockstep.config.sources import read_shape
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, place in config.check_sources().items():
+        model = config.models[name]
+        parameters = read_shape(place).num_parameters
+        if parameters is None:
+            continue
+        factor = _QUANTIZED_PER_BYTE if any(one.startswith("w") for one in model.all_precisions()) else _JOB_PER_BYTE
+        found[name] = {
+            "parameters": parameters,
+            "memory_bytes": round(_JOB_BYTES + factor * 2 * parameters),
+            "disk_bytes": round(parameters * sum(_BYTES[one] for one in model.all_precisions())),
+        }
+    return {name: found.get(name, {}) for name in config.models}
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    cpu = facts["cpu"]
+    lines = [
+        ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+        f"CPU: {cpu['architecture']}, {cpu['cores']} cores: {' '.join(cpu['isa'])}",
+        f"Memory: {facts['memory_bytes'] / _GB:.1f} GB. Disk here: {facts['disk_bytes'] / _GB:.0f} GB free.",
+        "",
+        f"{'backend':<13} builds  runs  precisions",
+    ]
+    notes = []
+    for name, one in facts["backends"].items():
+        builds, runs = ("no" if one[key] else "yes" for key in ("not_built", "not_run"))
+        lines.append(f"{name:<13} {builds:<7} {runs:<5} {', '.join(one['precisions'])}")
+        if reason := one["not_built"] or one["not_run"]:
+            notes.append(f"{name}: {reason}")
+        notes += [f"{name}: no {precision}: {reason}" for precision, reason in one["lacking"].items()]
+    lines += ["", *notes]
+    for extra, modules in sorted(facts["missing_extras"].items()):
+        lines.append(f'{extra}: {", ".join(modules)} not installed: pip install "lockstep[{extra}]"')
+    for name, model in facts.get("models", {}).items():
+        lines.append(_model_line(name, model, facts))
+    return lines
+
+
+def _model_line(name: str, model: dict[str, Any], facts: dict[str, Any]) -> str:
+    if not model:
+        return f"{name}: its size is known once it is fetched: lockstep stage fetch {name}"
+    words = []
+    for key, what in (("memory_bytes", "memory"), ("disk_bytes", "disk")):
+        fits = "" if model[key] <= facts[key] else f", more than the {facts[key] / _GB:.1f} GB here"
+        words.append(f"about {model[key] / _GB:.1f} GB of {what}{fits}")
+    return f"{name}: {model['parameters'] / 1e6:,.0f} M parameters: {' and '.join(words)}"

@@ -1,0 +1,61 @@
+"""The command that writes a model's first config: `lockstep init SOURCE`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lockstep.errors import InputError
+
+
+@click.command()
+@click.argument("source", metavar="FOLDER|hf:ORG/NAME|MODEL.gguf")
+@click.option("--out", type=click.Path(path_type=Path), help="The file to write.  [default: NAME.yaml]")
+def init(source: str, out: Path | None) -> None:
+    """Write the first config of a model, which works as it is.
+
+    It asks for one precision on what can run here, and limits that fit the model. Of a model on the hub config.json is
+    fetched.
+    """
+    from lockstep.artifacts.files import write_bytes
+    from lockstep.config.first import first_config, name_of
+    from lockstep.config.load import load
+    from lockstep.config.sources import HubSource, SourceError, parse_source
+
+    try:
+        kind = parse_source(source)
+    except SourceError as error:
+        raise InputError(f"init: {error}") from None
+    name = name_of(source)
+    out = Path(f"{name}.yaml") if out is None else out
+    if out.exists():
+        raise InputError(f"{out}: expected no such file yet, found one; name another by --out, or delete it")
+    text = first_config(name, source, _shape_file(source))
+    write_bytes(out, text.encode())
+    try:
+        config = load(out)
+        if not isinstance(kind, HubSource):  # nothing of which is here
+            config.check_sources(where=str(out))
+    except InputError:
+        out.unlink()
+        raise
+    click.echo(f"Wrote {out}. Make and check it: lockstep run {out}")
+
+
+def _shape_file(source: str) -> Path:
+    from lockstep.config import sources
+
+    kind = sources.parse_source(source)
+    if isinstance(kind, sources.HubSource):
+        from lockstep.checkpoint.hub.fetch import fetch_config
+
+        return fetch_config(source)
+    try:
+        if isinstance(kind, sources.GgufSource):
+            return sources.resolve_gguf(kind)
+        if isinstance(kind, sources.RandomSource):
+            return sources.resolve_random(kind)
+        return sources.resolve_source(source)
+    except InputError as error:
+        raise InputError(f"init: {error}") from None

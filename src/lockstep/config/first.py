@@ -1,0 +1,89 @@
+"""The first config of a model: where it comes from in, a commented YAML file that works as it is out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from lockstep.config.backends import backends
+from lockstep.config.packing import Packing, precision_of
+from lockstep.config.sources import GgufSource, HubSource, RandomSource, parse_source, read_shape
+
+# The longest requests that a first config asks for: enough to chat, and checked to their last token in minutes.
+MOST_TOKENS = 4096
+_BATCH, _STEP = 16, 1024
+# Below so many parameters fp32 is quick on a CPU; above, 8-bit weights read a quarter of the memory for each token.
+_SMALL = 500_000_000
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The precision and backend of a first config, and why they are it."""
+
+    precision: str
+    backend: str
+    why: str
+
+
+def choose(parameters: int | None, packing: Packing | None) -> Choice:
+    """Choose by what can run here, by the model's number of parameters, and by how its weights are packed."""
+    cuda = backends()["cuda"]
+    on_gpu = cuda.missing() is None and cuda.cannot_run({}) is None
+    backend = "cuda" if on_gpu else "onnxruntime"
+    if packing is not None:
+        return Choice(precision_of(packing.bits), backend, "as the checkpoint is quantised")
+    if on_gpu:
+        return Choice("fp16", backend, "there is a GPU here; also w8a16, w4a16")
+    if parameters is not None and parameters < _SMALL:
+        return Choice("fp32", backend, "a small model on a CPU; also fp16, w8a16, w4a16")
+    return Choice("w8a16", backend, "on a CPU it reads a quarter of fp32's weights a token; also fp32, fp16, w4a16")
+
+
+def name_of(source: str) -> str:
+    """Return a model's name for a source: of its folder, file or repository, in the characters that names have."""
+    kind = parse_source(source)
+    if isinstance(kind, HubSource):
+        text = kind.repository.rpartition("/")[2]
+    elif isinstance(kind, GgufSource):
+        text = Path(kind.path).stem
+    else:
+        text = (
+            Path(kind.config).absolute().parent.name
+            if isinstance(kind, RandomSource)
+            else Path(kind.path).absolute().name
+        )
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "model"
+
+
+def first_config(name: str, source: str, shape_file: Path) -> str:
+    """Return the text of a model's first config.
+
+    shape_file: its config.json, the folder that holds it, or its GGUF file. Raises InputError for a model that cannot
+    be read.
+    """
+    shape = read_shape(shape_file)
+    length = min(shape.max_position_embeddings or MOST_TOKENS, MOST_TOKENS)
+    known = shape.max_position_embeddings
+    choice = choose(shape.num_parameters, shape.packing)
+    return f"""\
+# {name}: made and checked by `lockstep run`, then served by `lockstep serve`. All keys: config/README.md.
+models:
+  {_scalar(name)}:
+    source: {_scalar(source)}
+    precisions: [{choice.precision}] # {choice.why}
+    backends: [{choice.backend}] # `lockstep doctor` says which run here
+    # golden: {{prompts: [{{text: Once upon a time}}]}} # prompts of yours; the answers must be transformers'
+limits:
+  max_batch_size: {_BATCH} # requests at once
+  max_seq_len: {length} # tokens of a request, prompt and answer{f"; the model knows {known}" if known else ""}
+  max_input_len: {length} # of its prompt
+  max_num_tokens: {max(min(_STEP, length), _BATCH)} # of all requests in one step
+"""
+
+
+def _scalar(text: str) -> str:
+    """Return a text as it stands in YAML: in quotes where it needs them."""
+    return yaml.safe_dump(text, allow_unicode=True, width=1 << 20).splitlines()[0]

@@ -1,0 +1,196 @@
+"""Snakemake's log as a person reads it: one line a job with its result, then the table of all targets.
+
+    [12/58] golden     demo-llama/fp16/all/onnxruntime     pass   2.4e-02    3 s
+
+Snakemake finds the module by its name: `--logger lockstep`, which the workflow's profiles give. A dry run, `--verbose`
+and what else is no job is told as Snakemake tells it; all of Snakemake's own log stands in `.snakemake/log`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from snakemake.logging import DefaultFormatter
+from snakemake_interface_logger_plugins.base import LogHandlerBase
+from snakemake_interface_logger_plugins.common import LogEvent
+
+_WILDCARDS = ("model", "precision", "layers", "backend")
+_LOG_LINES = 20  # of a failed job's log
+# What Snakemake says of each run: of no use to a person who wants to know what is made.
+_OF_EACH_RUN = (
+    "Assuming unrestricted shared filesystem",
+    "Building DAG of jobs",
+    "CalledProcessError in file",
+    "Complete log(s)",
+    "Conda environments: ignored",
+    "Config file ",
+    "Elapsed time",
+    "Execute ",
+    "Exiting because a job execution failed",
+    "Provided ",
+    "Removing output files of failed",
+    "RuleException",
+    "Rules claiming more threads",
+    "Select jobs to execute",
+    "Shutting down, this might",
+    "Using shell",
+    "Using workflow specific profile",
+    "WorkflowError:\nAt least one job did not complete",
+    "host:",
+)
+_COLOURS = {"pass": "32", "FAIL": "31"}
+
+
+@dataclass(frozen=True)
+class _Job:
+    rule: str
+    target: str
+    output: tuple[str, ...]
+    started: float
+
+
+class LogHandler(LogHandlerBase):
+    """Write a line for each job that has ended."""
+
+    def __post_init__(self) -> None:
+        self._jobs: dict[int, _Job] = {}
+        self._total = self._done = 0
+        self._has_verdict = False
+        self._stream: TextIO = sys.stdout if self.common_settings.stdout else sys.stderr
+        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._in_colour = self._is_terminal and not self.common_settings.nocolor and not os.environ.get("NO_COLOR")
+        self._as_snakemake = self.common_settings.dryrun or self.common_settings.verbose
+        self._plain = DefaultFormatter(self.common_settings.quiet, self.common_settings.show_failed_logs)
+
+    @property
+    def writes_to_stream(self) -> bool:
+        return True
+
+    @property
+    def writes_to_file(self) -> bool:
+        return False
+
+    @property
+    def has_filter(self) -> bool:
+        return False
+
+    @property
+    def has_formatter(self) -> bool:
+        return True
+
+    @property
+    def needs_rulegraph(self) -> bool:
+        return False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._emit(record)
+        except BrokenPipeError:
+            raise
+        except Exception:
+            self.handleError(record)
+
+    def _emit(self, record: logging.LogRecord) -> None:
+        event = getattr(record, "event", None)
+        if self._as_snakemake:
+            return self._write(self._plain.format(record))
+        values = vars(record)
+        if event == LogEvent.RUN_INFO:
+            self._total = values["stats"]["total"]
+        elif event == LogEvent.JOB_INFO:
+            self._jobs[values["jobid"]] = _job(values)
+            self._show_running()
+        elif event == LogEvent.JOB_FINISHED:
+            self._end(values["job_id"], record.created)
+        elif event == LogEvent.JOB_ERROR:
+            self._end(values["jobid"], record.created, failed=True)
+            for path in values["log"]:
+                self._write("\n".join(f"    {line}" for line in (*_tail(Path(path)), f"log: {path}")))
+        elif event in (None, LogEvent.ERROR, LogEvent.GROUP_ERROR, LogEvent.SHELLCMD):
+            text = self._plain.format(record) if event else record.getMessage()
+            self._has_verdict |= text.startswith("Nothing to be done")
+            if text and not text.startswith(_OF_EACH_RUN):
+                self._write(text)
+
+    def _end(self, number: int, now: float, failed: bool = False) -> None:
+        job = self._jobs.pop(number, None)
+        self._done += 1
+        if job is None or job.rule == "all":
+            return
+        self._has_verdict |= failed or job.rule == "summary"
+        word, figure = ("FAIL", "") if failed else _result(job)
+        padded = f"{word:<4}"
+        if self._in_colour and word in _COLOURS:
+            padded = f"\x1b[{_COLOURS[word]}m{padded}\x1b[0m"
+        width = len(str(self._total))
+        self._write(
+            f"[{self._done:>{width}}/{self._total}] {job.rule:<13} {job.target:<38} {padded} {figure:>8} "
+            f"{now - job.started:5.0f} s"
+        )
+        self._show_running()
+
+    def _write(self, text: str) -> None:
+        self._stream.write(f"\r\x1b[K{text}\n" if self._is_terminal else f"{text}\n")
+        self._stream.flush()
+
+    def _show_running(self) -> None:
+        """Show on a terminal, on its last line, what is running."""
+        if self._is_terminal and self._jobs:
+            running = ", ".join(f"{job.rule} {job.target}" for job in self._jobs.values())
+            self._stream.write(f"\r\x1b[K{running}"[: os.get_terminal_size(self._stream.fileno()).columns])
+            self._stream.flush()
+
+    def close(self) -> None:
+        if self._is_terminal and self._jobs:
+            self._write("")
+        if self._has_verdict and not self._as_snakemake:
+            self._has_verdict = False
+            _print_verdict()
+        super().close()
+
+
+def _job(values: dict[str, Any]) -> _Job:
+    wildcards = values["wildcards"] or {}
+    target = "/".join(str(wildcards[name]) for name in _WILDCARDS if name in wildcards)
+    return _Job(values["rule_name"], target, tuple(values["output"]), values["created"])
+
+
+def _result(job: _Job) -> tuple[str, str]:
+    """Return what a check found, and its first figure; nothing of another job."""
+    from lockstep.errors import LockstepError
+    from lockstep.report.checks import CHECKS
+
+    check = next((check for check in CHECKS if check.name == job.rule), None)
+    if check is None or not job.output:
+        return "done", ""
+    try:
+        report = check.kind.load(Path(job.output[0]))
+    except LockstepError:
+        return "done", ""
+    figures = [(column, figure(report)) for column, figure in check.figures.items()]
+    column, value = figures[0] if figures else (None, None)
+    return report.result, "" if column is None or value is None else format(value, column.form or ".1e")
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+    except OSError as error:
+        return [f"{path}: {error.strerror}"]
+
+
+def _print_verdict() -> None:
+    """Print the table of all targets, the verdict and what to do next, as `lockstep summary` does."""
+    from lockstep.cli.report import print_summary
+    from lockstep.errors import LockstepError
+    from lockstep.targets import Results
+
+    try:
+        print_summary(Results())
+    except LockstepError as error:  # of a tree that another command damaged: the jobs' own lines stand above
+        print(f"lockstep: {error}", file=sys.stderr)

@@ -1,0 +1,73 @@
+"""What a run prints: a line for each job, the log of one that fails, and at the end the table and what to do next."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import REPOSITORY, Checkout
+
+RULES = """
+rule all:
+    input: "good/fp16.txt", "bad.txt"
+
+rule good:
+    output: "{model}/{precision}.txt"
+    shell: "touch {output}"
+
+rule bad:
+    output: "bad.txt"
+    log: "bad.log"
+    shell: "(echo one; echo lockstep: error: what was expected) > {log}; exit 1"
+"""
+
+
+def snakemake(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "snakemake", "--cores", "1", "--logger", "lockstep", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    (tmp_path / "Snakefile").write_text(RULES)
+    return tmp_path
+
+
+def test_each_job_is_a_line_and_of_a_failed_one_the_end_of_its_log(rules: Path) -> None:
+    ended = snakemake(rules, "--keep-going")
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert any(re.fullmatch(r"\[[12]/3\] good +good/fp16 +done +\d+ s", line) for line in lines), ended.stderr
+    (failed,) = (number for number, line in enumerate(lines) if re.fullmatch(r"\[[12]/3\] bad +FAIL +\d+ s", line))
+    assert lines[failed + 1 : failed + 4] == ["    one", "    lockstep: error: what was expected", "    log: bad.log"]
+    assert "jobid" not in ended.stderr and "Building DAG" not in ended.stderr
+
+
+def test_a_dry_run_is_told_as_snakemake_tells_it(rules: Path) -> None:
+    told = snakemake(rules, "-n").stdout
+    assert "Job stats:" in told and "jobid: " in told and "[1/" not in told
+
+
+def test_lockstep_run_makes_a_config_from_any_folder_and_ends_with_the_table(demo: Checkout, tmp_path: Path) -> None:
+    """Nothing is left to do: the table and the command that serves come all the same."""
+    config = demo.folder / "config" / "config.yaml"
+    process = demo.run("lockstep", "run", str(config), "--cores", "1")
+    assert "Nothing to be done" in process.stderr
+    table, *rest = process.stdout.splitlines()
+    assert "precision" in table and any("pass" in line for line in rest)
+    assert rest[-1] == "Serve: lockstep serve demo-llama/fp32/all/onnxruntime"
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+    planned = demo.run("lockstep", "run", str(config), "-n", folder=elsewhere)
+    assert "Job stats:" in planned.stdout + planned.stderr and not (elsewhere / "results").exists()
+
+
+def test_what_lockstep_run_cannot_read_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "run", "nowhere.yaml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "nowhere.yaml: expected a readable config file" in ended.stderr.splitlines()[-1]
+    assert (REPOSITORY / "Snakefile").is_file()
