@@ -184,9 +184,9 @@ def test_a_build_needs_no_gpu_and_no_library_of_one(shared, tmp_path):
 @pytest.mark.parametrize(
     "capability, installed, found",
     [
-        (None, True, "no GPU of compute capability 8.0 or higher; its"),
-        ("7.5", True, r"no GPU of compute capability 8.0 or higher \(found one of 7.5\); its"),
-        ("9.0", False, "no cuda-bindings and no nvidia-cudnn-frontend in this Python: pip install"),
+        (None, True, "needs an NVIDIA GPU of compute capability 8.0 or higher, found none; its"),
+        ("7.5", True, "needs an NVIDIA GPU of compute capability 8.0 or higher, found one of 7.5; its"),
+        ("9.0", False, "needs cuda-bindings and nvidia-cudnn-frontend in this Python, found none: pip install"),
     ],
 )
 def test_where_engines_cannot_run_is_said_before_they_are_opened(monkeypatch, tmp_path, capability, installed, found):

@@ -63,7 +63,7 @@ openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
 
 NAME, BACKEND, QUANTIZED = "demo-llama", "openvino", ("w8a16", "w4a16")
 HAS_BF16 = cpu.why_not("bf16") is None
-bf16 = pytest.mark.skipif(not HAS_BF16, reason="this CPU has no bf16 instructions")
+bf16 = pytest.mark.skipif(not HAS_BF16, reason="needs bf16 in the CPU")
 LONG = pytest.mark.long(reason="each precision, layer count and family runs by default, not each of them with each")
 ALWAYS = (("gemma2", "w8a16"),)  # the demo runs in each precision
 ALL = ("fp32", pytest.param("bf16", marks=bf16), *QUANTIZED)
@@ -314,16 +314,16 @@ def config_with(**settings: Any) -> dict[str, Any]:
 def test_bf16_is_refused_where_the_cpu_has_none(opened, tmp_path, monkeypatch):
     results, name, engines = opened("bf16")
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
-    reason = "this CPU has no bf16 instructions (avx512_bf16, amx_bf16)"
+    reason = "needs bf16 in the CPU (avx512_bf16 or amx_bf16), found none"
     assert error_of(load.load, config_with(precisions=["fp32", "bf16"])) == (
         "config: models.m.precisions[1]: expected a precision of this machine for backend openvino "
         f"({reason}), or skip_missing_precisions: true; found 'bf16'"
     )
     load.load(config_with(precisions=["fp32", "w4a16"], group_size=16))
-    with pytest.raises(InputError, match="backend openvino: bf16: this CPU has no bf16 instructions"):
+    with pytest.raises(InputError, match="backend openvino: bf16: needs bf16 in the CPU"):
         build(results.assembly(name, "bf16"), BACKEND, tmp_path / "engines.json")
     assert not list(tmp_path.glob("*.zip"))
-    with pytest.raises(InputError, match=r"\.ir\.zip: backend openvino: bf16: this CPU has no bf16 instructions"):
+    with pytest.raises(InputError, match=r"\.ir\.zip: backend openvino: bf16: needs bf16 in the CPU"):
         model_of(opened, "bf16")
 
 
@@ -335,7 +335,7 @@ def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch,
     here = load.load(shown)
     assert here.not_run() == {} and all(map(here.is_run, here.targets()))
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
-    reason = "this CPU has no bf16 instructions (avx512_bf16, amx_bf16)"
+    reason = "needs bf16 in the CPU (avx512_bf16 or amx_bf16), found none"
     config = load.load(shown)
     bf16, fp32, _ = config.targets()
     assert str(bf16) == "m/bf16/2/openvino" and str(fp32) == "m/fp32/2/openvino"
@@ -367,8 +367,8 @@ def test_what_needs_engines_that_the_config_skips_here_says_why(command, monkeyp
     assert ended.value.code == 2 and not said.out
     assert said.err == (
         "lockstep: error: results/m/bf16/engines/openvino/engines.json: expected the engines of m/bf16/all/openvino, "
-        "found none: the config skips them here (skip_missing_precisions), for this CPU has no bf16 instructions "
-        "(avx512_bf16, amx_bf16); choose another target, or a machine that has them\n"
+        "found none: the config skips them here (skip_missing_precisions), for it needs bf16 in the CPU "
+        "(avx512_bf16 or amx_bf16), found none; choose another target, or a machine that has them\n"
     )
 
 

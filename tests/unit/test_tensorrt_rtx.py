@@ -633,11 +633,11 @@ def on(monkeypatch, capability: str | None) -> None:
 @pytest.mark.parametrize(
     ("capability", "built_for", "why"),
     [
-        (None, None, "no GPU of compute capability 8.0, 8.6, 8.9 or 12.x"),
-        ("9.0", None, "no GPU of compute capability 8.0, 8.6, 8.9 or 12.x (found one of 9.0)"),
-        ("7.5", None, "no GPU of compute capability 8.0, 8.6, 8.9 or 12.x (found one of 7.5)"),
-        ("9.0", ["8.9"], "no GPU of compute capability 8.9 (found one of 9.0)"),
-        ("8.0", ["8.6", "8.9", "12.0"], "no GPU of compute capability 8.6, 8.9 or 12.0 (found one of 8.0)"),
+        (None, None, "needs an NVIDIA GPU of compute capability 8.0, 8.6, 8.9 or 12.x, found none"),
+        ("9.0", None, "needs an NVIDIA GPU of compute capability 8.0, 8.6, 8.9 or 12.x, found one of 9.0"),
+        ("7.5", None, "needs an NVIDIA GPU of compute capability 8.0, 8.6, 8.9 or 12.x, found one of 7.5"),
+        ("9.0", ["8.9"], "needs an NVIDIA GPU of compute capability 8.9, found one of 9.0"),
+        ("8.0", ["8.6", "8.9", "12.0"], "needs an NVIDIA GPU of compute capability 8.6, 8.9 or 12.0, found one of 8.0"),
         ("8.0", None, None),
         ("8.9", None, None),
         ("12.1", None, None),
@@ -653,10 +653,10 @@ def test_engines_are_not_loaded_where_they_cannot_run(assemblies, engine_sets, m
     on(monkeypatch, "9.0")
     engines = EngineSet.open(engine_sets["fp16"], assemblies["fp16"])
     with pytest.raises(
-        InputError, match="backend tensorrt_rtx: no GPU .* its engines can be built here, not run$"
+        InputError, match="backend tensorrt_rtx: needs an NVIDIA GPU .* its engines can be built here, not run$"
     ) as caught:
         engines.load("entry")
-    assert "(found one of 9.0)" in one_line(caught)
+    assert ", found one of 9.0" in one_line(caught)
 
 
 @pytest.mark.parametrize("required", [True, "true", "True"])
@@ -666,7 +666,7 @@ def test_checks_that_cannot_run_are_refused_where_they_are_required(monkeypatch,
     found = load(config(require_run=required))
     with pytest.raises(InputError, match=r"models.demo-llama.backends\[1\]: expected to run its engines") as caught:
         found.check_backends()
-    assert "(found one of 9.0)" in one_line(caught)
+    assert ", found one of 9.0" in one_line(caught)
     on(monkeypatch, "8.9")
     found.check_backends()
 

@@ -111,7 +111,7 @@ if workflow.is_main_process:
         logger.info(f"Left out: the targets of {backend}, for {reason}")
     for name, reason in NOT_RUN.items():
         what = "Neither built nor run" if name in NOT_BUILT else "Built, not run"
-        logger.info(f"{what}: the targets of {name}, for {reason}")
+        logger.info(f"{what}: the targets of {name}, which {reason}")
 ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
 MADE = sorted(KINDS.keys() - FOLDERS.keys() - set(ON_HUB))
 

@@ -13,6 +13,11 @@ def compute_capability() -> str | None:
     return ask_driver()
 
 
+def needs_gpu(capabilities: str, found: str | None) -> str:
+    """Return why engines for these compute capabilities do not run here, where a GPU of `found`, if any, is."""
+    return f"needs an NVIDIA GPU of compute capability {capabilities}, found {f'one of {found}' if found else 'none'}"
+
+
 @functools.cache
 def ask_driver() -> str | None:
     try:

@@ -62,7 +62,7 @@ def made_target(config: Config, tree: Results, name: str) -> Target:
     if not engines.is_file() and (reason := config.why_not_built(target)):
         raise InputError(
             f"{engines}: expected the engines of {target}, found none: the config skips them here "
-            f"(skip_missing_precisions), for {reason}; choose another target, or a machine that has them"
+            f"(skip_missing_precisions), for it {reason}; choose another target, or a machine that has them"
         )
     return target
 

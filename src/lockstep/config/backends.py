@@ -49,7 +49,8 @@ class BackendSettings:
     can. module: that its interpreter must have, where the config names one.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
     can. lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
-    config is read. None of these loads the library.
+    config is read. None of these loads the library. The last two say "needs WHAT of which kind, found what", of which
+    the summary's headline has WHAT.
     """
 
     precisions: tuple[str, ...]

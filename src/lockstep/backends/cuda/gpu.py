@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from lockstep.backends.gpu import compute_capability
+from lockstep.backends.gpu import compute_capability, needs_gpu
 
 PRECISIONS = ("fp16", "w8a16", "w4a16")
 _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
@@ -14,10 +14,10 @@ def why_not() -> str | None:
     """Return why engines cannot run here, None where they can; by the driver alone, no library is loaded."""
     found = compute_capability()
     if found is None or int(found.partition(".")[0]) < 8:
-        return "no GPU of compute capability 8.0 or higher" + (f" (found one of {found})" if found else "")
+        return needs_gpu("8.0 or higher", found)
     missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]
     if missing:
-        return f"no {' and no '.join(missing)} in this Python: pip install 'lockstep[cuda]'"
+        return f"needs {' and '.join(missing)} in this Python, found none: pip install 'lockstep[cuda]'"
     return None
 
 

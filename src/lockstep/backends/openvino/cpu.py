@@ -12,4 +12,6 @@ def why_not(precision: str) -> str | None:
     if precision != "bf16":
         return None
     flags = describe_cpu()["isa"]
-    return None if any(flag in flags for flag in _BF16) else "this CPU has no bf16 instructions (avx512_bf16, amx_bf16)"
+    return (
+        None if any(flag in flags for flag in _BF16) else "needs bf16 in the CPU (avx512_bf16 or amx_bf16), found none"
+    )

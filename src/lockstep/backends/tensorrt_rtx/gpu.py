@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.backends.gpu import compute_capability
+from lockstep.backends.gpu import compute_capability, needs_gpu
 
 PORTABLE = "8.0, 8.6, 8.9 or 12.x"
 _PORTABLE_BELOW_12 = ("8.0", "8.6", "8.9")
@@ -16,7 +16,7 @@ def why_not(built_for: Sequence[str] | None) -> str | None:
     found = compute_capability()
     if found and runs_on(found, built_for):
         return None
-    return f"no GPU of compute capability {wanted}" + (f" (found one of {found})" if found else "")
+    return needs_gpu(wanted, found)
 
 
 def runs_on(capability: str, built_for: Sequence[str] | None) -> bool:
