@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -47,15 +48,14 @@ def test_snakemakes_report_holds_pages_and_plots(demo: Checkout) -> None:
         assert name in page
 
 
-def test_the_table_names_each_target_with_its_engine_and_result(demo: Checkout) -> None:
+def test_the_table_names_each_target_with_its_result(demo: Checkout) -> None:
     lines = demo.call("lockstep", "summary").stdout.splitlines()
-    assert lines[0].split()[:4] == ["model", "layers", "precision", "backend"]
-    rows = [line.split() for line in lines[1:5]]
-    assert [row[:4] for row in rows] == [
-        ["demo-llama", layers, precision, "onnxruntime"] for precision in ("fp32", "fp16") for layers in ("2", "all")
+    assert lines[1].split()[:2] == ["target", "result"] and max(map(len, lines[:6])) <= 100
+    assert [line.split()[:2] for line in lines[2:6]] == [
+        [f"demo-llama/{precision}/{layers}/onnxruntime", "pass"]
+        for precision in ("fp32", "fp16")
+        for layers in ("2", "all")
     ]
-    assert all(len(row[4]) == 12 and row[5] == "pass" for row in rows)
-    assert rows[0][4] == rows[1][4], "a layer count has no engines of its own"
 
 
 @pytest.mark.long
@@ -187,10 +187,10 @@ def rows(checkout: Checkout) -> dict[tuple[str, str], str]:
     """The verdicts that `lockstep summary` prints, by precision and layer count, which summary.json and the report's
     first page must say too."""
     lines = checkout.call("lockstep", "summary").stdout.splitlines()
-    rows = [line for line in lines if line.startswith("demo-llama ")]
-    found = {(line.split()[2], line.split()[1]): line[line.index("onnxruntime") :].split()[2] for line in rows}
+    rows = [line.split() for line in lines if re.match(r"demo-llama/\S+/onnxruntime ", line)]
+    found = {tuple(row[0].split("/")[1:3]): row[1] for row in rows}
     written = json.loads((checkout.results / "summary.json").read_text())["targets"]
-    assert {(row["precision"], str(row["layers"])): row["golden"].split()[0] for row in written} == found
+    assert {(row["precision"], str(row["layers"])): row["verdict"].split()[0] for row in written} == found
     page = (checkout.results / "report" / "index.html").read_text()
     assert all(row["reason"] is None or html.escape(row["reason"]) in page for row in written)
     return found

@@ -35,7 +35,8 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
     )
     assert not demo.would_run()
     shown = {
-        tuple(line.split()[1:3]): line.split()[7] for line in demo.call("lockstep", "summary").stdout.splitlines()[1:5]
+        (str(row["layers"]), row["precision"]): row["reproduced"]
+        for row in json.loads(demo.call("lockstep", "summary", "--json").stdout)["targets"]
     }
     assert shown == {("2", "fp32"): "-", ("all", "fp32"): "-", ("2", "fp16"): "-", ("all", "fp16"): "R4"}
     assert demo.call("lockstep", "verify").returncode == 0

@@ -19,7 +19,7 @@ _HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
     'role="img" aria-label="{label}" font-family="system-ui, sans-serif" font-size="12" fill="currentColor">'
 )
-WIDTH = 720
+WIDTH = 360  # points: what a phone shows in full size; wider screens enlarge it
 _SMALLEST = 1e-9  # a log scale has no zero; an exact layer stands at the edge of what fp32 can tell
 _LEGEND_ROW = 18
 
@@ -37,7 +37,7 @@ def error_by_layer(lines: Sequence[Line]) -> str:
 
     Each line stands beside the noise of its precision (dashed), both named in the legend.
     """
-    left, plot, base = 60, (WIDTH - 80, 200), 210
+    left, plot, base = 46, (WIDTH - 56, 150), 160
     tensors = [tensor for line in lines for tensor in line.worst.values()]
     values = [value for tensor in tensors for value in (tensor.relative_error, tensor.noise) if value is not None]
     decades = [math.log10(max(value, _SMALLEST)) for value in values]
@@ -74,35 +74,32 @@ def error_by_layer(lines: Sequence[Line]) -> str:
             parts.append(f'<circle cx="{px}" cy="{py}" r="3" fill="{color}">{tip}</circle>')
             if error is None:
                 parts.append(label(px, float(py) + 14, "not finite", "middle"))
-        row = base + 58 + 2 * _LEGEND_ROW * number
-        parts.append(rule(left, row, left + 24, row, f'stroke="{color}" stroke-width="1.5"'))
-        parts.append(label(left + 32, row, f"{line.name}: largest error", "start"))
+        row = base + 56 + 2 * _LEGEND_ROW * number
+        parts.append(rule(0, row, 20, row, f'stroke="{color}" stroke-width="1.5"'))
+        parts.append(label(26, row, f"{line.name}: largest error", "start"))
         row += _LEGEND_ROW
-        parts.append(rule(left, row, left + 24, row, f'stroke="{color}" stroke-dasharray="6 4"'))
-        parts.append(label(left + 32, row, f"{line.name}: what the precision itself costs", "start"))
-    height = base + 58 + 2 * _LEGEND_ROW * len(lines)
-    return svg("Largest error by layer, and what the precision costs", height, parts)
+        parts.append(rule(0, row, 20, row, f'stroke="{color}" stroke-dasharray="6 4"'))
+        parts.append(label(26, row, f"{line.name}: rounding error", "start"))
+    height = base + 50 + 2 * _LEGEND_ROW * len(lines)
+    return svg("Largest error by layer, and the rounding error of the precision", height, parts)
 
 
 def speeds(rows: Sequence[SummaryRow]) -> str:
     """Draw bars of tokens per second of some targets, prefill and decode on scales of their own."""
-    names = max(120, min(330, 12 + 7 * max((len(str(row.target)) for row in rows), default=0)))
-    room, bar = (WIDTH - names) / 2, 14
+    room, step, bar = WIDTH / 2, 44, 14
     parts = []
     for column, (kind, color) in enumerate((("prefill", COLORS[0]), ("decode", COLORS[1]))):
         values = [(row.prefill_tokens_per_s, row.decode_tokens_per_s)[column] for row in rows]
-        largest = max((value for value in values if value), default=1.0)
-        left = names + column * room
-        parts.append(label(left, 12, f"{kind}, tokens/s", "start"))
+        largest, left = max((value for value in values if value), default=1.0), column * room
+        parts.append(label(left, 8, f"{kind}, tokens/s", "start"))
         for number, value in enumerate(values):
-            middle, width = 34 + 22 * number, (room - 70) * (value or 0) / largest
-            shape = (
-                f'x="{coordinate(left)}" y="{coordinate(middle - bar / 2)}" width="{coordinate(width)}" height="{bar}"'
-            )
+            middle, width = 50 + step * number, (room - 56) * (value or 0) / largest
+            where = {"x": left, "y": middle - bar / 2, "width": width, "height": bar}
+            shape = " ".join(f'{name}="{coordinate(number)}"' for name, number in where.items())
             parts.append(f'<rect {shape} fill="{color}"/>')
             parts.append(label(left + width + 5, middle, "-" if value is None else f"{value:.0f}", "start"))
-    parts += [label(names - 8, 34 + 22 * number, str(row.target), "end") for number, row in enumerate(rows)]
-    return svg("Tokens per second", 28 + 22 * len(rows), parts)
+    parts += [label(0, 34 + step * number, str(row.target), "start") for number, row in enumerate(rows)]
+    return svg("Tokens per second", 20 + step * len(rows), parts)
 
 
 def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:

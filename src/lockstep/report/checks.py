@@ -30,14 +30,14 @@ AnyDocument = TypeVar("AnyDocument")
 class Column:
     """A column of the summary.
 
-    key: of a row. heading: in tables; "": in none. form: of a value, as `format` takes it. where_any: in tables where
-    a target has a value.
+    key: of a row. heading: in tables; "": in none, but in the CSV file. form: of a value, as `format` takes it. rank:
+    the terminal's table has the columns of the lowest ranks that fit; the report has all.
     """
 
     key: str
     heading: str = ""
     form: str = ""
-    where_any: bool = False
+    rank: int = 0
 
     @property
     def is_number(self) -> bool:
@@ -148,10 +148,10 @@ CHECKS: tuple[Check, ...] = (
         "always",
         compares="tokens and logits against transformers",
         title="golden check",
-        result=Column("golden", "golden"),
+        result=Column("golden"),
         figures={
-            Column("max_logit_error", "largest logit error", ".1e"): lambda report: report.max_logit_error,
-            Column("logit_noise", "of the precision", ".1e"): lambda report: report.logit_noise,
+            Column("max_logit_error", "logit error", ".1e"): lambda report: report.max_logit_error,
+            Column("logit_noise", "rounding error", ".1e", rank=1): lambda report: report.logit_noise,
             Column("tokens_differing"): lambda report: sum(len(prompt.differences) for prompt in report.prompts),
         },
     ),
@@ -169,7 +169,7 @@ CHECKS: tuple[Check, ...] = (
         "once run",
         compares="a server's answers against the golden check",
         title="server check",
-        result=Column("served", "served"),
+        result=Column("served"),
     ),
     Check(
         "adapted",
@@ -177,6 +177,20 @@ CHECKS: tuple[Check, ...] = (
         "once run",
         compares="several adapters in one batch against transformers with each",
         title="check of the adapters",
-        result=Column("adapters", "adapters", where_any=True),
+        result=Column("adapters"),
     ),
+)
+
+RESULTS = tuple(check.result for check in CHECKS if check.result)
+FIGURES = tuple(column for check in CHECKS for column in check.figures)
+# Of tables: in the terminal and in the report.
+COLUMNS = (
+    Column("target", "target"),
+    Column("verdict", "result"),
+    *(column for column in FIGURES if column.heading),
+    Column("drift_logit_error", "quantization error", ".1e", rank=2),
+    Column("drift_tokens_differing", "tokens differing", "d", rank=5),
+    Column("drift_perplexity", "perplexity change", "+.1%", rank=4),
+    Column("prefill_tokens_per_s", "prefill tokens/s", ".0f", rank=3),
+    Column("decode_tokens_per_s", "decode tokens/s", ".0f"),
 )

@@ -7,66 +7,67 @@ is linked, not shown.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.adapted import AdaptedReport
-from lockstep.artifacts.reports import GoldenReport, ValidationReport
-from lockstep.artifacts.summary import SummaryRow
+from lockstep.artifacts.reports import PASS, GoldenReport, ValidationReport
+from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import charts
-from lockstep.report.checks import CHECKS
+from lockstep.report.about import about
+from lockstep.report.checks import CHECKS, COLUMNS, Column
 from lockstep.report.details import Details
 from lockstep.report.markup import items, link, page, pairs, result, table, tag, text
 from lockstep.report.prompts import prompt
-from lockstep.report.since_lock import Change
-from lockstep.report.verdict import sentence, verdict
+from lockstep.report.since_lock import Change, meanings
+from lockstep.report.verdict import NOT_RUN, headline, overall, reasons, verdict
 from lockstep.targets import Results, Target
 
 _SHORT = "All golden prompts in one batch; they are short: for comparing targets, not machines."
 
 
-def index(results: Results, rows: Sequence[SummaryRow], since_lock: Mapping[str, Sequence[Change]]) -> bytes:
+def index(results: Results, summary: Summary, since_lock: Mapping[str, Sequence[Change]]) -> bytes:
     """Return the first page.
 
-    It has the verdict, all targets, their speeds, and what changed since the locks.
+    It has the verdict, all targets, what changed since the locks, and speeds.
     """
-    here, verdicts = results.report_page(), [row.verdict for row in rows]
-    said = result(verdict(verdicts), sentence(verdicts))
-    parts = [tag("h1", said), _targets(results, rows)]
-    whole, cut = [row for row in rows if row.layers == "all"], [row for row in rows if row.layers != "all"]
-    parts += _speeds("Speed of the whole model", whole, _SHORT)
-    parts += _speeds(
-        "Speed by depth",
-        sorted(cut, key=lambda row: (row.model, row.precision, row.backend, row.layers)),
-        f"Of the model cut after its first layers, as some targets are checked. {_SHORT}",
-    )
-    for model in dict.fromkeys(row.model for row in rows):
+    here, rows = results.report_page(), summary.targets
+    models = list(dict.fromkeys(row.model for row in rows))
+    why = [f"{tag('b', text(names))}: {text(reason)}" for _, names, reason in reasons(rows)]
+    parts = [
+        tag("p", "Lockstep report", "quiet"),
+        tag("h1", text(", ".join(models))),
+        tag("p", result(overall(summary), headline(summary)), "headline"),
+        *([items(why)] if why else []),
+        _shown(lambda: _about(results, models)),
+    ]
+    for model in models:
+        own = [row for row in rows if row.model == model]
+        parts += [tag("h2", f"Targets of {text(model)}"), _targets(results, own)]
         parts += _since_lock(model, since_lock.get(model))
+    speeds = [row for row in _whole(rows) if row.prefill_tokens_per_s is not None]
+    if speeds:
+        parts += ["<h2>Speed</h2>", tag("p", _SHORT, "quiet"), _shown(lambda: charts.speeds(speeds))]
     files = (results.summary(), results.summary().with_suffix(".csv"), results.config())
     parts += ["<h2>Files</h2>", items([link(path, here, path.name) for path in files])]
-    return page(f"Lockstep: {sentence(verdicts)}", parts)
+    return page(f"{', '.join(models)}: {headline(summary)}", parts)
 
 
 def target(
-    results: Results,
-    name: Target,
-    rows: Sequence[SummaryRow],
-    row: SummaryRow,
-    known: Details,
-    since_lock: Sequence[Change] | None,
+    results: Results, name: Target, row: SummaryRow, known: Details, since_lock: Sequence[Change] | None
 ) -> bytes:
     """Return the page of one target.
 
-    rows: those of all targets; row: its own; since_lock: of its model.
+    row: its own of the summary; since_lock: of its model.
     """
     here = results.target_page(name)
     parts = [
         tag("p", link(results.report_page(), here, "All targets")),
-        f"<h1>{text(name)}: {result(row.verdict)}</h1>",
+        f"<h1>{text(name).replace('/', '/<wbr>')}: {result(row.verdict)}</h1>",
         _shown(lambda: _checks(known)),
         "<h2>Prompts</h2>",
         _shown(lambda: _prompts(known)),
@@ -74,7 +75,7 @@ def target(
         "<h2>Error by layer</h2>",
         _shown(lambda: _errors(name, known)),
         "<h2>Speed</h2>",
-        _shown(lambda: _speed(rows, row, known)),
+        _shown(lambda: _speed(row, known)),
         "<h2>Engines</h2>",
         _shown(lambda: _engines(results, name, row, known)),
         *_since_lock(name.model, since_lock and [change for change in since_lock if change.is_of(name)]),
@@ -92,42 +93,91 @@ def _shown(make: Callable[[], str]) -> str:
         return tag("p", "Its report has other entries than this version writes; the files are linked below.", "wait")
 
 
+def _about(results: Results, models: Sequence[str]) -> str:
+    written, machine, versions, packages = about(results, models)
+    folded = tag("details", tag("summary", f"{len(packages)} packages") + tag("p", text(", ".join(packages)), "quiet"))
+    rows = [("written", text(written)), ("machine", text(machine)), ("versions", text(versions) + folded)]
+    return pairs(rows)
+
+
+def _by_engines(rows: Sequence[SummaryRow]) -> list[list[SummaryRow]]:
+    """Return rows by model, precision and backend, each with the deepest model first."""
+    groups: dict[Target, list[SummaryRow]] = {}
+    for row in rows:
+        groups.setdefault(replace(row.target, layers="all"), []).append(row)
+    depth = {row.target: math.inf if row.layers == "all" else int(row.layers) for row in rows}
+    return [sorted(group, key=lambda row: -depth[row.target]) for group in groups.values()]
+
+
+def _whole(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
+    """Return of each precision and backend the deepest model's row."""
+    return [group[0] for group in _by_engines(rows)]
+
+
 def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
-    here = results.report_page()
-    figures = [column for check in CHECKS for column in check.figures if column.heading]
-    headings = ["target", "result", "engines", "reproduced", *(column.heading for column in figures), "drift", "why"]
+    """Return a row for a precision and backend, with the figures of the deepest model; all depths are below it."""
+    groups = sorted(_by_engines(rows), key=lambda group: group[0].verdict == NOT_RUN)
+    columns = [column for column in COLUMNS[2:] if any(getattr(row, column.key) is not None for row in _whole(rows))]
+    headings = ["precision and backend", "result", *(column.heading for column in columns)]
     cells = [
         [
-            link(results.target_page(row.target), here, str(row.target)),
-            result(row.verdict),
-            tag("code", text(str(row.engine_digest or "-")[:12])),
-            text(row.reproduced),
-            *(_number(getattr(row, column.key), column.form) for column in figures),
-            text(row.drift or ""),
-            text(row.reason or ""),
+            link(results.target_page(row.target), results.report_page(), f"{row.precision} on {row.backend}"),
+            result(verdict(depth.verdict for depth in group)),
+            *_figures(row, columns),
         ]
-        for row in rows
+        for group in groups
+        for row in group[:1]
     ]
-    shown = [True] * (len(headings) - 2) + [any(row.drift for row in rows), any(row.reason for row in rows)]
-    headings, cells = list(compress(headings, shown)), [list(compress(cell, shown)) for cell in cells]
-    return table(headings, cells, numbers=range(4, 4 + len(figures)))
+    below = [_depths(results, group, columns) for group in groups]
+    return table(headings, cells, numbers=range(2, len(headings)), below=below)
 
 
-def _speeds(title: str, rows: Sequence[SummaryRow], caption: str) -> list[str]:
-    """Return a chart of the targets whose speed is known; nothing without any."""
-    shown = [row for row in rows if row.prefill_tokens_per_s is not None]
-    return (
-        [tag("h2", text(title)), tag("p", text(caption), "quiet"), _shown(lambda: charts.speeds(shown))]
-        if shown
-        else []
-    )
+def _depths(results: Results, group: Sequence[SummaryRow], columns: Sequence[Column]) -> str:
+    """Return all depths of a precision and backend, folded in, with its engines."""
+    here, row = results.report_page(), group[0]
+    cells = [
+        [
+            link(results.target_page(depth.target), here, _layers(depth)),
+            result(depth.verdict),
+            *_figures(depth, columns),
+        ]
+        for depth in group
+    ]
+    engines = [
+        f"engines {tag('code', text(str(row.engine_digest)[:12]))}" if row.engine_digest else "no engines",
+        *([text(f"{row.backend} {row.backend_version}")] if row.backend_version else []),
+        *([text(f"for {row.device}")] if row.device else []),
+        text("not built again yet" if row.reproduced == "-" else f"built again: {row.reproduced}"),
+    ]
+    depths = f"{len(group)} depths and engines" if len(group) > 1 else "engines"
+    headings = ["layers", "result", *(column.heading for column in columns)]
+    inside = [tag("p", ", ".join(engines), "quiet"), table(headings, cells, numbers=range(2, len(headings)))]
+    return tag("details", "".join([tag("summary", text(depths)), *inside]))
+
+
+def _figures(row: SummaryRow, columns: Sequence[Column]) -> list[str]:
+    return [_number(getattr(row, column.key), column.form) for column in columns]
+
+
+def _layers(row: SummaryRow) -> str:
+    return "all layers" if row.layers == "all" else f"first {row.layers} layer{'s' * (row.layers != 1)}"
 
 
 def _since_lock(model: str, changes: Sequence[Change] | None) -> list[str]:
     if changes is None:
         return []
     title = tag("h2", f"What changed since the lock of {text(model)}")
-    return [title, items([tag("code", text(change.line)) for change in changes]) if changes else "<p>Nothing.</p>"]
+    if not changes:
+        return [title, tag("p", result(PASS, "Nothing: all that is here is as it was locked."))]
+    folded = [
+        tag("details", f"<summary>{result(colour, what)} {text(meaning)}</summary>{_codes(lines)}", "said")
+        for colour, what, meaning, lines in meanings(changes)
+    ]
+    return [title, *folded]
+
+
+def _codes(lines: Sequence[str]) -> str:
+    return items([tag("code", text(line)) for line in lines])
 
 
 def _checks(known: Details) -> str:
@@ -137,7 +187,7 @@ def _checks(known: Details) -> str:
         for check in checks
         if (checked := known.checks.get(check.name))
     ]
-    drift = [tag("p", f"Drift of the quantised weights: {text(known.drift.words())}.")] if known.drift else []
+    drift = [tag("p", f"Quantization error: {text(known.drift.words())}.")] if known.drift else []
     return "".join([table(("check", "what is compared", "result", "why"), cells), *drift])
 
 
@@ -152,8 +202,8 @@ def _prompts(known: Details) -> str:
         lines.append(
             f"The long prompt, of {long.num_tokens} tokens: largest logit error "
             f"{_number(long.max_logit_error, '.1e')} in one piece, {_number(long.cut_max_logit_error, '.1e')} "
-            f"in pieces, {_number(long.single_max_logit_error, '.1e')} token by token; the precision itself costs "
-            f"{long.logit_noise:.1e}, {long.tolerance:.1e} passes."
+            f"in pieces, {_number(long.single_max_logit_error, '.1e')} token by token; rounding error "
+            f"{long.logit_noise:.1e}, allowed {long.tolerance:.1e}."
         )
     head = [tag("p", text(line), "quiet") for line in lines]
     return "\n".join([*head, *(prompt(entry) for entry in entries)])
@@ -196,28 +246,15 @@ def _errors(name: Target, known: Details) -> str:
     return f"{tag('p', text(caption), 'quiet')}\n{charts.error_by_layer([line])}"
 
 
-def _speed(rows: Sequence[SummaryRow], row: SummaryRow, known: Details) -> str:
+def _speed(row: SummaryRow, known: Details) -> str:
     speed = known.speed
     if not speed:
         return "<p>Not measured: it is measured by a golden check that passes.</p>"
-    what = "whole model" if row.layers == "all" else f"first {row.layers} layers only"
+    what = "whole model" if row.layers == "all" else f"{_layers(row)} only"
     batch = (f"{speed.batch_size} prompts in a batch", speed.prefill_tokens_per_s, speed.decode_tokens_per_s)
     alone = ("one prompt alone", speed.alone_prefill_tokens_per_s, speed.alone_decode_tokens_per_s)
-    parts = [_tokens_per_s(what, [batch, alone])]
-    cut = [other for other in rows if other.layers != "all"]
-    depths = [other for other in cut if replace(other.target, layers="all") == row.target]
-    if row.layers == "all" and depths:
-        rates = [
-            (f"first {other.layers}", other.prefill_tokens_per_s, other.decode_tokens_per_s)
-            for other in sorted(depths, key=lambda other: other.layers)
-        ]
-        parts += ["<h3>By depth: cut models, in a batch</h3>", _tokens_per_s("layers", rates)]
-    return "\n".join(parts)
-
-
-def _tokens_per_s(first: str, rates: Sequence[tuple[str, float | None, float | None]]) -> str:
-    cells = [[text(name), _number(prefill, ".0f"), _number(decode, ".0f")] for name, prefill, decode in rates]
-    return table((first, "prefill, tokens/s", "decode, tokens/s"), cells, numbers=(1, 2))
+    cells = [[name, _number(prefill, ".0f"), _number(decode, ".0f")] for name, prefill, decode in (batch, alone)]
+    return table((what, "prefill, tokens/s", "decode, tokens/s"), cells, numbers=(1, 2))
 
 
 def _engines(results: Results, name: Target, row: SummaryRow, known: Details) -> str:
@@ -278,7 +315,7 @@ def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
         ("provenance of the engines", engines.with_name("provenance.json")),
         ("reproduction", results.reproduction(model, precision, layers, backend)),
         ("reference", results.reference_of(model, precision, layers)),
-        ("drift", results.drift(model, precision, layers)),
+        ("quantization error", results.drift(model, precision, layers)),
     ]
 
 

@@ -68,7 +68,7 @@ def _marked(whole: str, place: tuple[int, int] | None) -> str:
 
 def _error(entry: GoldenPrompt) -> str:
     error = "not finite" if entry.max_logit_error is None else f"{entry.max_logit_error:.2e}"
-    return f"{error} (the precision itself costs {entry.logit_noise:.2e}, {entry.tolerance:.2e} passes)"
+    return f"{error} (rounding error {entry.logit_noise:.2e}, allowed {entry.tolerance:.2e})"
 
 
 def _words(found: TokenDifference, expected: str, how: str) -> str:

@@ -18,30 +18,14 @@ from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.errors import InputError
 from lockstep.manifests.manifest_files import content
 from lockstep.report import pages
-from lockstep.report.checks import CHECKS, Checked, Column
+from lockstep.report.checks import CHECKS, COLUMNS, FIGURES, RESULTS, Checked, Column
 from lockstep.report.details import Details, details
 from lockstep.report.since_lock import Change
-from lockstep.report.verdict import FAIL, NOT_RUN, PASS, sentence, verdict
+from lockstep.report.verdict import FAIL, NOT_RUN, PASS, headline, overall, reasons, verdict, why_not_here
 from lockstep.targets import Results, Target
 
-_RESULTS = tuple(check.result for check in CHECKS if check.result)
-_FIGURES = tuple(column for check in CHECKS for column in check.figures)
-COLUMNS = (
-    Column("model", "model"),
-    Column("layers", "layers"),
-    Column("precision", "precision"),
-    Column("backend", "backend"),
-    Column("engine_digest", "engine", ".12"),
-    *_RESULTS,
-    Column("reproduced", "reproduced"),
-    *_FIGURES,
-    Column("drift_logit_error", "drift of logits", ".1e", where_any=True),
-    Column("drift_tokens_differing", "of tokens", "d", where_any=True),
-    Column("drift_perplexity", "of perplexity", "+.1%", where_any=True),
-    Column("prefill_tokens_per_s", "prefill tokens/s", ".0f"),
-    Column("decode_tokens_per_s", "decode tokens/s", ".0f"),
-)
-_WIDTH = 240  # more than any row needs: rich would cut words to the terminal's width
+_WIDTH = 100  # of the table
+_ANY = 10_000  # more than any row needs: rich would cut words
 
 
 def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
@@ -72,9 +56,9 @@ def write(
     for path in there - {results.report_page(), *map(results.target_page, targets)}:
         path.unlink()  # of a target that is none any more
     changed = dict(since_lock or {})
-    write_bytes(results.report_page(), pages.index(results, rows, changed))
+    write_bytes(results.report_page(), pages.index(results, summary, changed))
     for target, row in zip(targets, rows):
-        page = pages.target(results, target, rows, row, found[target], changed.get(target.model))
+        page = pages.target(results, target, row, found[target], changed.get(target.model))
         write_bytes(results.target_page(target), page)
     return summary
 
@@ -127,43 +111,62 @@ def is_stale(results: Results) -> bool:
     if not all(results.target_page(row.target).is_file() for row in rows):
         return True
     now = collect(results, [row.target for row in rows]).targets
-    keys = ("engine_digest", "reason", *(column.key for column in _RESULTS))
+    keys = ("engine_digest", "reason", *(column.key for column in RESULTS))
     before, after = ([[getattr(row, key) for key in keys] for row in each] for each in (rows, now))
     return before != after
 
 
 def print_table(summary: Summary) -> None:
-    """Print the rows as a table, nothing cut, and the reasons below it.
+    """Print the targets that can run here as a table of at most 100 columns, and below it why others do not pass.
 
-    On a narrow terminal its lines wrap. In colour on a terminal, unless NO_COLOR is set.
+    Columns that do not fit are in the report only; no value is cut. On a narrower terminal its lines wrap. In colour on
+    a terminal, unless NO_COLOR is set.
     """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    empty = {column.key for column in COLUMNS if all(getattr(row, column.key, None) is None for row in summary.targets)}
-    columns = [column for column in COLUMNS if column.heading and not (column.where_any and column.key in empty)]
-    for column in columns:
-        table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
-    for row in summary.targets:
-        values = [(getattr(row, column.key), column.form) for column in columns]
-        shown = ["-" if value is None else format(value, form) for value, form in values]
-        table.add_row(*shown, style=_STYLES[row.verdict] if row.verdict != PASS else None)
-    console = Console(width=_WIDTH, soft_wrap=True)
-    console.print(table)
-    for row in summary.targets:
-        if row.reason:
-            style = _STYLES[row.verdict]
-            console.print(f"{row.target}: {row.reason}", style=style, markup=False, highlight=False)
+    console, table = Console(width=_ANY, soft_wrap=True), Table(box=None, pad_edge=False, header_style="bold")
+    rows = [row for row in summary.targets if not why_not_here(summary, row)]
+    columns = _that_fit([(column, _cells(column, rows)) for column in COLUMNS]) if rows else []
+    for column, _ in columns:
+        table.add_column(
+            "\n".join(column.heading.rsplit(" ", 1)),
+            justify="right" if column.is_number else "left",
+            no_wrap=True,
+            vertical="bottom",
+        )
+    for number, row in enumerate(rows):
+        table.add_row(
+            *(cells[number] for _, cells in columns), style=_STYLES[row.verdict] if row.verdict != PASS else None
+        )
+    if rows:
+        console.print(table)
+    for result, targets, reason in reasons(summary.targets):
+        console.print(f"{targets}: {reason}", style=_STYLES[result], markup=False, highlight=False)
+
+
+def _cells(column: Column, rows: Sequence[SummaryRow]) -> list[str]:
+    values = [getattr(row, column.key) for row in rows]
+    return ["-" if value is None else format(value, column.form) for value in values]
+
+
+def _that_fit(columns: Sequence[tuple[Column, list[str]]]) -> list[tuple[Column, list[str]]]:
+    """Return the columns with a value, less those of the highest ranks until they fit in the table's width."""
+    kept = [(column, cells) for column, cells in columns if set(cells) != {"-"}]
+    while sum(2 + max(map(len, [*column.heading.rsplit(" ", 1), *cells])) for column, cells in kept) > _WIDTH + 2:
+        last = max(kept, key=lambda each: each[0].rank)
+        if not last[0].rank:
+            break
+        kept.remove(last)
+    return kept
 
 
 def print_verdict(summary: Summary) -> None:
     """Print the verdict on all targets, one sentence."""
     from rich.console import Console
 
-    verdicts = [row.verdict for row in summary.targets]
-    style = _STYLES[verdict(verdicts)]
-    Console(soft_wrap=True).print(sentence(verdicts), style=f"bold {style}", markup=False, highlight=False)
+    style = f"bold {_STYLES[overall(summary)]}"
+    Console(soft_wrap=True).print(headline(summary), style=style, markup=False, highlight=False)
 
 
 _STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
@@ -195,7 +198,7 @@ def _row(target: Target, found: Details) -> SummaryRow:
 
 def _of_checks(found: Details) -> dict[str, Any]:
     """Return what the checks give to a row, by key: their results, and figures of the engines that are there."""
-    values: dict[str, Any] = dict.fromkeys(column.key for column in (*_RESULTS, *_FIGURES))
+    values: dict[str, Any] = dict.fromkeys(column.key for column in (*RESULTS, *FIGURES))
     for check in CHECKS:
         checked = found.checks.get(check.name)
         if checked and check.result:

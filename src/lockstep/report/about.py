@@ -1,0 +1,60 @@
+"""When and where a report was written, and with which versions its results were made.
+
+For readers of the page alone: nothing of this is in a file that is hashed or locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import lockstep
+from lockstep.artifacts import formats
+from lockstep.artifacts.files import read_json
+from lockstep.errors import LockstepError
+from lockstep.provenance.record import records
+from lockstep.provenance.slsa import now
+from lockstep.targets import Results
+
+
+def about(results: Results, models: Iterable[str]) -> tuple[str, str, str, list[str]]:
+    """Return the time in UTC, this machine, versions of Lockstep, Python and backends, and those of all packages.
+
+    Backends and packages are those that the records of the models name.
+    """
+    backends: dict[str, None] = {}
+    packages: dict[str, None] = {}
+    for path in (path for model in dict.fromkeys(models) for path in records(results.root / model)):
+        with contextlib.suppress(LockstepError, OSError):  # one that is damaged or being made: its target says so
+            record = read_json(path, formats.BUILD)
+            if backend := record.get("backend"):
+                backends[f"{backend['name']} {backend['version']}"] = None
+            packages |= dict.fromkeys(f"{name} {version}" for name, version in record.get("environment", {}).items())
+    programs = [f"Lockstep {lockstep.__version__}", f"Python {platform.python_version()}", *sorted(backends)]
+    return now().replace("T", " ").replace("Z", " UTC"), ", ".join(_machine()), ", ".join(programs), sorted(packages)
+
+
+def _machine() -> list[str]:
+    """Return processor, architecture, number of CPUs, memory and system, those that are known."""
+    cpu = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    memory = re.search(r"^MemTotal:\s*(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
+    known = [
+        cpu and cpu[1],
+        platform.machine(),
+        f"{os.cpu_count()} CPUs",
+        memory and f"{int(memory[1]) * 1024 / 1e9:.0f} GB",
+        platform.system(),
+    ]
+    return [each for each in known if each]
+
+
+def _text(path: str) -> str:
+    """Return what a file of Linux says; nothing on another system."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
