@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +72,8 @@ def test_the_page_is_one_file_that_asks_for_nothing_from_elsewhere() -> None:
     content, headers = page()
     text = content.decode()
     places = re.findall(r"""(?:src|href|action)\s*=\s*["']([^"']*)|url\(|@import""", text)
-    assert places == ["data:,"] and "http:" not in text and "https:" not in text
+    assert places[0] == "data:," and all(re.fullmatch("#?[a-z0-9_/]+", place) for place in places[1:])
+    assert "http:" not in text and "https:" not in text
     assert (
         "innerHTML" not in text and "eval(" not in text and "localStorage" not in text and "document.cookie" not in text
     )
@@ -101,11 +104,19 @@ def test_a_chat_with_the_real_server(browser: Browser, request: pytest.FixtureRe
         assert browser.run("mode()") == "chat"
         browser.run("at('temperature').value = '0'; at('max_tokens').value = '16'; null")
         ask(browser, "Ice floats because")
-        browser.wait("at('stop').hidden && " + ANSWER + " === ' it is lighter than water.'")
+        browser.wait("at('stop').hidden && " + ANSWER + " === 'it is lighter than water.'")
         assert "ended: stop" in browser.run("at('figures').textContent")
         ask(browser, "San Francisco is a")
         browser.wait("document.querySelectorAll('.assistant').length === 2 && at('stop').hidden")
         assert browser.run("at('error').hidden") and not browser.said
+        links = "[...document.querySelectorAll('a')].filter((each) => !each.hash).map((each) => each.href)"
+        read = f"Promise.all({links}.map((where) => fetch(where).then((answer) => [where, answer.status])))"
+        assert {status for _, status in browser.run(read)} == {200}
+        paths = re.findall("POST ([a-z0-9_/]+)", browser.run("at('api').textContent"))
+        for path in paths:  # 405 of a path that takes no GET, and not 404 of one that is not there
+            assert browser.run(f"fetch('{path}').then((answer) => answer.status)") == 405, path
+        shell = subprocess.run(browser.run("at('curl').textContent"), shell=True, capture_output=True, text=True)
+        assert json.loads(shell.stdout)["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_a_model_that_is_gone_is_looked_for_again(server: ScriptedServer, shown: Browser) -> None:
@@ -187,6 +198,38 @@ def test_an_error_is_one_line_and_the_words_are_kept(
         shown.wait(ANSWER + " === 'fine' && at('error').hidden")
 
 
+@pytest.mark.parametrize(("way", "field"), [("chat", "messages"), ("complete", "prompt")])
+def test_an_example_is_asked_at_a_click(server: ScriptedServer, shown: Browser, way: str, field: str) -> None:
+    shown.run(f"document.querySelector('input[value={way}]').click()")
+    text = shown.run("document.querySelectorAll('.empty button')[1].textContent")
+    shown.run("document.querySelectorAll('.empty button')[1].click()")
+    shown.wait("at('stop').hidden && " + ANSWER + ".endsWith('w127 ')")
+    assert server.bodies[0][field] == ([{"role": "user", "content": text}] if way == "chat" else text)
+    assert shown.run("document.querySelectorAll('.empty').length") == 0
+    shown.run("at('clear').click()")
+    assert shown.run("document.querySelectorAll('.empty button').length") == 3
+
+
+def test_the_first_line_of_a_chats_answer_is_not_indented(server: ScriptedServer, shown: Browser) -> None:
+    server.script = lambda body, number: iter((" ", " \n Ice", " floats."))
+    ask(shown, "Hello")
+    shown.wait("at('stop').hidden && " + ANSWER + " === 'Ice floats.'")
+    ask(shown, "And?")
+    shown.wait("document.querySelectorAll('.assistant').length === 2 && at('stop').hidden")
+    assert server.bodies[1]["messages"][1]["content"] == "  \n Ice floats.", "the model sees what it said"
+    shown.run("document.querySelector('input[value=complete]').click()")
+    ask(shown, "Once")
+    shown.wait("at('stop').hidden && " + ANSWER + " === 'Once  \\n Ice floats.'")
+
+
+def test_the_api_is_shown_as_a_shell_asks_it(server: ScriptedServer, shown: Browser) -> None:
+    shown.run("document.querySelector('nav a').click()")
+    assert shown.wait("at('api').open && at('curl').textContent").startswith(f"curl {server.url}/v1/chat/completions ")
+    shown.run("document.querySelector('input[value=complete]').click()")
+    body = json.loads(shown.run("at('curl').textContent").partition("-d '")[2].removesuffix("'"))
+    assert body == {"model": "scripted", "prompt": "San Francisco is a", "max_tokens": 64}
+
+
 def test_what_a_model_says_is_text(server: ScriptedServer, shown: Browser) -> None:
     server.script = lambda body, number: iter((NASTY,))
     ask(shown, NASTY)
@@ -204,12 +247,12 @@ def test_the_policy_lets_nothing_else_run(shown: Browser) -> None:
 
 def test_the_strip_follows_the_server(server: ScriptedServer, shown: Browser) -> None:
     read = "['running', 'waiting', 'pages', 'state'].map((id) => at(id).textContent).join('|')"
-    assert shown.wait(f"at('running').textContent === '3' && {read}") == "3|2|50 / 200|"
+    assert shown.wait(f"at('running').textContent === '3' && {read}") == "3|2|25%|"
     assert shown.run("at('bar-used').style.width + at('bar-cached').style.width") == "25%15%"
     server.status |= {"running": 4, "draining": True}
-    shown.wait(f"{read} === '4|2|50 / 200|draining'")
+    shown.wait(f"{read} === '4|2|25%|draining'")
     server.status |= {"draining": False, "heartbeat_age": 42.4}
-    shown.wait(f"{read} === '4|2|50 / 200|no step for 42 s'")
+    shown.wait(f"{read} === '4|2|25%|no step for 42 s'")
     server.end()
     shown.wait(f"{read} === '-|-|-|not reachable'")
 
@@ -239,7 +282,8 @@ def test_a_screen_reader_finds_every_control_by_its_name(shown: Browser) -> None
         ("textbox", "Message"), ("button", "Send"), ("button", "Clear"), ("radio", "Chat"), ("radio", "Complete"),
         ("spinbutton", "Temperature"), ("spinbutton", "Top p"), ("spinbutton", "Max tokens"), ("spinbutton", "Seed"),
         ("textbox", "Stop before, one a line"), ("textbox", "API key, kept on this page only"), ("log", "Conversation"),
-        ("image", "KV pages: 50 used and 30 cached of 200"),
+        ("image", "KV cache: 50 pages used and 30 cached of 200"), ("link", "API"),
+        ("link", "Metrics"), ("link", "Status"), ("button", "Why does ice float?"),
     ):  # fmt: skip
         assert control in found
     controls = ("textbox", "button", "radio", "spinbutton", "combobox", "log", "image", "group")
