@@ -13,6 +13,8 @@
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
 #   make oldest-test              plans and runs with the oldest Snakemake that is claimed (envs/oldest.txt)
+#   make screenshots              takes pictures of the report and of the server's page as a phone and a desk show them, light and dark, with Chromium or Chrome,
+#                                 and checks that nothing stands out to the side (tests/screenshots); PICTURES names the folder that they go to
 #   make faults                   sends planted faults through all gates (tests/faults); ARGS="--help" has the choices
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml and SmolLM2, then measures the 7B shape, with the backend cuda in
@@ -49,8 +51,9 @@ KUBERNETES_ENV ?= .kubernetes
 SLURM_ENV ?= .slurm
 OLDEST_ENV ?= .oldest
 REAL := .real
+PICTURES ?= .screenshots
 REAL_CONFIG ?=
-.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test faults lint gpu setup clean
+.PHONY: demo real test test-unit test-all screenshots triton-test clients-test kubernetes-test slurm-test oldest-test faults lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -86,6 +89,10 @@ slurm-test: setup $(SLURM_ENV)/.pinned
 
 oldest-test: setup $(OLDEST_ENV)/.pinned
 	LOCKSTEP_OLDEST=$(abspath $(OLDEST_ENV)) $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py -k oldest $(ARGS)
+
+# -rs: where there is no browser, one line says so.
+screenshots: setup
+	LOCKSTEP_SCREENSHOTS=$(abspath $(PICTURES)) $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)
 
 faults: setup
 	PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)

@@ -41,7 +41,7 @@ details details, .below table { background: var(--soft); } .below table th, .bel
 code, .text { font-family: ui-monospace, monospace; font-size: 13px; }
 .text { white-space: pre-wrap; unicode-bidi: plaintext; }
 .prompt { border: 1px solid var(--line); border-radius: 6px; padding: 4px 14px; margin: 12px 0; }
-.prompt tbody { border-bottom: 0; }
+.prompt tbody { border-bottom: 0; } .prompt table { margin: 4px 0; }
 mark { background: var(--mark); color: inherit; border-radius: 3px; outline: 2px solid var(--mark); }
 svg { display: block; width: 100%; max-width: 480px; height: auto; } ul { padding-left: 20px; margin: 6px 0; }
 @media (max-width: 700px) {

@@ -95,7 +95,8 @@ def _shown(make: Callable[[], str]) -> str:
 
 def _about(results: Results, models: Sequence[str]) -> str:
     written, machine, versions, packages = about(results, models)
-    folded = tag("details", tag("summary", f"{len(packages)} packages") + tag("p", text(", ".join(packages)), "quiet"))
+    listed = tag("p", text(", ".join(packages)), "quiet")
+    folded = tag("details", tag("summary", f"packages ({len(packages)})") + listed)
     rows = [("written", text(written)), ("machine", text(machine)), ("versions", text(versions) + folded)]
     return pairs(rows)
 
