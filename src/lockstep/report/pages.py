@@ -119,45 +119,47 @@ def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
     """Return a row for a precision and backend, with the figures of the deepest model; all depths are below it."""
     groups = sorted(_by_engines(rows), key=lambda group: group[0].verdict == NOT_RUN)
     columns = [column for column in COLUMNS[2:] if any(getattr(row, column.key) is not None for row in _whole(rows))]
-    headings = ["precision and backend", "result", *(column.heading for column in columns)]
+    whole = [(f"{group[0].precision} on {group[0].backend}", group) for group in groups]
+    below = []
+    for group in groups:
+        depths = _table(results, "layers", [(_layers(row), [row]) for row in group], columns)
+        summary = f"{len(group)} depths and engines" if len(group) > 1 else "engines"
+        below.append(tag("details", tag("summary", summary) + _built(group[0]) + depths))
+    return _table(results, "precision and backend", whole, columns, below)
+
+
+def _table(
+    results: Results,
+    first: str,
+    groups: Sequence[tuple[str, Sequence[SummaryRow]]],
+    columns: Sequence[Column],
+    below: Sequence[str] = (),
+) -> str:
+    """Return a table with a row for each group: its name, which links the first of its targets, and that one's figures.
+
+    Its result is that of all of them.
+    """
     cells = [
         [
-            link(results.target_page(row.target), results.report_page(), f"{row.precision} on {row.backend}"),
-            result(verdict(depth.verdict for depth in group)),
-            *_figures(row, columns),
+            link(results.target_page(group[0].target), results.report_page(), name),
+            result(verdict(row.verdict for row in group)),
+            *(_number(getattr(group[0], column.key), column.form) for column in columns),
         ]
-        for group in groups
-        for row in group[:1]
+        for name, group in groups
     ]
-    below = [_depths(results, group, columns) for group in groups]
+    headings = [first, "result", *(column.heading for column in columns)]
     return table(headings, cells, numbers=range(2, len(headings)), below=below)
 
 
-def _depths(results: Results, group: Sequence[SummaryRow], columns: Sequence[Column]) -> str:
-    """Return all depths of a precision and backend, folded in, with its engines."""
-    here, row = results.report_page(), group[0]
-    cells = [
-        [
-            link(results.target_page(depth.target), here, _layers(depth)),
-            result(depth.verdict),
-            *_figures(depth, columns),
-        ]
-        for depth in group
+def _built(row: SummaryRow) -> str:
+    """Return in words which engines these are, and what built them."""
+    parts = [
+        f"engines {row.engine_digest[:12]}" if row.engine_digest else "no engines",
+        f"{row.backend} {row.backend_version}" if row.backend_version else "",
+        f"for {row.device}" if row.device else "",
+        "not built again yet" if row.reproduced == "-" else f"built again: {row.reproduced}",
     ]
-    engines = [
-        f"engines {tag('code', text(str(row.engine_digest)[:12]))}" if row.engine_digest else "no engines",
-        *([text(f"{row.backend} {row.backend_version}")] if row.backend_version else []),
-        *([text(f"for {row.device}")] if row.device else []),
-        text("not built again yet" if row.reproduced == "-" else f"built again: {row.reproduced}"),
-    ]
-    depths = f"{len(group)} depths and engines" if len(group) > 1 else "engines"
-    headings = ["layers", "result", *(column.heading for column in columns)]
-    inside = [tag("p", ", ".join(engines), "quiet"), table(headings, cells, numbers=range(2, len(headings)))]
-    return tag("details", "".join([tag("summary", text(depths)), *inside]))
-
-
-def _figures(row: SummaryRow, columns: Sequence[Column]) -> list[str]:
-    return [_number(getattr(row, column.key), column.form) for column in columns]
+    return tag("p", text(", ".join(filter(None, parts))), "quiet")
 
 
 def _layers(row: SummaryRow) -> str:
@@ -170,15 +172,11 @@ def _since_lock(model: str, changes: Sequence[Change] | None) -> list[str]:
     title = tag("h2", f"What changed since the lock of {text(model)}")
     if not changes:
         return [title, tag("p", result(PASS, "Nothing: all that is here is as it was locked."))]
-    folded = [
-        tag("details", f"<summary>{result(colour, what)} {text(meaning)}</summary>{_codes(lines)}", "said")
-        for colour, what, meaning, lines in meanings(changes)
-    ]
+    folded = []
+    for colour, what, meaning, lines in meanings(changes):
+        listed = items([tag("code", text(line)) for line in lines])
+        folded.append(tag("details", f"<summary>{result(colour, what)} {text(meaning)}</summary>{listed}", "said"))
     return [title, *folded]
-
-
-def _codes(lines: Sequence[str]) -> str:
-    return items([tag("code", text(line)) for line in lines])
 
 
 def _checks(known: Details) -> str:
