@@ -257,6 +257,18 @@ def test_the_strip_follows_the_server(server: ScriptedServer, shown: Browser) ->
     shown.wait(f"{read} === '-|-|-|not reachable'")
 
 
+def test_the_bar_is_seen_to_move_while_an_answer_comes(server: ScriptedServer, shown: Browser) -> None:
+    server.script = lambda body, number: (step for at in range(1000) for step in (0.05, f"w{at} "))
+    seen = "(where, how) => (where === 'status' && looks.push(performance.now()), real(where, how))"
+    shown.run(f"window.looks = []; window.fetch = ((real) => {seen})(fetch); null")
+    ask(shown, "Go on")
+    shown.wait(ANSWER + ".includes('w1 ')")
+    server.status |= {"pages": {"total": 200, "used": 151, "cached": 0}}
+    shown.wait("at('pages').textContent === '75%' && at('bar-used').style.width === '75.5%' && looks.length > 8")
+    assert shown.run("looks[8] - looks[0]") < 7000  # ms: 8000 where it is asked each second
+    shown.press("Escape")
+
+
 def test_a_model_without_a_chat_template_is_completed(server: ScriptedServer, browser: Browser) -> None:
     server.status["chat"] = False
     browser.open(f"{server.url}/")
