@@ -11,6 +11,7 @@ from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.signature import IO
 from lockstep.backends import get_backend
 from lockstep.backends.tensorrt.compat import TENSORRT
+from lockstep.backends.tensorrt.v8_6.regions import region_layers
 from lockstep.errors import CheckError, InputError
 
 pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", ["tensorrt"], indirect=True)]
@@ -101,11 +102,8 @@ def test_the_kernels_of_fused_regions_are_known(graph):
         layer["kind"].endswith(" in a fused region")
         for layer in read_json(graph.parent / "tactics.json")["engines"]["block"]["layers"]
     )
-    kernels = [
-        layer["tactic"]
-        for layer in get_backend("tensorrt").layer_information(graph.parent / "block.engine")
-        if "gemm" in layer["tactic"]
-    ]
+    layers = region_layers((graph.parent / "block.engine").read_bytes())
+    kernels = [layer.tactic for layer in layers if "gemm" in layer.tactic]
     assert kernels and all("f16f16_f16f32_f32" in kernel for kernel in kernels)
 
 

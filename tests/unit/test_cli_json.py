@@ -203,7 +203,7 @@ def test_cache(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_reproduce(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the builds, which take minutes: tests/workflow/test_reproduce.py has them."""
     target = Target.parse(TARGET)
-    record = Reproduction(target, "ab" * 32, "1.0", {}, rounds=1, level="R2", levels={}, bytes_left_out={})
+    record = Reproduction(target, "ab" * 32, "1.0", {}, rounds=1, level="R0", levels={})
     monkeypatch.setattr("lockstep.provenance.reproduce.reproduce", lambda *arguments: record)
     assert told(capsys, "reproduce", TARGET) == (record.to_json(), 0)
     assert told(capsys, "reproduce", TARGET, "--at-least", "R3") == (record.to_json(), 1)

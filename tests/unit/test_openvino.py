@@ -486,14 +486,6 @@ def test_arrays_and_weights_that_do_not_fit_are_refused(opened):
     run.prepare(inputs, outputs)()
 
 
-def test_what_reproduce_compares_is_json(opened):
-    results, name, engines = opened("w4a16")
-    backend, file = get_backend(BACKEND), engines.parent / "middle.ir.zip"
-    found = [backend.choices(file), backend.layer_information(file)]
-    assert json.loads(json.dumps(found)) == found and found[0]["operators"]["MatMul"] == 7
-    assert backend.canonical_bytes(file).data == file.read_bytes()
-
-
 @bf16
 def test_bisect_follows_bf16_engines(opened, tmp_path):
     """Their graphs are computed in float32 beside them."""

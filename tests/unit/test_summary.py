@@ -134,7 +134,7 @@ def test_targets_that_cannot_run_here_are_a_line_for_each_reason(
 def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) -> None:
     for layers, digest in ((2, "ab" * 32), ("all", "cd" * 32)):
         target = Target("m", "fp16", layers, "onnxruntime")
-        reproduction = Reproduction(target, digest, "1.0", {}, rounds=1, level="R4", levels={}, bytes_left_out={})
+        reproduction = Reproduction(target, digest, "1.0", {}, rounds=1, level="R4", levels={})
         reproduction.save(results.reproduction("m", "fp16", layers, "onnxruntime"))
     assert [row.reproduced for row in summary.collect(results, TARGETS).targets] == ["R4", "-"]
 

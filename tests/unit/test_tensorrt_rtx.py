@@ -30,7 +30,7 @@ from test_tensorrt_compat import uses_of
 from calls import call
 from lockstep import processes
 from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
-from lockstep.backends import EngineSet, build, get_backend
+from lockstep.backends import EngineSet, build
 from lockstep.backends.profiles import built_limits, profiles
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.compat import GraphRefusedError
@@ -723,13 +723,6 @@ def test_an_option_that_the_backend_does_not_know_is_one_line(assemblies, tmp_pa
         build(assemblies["fp16"], BACKEND, tmp_path / "engines.json", {"optimization_level": 5})
 
 
-def test_what_the_backend_says_of_an_engine_is_its_bytes(engine_sets):
-    backend, file = get_backend(BACKEND), engine_sets["fp16"].parent / "entry.engine"
-    told = {"serialization": sha256_file(file)}
-    assert backend.choices(file) == backend.layer_information(file) == told
-    assert backend.canonical_bytes(file).data == file.read_bytes()
-
-
 # --- the library's Python API
 
 
@@ -864,7 +857,7 @@ def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made,
         monkeypatch.setattr(processes, "run", here)
     shutil.copytree(made / "results", tmp_path / "results")
     record = reproduce(CONFIG.dump(), Results(tmp_path / "results"), TARGET, 1)
-    assert {level: entry.same_rounds for level, entry in record.levels.items()} == dict.fromkeys(
-        ("R0", "R1", "R2", "R4"), 1
-    ), record.levels
+    assert {level: entry.same_rounds for level, entry in record.levels.items()} == dict.fromkeys(("R0", "R4"), 1), (
+        record.levels
+    )
     assert record.level == "R4"

@@ -20,8 +20,8 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
     before = demo.digests()
     process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1", "--at-least", "R4")
     rows = [line.split() for line in process.stdout.splitlines()]
-    assert [row[0] for row in rows[1:6]] == ["R0", "R1", "R2", "R3", "R4"] and all(
-        row[-3:] == ["1", "of", "1"] for row in rows[1:6]
+    assert [row[0] for row in rows[1:4]] == ["R0", "R3", "R4"] and all(
+        row[-3:] == ["1", "of", "1"] for row in rows[1:4]
     )
     assert re.fullmatch(
         r"Level reached: R4, in "

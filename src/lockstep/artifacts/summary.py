@@ -87,8 +87,7 @@ class ReproducedLevel:
 class Reproduction(Document):
     """A target that was built again `rounds` times.
 
-    device: JSON, as its engine set describes it. level: the highest that all rounds reached. bytes_left_out: by engine,
-    in words.
+    device: JSON, as its engine set describes it. level: the highest that all rounds reached.
     """
 
     FORMAT: ClassVar[str] = formats.REPRODUCTION
@@ -99,4 +98,3 @@ class Reproduction(Document):
     rounds: int
     level: str
     levels: Mapping[str, ReproducedLevel]
-    bytes_left_out: Mapping[str, tuple[str, ...]]

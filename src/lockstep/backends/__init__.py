@@ -8,17 +8,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.backends.base import Array, Backend, CanonicalBytes, Program, get_backend
+    from lockstep.backends.base import Array, Backend, Program, get_backend
     from lockstep.backends.builder import build
     from lockstep.backends.engine_set import EngineSet
     from lockstep.step.executable import Executable
 
-_MODULES = dict.fromkeys(("Array", "Backend", "CanonicalBytes", "Program", "get_backend"), "lockstep.backends.base") | {
+_MODULES = dict.fromkeys(("Array", "Backend", "Program", "get_backend"), "lockstep.backends.base") | {
     "EngineSet": "lockstep.backends.engine_set",
     "Executable": "lockstep.step.executable",
     "build": "lockstep.backends.builder",
 }
-__all__ = ["Array", "Backend", "CanonicalBytes", "EngineSet", "Executable", "Program", "build", "get_backend"]
+__all__ = ["Array", "Backend", "EngineSet", "Executable", "Program", "build", "get_backend"]
 
 
 def __getattr__(name: str) -> Any:

@@ -64,14 +64,6 @@ class Program(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class CanonicalBytes:
-    """The bytes of an engine file that equal builds share; removed: which were left out, in words, and why."""
-
-    data: bytes
-    removed: tuple[str, ...] = ()
-
-
 class Backend(Protocol):
     """One inference library on one device; a backend derives from it, and may leave what has a body here as it is."""
 
@@ -142,16 +134,6 @@ class Backend(Protocol):
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> Program:
         """Load an engine file whose weight inputs are `slots`, for a rank's device (`rank_devices`)."""
-
-    def choices(self, engine_path: Path) -> Any:
-        """Return the JSON of the kernels, tactics and fusions that the library chose when it built the engine."""
-
-    def layer_information(self, engine_path: Path) -> Any:
-        """Return the JSON of the engine's layers: order, operators, attributes and types, as far as it is told."""
-
-    def canonical_bytes(self, engine_path: Path) -> CanonicalBytes:
-        """Return the engine file's bytes that two equal builds share: all, where the library allows that."""
-        return CanonicalBytes(engine_path.read_bytes())
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         """Return a contiguous buffer that is not initialised."""

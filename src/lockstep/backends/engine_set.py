@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_file
-from lockstep.artifacts.inspected import InspectedEngine, InspectedSet
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Backend, Program, get_backend
 from lockstep.errors import CheckError
@@ -98,16 +95,6 @@ class EngineSet:
         own = {slot: [part for part in names if part not in rows_of(slot)] for slot, names in parts.items()}
         return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in own.items()}
 
-    def inspected(self) -> InspectedSet:
-        """Return what the backend says of each engine, and a digest of the bytes that equal builds share."""
-        engines = {}
-        for name in self.names():
-            path = self.file(name)
-            shared = self.backend.canonical_bytes(path)
-            said = self.backend.choices(path), self.backend.layer_information(path)
-            engines[name] = InspectedEngine(*said, hashlib.sha256(shared.data).hexdigest(), tuple(shared.removed))
-        return InspectedSet(self.digest(), self.backend.device_key(self.manifest.device), engines)
-
 
 def _same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:
     if recorded != found:
@@ -118,8 +105,3 @@ def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def inspect(engines: str, assembly: str) -> dict[str, Any]:
-    """Return `EngineSet.inspected` as JSON, in the Python that has the backend's library."""
-    return EngineSet.open(engines, assembly).inspected().to_json()

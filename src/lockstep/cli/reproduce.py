@@ -50,9 +50,7 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
 @click.command()
 @click.argument("target")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often to build again.")
-@click.option(
-    "--at-least", type=click.Choice(["R0", "R1", "R2", "R3", "R4"]), help="Exit code 1 if a lower level is reached."
-)
+@click.option("--at-least", type=click.Choice(["R0", "R3", "R4"]), help="Exit code 1 if a lower level is reached.")
 @click.option(
     "--against",
     metavar="LOCK",

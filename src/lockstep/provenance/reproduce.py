@@ -22,15 +22,15 @@ from typing import Any
 from lockstep import processes
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import write_json
-from lockstep.artifacts.inspected import InspectedSet
+from lockstep.artifacts.files import sha256_json, write_json
 from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.config.backends import backends
 from lockstep.errors import PREFIX, CheckError
-from lockstep.manifests.digest_cache import check_stored
+from lockstep.manifests.digest_cache import check_files, check_stored
+from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.record import SUFFIX
-from lockstep.provenance.sameness import LEVELS, Facts, compare, facts, reached
-from lockstep.stages import STAGES, worker
+from lockstep.provenance.sameness import LEVELS, compared, differences, reached
+from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 
 _SHOWN = 20  # differences of a level that are kept; the rest is counted
@@ -49,62 +49,40 @@ def reproduce(
     The record is written to `results.reproduction`. config: the one that the results were made with. Raises InputError
     where the target is not finished, CheckError where it cannot be built again at all.
     """
-    names = (target.model, target.precision, target.layers, target.backend)
-    device = config.get("devices", {}).get(target.backend, {"backend": target.backend})
-    python = device.get("python") or config["backends"].get(device["backend"], {}).get("python")
-
-    def look(tree: Results) -> InspectedSet:
-        engines, assembly = (
-            tree.engines(target.model, target.precision, target.backend),
-            tree.assembly(target.model, target.precision),
-        )
-        return InspectedSet.from_json(
-            worker.ask(python, "lockstep.backends.engine_set:inspect", engines=str(engines), assembly=str(assembly))
-        )
-
-    present = look(results)
-    before = facts(results, target, present, is_run=_is_run(results, target))
-    found = []
+    engines_json = results.engines(target.model, target.precision, target.backend)
+    engines = EngineSetManifest.load(engines_json)
+    assert engines.digest is not None  # of a set that was built
+    check_files(named_files(engines_json), "run snakemake first")
+    is_run = _is_run(engines)
+    before = compared(results, target, is_run=is_run)
+    differing = []
     for number in range(1, rounds + 1):
         with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
-            again = _round(
-                config, results, target, Path(folder), lambda what: tell(f"round {number} of {rounds}: {what}")
+            failure = _round(
+                config, results, target, Path(folder), is_run, lambda what: tell(f"round {number} of {rounds}: {what}")
             )
-            made = Results(Path(folder) / "results")
-            found.append(compare(before, facts(made, target, look(made), again, _is_run(results, target))))
-    manifest = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
-    record = _record(manifest, present.digest, target, before, found)
-    record.save(results.reproduction(*names))
+            differing.append(differences(before, compared(Results(Path(folder) / "results"), target, failure, is_run)))
+    levels = {}
+    for level, of_results in before.items():
+        lines = [f"round {number}: {line}" for number, lines in enumerate(differing, start=1) for line in lines[level]]
+        same = sum(not lines[level] for lines in differing)
+        more = max(0, len(lines) - _SHOWN)
+        levels[level] = ReproducedLevel(LEVELS[level], sha256_json(of_results), same, tuple(lines[:_SHOWN]), more)
+    record = Reproduction(
+        target=target,
+        engine_digest=engines.digest,
+        backend_version=engines.backend_version,
+        device=engines.device,
+        rounds=rounds,
+        level=reached({level: entry.same_rounds == rounds for level, entry in levels.items()}),
+        levels=levels,
+    )
+    record.save(results.reproduction(target.model, target.precision, target.layers, target.backend))
     return record
 
 
-def _record(
-    engines: EngineSetManifest, digest: str, target: Target, before: Facts, found: list[dict[str, list[str]]]
-) -> Reproduction:
-    levels = {}
-    for level, what in LEVELS.items():
-        if level not in before.levels:
-            continue  # no golden tokens of engines that cannot run here
-        lines = [
-            f"round {number}: {line}" for number, differing in enumerate(found, start=1) for line in differing[level]
-        ]
-        same = sum(not differing[level] for differing in found)
-        more = max(0, len(lines) - _SHOWN)
-        levels[level] = ReproducedLevel(what, before.digests()[level], same, tuple(lines[:_SHOWN]), more)
-    return Reproduction(
-        target=target,
-        engine_digest=digest,
-        backend_version=engines.backend_version,
-        device=engines.device,
-        rounds=len(found),
-        level=reached({level: entry.same_rounds == len(found) for level, entry in levels.items()}),
-        levels=levels,
-        bytes_left_out=before.removed,
-    )
-
-
 def _round(
-    config: Mapping[str, Any], results: Results, target: Target, folder: Path, tell: Callable[[str], None]
+    config: Mapping[str, Any], results: Results, target: Target, folder: Path, is_run: bool, tell: Callable[[str], None]
 ) -> str | None:
     """Make the target in `folder`/results.
 
@@ -115,7 +93,6 @@ def _round(
     manifest = CheckpointManifest.load(manifest_path)
     checkpoint = manifest.folder_of(manifest_path)
     check_stored(manifest.files, checkpoint, RESOLVE_AGAIN)
-    is_run = _is_run(results, target)
     stages = reproduced_stages(target, is_run)
     if is_run:
         _take_reference(results, tree, target)
@@ -128,17 +105,15 @@ def reproduced_stages(target: Target, is_run: bool, *more: str) -> list[str]:
 
     Without checks where its engines do not run.
     """
-    found = [
+    return [
         name
-        for name, entry in STAGES.items()
-        if (entry.is_reproduced or name in more) and entry.is_of(target.precision)
+        for name, stage in STAGES.items()
+        if (stage.is_reproduced or name in more) and stage.is_of(target.precision) and (is_run or not stage.is_check)
     ]
-    return [name for name in found if is_run or not STAGES[name].is_check]
 
 
-def _is_run(results: Results, target: Target) -> bool:
-    """Return whether the engines that are there run here."""
-    engines = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
+def _is_run(engines: EngineSetManifest) -> bool:
+    """Return whether an engine set runs here."""
     return backends()[engines.backend].cannot_run(engines.options) is None
 
 
@@ -207,7 +182,7 @@ def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict
 
 
 def _take_reference(results: Results, tree: Results, target: Target) -> None:
-    reference, link = (each.reference(target.model, target.layers) for each in (results, tree))
+    reference, link = (side.reference(target.model, target.layers) for side in (results, tree))
     link.parent.mkdir(parents=True)
     for suffix in (".json", SUFFIX, ".safetensors"):
         link.with_suffix(suffix).symlink_to(os.path.abspath(reference.with_suffix(suffix)))
@@ -218,9 +193,9 @@ def _take_tactics(results: Results, tree: Results, target: Target) -> None:
 
     They are copies because a build may write to them.
     """
-    made, again = (each.engines(target.model, target.precision, target.backend) for each in (results, tree))
-    for file in EngineSetManifest.load(made).details.get("tactics", {}).get("files", ()):
-        path = made.with_name(file["file"])
+    present, again = (side.engines(target.model, target.precision, target.backend) for side in (results, tree))
+    for file in EngineSetManifest.load(present).details.get("tactics", {}).get("files", ()):
+        path = present.with_name(file["file"])
         if not path.is_file():
             raise CheckError(
                 f"{path}: expected the tactics that the engines were built with, found no file; "
@@ -240,16 +215,11 @@ def print_table(record: Reproduction) -> None:
         table.add_column(heading, justify="right" if heading == "rounds" else "left", no_wrap=True)
     for level, entry in record.levels.items():
         whole = entry.same_rounds == record.rounds
-        what = entry.what + (", without those named below" if level == "R4" and record.bytes_left_out else "")
         table.add_row(
             level,
-            what,
+            entry.what,
             f"{entry.same_rounds} of {record.rounds}",
             "".join(entry.differences[:1]),
             style=None if whole else "red",
         )
-    console = Console(width=240)
-    console.print(table)
-    for name, removed in record.bytes_left_out.items():
-        for words in removed:
-            console.print(f"left out of {name}: {words}", markup=False)
+    Console(width=240).print(table)

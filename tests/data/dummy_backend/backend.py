@@ -16,7 +16,6 @@ from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built
 from lockstep.backends.host import HostBackend
-from lockstep.onnx_tools import saved_graph
 from lockstep.onnx_tools.signature import dtype_name
 from lockstep.weights import Weights, slot_array
 
@@ -51,12 +50,6 @@ class DummyBackend(HostBackend):
 
     def load(self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0) -> Any:
         return DummyProgram(engine_path, {slot.name: slot.sizes for slot in slots})
-
-    def choices(self, engine_path: Path) -> Any:
-        return saved_graph.operators(_opened(engine_path))
-
-    def layer_information(self, engine_path: Path) -> Any:
-        return saved_graph.layers(_opened(engine_path))
 
 
 BACKEND = DummyBackend

@@ -7,7 +7,6 @@ the host. What has no kernel is refused, never run in another way.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,15 +112,6 @@ class CudaBackend(PortableGpuBackend):
             for require in (require_nvrtc, require_cublas, require_cudnn):
                 require()
             self._is_required = True
-
-    def choices(self, engine_path: Path) -> Any:
-        """Return the kernels and products: nothing is chosen, the text is all there is."""
-        return self.layer_information(engine_path)
-
-    def layer_information(self, engine_path: Path) -> Any:
-        if engine_path.suffix == _GRAPH:
-            return self._host.layer_information(engine_path)
-        return json.loads(engine_path.read_bytes())
 
 
 BACKEND = CudaBackend

@@ -30,7 +30,6 @@ from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools import saved_graph
 from lockstep.step.executable import Run, check_bound
 from lockstep.weights import Tensors, check_arrays, check_bound_slots, check_inputs, slot_array
 
@@ -90,12 +89,6 @@ class OnnxRuntimeBackend(HostBackend):
     ) -> OnnxRuntimeProgram:
         _use_global_pool(threads)
         return OnnxRuntimeProgram(engine_path, slots, low_memory)
-
-    def choices(self, engine_path: Path) -> dict[str, Any]:
-        return saved_graph.operators(onnx.ModelProto.FromString(engine_path.read_bytes()))
-
-    def layer_information(self, engine_path: Path) -> dict[str, Any]:
-        return saved_graph.layers(onnx.ModelProto.FromString(engine_path.read_bytes()))
 
 
 BACKEND = OnnxRuntimeBackend

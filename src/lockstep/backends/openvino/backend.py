@@ -16,7 +16,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built
 from lockstep.backends.cpu import describe_cpu, thread_count
 from lockstep.backends.host import Declared, HostBackend
-from lockstep.backends.openvino import ir, layers
+from lockstep.backends.openvino import ir
 from lockstep.backends.openvino.cpu import why_not
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace, tensor_on, type_name
 from lockstep.backends.openvino.quantized import group_size
@@ -61,12 +61,6 @@ class OpenVINOBackend(HostBackend):
     ) -> OpenVINOProgram:
         """Load an engine file; low_memory changes nothing: OpenVINO reorders matrices and has them once."""
         return OpenVINOProgram(engine_path, slots, thread_count(threads))
-
-    def choices(self, engine_path: Path) -> dict[str, Any]:
-        return layers.operators(ir.from_file(engine_path))
-
-    def layer_information(self, engine_path: Path) -> dict[str, Any]:
-        return layers.layers(ir.from_file(engine_path))
 
 
 BACKEND = OpenVINOBackend

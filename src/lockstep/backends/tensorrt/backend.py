@@ -10,7 +10,7 @@ One builder and one timing cache serve all graphs that an instance builds: layer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -212,23 +212,6 @@ class TensorRTBackend(GpuBackend):
         check_contract(TENSORRT.tensors(engine), model, bounds, TENSORRT.has("int64"), where)
         check_precision(layers, model, types, where)
         return config, plan, layers
-
-    def choices(self, engine_path: Path) -> Any:
-        """Return tactics, formats and layers as JSON, without names made from pointers."""
-        if engine_path.suffix == _GRAPH:
-            return self._host.choices(engine_path)
-        return [layer.to_json() for layer in fingerprint(self._read(engine_path))]
-
-    def layer_information(self, engine_path: Path) -> Any:
-        """Return the inspector's layers as they are, and the kernels of fused regions."""
-        if engine_path.suffix == _GRAPH:
-            return self._host.layer_information(engine_path)
-        return [asdict(layer) for layer in self._read(engine_path)]
-
-    def _read(self, engine_path: Path) -> list[Layer]:
-        where, data = str(engine_path), engine_path.read_bytes()
-        describe_gpu(f"backend {self.name}")  # without a GPU, TensorRT 8.6 ends the process
-        return _layers(TENSORRT.deserialize(data, where), data, where)
 
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0

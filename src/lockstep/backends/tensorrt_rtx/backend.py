@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
 from lockstep.backends.gpu_backend import PortableGpuBackend
@@ -70,14 +69,6 @@ class TensorRTRTXBackend(PortableGpuBackend):
 
     def why_not(self) -> str | None:
         return why_not(None)
-
-    def choices(self, engine_path: Path) -> Any:
-        """Return the digest of the serialization: nothing is chosen before an engine is loaded."""
-        return {"serialization": sha256_file(engine_path)}
-
-    def layer_information(self, engine_path: Path) -> Any:
-        """Return the digest of the serialization: the library tells layers only where a GPU loads the engine."""
-        return {"serialization": sha256_file(engine_path)}
 
 
 BACKEND = TensorRTRTXBackend
