@@ -424,8 +424,6 @@ def test_numbers_of_the_command_line_are_numbers_in_mappings_too():
     assert (config.limits.max_batch_size, config.limits.max_seq_len) == (8, 64)
     with pytest.raises(InputError, match="^config: limits.max_batch_size: expected an integer; found '8'"):
         load_merged(merged, [])  # of a file
-    with pytest.raises(InputError, match="^--config:1: expected YAML; found '010'"):
-        load_merged(merged, [], options={"limits": {"max_batch_size": "010"}})
 
 
 def test_targets_come_in_one_order():

@@ -50,21 +50,6 @@ PITFALLS = {
         b"a: " + b"9" * 5000,
         f":1: expected YAML; found '{'9' * 40}', which is no int; put text in quotes",
     ),
-    "base 8": (
-        b"a: 1\nb: 010\n",
-        ":2: expected YAML; found '010', which YAML 1.1 reads in base 8 or 60: "
-        "write a number without zeros before it or colons, put text in quotes",
-    ),
-    "base 60": (
-        b"a: [1, 1:30]\n",
-        ":1: expected YAML; found '1:30', which YAML 1.1 reads in base 8 or 60: "
-        "write a number without zeros before it or colons, put text in quotes",
-    ),
-    "base 60 with a point": (
-        b"1:30.5: a\n",
-        ":1: expected YAML; found '1:30.5', which YAML 1.1 reads in "
-        "base 8 or 60: write a number without zeros before it or colons, put text in quotes",
-    ),
     "python object": (
         b"a: !!python/name:os.system x\n",
         ":1: expected YAML; found a mistake: could not determine a constructor for the tag "

@@ -33,7 +33,6 @@ EXTRAS = {
     "snakemake_executor_plugin_slurm": "slurm",
     "starlette": "serve",
     "torch": "workflow",
-    "tqdm": "workflow",
     "transformers": "workflow",
     "uvicorn": "serve",
     "uvloop": "serve",

@@ -2,9 +2,8 @@
 
 Plain values out, or one line with the file and the line number.
 
-Stricter than PyYAML: a key given twice in one mapping is an error (PyYAML silently takes the last), so is a number that
-it reads in another base than ten (010 is 8, 1:30 is 90), and so is every value that it fails on in its own way (an
-impossible date, a number of thousands of digits, a foreign tag).
+Stricter than PyYAML: a key given twice in one mapping is an error (PyYAML silently takes the last), and so is every
+value that it fails on in its own way (an impossible date, a number of thousands of digits, a foreign tag).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -47,10 +45,7 @@ def read_document(path: str | os.PathLike) -> Any:
 
 
 def typed(value: Any) -> Any:
-    """Return a value of Snakemake's `--config`, which leaves numbers and flags in a mapping or list text, as YAML does.
-
-    Raises InputError for a number in another base than ten.
-    """
+    """Return a value of Snakemake's `--config`, which leaves numbers and flags in a mapping or list text, as YAML does."""
     if isinstance(value, dict):
         return {key: typed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -104,9 +99,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
     return problem if problem.startswith("found") else f"found a mistake: {problem}"
 
 
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_PLAIN = r"[-+]?[0-9][0-9_:.eE+-]{0,40}|true|false|null"
-_OTHER_BASE = re.compile(r"[-+]?(0_*[0-9]|[0-9_]+:)")
+_PLAIN = r"[-+]?[0-9][0-9.eE+-]{0,40}|true|false|null"
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -129,12 +122,6 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        if node.tag in _NUMBERS and isinstance(node, yaml.ScalarNode) and _OTHER_BASE.match(node.value):
-            problem = (
-                f"found {node.value[:40]!r}, which YAML 1.1 reads in base 8 or 60: write a number without zeros before"
-                " it or colons, put text in quotes"
-            )
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         # PyYAML's scalar constructors raise whatever int(), date() and their dictionaries raise, without a place.
         try:
             return super().construct_object(node, deep)

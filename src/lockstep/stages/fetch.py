@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Fetch(Stage):
     output = "{model}/source.json"
     code = (*CHECKPOINT, "config/gguf_file.py", "config/sources.py")
-    packages = ("huggingface-hub", "tqdm", *NUMPY)
+    packages = ("huggingface-hub", *NUMPY)
     help = "A model on the hub, a GGUF file or random weights -> source.json and its folder."
     continues = True
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class FetchAdapters(Stage):
     output = "{model}/adapter_sources.json"
     code = (*CHECKPOINT, "config/gguf_file.py", "config/sources.py")
-    packages = ("huggingface-hub", "tqdm", *NUMPY)
+    packages = ("huggingface-hub", *NUMPY)
     help = "LoRA adapters on the hub -> adapter_sources.json and their folders."
     continues = only_adapters = True
 

@@ -27,8 +27,7 @@ from lockstep.artifacts.fetched import FOLDER, folder_of, known, write_fetched
 from lockstep.artifacts.files import remove_leftovers, sha256_file
 from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.fetched_files import link
-from lockstep.checkpoint.hub.download import cache_folder
-from lockstep.checkpoint.hub.fetch import one_line
+from lockstep.checkpoint.hub.fetch import cache_folder, one_line
 from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
 from lockstep.manifests.manifest_files import lost_files

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TextIO
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download
 from huggingface_hub.errors import (
@@ -27,12 +25,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
     RevisionResolutionError,
 )
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 from lockstep.artifacts.fetched import folder_of, known, write_fetched
 from lockstep.artifacts.files import read_json, sha256_file
 from lockstep.checkpoint.fetched_files import link
-from lockstep.checkpoint.hub.download import cache_folder, download
 from lockstep.checkpoint.resolve import SIDE_FILES
 from lockstep.checkpoint.tensors import INDEX, SINGLE, indexed_shards
 from lockstep.config.sources import HubSource, parse_source
@@ -41,7 +39,7 @@ from lockstep.manifests.manifest_files import lost_files
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt)")
-_AGAIN = "run the same command again, it goes on where it stopped"
+_AGAIN = "run the same command again"
 
 
 def fetch(
@@ -49,7 +47,6 @@ def fetch(
     out: Path,
     check: Callable[[Path, str], None] = lambda folder, commit: None,
     newest: bool = False,
-    terminal: TextIO | None = None,
     commit: str | None = None,
 ) -> Path:
     """Fetch the hub model `source` and write its manifest `out`, which is returned.
@@ -58,7 +55,6 @@ def fetch(
 
     The commit is `commit`, else that of an earlier `out` or `checkpoint.json` of this source, unless `newest`. `check`
     is called with a folder that holds the model's config.json and with the commit, before any weights are downloaded.
-    Progress goes to `terminal` (default: stderr).
 
     Raises InputError, one line, for a repository that is absent, closed or holds no safetensors, and when the hub
     cannot be reached and the cache lacks a file.
@@ -70,7 +66,7 @@ def fetch(
         check(folder_of(out), earlier.commit)
         os.utime(out)
         return out
-    disable_progress_bars()  # of single small files; `download` shows one for all weights
+    disable_progress_bars()  # of small files
     pinned = commit or (None if newest else _pinned(out, source))
     with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
@@ -87,8 +83,10 @@ def fetch(
                     f"{source}: expected {name}, which {INDEX} names, found no such file in the "
                     f"repository; use another revision"
                 )
-        if not all((snapshot / name).is_file() for name in weights):
-            download(hub.repository, commit, weights, terminal or sys.stderr)
+        enable_progress_bars()
+        for name in weights:
+            if not (snapshot / name).is_file():
+                _check(Path(hf_hub_download(hub.repository, name, revision=commit)), source)
     names = sorted([*sides, *weights])
     link(folder_of(out), {name: snapshot / name for name in names})
     return write_fetched(
@@ -111,6 +109,23 @@ def fetch_config(source: str) -> Path:
     with one_line(source, hub, None):
         commit = HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
         return Path(hf_hub_download(hub.repository, "config.json", revision=commit))
+
+
+def cache_folder(repository: str) -> Path:
+    """Return the folder of the hub's cache that holds `repository`."""
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+
+
+def _check(path: Path, source: str) -> None:
+    """Check a large file that has come by its sha256, by which the cache names it.
+
+    The hub's library looks at the size alone. Raises InputError, and deletes the file, for other bytes.
+    """
+    blob = path.resolve()
+    if _SHA256.fullmatch(blob.name) and (found := sha256_file(blob)) != blob.name:
+        blob.unlink()
+        path.unlink(missing_ok=True)
+        raise InputError(f"{source}: expected bytes of sha256 {blob.name}, found {found}: damaged on the way; {_AGAIN}")
 
 
 def _pinned(out: Path, source: str) -> str | None:
