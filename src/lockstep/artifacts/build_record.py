@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.document import Document, JsonObject, Mark
+from lockstep.artifacts.document import Document, JsonObject, Mark, like
 from lockstep.artifacts.files import sha256_json
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """What is read of a key's backend."""
+
+    name: str
+    device: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class BuildKey(JsonObject):
     options: Mapping[str, Any]
     code: Mapping[str, str]
     environment: Mapping[str, str]
-    backend: Mapping[str, Any] | None = None
+    backend: Annotated[Mapping[str, Any], like(_Backend)] | None = None
 
     @property
     def sha256(self) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.document import ValidationError
 
 _DIGEST = 64
+_DEEPEST = 50  # lists and objects in each other; what is locked or recorded has 6
 
 
 def changes(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -23,6 +26,16 @@ def changes(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple
                 yield from changes(one[name], other[name], here)
     elif one != other:
         yield where, f"{words(one)} -> {words(other)}"
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValidationError for JSON of more lists and objects in each other than what compares it can follow."""
+    inner = [value]
+    for _ in range(_DEEPEST):
+        items = (item.values() if isinstance(item, dict) else item for item in inner if isinstance(item, (dict, list)))
+        inner = list(itertools.chain.from_iterable(items))
+    if any(isinstance(item, (dict, list)) for item in inner):
+        raise ValidationError("", f"at most {_DEEPEST} lists and objects in each other", value)
 
 
 def words(value: Any) -> str:

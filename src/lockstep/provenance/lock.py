@@ -9,24 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.document import Bound, JsonObject, Key, ValidationError
 from lockstep.artifacts.files import dump_json, read_json, write_bytes
 from lockstep.errors import InputError
-from lockstep.provenance.diff import changes
-from lockstep.provenance.shapes import LOCK, misfit
+from lockstep.provenance.diff import changes, check_depth
 from lockstep.stages import STAGES
 
 MADE, LOCKED, TERMS = "made with", "locked", "checks"
-ENGINES = "engines"
+CHECKPOINT, ENGINES = "checkpoint", "engines"
 _ELSEWHERE = ("source",)  # recorded where a model comes from, and not compared: it may lie elsewhere
 Place = tuple[str, ...]  # in the file joined by "/"
 Items = Mapping[str, Any]
+_COMMITTED = "take the lock as it was committed, or write it again with `lockstep lock`"
+_STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
 
 
 @dataclass(frozen=True)
-class Maker:
+class Maker(JsonObject):
     """The code, packages, options and library that made a stage's artefacts.
 
     code: sha256 of the code's digests. packages: versions by name. options: None for a check, whose options are terms.
@@ -40,15 +42,19 @@ class Maker:
     backend: Items | None = None
     operators: Mapping[str, str] | None = None
 
-    @classmethod
-    def from_json(cls, value: Items) -> Maker:
-        optional = (value.get(name) for name in ("options", "backend", "operators"))
-        return cls(value["code"], value["packages"], *optional)
 
-    def to_json(self) -> dict[str, Any]:
-        return _present(
-            code=self.code, packages=self.packages, options=self.options, backend=self.backend, operators=self.operators
-        )
+@dataclass(frozen=True)
+class _File(JsonObject):
+    """The content of a lock file."""
+
+    model: str
+    makers: Annotated[Mapping[Annotated[str, _STAGE], Maker], Key(MADE)]
+    sections: Annotated[Mapping[str, Mapping[str, Any]], Key(LOCKED)]
+
+    def validate(self, stored: Mapping[str, Any]) -> None:
+        checkpoint = self.sections.get(CHECKPOINT, {})
+        if "source" not in checkpoint or not all(isinstance(value, str) for value in checkpoint.values()):
+            raise ValidationError(f"{LOCKED}.{CHECKPOINT}", "texts, among them the source", checkpoint)
 
 
 @dataclass(frozen=True)
@@ -80,28 +86,25 @@ class Lock:
     @classmethod
     def load(cls, path: Path) -> Lock:
         """Read a lock. Raises InputError for a file that is absent or no lock."""
-        return cls.from_json(read_document(path))
+        value = read_json(path, formats.LOCK, absent="write one with `lockstep lock`", damaged=_COMMITTED)
+        try:
+            check_depth(value)
+            file = _File.from_json(value)
+        except ValidationError as error:
+            raise InputError(f"{path}: {error}; {_COMMITTED}") from None
+        return cls(file.model, file.makers, {tuple(name.split("/")): items for name, items in file.sections.items()})
 
     def save(self, path: Path) -> None:
-        write_bytes(path, dump_json(self.to_json()).encode())
+        write_bytes(path, dump_json({"format": formats.LOCK, **self._json()}).encode())
 
-    @classmethod
-    def from_json(cls, value: Items) -> Lock:
-        """Take the content of a lock file that is known to be one."""
-        makers = {name: Maker.from_json(entry) for name, entry in value[MADE].items()}
-        return cls(value["model"], makers, {tuple(name.split("/")): items for name, items in value[LOCKED].items()})
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "format": formats.LOCK,
-            "model": self.model,
-            MADE: {name: maker.to_json() for name, maker in self.makers.items()},
-            LOCKED: {"/".join(where): items for where, items in self.sections.items()},
-        }
+    def _json(self) -> dict[str, Any]:
+        return _File(
+            self.model, self.makers, {"/".join(where): items for where, items in self.sections.items()}
+        ).to_json()
 
     @property
     def checkpoint(self) -> Items:
-        return self.sections[("checkpoint",)]
+        return self.sections[(CHECKPOINT,)]
 
     @property
     def commit(self) -> str | None:
@@ -131,35 +134,10 @@ def diff(first: Path, second: Path) -> list[tuple[Place, str]]:
 
     Raises InputError for a file that is no lock.
     """
-    one, other = (
-        {**document[LOCKED], MADE: document[MADE], "model": document["model"]}
-        for document in map(read_document, (first, second))
-    )
+    files = [Lock.load(path)._json() for path in (first, second)]
+    one, other = ({**file.pop(LOCKED), **file} for file in files)
     return list(changes(one, other))
-
-
-def _present(**entries: Any) -> dict[str, Any]:
-    return {name: value for name, value in entries.items() if value is not None}
-
-
-_COMMITTED = "take the lock as it was committed, or write it again with `lockstep lock`"
 
 
 def lock_path(folder: Path, model: str) -> Path:
     return folder / f"{model}.lock.json"
-
-
-def read_document(path: Path) -> dict[str, Any]:
-    """Read the JSON of a lock. Raises InputError for a file that is absent or no lock."""
-    document = read_json(path, formats.LOCK, absent="write one with `lockstep lock`", damaged=_COMMITTED)
-    wrong = misfit(document, LOCK) or next(
-        (
-            f"{MADE}: expected stages, found {name!r}"
-            for name in sorted(document[MADE])
-            if name.split("/")[0] not in STAGES
-        ),
-        None,
-    )
-    if wrong:
-        raise InputError(f"{path}: {wrong}; {_COMMITTED}")
-    return document

@@ -17,12 +17,13 @@ from typing import Any
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.build_record import BuildKey, BuildRecord
+from lockstep.artifacts.document import ValidationError
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import SUFFIX, content, named_files, record_path
 from lockstep.provenance import code_identity
-from lockstep.provenance.shapes import RECORD, misfit
+from lockstep.provenance.diff import check_depth
 from lockstep.stages import STAGES, Job, worker
 
 
@@ -125,9 +126,11 @@ def checked_record(path: Path) -> BuildRecord:
     Raises InputError, or CheckError for parts that were changed.
     """
     value = read_json(path, formats.BUILD)
-    if wrong := misfit(value, RECORD):
-        raise InputError(f"{path}: {wrong}; delete the file and run again")
-    record = BuildRecord.from_json(value)
+    try:
+        check_depth(value)
+        record = BuildRecord.from_json(value)
+    except ValidationError as error:
+        raise InputError(f"{path}: {error}; delete the file and run again") from None
     if value != record.to_json():
         raise CheckError(f"{path}: expected the key of what it lists, found another; delete the file and run again")
     return record
