@@ -18,15 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport, TokenDifference
-from lockstep.errors import CheckError, InputError
-from lockstep.runtime import Decoding, Model, Request, Speed
+from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport
+from lockstep.errors import InputError
+from lockstep.runtime import Model, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target, Tolerances
+from lockstep.verify.golden.decoding import DecodingCheck, open_model
 from lockstep.verify.golden.forced import Errors, chunks_to_edges, force, random_chunks
-from lockstep.verify.golden.opened import check_layers, open_model
-from lockstep.verify.golden.prompts import Decoded, Long, Prompt, first_difference, read_reference, short
-from lockstep.verify.golden.text import new_text
+from lockstep.verify.golden.prompts import Decoded, Long, Prompt, read_reference, short
 from lockstep.verify.metrics import finish, largest
 
 
@@ -52,9 +51,9 @@ def check_engines(
     inputs that do not fit together or prompts that exceed the limits.
     """
     prompts, long, reference = read_reference(Path(reference_json), expected, tolerance)
-    check_layers(reference_json, reference.layers, target)
     _check_limits(prompts, long, reference.max_new_tokens, limits)
-    model = open_model(assembly_json, weights_json, engines_json, target, limits, threads)
+    files = assembly_json, weights_json, engines_json, reference_json
+    model = open_model(*files, reference.layers, target, limits, threads)
     vocab_size = prompts[0].logits.shape[1]
     if vocab_size != model.vocab_size:
         raise InputError(
@@ -69,12 +68,7 @@ def check_engines(
     return Path(out)
 
 
-class _Check:
-    """One run of the check.
-
-    `failures` are lines, in the order in which they were found.
-    """
-
+class _Check(DecodingCheck):
     def __init__(
         self,
         model: Model,
@@ -84,28 +78,25 @@ class _Check:
         reference: ReferenceManifest,
         max_num_tokens: int,
     ):
-        self.model, self.tokenizer, self.prompts, self.long = model, tokenizer, prompts, long
-        self.max_new_tokens, self.eos_token_ids = reference.max_new_tokens, reference.eos_token_ids
-        self.max_num_tokens = max_num_tokens
-        self.failures: list[str] = []
-        self.wrong: set[str] = set()  # texts of the prompts that they are of
+        super().__init__(model, tokenizer, prompts, reference.max_new_tokens, reference.eos_token_ids, max_num_tokens)
+        self.long, self.eos_token_ids = long, reference.eos_token_ids
 
     def run(self, target: Target) -> tuple[GoldenReport, SpeedReport]:
         """Return the report and the speeds."""
         if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
             expected, found = list(self.eos_token_ids), list(self.model.eos_token_ids)
             self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
-        free, _ = self._decode([self._freely(prompt) for prompt in self.prompts])
-        forced, batch = self._decode([_along_reference(prompt) for prompt in self.prompts])
+        free, _ = self.decode([self.freely(prompt) for prompt in self.prompts])
+        forced, batch = self.decode([self.along(prompt) for prompt in self.prompts])
         judged, alone = [], []
         for i, prompt in enumerate(self.prompts):
-            lone, speed = self._decode([self._freely(prompt)])
+            lone, speed = self.decode([self.freely(prompt)])
             alone.append(speed)
             judged.append(self._judge(prompt, free[i], forced[i], lone[0]))
         tokens = [entry.tokens for entry in judged]
         entries = [
-            replace(entry, generate_equal=not found, generate_differences=found)
-            for entry, found in zip(judged, self._generate(self.prompts, tokens, frozenset(self.eos_token_ids)))
+            replace(entry, generate_equal=not differences, generate_differences=differences)
+            for entry, differences in zip(judged, self.generate(self.prompts, tokens, self.stop_ids))
         ]
         long = self._long(self.long) if self.long else None
         mixed = self._mixed()
@@ -135,35 +126,16 @@ class _Check:
 
         Of the pass along the reference's tokens: as long as others', and behind a warm-up.
         """
-        each = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
+        one = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
         return SpeedReport(
             target=target,
             engine_digest=self.model.engines.digest(),
             batch_size=min(len(self.prompts), self.model.max_batch_size),
             prefill_tokens_per_s=batch.prefill_tokens_per_second,
             decode_tokens_per_s=batch.decode_tokens_per_second,
-            alone_prefill_tokens_per_s=each.prefill_tokens_per_second,
-            alone_decode_tokens_per_s=each.decode_tokens_per_second,
+            alone_prefill_tokens_per_s=one.prefill_tokens_per_second,
+            alone_decode_tokens_per_s=one.decode_tokens_per_second,
         )
-
-    def _generate(
-        self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], stop_ids: frozenset[int]
-    ) -> list[tuple[TokenDifference, ...]]:
-        """Decode as `lockstep generate` does.
-
-        Returns for each prompt the first token that differs from `tokens`, one or none.
-        """
-        requests = [Request(prompt.prompt_ids, self.max_new_tokens, stop_ids=stop_ids) for prompt in prompts]
-        found: list[list[int]] = [[] for _ in prompts]
-        try:
-            for made in Decoding(self.model, requests, max_num_tokens=self.max_num_tokens):
-                found[made.request].append(made.token)
-        except CheckError as error:
-            self.failures.append(f"generating: {error}")
-        return [
-            self._first_difference(prompt, "as lockstep generate decodes", expected, made)
-            for prompt, expected, made in zip(prompts, tokens, found)
-        ]
 
     def _long(self, long: Long) -> GoldenLongPrompt:
         """Return the long prompt's entry, without `mixed_max_logit_error`.
@@ -182,11 +154,11 @@ class _Check:
         ):
             errors = force(self.model, [prompt.forced(each, logits) for each in ends], self.max_num_tokens)
             worst.append(self._forced_error(prompt, how, errors))
-        (differences,) = self._generate([prompt], [prompt.tokens], frozenset())
+        (differences,) = self.generate([prompt], [prompt.tokens], frozenset())
         if count > self.model.chunk_size:  # else it has no whole chunk that could be reused
             for how in ("leaving a prefix", "on the prefix that was left"):
-                (decoded,), _ = self._decode([_along_reference(prompt)], prefix_caching=True)
-                self._errors(prompt, how, decoded.logits)
+                (decoded,), _ = self.decode([self.along(prompt)], prefix_caching=True)
+                self.logit_error(prompt, how, decoded.logits)
         whole, cut, single = worst
         return GoldenLongPrompt(
             num_tokens=count,
@@ -221,51 +193,16 @@ class _Check:
         errors = force(self.model, requests, self.max_num_tokens, pauses=True)
         worst = []
         for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
-            own = [found for found, owner in zip(errors, owners) if owner is prompt]
-            worst.append(self._forced_error(prompt, "in pieces beside other requests", own))
+            of_prompt = [error for error, owner in zip(errors, owners) if owner is prompt]
+            worst.append(self._forced_error(prompt, "in pieces beside other requests", of_prompt))
         return worst
 
     def _forced_error(self, prompt: Prompt, how: str, errors: Sequence[Errors]) -> float | None:
         """Return the largest error; the first that is too large goes to `failures`."""
-        wrong = next((found for found in map(Errors.wrong, errors) if found), None)
+        wrong = next(filter(None, map(Errors.wrong, errors)), None)
         if wrong:
-            self._fail(prompt, f"behind {wrong[0]} tokens, {how}: {wrong[1]}")
-        return largest([found.worst for found in errors])
-
-    def _errors(
-        self, prompt: Prompt, how: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray] | None = None
-    ) -> float | None:
-        """Return the largest error of the logits of each step; the first that is too large goes to `failures`.
-
-        expected: the reference's where it is None.
-        """
-        errors = Errors(prompt.bounds)
-        for count, right, row in zip(prompt.counts, prompt.logits if expected is None else expected, found):
-            errors.add(count, right, row)
-        if wrong := errors.wrong():
-            self._fail(prompt, f"step {wrong[0] - prompt.count(0)}, {how}: {wrong[1]}")
-        return errors.worst
-
-    def _freely(self, prompt: Prompt) -> Request:
-        """Return a request that chooses by the logits of each step.
-
-        Whatever they are: `_judge` finds NaN.
-        """
-        stop_ids = frozenset(self.eos_token_ids)
-        return Request(prompt.prompt_ids, self.max_new_tokens, lambda logits: int(logits.argmax()), stop_ids)
-
-    def _decode(self, requests: Sequence[Request], prefix_caching: bool = False) -> tuple[list[Decoded], Speed]:
-        """Run requests in the loop of `lockstep generate`.
-
-        Returns their tokens, and the logits that they choose from.
-        """
-        decoding = Decoding(self.model, requests, None, self.max_num_tokens, prefix_caching)
-        found = [Decoded() for _ in requests]
-        for made in decoding:
-            assert made.logits is not None  # each request chooses by itself
-            found[made.request].tokens.append(made.token)
-            found[made.request].logits.append(made.logits)
-        return found, decoding.speed
+            self.fail(prompt, f"behind {wrong[0]} tokens, {how}: {wrong[1]}")
+        return largest([error.worst for error in errors])
 
     def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> GoldenPrompt:
         """Return a prompt's entry in the report.
@@ -273,25 +210,21 @@ class _Check:
         Without what `_generate` and `_mixed` find; what is wrong with it goes to `failures`.
         """
         tokens = free.tokens
-        found_ids = self.tokenizer.encode(prompt.text).tolist()
-        if found_ids != list(prompt.prompt_ids):
-            self._fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {found_ids}")
-        differences = self._first_difference(prompt, "decoding freely", prompt.tokens, tokens)
-        worst = self._errors(prompt, "along the reference's tokens", forced.logits)
-        lone = self._first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens)
+        prompt_ids = self.tokenizer.encode(prompt.text).tolist()
+        if prompt_ids != list(prompt.prompt_ids):
+            self.fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {prompt_ids}")
+        differences = self.first_difference(prompt, "decoding freely", prompt.tokens, tokens)
+        worst = self.logit_error(prompt, "along the reference's tokens", forced.logits)
+        lone = self.first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens)
         same = lone[0].step + 1 if lone else len(tokens)  # logits of equal histories
-        drift = self._errors(prompt, "alone instead of in the batch", alone.logits, free.logits[:same])
-        text = new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
-        if prompt.expected is not None and text != prompt.expected:
-            said = f"(the reference says {prompt.new_text!r})"
-            self._fail(prompt, f"text: expected {prompt.expected!r} as in the config, found {text!r} {said}")
+        drift = self.logit_error(prompt, "alone instead of in the batch", alone.logits, free.logits[:same])
         return GoldenPrompt(
             text=prompt.text,
             tokens=tuple(tokens),
-            text_out=text,
+            text_out=self.text(prompt, tokens),
             reference_text=prompt.new_text,
             expected=prompt.expected,
-            prompt_ids_equal=found_ids == list(prompt.prompt_ids),
+            prompt_ids_equal=prompt_ids == list(prompt.prompt_ids),
             tokens_equal=not differences,
             differences=differences,
             logit_noise=prompt.bounds.cost,
@@ -305,23 +238,6 @@ class _Check:
             generate_differences=(),
             mixed_max_logit_error=None,
         )
-
-    def _first_difference(
-        self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]
-    ) -> tuple[TokenDifference, ...]:
-        """Return the first differing token, one or none.
-
-        See `prompts.first_difference`; one that is not accepted goes to `failures`.
-        """
-        difference, wrong = first_difference(prompt, expected, found, self.tokenizer.decode)
-        if wrong is not None:
-            step, what = wrong
-            self._fail(prompt, f"step {step}, {how}: {what}")
-        return () if difference is None else (difference,)
-
-    def _fail(self, prompt: Prompt, what: str) -> None:
-        self.wrong.add(prompt.text)
-        self.failures.append(f"prompt {short(prompt.text)!r}, {what}")
 
 
 def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: int, limits: Limits) -> None:
@@ -345,8 +261,3 @@ def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: 
             f"(limits.max_seq_len), "
             f"found {len(long.prompt.prompt_ids)} + {max_new_tokens}; make the reference for these limits"
         )
-
-
-def _along_reference(prompt: Prompt) -> Request:
-    tokens = iter(prompt.tokens)
-    return Request(prompt.prompt_ids, len(prompt.tokens), lambda logits: next(tokens))

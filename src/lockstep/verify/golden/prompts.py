@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Prompt:
     """One prompt of the reference.
 
     logits: [len(tokens), vocab_size] float32. gaps: between the two largest of each step. bounds: of errors of its
-    logits. expected: the text that must follow.
+    logits. expected: the text that must follow. adapter: "" for none; None in a reference without adapters.
     """
 
     text: str
@@ -47,6 +47,11 @@ class Prompt:
     gaps: Sequence[float | None]
     bounds: LogitBounds
     expected: str | None
+    adapter: str | None = None
+
+    def __str__(self) -> str:
+        with_adapter = {None: "", "": "no adapter, "}.get(self.adapter, f"adapter {self.adapter!r}, ")
+        return f"{with_adapter}prompt {short(self.text)!r}"
 
     def count(self, step: int) -> int:
         """Return how many tokens bring the logits of a step."""
@@ -92,28 +97,42 @@ def read_reference(
     path: Path, expected: Sequence[str | None], tolerances: Tolerances
 ) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
     manifest = ReferenceManifest.load(path)
-    logits = read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
-    entries = manifest.prompts
+    arrays = read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
+    prompts = prompts_of(path, manifest.prompts, arrays, expected, tolerances)
+    return prompts, _read_long(manifest.long, arrays, tolerances), manifest
+
+
+def prompts_of(
+    path: Path,
+    entries: Sequence[ReferencePrompt],
+    arrays: Mapping[str, np.ndarray],
+    expected: Sequence[str | None],
+    tolerances: Tolerances,
+    adapters: Sequence[str] = (),
+) -> list[Prompt]:
+    """Return the prompts of the reference at `path`.
+
+    arrays: those of the file beside it. expected: the text that must follow each; empty for none. adapters: of each.
+    """
     texts = list(expected) or [None] * len(entries)
     if len(texts) != len(entries):
         raise InputError(
             f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again"
         )
-    prompts = [
-        read_prompt(entry, logits[f"logits.{i}"], logits[f"noise.{i}"], tolerances, text)
-        for i, (entry, text) in enumerate(zip(entries, texts))
-    ]
-    return prompts, _read_long(manifest.long, logits, tolerances), manifest
+    prompts = []
+    for i, (entry, text) in enumerate(zip(entries, texts)):
+        logits, adapter = arrays[f"logits.{i}"], adapters[i] if adapters else None
+        counts = range(len(entry.prompt_ids), len(entry.prompt_ids) + len(logits))
+        bounds = _bounds(counts, arrays[f"noise.{i}"], tolerances)
+        gaps = [step.gap for step in entry.steps]
+        answer = entry.text, entry.prompt_ids, entry.tokens, entry.new_text
+        prompts.append(Prompt(*answer, logits, gaps, bounds, text, adapter))
+    return prompts
 
 
-def read_prompt(
-    entry: ReferencePrompt, logits: np.ndarray, noise: np.ndarray, tolerances: Tolerances, expected: str | None
-) -> Prompt:
-    """Return a prompt of a reference. noise: of each row of `logits`, as it lies beside the reference."""
-    counts = range(len(entry.prompt_ids), len(entry.prompt_ids) + len(logits))
-    bounds = LogitBounds(LogitNoise(dict(zip(counts, noise.tolist(), strict=True))), tolerances)
-    gaps = [step.gap for step in entry.steps]
-    return Prompt(entry.text, entry.prompt_ids, entry.tokens, entry.new_text, logits, gaps, bounds, expected)
+def _bounds(counts: Iterable[int], noise: np.ndarray, tolerances: Tolerances) -> LogitBounds:
+    """Return the bounds of logits behind so many tokens each. noise: of each, as it lies beside the reference."""
+    return LogitBounds(LogitNoise(dict(zip(counts, noise.tolist(), strict=True))), tolerances)
 
 
 def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray], tolerances: Tolerances) -> Long | None:
@@ -122,7 +141,7 @@ def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray], toler
     two = np.sort(logits["long.logits"], axis=1)[:, -2:]
     gaps = [float(row[1] - row[0]) if len(row) > 1 else None for row in two]
     counts = (*entry.counts, *range(entry.counts[-1], entry.counts[-1] + len(entry.tokens)))
-    bounds = LogitBounds(LogitNoise(dict(zip(counts, logits["long.noise"].tolist(), strict=True))), tolerances)
+    bounds = _bounds(counts, logits["long.noise"], tolerances)
     prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], gaps, bounds, None)
     return Long(prompt, entry.edges, dict(zip(entry.counts, logits["long.prompt"], strict=True)))
 
