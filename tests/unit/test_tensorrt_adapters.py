@@ -85,7 +85,7 @@ def test_bisect_follows_a_request_through_the_engines_without_room(lora: Results
     graphs = open_graphs(lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision), 2)
     engines = Engines(model.engines, graphs.weights)
     walked = walk_stages(graphs, engines, Tokens(np.arange(5, 14), 6), Tolerances(block=4e-3, logits=0.1))
-    found = {row.stage.graph for row in walked.rows if row.against == "graph" and row.passed}
+    found = {row.graph for row in walked.rows if row.against == "graph" and row.passed}
     assert {"entry", "middle", "exit"} <= found and walked.finished
     assert engines.name("middle") == "middle.base"
 

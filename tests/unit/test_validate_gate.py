@@ -13,7 +13,7 @@ from lockstep.artifacts.reports import ForwardError, Inspected, Linted
 from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.signature import signature_of
-from lockstep.verify.validate.gate import check_graph
+from lockstep.verify.graphs import check_graph
 from lockstep.verify.validate.polygraphy_checks import GraphRunner, compare, inspect, lint
 
 INPUTS = (IO("hidden", "float32", ("num_tokens", 4)), IO("weight", "float32", (3, 4)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def read_document(path: str | os.PathLike) -> Any:
 
 
 def typed(value: Any) -> Any:
-    """Return a value of Snakemake's `--config`, which leaves numbers and flags in a mapping or list text, as YAML does."""
+    """Return a value of Snakemake's `--config` as YAML reads it: in mappings and lists it leaves numbers text."""
     if isinstance(value, dict):
         return {key: typed(item) for key, item in value.items()}
     if isinstance(value, list):

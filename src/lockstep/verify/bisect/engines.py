@@ -50,13 +50,13 @@ class Engines:
             return self._call(stage, stage.inputs, like)
         rows = stage.inputs["logit_rows"]
         pieces = [slice(start, start + self.max_rows) for start in range(0, len(rows), self.max_rows)]
-        found = [
+        calls = [
             self._call(
                 stage, {**stage.inputs, "logit_rows": rows[piece]}, {name: array[piece] for name, array in like.items()}
             )
             for piece in pieces
         ]
-        return {name: np.concatenate([outputs[name] for outputs in found]) for name in like}
+        return {name: np.concatenate([outputs[name] for outputs in calls]) for name in like}
 
     def _call(self, stage: Stage, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> Arrays:
         name = self.name(stage.graph)
@@ -71,7 +71,7 @@ class Engines:
             return executable.run_once(inputs, like)
         engine = cast(HostExecutable, executable)
         # of the engine's types: bf16 graphs are computed in fp32 beside it, for ONNX Runtime has no bf16
-        given = {name: np.ascontiguousarray(array, engine.inputs[name].dtype) for name, array in inputs.items()}
+        arrays = {name: np.ascontiguousarray(array, engine.inputs[name].dtype) for name, array in inputs.items()}
         outputs = {name: np.empty(array.shape, engine.outputs[name].dtype) for name, array in like.items()}
-        executable.prepare(given, outputs)()
+        executable.prepare(arrays, outputs)()
         return {name: array.astype(like[name].dtype, copy=False) for name, array in outputs.items()}

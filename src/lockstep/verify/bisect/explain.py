@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.bisect_report import EngineReport
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.backends import EngineSet
-from lockstep.backends.graphs import graph_file
-from lockstep.errors import CheckError, LockstepError
+from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.onnx_tools.overflow import OVERFLOWS
 from lockstep.targets import Target, Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.faults import engine_fault, walk_stages
-from lockstep.verify.bisect.report import advice, answer, fault_of, rows_of
+from lockstep.verify.bisect.report import advice, answer
 from lockstep.verify.bisect.request import failing
 from lockstep.verify.bisect.served import served_error
-from lockstep.verify.bisect.stages import Graphs, Tokens
+from lockstep.verify.bisect.stages import Tokens
+from lockstep.verify.graphs import Graphs
 from lockstep.weights import Weights
 
 SECONDS = 60.0
@@ -59,18 +59,18 @@ def explain_failure(
     further = f"graph against PyTorch: lockstep bisect {target}"
     try:
         tokens = None if ids is None else (list(ids), num_prompt or len(ids))
-        found = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, tokens, seconds, threads)
+        report = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, tokens, seconds, threads)
     except (LockstepError, OSError, MemoryError) as error:
         return f"bisect cannot run the engines beside their graphs: {' '.join(str(error).split())}; {further}"
-    if found.fault:
-        return "; ".join([answer(found.fault), *advice(found.fault)])
-    if found.overflow:
-        return found.overflow
-    if not found.finished:
-        reached = f"{found.rows[-1].graph} at layer {found.rows[-1].layer}"
+    if report.fault:
+        return "; ".join([answer(report.fault), *advice(report.fault)])
+    if report.overflow:
+        return report.overflow
+    if not report.finished:
+        reached = f"{report.rows[-1].graph} at layer {report.rows[-1].layer}"
         return f"engines agree with their graphs as far as {seconds:g} s took ({reached}); {further}"
-    if found.served and not found.served.passed:
-        off = f"the logits of lockstep.runtime are off from position {found.served.position} on"
+    if report.served and not report.served.passed:
+        off = f"the logits of lockstep.runtime are off from position {report.served.position} on"
         return f"each engine alone agrees with its graph on these tokens, but {off}; {further}"
     return f"each engine alone agrees with its graph on these tokens; {further}"
 
@@ -130,36 +130,30 @@ def engine_report(
     served: how far the runtime's logits are from the graphs', once no engine is at fault; None otherwise.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
-    graphs = open_graphs(Path(assembly_json), Path(weights_json), layers, threads)
+    graphs = open_graphs(assembly_json, weights_json, layers, threads)
     engines = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
     ids, num_prompt = tokens or (_synthetic(graphs.assembly), 2 * _SYNTHETIC // 3)
     followed = Tokens(np.asarray(ids, np.int64), num_prompt)
     walked = walk_stages(graphs, engines, followed, tolerance, deadline=deadline)
-    fault, served = engine_fault(walked, graphs, engines, Path(assembly_json)), None
+    fault, served = engine_fault(walked, graphs, engines, assembly_json), None
     if fault is None and walked.logits is not None:
-        served = served_error(
-            Path(engines_json),
-            Path(assembly_json),
-            Path(weights_json),
-            layers,
-            followed,
-            walked.logits,
-            tolerance,
-            threads,
-        )
-    return EngineReport(rows_of(walked), fault_of(fault) if fault else None, served, walked.finished, walked.overflow)
+        files = engines_json, assembly_json, weights_json
+        served = served_error(*files, layers, followed, walked.logits, tolerance, threads)
+    return EngineReport(walked.rows, fault, served, walked.finished, walked.overflow)
 
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:
-    """Open the graphs of an assembly on disk, each of the recorded digest."""
+    """Open the graphs of an assembly on disk, each of the recorded digest.
+
+    Raises InputError for a model of several ranks.
+    """
     assembly = Assembly.load(assembly_json)
-
-    def read(graph: GraphFile) -> bytes:
-        return graph_file(assembly_json.parent, graph).read_bytes()
-
-    for _, graph in assembly.graphs():
-        read(graph)  # a damaged one is told before anything runs
-    return Graphs(assembly, read, Weights.open(weights_json), layers, threads)
+    if assembly.tensor_parallel is not None:
+        raise InputError(
+            f"bisect: expected a model of one rank, found tensor_parallel: {assembly.tensor_parallel.degree}; "
+            "bisect the same model without it: what validate says names the layer of a difference of ranks"
+        )
+    return Graphs(assembly_json, assembly, Weights.open(weights_json), layers, threads)
 
 
 def _synthetic(assembly: Assembly) -> np.ndarray:

@@ -5,7 +5,9 @@ A model's config in, graphs in memory out. Needs torch and transformers; reads n
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.adapters import LoraSlots
@@ -15,7 +17,7 @@ from lockstep.export.lora import linear_layers, module_of
 from lockstep.export.quantize import quantize
 from lockstep.export.run import assemble, with_adapters
 from lockstep.export.tracer import meta_model
-from lockstep.verify.bisect.stages import Graphs
+from lockstep.verify.graphs import Graphs
 from lockstep.weights import Weights
 
 
@@ -42,6 +44,9 @@ def export_again(
             files, assembly = with_adapters(files, assembly, {**room, "targets": modules}, linear_layers(meta))
         if weights.group_size is not None:
             files, assembly = quantize(files, assembly, weights.precision, weights.group_size, weights.quantization)
-        return Graphs(assembly, lambda graph: files[graph.file], weights, layers, threads)
+        with tempfile.TemporaryDirectory() as folder:  # read when they are opened
+            for name, data in files.items():
+                Path(folder, name).write_bytes(data)
+            return Graphs(Path(folder, "assembly.json"), assembly, weights, layers, threads)
     except LockstepError as error:
         return " ".join(str(error).split())

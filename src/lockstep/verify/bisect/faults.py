@@ -5,10 +5,9 @@ Measurements in, what is wrong, where, and what to look at out.
 
 from __future__ import annotations
 
-import functools
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,39 +15,23 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lockstep.artifacts.bisect_report import FaultMeasured, FaultNode, FoundFault, MeasuredOutput
 from lockstep.backends import build
 from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.targets import Tolerances
 from lockstep.verify.bisect.engines import Engines
-from lockstep.verify.bisect.nodes import NodeFault, first_fault
-from lockstep.verify.bisect.stages import Graphs, Measured, Stage, StageRun, Tokens, measure, walk
+from lockstep.verify.bisect.nodes import first_fault
+from lockstep.verify.bisect.stages import Stage, StageRun, Tokens, measure, walk
+from lockstep.verify.graphs import Graphs
 from lockstep.verify.metrics import largest
 from lockstep.weights import slot_array
 
-_NOWHERE = np.empty(0, np.int64)  # positions of a stage that nobody runs
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A graph or an engine that is off, and what is known of it.
-
-    wrong: "graph" (against PyTorch) or "engine" (against its graph). measured: where it is off
-    first. error_before: the largest error of the stage before that one, None where it is NaN or infinite. place: the
-    stage that is to blame, which for a graph may come before the one measured. node: None where none can be named;
-    look_at: what to do next, one sentence.
-    """
-
-    wrong: str
-    measured: Measured
-    error_before: float | None
-    place: Stage
-    node: NodeFault | None
-    look_at: str
+Slots = Mapping[str, Sequence[str]]
 
 
 @dataclass
 class Walked:
-    """All measurements of a walk, in its order.
+    """All measurements of a walk, in its order, each with its stage.
 
     suspects: against "pytorch" and "graph", the stages of the first layer that is off, up to the one that is, as far
     as that was found. finished: False where the time was over before the last stage. logits [num_tokens, vocab_size]:
@@ -56,32 +39,30 @@ class Walked:
     overflow: a line where a graph goes beyond float16; the walk ends before it.
     """
 
-    rows: list[Measured] = field(default_factory=list)
+    measured: list[tuple[Stage, MeasuredOutput]] = field(default_factory=list)
     suspects: dict[str, list[Stage]] = field(default_factory=dict)
     finished: bool = True
     logits: np.ndarray | None = None
     overflow: str | None = None
 
-    def first(self, against: str) -> Measured | None:
-        return next((row for row in self.rows if row.against == against and not row.passed), None)
+    @property
+    def rows(self) -> tuple[MeasuredOutput, ...]:
+        return tuple(row for _, row in self.measured)
 
-    def before(self, row: Measured) -> float | None:
-        """Return the largest error of the stage before the row's, against the same."""
-        earlier = []
-        for other in self.rows:
-            if other.stage is row.stage:
+    def first(self, against: str) -> tuple[Stage, MeasuredOutput] | None:
+        """Return the first stage that is off, and its output."""
+        return next((pair for pair in self.measured if pair[1].against == against and not pair[1].passed), None)
+
+    def error_before(self, stage: Stage, against: str) -> float | None:
+        """Return the largest error of the stage before `stage`, against the same; None where it is not finite."""
+        earlier: list[MeasuredOutput] = []
+        for other, row in self.measured:
+            if other is stage:
                 break
-            if other.against == row.against:
-                earlier.append(other)
-        if not earlier:
-            return 0.0
-        last = earlier[-1].stage
-        errors = [
-            other.error.max_abs_error
-            for other in earlier
-            if (other.stage.part, other.stage.layer) == (last.part, last.layer)
-        ]
-        return largest(errors)
+            if row.against == against:
+                earlier.append(row)
+        last = earlier[-1:]
+        return largest([row.max_abs_error for row in earlier if (row.part, row.layer) == (last[0].part, last[0].layer)])
 
 
 def walk_stages(
@@ -96,28 +77,25 @@ def walk_stages(
     """Measure every stage: graph against PyTorch, engine against graph.
 
     The graph against PyTorch where there is a record (noisy: the same in fp16), the engine against the graph where
-    there are engines.
-
-    deadline: of time.monotonic(), looked at between stages.
+    there are engines. deadline: of time.monotonic(), looked at between stages.
     """
     walked = Walked()
     recent: list[Stage] = []
     rows = (engines.max_rows if engines else None) or 16
     for step in walk(graphs, tokens, record, noisy, rows):
+        stage = step.stage
         walked.overflow = _overflow(graphs, step)
         if walked.overflow:
             break
-        recent = [stage for stage in recent if stage.layer == step.stage.layer and step.stage.part == "attention"] + [
-            step.stage
-        ]
+        recent = [other for other in recent if other.layer == stage.layer and stage.part == "attention"] + [stage]
         for row in _measured(step, engines, tolerance):
-            walked.rows.append(row)
+            walked.measured.append((stage, row))
             if not row.passed and row.against not in walked.suspects:
-                walked.suspects[row.against] = recent if row.against == "pytorch" else [step.stage]
-        if step.stage.part == "exit":
+                walked.suspects[row.against] = recent if row.against == "pytorch" else [stage]
+        if stage.part == "exit":
             walked.logits = record.logits if record else step.outputs["logits"]
         if deadline is not None and time.monotonic() > deadline:
-            walked.finished = step.stage.part == "exit"
+            walked.finished = stage.part == "exit"
             break
     return walked
 
@@ -126,66 +104,77 @@ def _overflow(graphs: Graphs, step: StageRun) -> str | None:
     stage = step.stage
     if stage.part == "attention" or not overflows(step.outputs, step.expected):
         return None
-    found = find_overflow(graphs.model(stage.graph), graphs.feeds(stage.graph, stage.inputs, stage.slots))
-    return found.text(stage.graph, stage.layer, graphs.assembly.residual) if found else None
+    feeds = graphs.feeds(stage.graph, stage.inputs, stage.slots)
+    overflow = find_overflow(graphs.graph(stage.graph).computed, feeds)
+    return overflow.text(stage.graph, stage.layer, graphs.assembly.residual) if overflow else None
 
 
-def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[Measured]:
+def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[MeasuredOutput]:
     rows = [
         measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
         for name, expected in step.expected.items()
     ]
-    found = engines.run(step.stage, step.outputs) if engines else None
-    if found is not None:
+    outputs = engines.run(step.stage, step.outputs) if engines else None
+    if outputs is not None:
         rows += [
-            measure(step.stage, name, "graph", expected, found[name], tolerance)
+            measure(step.stage, name, "graph", expected, outputs[name], tolerance)
             for name, expected in step.outputs.items()
         ]
     return rows
 
 
-def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json: Path) -> Fault | None:
+def _fault(
+    wrong: str, walked: Walked, first: tuple[Stage, MeasuredOutput], place: Stage, node: FaultNode | None, look_at: str
+) -> FoundFault:
+    """Return a fault for the report.
+
+    first: the stage that is off first. place: the one that is to blame, which of a graph may come before it. What
+    leaves a block as `hidden_out` belongs to the layer before.
+    """
+    stage, row = first
+    layer = place.layer
+    if place.part == "block" and layer and place is stage and row.tensor == "hidden_out":
+        layer -= 1
+    before = walked.error_before(stage, row.against)
+    measured = FaultMeasured(*stage.name, row.tensor, row.position, before, row.max_abs_error, row.tolerance)
+    return FoundFault(wrong, layer, place.part, place.graph, place.phase, place.layer, node, look_at, measured)
+
+
+def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json: Path) -> FoundFault | None:
     """Find what is wrong with the first engine that is off; None where none is.
 
     Engines that are ONNX graphs are built again and compared node by node with what comes out. Of others the engine is
     all that can be named.
     """
-    row = walked.first("graph")
-    if row is None:
+    first = walked.first("graph")
+    if first is None:
         return None
-    stage, found = row.stage, lambda node, look_at: Fault("engine", row, walked.before(row), row.stage, node, look_at)
+    stage, backend = first[0], engines.set.backend.name
     file = engines.set.file(engines.name(stage.graph))
-    backend = engines.set.backend.name
     if file.suffix != ".onnx":
-        return found(
-            None,
+        return _fault(
+            "engine", walked, first, stage, None,
             f"{file}: nodes of a {backend} engine cannot be read; lockstep stage compare runs it on each profile; "
             "build it again, or with a lower optimization_level",
-        )
+        )  # fmt: skip
     outputs = [
-        other.tensor for other in walked.rows if other.stage is stage and other.against == "graph" and not other.passed
+        row.tensor for other, row in walked.measured if other is stage and row.against == "graph" and not row.passed
     ]
-    feeds = _engine_feeds(engines, graphs, stage)
+    feeds, suspect, precision = _engine_feeds(engines, graphs, stage), onnx.load(file), graphs.assembly.precision
     with tempfile.TemporaryDirectory() as folder:
         again = build(assembly_json, backend, Path(folder) / "engines.json", engines.set.manifest.options)
         right = (again.parent / file.name).read_bytes()
-    suspect, precision = onnx.load(file), graphs.assembly.precision
     if right != file.read_bytes():
         node = first_fault(suspect, onnx.ModelProto.FromString(right), (feeds, feeds), precision, outputs)
-        return found(node, f"{file} is not what its graph builds to: delete it and build the engines again")
-    node = first_fault(
-        suspect,
-        graphs.model(stage.graph),
-        (feeds, graphs.feeds(stage.graph, stage.inputs, stage.slots)),
-        precision,
-        outputs,
-        same_nodes=False,
-    )
-    return found(
-        node,
+        look_at = f"{file} is not what its graph builds to: delete it and build the engines again"
+        return _fault("engine", walked, first, stage, node, look_at)
+    both = feeds, graphs.feeds(stage.graph, stage.inputs, stage.slots)
+    node = first_fault(suspect, graphs.graph(stage.graph).computed, both, precision, outputs, same_nodes=False)
+    return _fault(
+        "engine", walked, first, stage, node,
         f"{file} is what {backend} makes of its graph: build with a lower optimization_level, and report the node to "
         "its library",
-    )
+    )  # fmt: skip
 
 
 def _engine_feeds(engines: Engines, graphs: Graphs, stage: Stage) -> dict[str, Any]:
@@ -194,68 +183,75 @@ def _engine_feeds(engines: Engines, graphs: Graphs, stage: Stage) -> dict[str, A
     return {**stage.inputs, **{slot.name: slot_array(graphs.weights, tensors[slot.name], slot.sizes) for slot in slots}}
 
 
-def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Path) -> Fault | None:
+def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Path) -> FoundFault | None:
     """Find what is wrong with the first graph that is off; None where none is.
 
     clean: the graphs as an export gives them now, or why there are none. folder: of the assembly.
     """
-    row = walked.first("pytorch")
-    if row is None:
+    first = walked.first("pytorch")
+    if first is None:
         return None
-    found = functools.partial(Fault, "graph", row, walked.before(row))
     if isinstance(clean, str):
-        return found(
-            row.stage, None, f"the model cannot be exported again to compare with ({clean}): no node can be named"
-        )
+        look_at = f"the model cannot be exported again to compare with ({clean}): no node can be named"
+        return _fault("graph", walked, first, first[0], None, look_at)
     for stage in walked.suspects["pytorch"]:
-        name, slots = clean.part(stage)
-        suspect, right = (
-            (graphs.model(stage.graph), graphs.feeds(stage.graph, stage.inputs, stage.slots)),
-            (clean.model(name), clean.feeds(name, stage.inputs, slots)),
-        )
-        outputs = [value.name for value in suspect[0].graph.output] if stage is not row.stage else [row.tensor]
-        node = first_fault(suspect[0], right[0], (suspect[1], right[1]), graphs.assembly.precision, outputs)
-        if node:
-            return found(stage, node, _look_at(graphs, stage, slots, folder))
-    return found(
-        row.stage,
-        None,
+        name, slots = _part(clean, stage)
+        suspect, right = graphs.graph(stage.graph).computed, clean.graph(name).computed
+        feeds = graphs.feeds(stage.graph, stage.inputs, stage.slots), clean.feeds(name, stage.inputs, slots)
+        outputs = [first[1].tensor] if stage is first[0] else [value.name for value in suspect.graph.output]
+        if node := first_fault(suspect, right, feeds, graphs.assembly.precision, outputs):
+            path = graphs.graph(stage.graph).path
+            look_at = f"{path} is not what an export gives now: delete it and export again"
+            if wrong := next(_bindings(stage.slots, slots), None):
+                look_at = f"{folder / 'assembly.json'}: {_place(*stage.name)}, {wrong}; export again"
+            return _fault("graph", walked, first, stage, node, look_at)
+    return _fault(
+        "graph", walked, first, first[0], None,
         "the graphs are what an export gives now: the export itself is wrong about this block (no node can be named), "
         "in lockstep.export or in what it traces of transformers",
-    )
+    )  # fmt: skip
 
 
-def _look_at(graphs: Graphs, stage: Stage, right_slots: Mapping[str, Sequence[str]], folder: Path) -> str:
-    wrong = [name for name in stage.slots if list(stage.slots[name]) != list(right_slots.get(name, ()))]
-    if wrong:
-        return f"{folder / 'assembly.json'}: {_binding(stage, wrong[0], right_slots)}; export again"
-    return f"{folder / graphs.files[stage.graph].file} is not what an export gives now: delete it and export again"
+def _part(graphs: Graphs, stage: Stage) -> tuple[str, Slots]:
+    """Return the (graph, slots) that an assembly has in the place of `stage`."""
+    if stage.layer is None:
+        return graphs.embedding.graph, graphs.embedding.slots
+    layer = graphs.layers[stage.layer]
+    if stage.part == "attention":
+        return f"{layer.variant}.{stage.graph.rpartition('.')[2]}", {}
+    part = layer.block if stage.part == "block" else layer.exit
+    return part.graph, part.slots
 
 
-def _binding(stage: Stage, slot: str, right_slots: Mapping[str, Sequence[str]]) -> str:
-    expected, found = (" + ".join(slots.get(slot, ())) or "none" for slots in (right_slots, stage.slots))
-    return f"{stage}, slot {slot}: expected {expected}, found {found}"
+def _place(part: str, graph: str, phase: str, layer: int | None) -> str:
+    places = {"embedding": "the embedding", "exit": "the exit, behind the last attention"}
+    return f"{places.get(part, f'layer {layer}, {part}')} ({graph}{f', {phase}' if phase else ''})"
+
+
+def _bindings(slots: Slots, right: Slots) -> Iterator[str]:
+    """Yield a line for each slot that is bound to other tensors than in `right`."""
+    for slot, tensors in slots.items():
+        if list(tensors) != list(right.get(slot, ())):
+            expected, found = (" + ".join(names) or "none" for names in (right.get(slot, ()), tensors))
+            yield f"slot {slot}: expected {expected}, found {found}"
 
 
 def differing(graphs: Graphs, clean: Graphs) -> list[str]:
     """List where the assembly is not what an export gives now: graphs and slots."""
     lines: dict[str, None] = {}
-    places = [
-        Stage("embedding", graphs.assembly.embedding.graph, None, "", graphs.assembly.embedding.slots, {}, _NOWHERE)
-    ]
-    for index, layer in enumerate(graphs.layers):
-        places.append(Stage("block", layer.block.graph, index, "", layer.block.slots, {}, _NOWHERE))
-        places += [
-            Stage("attention", f"{layer.variant}.{phase}", index, phase, {}, {}, _NOWHERE)
-            for phase in ("prefill", "decode")
-        ]
-    exit = graphs.layers[-1].exit
-    places.append(Stage("exit", exit.graph, len(graphs.layers) - 1, "", exit.slots, {}, _NOWHERE))
-    for place in places:
-        name, slots = clean.part(place)
-        if graphs.files[place.graph].sha256 != clean.files[name].sha256:
-            lines.setdefault(f"{graphs.files[place.graph].file} is not what an export gives now")
-        for slot in place.slots:
-            if list(place.slots[slot]) != list(slots.get(slot, ())):
-                lines.setdefault(_binding(place, slot, slots))
+    for (place, name, slots), (_, right, right_slots) in zip(_bound(graphs), _bound(clean)):
+        if graphs.graph(name).sha256 != clean.graph(right).sha256:
+            lines.setdefault(f"{graphs.graph(name).path.name} is not what an export gives now")
+        for line in _bindings(slots, right_slots):
+            lines.setdefault(f"{place}, {line}")
     return list(lines)
+
+
+def _bound(graphs: Graphs) -> Iterator[tuple[str, str, Slots]]:
+    """Yield (place, graph, slots) of each graph in the order of the model."""
+    yield _place("embedding", graphs.embedding.graph, "", None), graphs.embedding.graph, graphs.embedding.slots
+    for index, layer in enumerate(graphs.layers):
+        yield _place("block", layer.block.graph, "", index), layer.block.graph, layer.block.slots
+        for phase in ("prefill", "decode"):
+            yield "", f"{layer.variant}.{phase}", {}
+    yield _place("exit", graphs.exit.graph, "", None), graphs.exit.graph, graphs.exit.slots

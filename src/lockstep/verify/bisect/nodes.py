@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from lockstep.artifacts.bisect_report import FaultNode
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.verify.bisect.stages import Arrays
+from lockstep.verify.metrics import finite
 
 # Relative to a tensor's rms, by the precision of the graph: rounding, when the same sums are taken in another order
 # or form. Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that
@@ -31,24 +31,6 @@ _ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3, "w8a16": 1e-4, "w4a16": 1
 _FEW = 6  # numbers of a constant that are shown
 
 
-@dataclass(frozen=True)
-class NodeFault:
-    """A node whose output is off while what it reads is not.
-
-    error_before: the largest error of what the node reads; error_after: of what it gives; both relative to the rms of
-    what is right. reason: how the node differs from the right one, "" where it is the same node. others: how many
-    more nodes are at fault.
-    """
-
-    name: str
-    operator: str
-    output: str
-    error_before: float
-    error_after: float
-    reason: str
-    others: int
-
-
 def first_fault(
     suspect: onnx.ModelProto,
     right: onnx.ModelProto,
@@ -56,7 +38,7 @@ def first_fault(
     precision: str,
     outputs: Sequence[str],
     same_nodes: bool = True,
-) -> NodeFault | None:
+) -> FaultNode | None:
     """Find the first node that makes one of `outputs` wrong; None if all are the same.
 
     feeds: (those of `suspect`, those of `right`); they may differ in weights. same_nodes: `right` should have the same
@@ -100,11 +82,12 @@ def first_fault(
             before = max((errors.get(name, 0.0) for name in node.input), default=0.0)
             partners = {pairs[name]: name for name in pairs}
             reason = _reason(suspect.graph, right.graph, node, pairs.get(output), partners, moved)
-            return NodeFault(node.name or output, node.op_type, output, before, errors[output], reason, len(faults) - 1)
+            both = finite(before), finite(errors[output])
+            return FaultNode(node.name or output, node.op_type, output, *both, reason, len(faults) - 1)
     return None
 
 
-def trace(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Arrays:
+def trace(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Compute every tensor that a node of the graph gives, by name.
 
     Raises CheckError when ONNX Runtime cannot run it.

@@ -7,72 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.artifacts.bisect_report import BisectReport, FaultMeasured, FaultNode, FoundFault, MeasuredOutput
-from lockstep.verify.bisect.faults import Fault, Walked
-from lockstep.verify.bisect.nodes import NodeFault
-from lockstep.verify.bisect.stages import Stage
-from lockstep.verify.metrics import finite
+from lockstep.artifacts.bisect_report import BisectReport, FaultNode, FoundFault, MeasuredOutput
 
 _REFERENCE = {"graph": "PyTorch", "engine": "its graph"}
-
-
-def rows_of(walked: Walked) -> tuple[MeasuredOutput, ...]:
-    """Return the measurements for the report, in the order in which the stages run."""
-    return tuple(
-        MeasuredOutput(
-            *_name_of(row.stage),
-            row.tensor,
-            row.against,
-            finite(row.error.max_abs_error),
-            finite(row.error.relative_error),
-            row.tolerance,
-            row.passed,
-            row.position,
-        )
-        for row in walked.rows
-    )
-
-
-def fault_of(fault: Fault) -> FoundFault:
-    """Return a fault for the report; its layer is the decoder layer that it lies in."""
-    row, place = fault.measured, fault.place
-    before, after = finite(fault.error_before), finite(row.error.max_abs_error)
-    return FoundFault(
-        wrong=fault.wrong,
-        layer=_layer(fault),
-        part=place.part,
-        graph=place.graph,
-        phase=place.phase,
-        block_layer=place.layer,
-        node=_node_of(fault.node) if fault.node else None,
-        look_at=fault.look_at,
-        measured=FaultMeasured(*_name_of(row.stage), row.tensor, row.position, before, after, row.tolerance),
-    )
-
-
-def _name_of(stage: Stage) -> tuple[str, str, str, int | None]:
-    return stage.part, stage.graph, stage.phase, stage.layer
-
-
-def _node_of(node: NodeFault) -> FaultNode:
-    before, after = finite(node.error_before), finite(node.error_after)
-    return FaultNode(node.name, node.operator, node.output, before, after, node.reason, node.others)
-
-
-def _layer(fault: Fault) -> int | None:
-    """Return the decoder layer that a fault lies in; None for the embedding.
-
-    What leaves it as `hidden_out` belongs to the one before.
-    """
-    stage = fault.place
-    if (
-        stage.part == "block"
-        and stage.layer
-        and fault.measured.stage is stage
-        and fault.measured.tensor == "hidden_out"
-    ):
-        return stage.layer - 1
-    return stage.layer
 
 
 def answer(fault: FoundFault) -> str:
@@ -80,9 +17,9 @@ def answer(fault: FoundFault) -> str:
     measured, node = fault.measured, fault.node
     before, after = _number(measured.error_before), _number(measured.error_after)
     errors = f"error {before} before, {after} after (tolerance {measured.tolerance:g})"
-    found = f"{measured.tensor} is off {_REFERENCE[fault.wrong]} from position {measured.position} on, {errors}"
+    off = f"{measured.tensor} is off {_REFERENCE[fault.wrong]} from position {measured.position} on, {errors}"
     place = _where(fault.part, fault.graph, fault.phase, fault.block_layer, fault.layer)
-    return f"{fault.wrong}: {place}{f', node {_name(node)}' if node else ''}: {found}"
+    return f"{fault.wrong}: {place}{f', node {_name(node)}' if node else ''}: {off}"
 
 
 def advice(fault: FoundFault) -> list[str]:
@@ -100,8 +37,8 @@ def advice(fault: FoundFault) -> list[str]:
 
 
 def _name(node: FaultNode) -> str:
-    made = f"{node.operator} -> {node.output}" if node.name != node.output else node.operator
-    return f"{node.name} ({made})"
+    operator = f"{node.operator} -> {node.output}" if node.name != node.output else node.operator
+    return f"{node.name} ({operator})"
 
 
 def _where(part: str, graph: str, phase: str, block_layer: int | None, layer: int | None) -> str:
@@ -195,5 +132,5 @@ def largest_within(rows: Sequence[MeasuredOutput]) -> str:
     worst = max(rows, key=lambda row: (row.relative_error or 0.0) / row.tolerance)
     reference = {"pytorch": "of the graph against PyTorch", "graph": "of the engine against its graph"}[worst.against]
     place = _where(*worst.stage, worst.layer)
-    found = f"{_number(worst.max_abs_error)} (tolerance {worst.tolerance:g})"
-    return f"the largest error {reference} is {found}, {worst.tensor} at position {worst.position}: {place}"
+    error = f"{_number(worst.max_abs_error)} (tolerance {worst.tolerance:g})"
+    return f"the largest error {reference} is {error}, {worst.tensor} at position {worst.position}: {place}"

@@ -3,8 +3,8 @@
 A target's results in; which graph or engine is off first, at which node and position, out. Needs torch and
 transformers.
 
-PyTorch runs first, a layer at a time, and its activations are kept. Then each stage's graph and engine run on what
-PyTorch had there. Where the backend lives in another Python, its engines are run there, on what the graphs give.
+PyTorch runs first, a layer at a time, and its activations are kept. Then each stage's graph runs on what PyTorch had
+there, and each engine on what the graphs give: in another Python, where its backend lives there.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.bisect_report import BisectReport, EngineReport, FoundFault, MeasuredOutput, StepsError
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.backends import EngineSet
 from lockstep.errors import InputError
 from lockstep.targets import Results, Target, Tolerances
-from lockstep.verify.bisect.engines import Engines
-from lockstep.verify.bisect.explain import open_graphs
+from lockstep.verify.bisect.explain import engine_report_json, open_graphs
 from lockstep.verify.bisect.export_again import export_again
-from lockstep.verify.bisect.faults import differing, engine_fault, graph_fault, walk_stages
-from lockstep.verify.bisect.report import advice, answer, fault_of, largest_within, rows_of
+from lockstep.verify.bisect.faults import differing, graph_fault, walk_stages
+from lockstep.verify.bisect.report import advice, answer, largest_within
 from lockstep.verify.bisect.request import Request, choose
-from lockstep.verify.bisect.served import compare_steps, served_error
-from lockstep.verify.bisect.stages import Graphs
+from lockstep.verify.bisect.served import compare_steps
 from lockstep.verify.bisect.streamed import StreamedModel
 from lockstep.verify.golden.prompts import read_reference
+from lockstep.verify.graphs import Graphs
 from lockstep.verify.validate.torch_trace import Record
 from lockstep.weights import Weights
 
@@ -117,54 +115,37 @@ def bisect(
     graphs = open_graphs(paths.assembly, paths.weights, target.layers, threads)
     request = choose(results, target, prompt, graphs.assembly.vocab_size)
     _check_length(request, graphs.assembly.max_position_embeddings)
-    has_engines = paths.engines.is_file()
-    engines = (
-        Engines(EngineSet.open(paths.engines, paths.assembly), graphs.weights, threads)
-        if has_engines and ask is None
-        else None
-    )
     if right is None:
         config = CheckpointManifest.load(paths.checkpoint).config
-        followed = graphs.assembly
-        right = make_right(
-            config, graphs.weights, target.layers, request.tokens.ids, threads, followed.adapters, followed.residual
-        )
+        made_for = graphs.assembly.adapters, graphs.assembly.residual
+        right = make_right(config, graphs.weights, target.layers, request.tokens.ids, threads, *made_for)
     logits = right.record.logits
     tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
-    walked = walk_stages(graphs, engines, request.tokens, tolerance, right.record, right.noisy)
+    walked = walk_stages(graphs, None, request.tokens, tolerance, right.record, right.noisy)
     notes = _notes(paths, graphs, right.clean)
-    walked_rows, faults, served = rows_of(walked), [], None
-    if fault := graph_fault(walked, graphs, right.clean, paths.assembly.parent):
-        faults.append(fault_of(fault))
-    rows = walked_rows
-    if engines:
-        if fault := engine_fault(walked, graphs, engines, paths.assembly):
-            faults.append(fault_of(fault))
-        served = (
-            None
-            if walked.overflow
-            else served_error(
-                paths.engines, paths.assembly, paths.weights, target.layers, request.tokens, logits, tolerance, threads
-            )
-        )
-    elif ask is not None and has_engines:
-        found = _ask(ask, paths, target, tolerance, request)
-        rows, served = walked_rows + found.rows, found.served
-        faults += [found.fault] if found.fault else []
-        notes.append("the engines ran in their backend's own Python, on what the graphs give")
-    faults = _in_order(faults, walked_rows)
+    faults = [graph_fault(walked, graphs, right.clean, paths.assembly.parent)]
+    rows, served, overflow = walked.rows, None, walked.overflow
+    stages = walked.rows  # in the order in which they run
+    if paths.engines.is_file():
+        engines = _ask(ask or engine_report_json, paths, target, tolerance, request, threads)
+        faults.append(engines.fault)
+        rows, served, overflow = rows + engines.rows, engines.served, overflow or engines.overflow
+        stages = engines.rows
+        if ask:
+            notes.append("the engines ran in their backend's own Python")
+    found = _in_order([fault for fault in faults if fault], stages)
     weights = _weights_error(results, target, request, logits, tolerance)
-    line, look_at = _verdict(faults, rows, served, weights, walked.overflow, results, target)
+    line, look_at = _verdict(found, rows, served, weights, overflow, results, target)
     return BisectReport(
         target=str(target),
         prompt=request.text,
         chosen=request.why,
         num_tokens=len(request.tokens.ids),
         num_prompt=request.tokens.num_prompt,
-        wrong=faults[0].wrong if faults else line.partition(":")[0],
+        wrong=line.partition(":")[0],
         answer=line,
         look_at=tuple(look_at),
-        faults=tuple(faults),
+        faults=tuple(found),
         served=served,
         weights=weights,
         rows=rows,
@@ -196,11 +177,14 @@ def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> flo
     return max(prompt.bounds.largest for prompt in [*prompts, *([long.prompt] if long else [])])
 
 
-def _ask(ask: Ask, paths: _Paths, target: Target, tolerance: Tolerances, request: Request) -> EngineReport:
-    """Compare engines with their graphs in the Python of their backend."""
+def _ask(
+    ask: Ask, paths: _Paths, target: Target, tolerance: Tolerances, request: Request, threads: int | None
+) -> EngineReport:
+    """Compare engines with their graphs on what the graphs give, in the Python of their backend."""
     tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
     files = {name: str(getattr(paths, name)) for name in ("assembly", "weights", "engines")}
-    return EngineReport.from_json(ask(**files, layers=target.layers, tolerance=asdict(tolerance), tokens=tokens))
+    bounds = asdict(tolerance)
+    return EngineReport.from_json(ask(**files, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads))
 
 
 def _in_order(faults: list[FoundFault], rows: Sequence[MeasuredOutput]) -> list[FoundFault]:
@@ -227,13 +211,10 @@ def _weights_error(
     if request.number is None:
         return None
     path = results.reference_of(target.model, target.precision, target.layers)
-    found = load_file(path.parent / ReferenceManifest.load(path).logits.file)[f"logits.{request.number}"]
-    return compare_steps(logits[request.tokens.num_prompt - 1 :], _placed(found, request), request.tokens, tolerance)
-
-
-def _placed(found: np.ndarray, request: Request) -> np.ndarray:
-    """Place the reference's logits, which begin behind the prompt, in the sequence."""
-    return np.concatenate([np.zeros((request.tokens.num_prompt - 1, found.shape[1]), found.dtype), found])
+    reference = load_file(path.parent / ReferenceManifest.load(path).logits.file)[f"logits.{request.number}"]
+    first = request.tokens.num_prompt
+    found = dict(enumerate(logits[first - 1 :], first))
+    return compare_steps(dict(enumerate(reference, first)), found, tolerance)
 
 
 def _verdict(
@@ -249,8 +230,8 @@ def _verdict(
     if faults:
         return answer(faults[0]), [*advice(faults[0]), *(f"next, {answer(fault)}" for fault in faults[1:])]
     if overflow:
-        found, _, remedy = overflow.partition("; ")
-        return f"overflow: {found}", [remedy]
+        what, _, remedy = overflow.partition("; ")
+        return f"overflow: {what}", [remedy]
     within = largest_within(rows)
     if weights and not weights.passed:
         file = results.weights(target.model, target.precision)

@@ -5,16 +5,19 @@ An engine set and tokens in, how far the logits behind each step are off out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.artifacts.bisect_report import StepsError
-from lockstep.onnx_tools.metrics import difference
-from lockstep.runtime import Advance, Model
+from lockstep.runtime import Model
 from lockstep.targets import Tolerances
 from lockstep.verify.bisect.stages import Tokens
-from lockstep.verify.metrics import finite, largest
+from lockstep.verify.golden.forced import Errors, Forced, force
+from lockstep.verify.metrics import finite
+from lockstep.verify.noise import LogitBounds, LogitNoise
 
 
 def served_error(
@@ -29,39 +32,34 @@ def served_error(
 ) -> StepsError:
     """Bring the prompt, then token by token, and compare each step's logits.
 
-    position: of the first step over tolerance, of the one with the largest error where none is. Weights are read in
-    place where the backend can.
+    expected [num_tokens, vocab_size]. Weights are read in place where the backend can.
     """
-    model = Model.open(
-        engines_json,
-        assembly_json,
-        weights_json,
-        layers,
-        max_batch_size=1,
-        max_seq_len=len(tokens.ids),
-        threads=threads,
-        low_memory=True,
-    )
-    return compare_steps(steps_of(model, tokens), expected, tokens, tolerance)
+    files, total = (engines_json, assembly_json, weights_json), len(tokens.ids)
+    model = Model.open(*files, layers, max_batch_size=1, max_seq_len=total, threads=threads, low_memory=True)
+    ends = tuple(range(tokens.num_prompt, total + 1))
+    rows = {count: expected[count - 1] for count in ends}
+    request = Forced("", tokens.ids, rows, _bounds(rows, tolerance), ends)
+    (errors,) = force(model, [request], model.max_num_tokens or total)
+    return _steps_error(errors)
 
 
-def compare_steps(found: np.ndarray, expected: np.ndarray, tokens: Tokens, tolerance: Tolerances) -> StepsError:
-    """Compare the logits [steps, vocab_size] behind the prompt and each later token."""
+def compare_steps(
+    expected: Mapping[int, np.ndarray], found: Mapping[int, np.ndarray], tolerance: Tolerances
+) -> StepsError:
+    """Compare logits [vocab_size] behind so many tokens."""
+    errors = Errors(_bounds(expected, tolerance))
+    for count, row in expected.items():
+        errors.add(count, row, found[count])
+    return _steps_error(errors)
+
+
+def _bounds(expected: Mapping[int, np.ndarray], tolerance: Tolerances) -> LogitBounds:
     bound = tolerance.logits
     if bound is None:  # nothing was measured of this request: as of an engine beside its graph
-        bound = tolerance.beside_graph * float(np.abs(expected).max())
-    errors = [difference(wanted, row).max_abs_error for wanted, row in zip(expected[tokens.num_prompt - 1 :], found)]
-    over = [step for step, error in enumerate(errors) if error is None or error > bound]
-    step = over[0] if over else int(np.argmax(np.array(errors, np.float64)))  # none is None where none is over
-    return StepsError(finite(largest(errors)), bound, not over, tokens.num_prompt - 1 + step)
+        bound = tolerance.beside_graph * max(float(np.abs(row).max()) for row in expected.values())
+    return LogitBounds(LogitNoise({}), replace(tolerance, logits=bound))
 
 
-def steps_of(model: Model, tokens: Tokens) -> np.ndarray:
-    """Return the logits [num_tokens - num_prompt + 1, vocab_size] of all steps."""
-    piece = model.max_num_tokens or tokens.num_prompt
-    starts = [*range(0, tokens.num_prompt, piece)]
-    bounds = [(start, min(start + piece, tokens.num_prompt)) for start in starts] + [
-        (at, at + 1) for at in range(tokens.num_prompt, len(tokens.ids))
-    ]
-    rows = [model.step([Advance(0, tokens.ids[start:stop], start)])[0] for start, stop in bounds]
-    return np.stack(rows[len(starts) - 1 :])
+def _steps_error(errors: Errors) -> StepsError:
+    count = errors.first[0] if errors.first else errors.worst_count
+    return StepsError(finite(errors.worst), errors.bounds.largest, errors.first is None, count - 1)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.errors import CheckError
 from lockstep.targets import Tolerances
-from lockstep.verify.validate.graphs import Graphs
+from lockstep.verify.graphs import Graphs
 from lockstep.verify.validate.parity import LayerErrors, layer_errors
 from lockstep.verify.validate.torch_trace import Record, TorchModel
 

@@ -19,13 +19,11 @@ from lockstep.artifacts.adapters import IDS
 from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.onnx_tools.overflow import overflows
 from lockstep.targets import Tolerances
+from lockstep.verify.graphs import Graphs, stale_cache
 from lockstep.verify.metrics import off
 from lockstep.verify.noise import Spread, block_bound, spread
-from lockstep.verify.validate.graphs import Graphs
 from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
-_STALE = 300.0  # in cache rows beyond past_lengths: what a mask must hide, yet finite and within fp16's range
-_SPARE = 3  # such rows
 _PIECE = 4096  # tokens of the vocabulary at a time
 
 
@@ -268,19 +266,8 @@ class _Found:
 def _past(
     graphs: Graphs, layers: Sequence[LayerRecord], lengths: Sequence[int], capacity: int = 0
 ) -> dict[str, np.ndarray]:
-    """Return a cache with torch's keys and values of each request's first tokens.
-
-    Stale numbers lie behind them.
-    """
-    capacity = max(capacity, max(lengths) + _SPARE)
-    caches = {}
-    for name in ("key", "value"):
-        heads, dim = getattr(layers[0], f"{name}s").shape[1:]
-        cache = np.full((len(layers), heads, capacity, dim), _STALE, graphs.dtype)
-        for row, (layer, length) in enumerate(zip(layers, lengths)):
-            cache[row, :, :length] = getattr(layer, f"{name}s")[:length].swapaxes(0, 1)
-        caches[f"past_{name}"] = cache
-    return {**caches, "past_lengths": np.array(lengths, np.int64)}
+    """Return a cache with torch's keys and values of each request's first tokens."""
+    return stale_cache([(layer.keys, layer.values) for layer in layers], lengths, graphs.dtype, capacity)
 
 
 def _expected(layer: LayerRecord, rows: slice, num_past: int = 0) -> dict[str, np.ndarray]:

@@ -30,9 +30,9 @@ from lockstep.artifacts.reports import ForwardError, Inspected, Linted
 from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
+from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.verify.metrics import largest
-from lockstep.verify.validate.graphs import open_session
 
 # Sizes that lint runs a graph with; it fills inputs with random numbers.
 _LINT_SIZES = {"num_tokens": 3, "num_requests": 2, "past_capacity": 4}

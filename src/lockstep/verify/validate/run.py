@@ -37,9 +37,9 @@ from lockstep.onnx_tools.comparator import BoundRunner
 from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.targets import ROUNDING, Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
+from lockstep.verify.graphs import Graph, Graphs
 from lockstep.verify.metrics import finish, finite
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
-from lockstep.verify.validate.graphs import Graph, Graphs
 from lockstep.verify.validate.parity import (
     LayerErrors,
     TensorErrors,

@@ -1,9 +1,13 @@
 """The assembly's graphs as callables.
 
-One ONNX Runtime session for each graph, weights given as inputs.
+One ONNX Runtime session for each graph, weights given as inputs. Needs no torch.
 
-Graph optimisation is off: what is validated is the graph as exported. What a backend makes of it is the golden check's
-to judge. ONNX Runtime has no bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
+Graph optimisation is off: what is checked is the graph as exported. What a backend makes of it is the golden check's to
+judge. ONNX Runtime has no bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
+
+Names, dtypes and shapes are held to those declared by hand: ONNX Runtime reports a wrong name late, and Polygraphy not
+at all: it matches inputs by position where names differ, drops what is left over, casts and reshapes what does not fit,
+skips outputs that only one side has, and says PASSED.
 """
 
 from __future__ import annotations
@@ -15,20 +19,41 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
 from lockstep.artifacts.adapters import B_SUFFIX, IDS
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
+from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.graph_runner import GraphRunner
 from lockstep.onnx_tools.overflow import find_overflow
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
-from lockstep.verify.validate.gate import check_graph
 from lockstep.weights import Weights, check_slots, slot_array
+
+_STALE = 300.0  # in cache rows that no token has filled: what a mask must hide, yet finite and within fp16's range
+_SPARE = 3  # such rows behind the longest request
+
+
+def check_graph(path: Path, sha256: str, signature: Signature) -> onnx.ModelProto:
+    """Return the model in the file, once checked.
+
+    Its bytes must have the recorded digest, and it must take and give what is declared. Raises CheckError otherwise.
+    """
+    if not path.is_file():
+        raise CheckError(f"{path}: expected a graph of the assembly, found no file; export again")
+    if (found := sha256_file(path)) != sha256:
+        raise CheckError(
+            f"{path}: sha256: expected {sha256}, found {found}; the file has changed since the export: export again"
+        )
+    model = onnx.load(path, load_external_data=False)
+    signature.check(signature_of(model.graph), str(path), "export again")
+    return model
 
 
 class Graph:
@@ -38,7 +63,7 @@ class Graph:
     """
 
     def __init__(self, path: Path, graph: GraphFile, threads: int | None):
-        self.path = path
+        self.path, self.sha256 = path, graph.sha256
         declared = graph.signature
         self.model = check_graph(path, graph.sha256, declared)
         self.computed = widened(self.model)
@@ -53,8 +78,7 @@ class Graph:
     @property
     def session(self) -> ort.InferenceSession:
         if self._session is None:
-            source = self.path if self.computed is self.model else self.computed.SerializeToString()
-            self._session = open_session(source, self._threads)
+            self._session = open_session(self.computed.SerializeToString(), self._threads)
         return self._session
 
     @contextlib.contextmanager
@@ -145,6 +169,10 @@ class Graphs(GraphRunner):
         """
         return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
+    def graph(self, name: str) -> Graph:
+        """Return a graph by name: a class, `<variant>.<phase>` or, where there are ranks, a piece."""
+        return self._by_name[name]
+
     def carries(self, part: BoundBlock) -> list[str]:
         """Return what a block hands on to the next besides query, key and value.
 
@@ -155,18 +183,27 @@ class Graphs(GraphRunner):
     def run_graph(
         self, name: str, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        return _run(self._by_name[name], inputs, weights)
+        graph = self._by_name[name]
+        return graph.run(_declared(graph, inputs), weights)
+
+    def weights_of(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+        """Return what the weight slots of a graph take. slots: {slot: tensors}."""
+        return {slot.name: self.slot_array(slots[slot.name], slot) for slot in self._by_name[name].slots}
+
+    def feeds(
+        self, name: str, inputs: Mapping[str, np.ndarray], slots: Mapping[str, Sequence[str]]
+    ) -> dict[str, np.ndarray]:
+        """Return all that a graph reads: its inputs of `inputs`, and its weights. Raises CheckError for one missing."""
+        return _declared(self._by_name[name], inputs) | self.weights_of(name, slots)
 
     def overflow(self, part: BoundBlock, env: Mapping[str, np.ndarray], index: int | None) -> str:
         """Say which value of a block float16 does not hold; empty where it holds all.
 
         index: as `Overflow.text` takes it.
         """
-        graph = self.classes[part.graph]
-        given = {**env, **self.adapter_inputs(part, env)}
-        weights = {slot.name: self.slot_array(part.slots[slot.name], slot) for slot in graph.slots}
-        found = find_overflow(graph.model, {io.name: given[io.name] for io in graph.inputs} | weights)
-        return found.text(part.graph, index, self.assembly.residual) if found else ""
+        feeds = self.feeds(part.graph, {**env, **self.adapter_inputs(part, env)}, part.slots)
+        overflow = find_overflow(self._by_name[part.graph].model, feeds)
+        return overflow.text(part.graph, index, self.assembly.residual) if overflow else ""
 
     def adapter_inputs(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return what a block reads of adapters; tokens have none where `env` does not say which.
@@ -226,14 +263,29 @@ class Graphs(GraphRunner):
         return Graph(self.path.parent / uncut.file, uncut, threads)
 
 
-def _run(
-    graph: Graph, env: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None
-) -> dict[str, np.ndarray]:
-    """Run a graph on those of `env` that it declares as inputs."""
+def _declared(graph: Graph, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return those of `env` that a graph declares as inputs."""
     missing = [io.name for io in graph.inputs if io.name not in env]
     if missing:
         known = ", ".join(sorted(env))
         raise CheckError(
             f"{graph.path}: expected inputs that a decoder step has ({known}), found {', '.join(missing)}; export again"
         )
-    return graph.run({io.name: env[io.name] for io in graph.inputs}, weights)
+    return {io.name: env[io.name] for io in graph.inputs}
+
+
+def stale_cache(
+    pasts: Sequence[tuple[np.ndarray, np.ndarray]], lengths: Sequence[int], dtype: np.dtype, capacity: int = 0
+) -> dict[str, np.ndarray]:
+    """Return the inputs of a KV cache of at least `capacity` rows, with stale numbers behind each request's tokens.
+
+    pasts: of each request keys and values [num_tokens, num_kv_heads, head_dim], of which the first `lengths` count.
+    """
+    capacity = max(capacity, max(lengths) + _SPARE)
+    caches = {}
+    for name, rows in zip(("past_key", "past_value"), zip(*pasts), strict=True):
+        cache = np.full((len(lengths), rows[0].shape[1], capacity, rows[0].shape[2]), _STALE, dtype)
+        for request, length in enumerate(lengths):
+            cache[request, :, :length] = rows[request][:length].swapaxes(0, 1)
+        caches[name] = cache
+    return {**caches, "past_lengths": np.array(lengths, np.int64)}
