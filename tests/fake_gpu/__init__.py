@@ -153,8 +153,7 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
 
     if out.suffix != ".engine":
         return real(backend, graph, out, options)
-    model = onnx.load(graph)
-    dequantize_products(model, str(out))
+    model = dequantize_products(onnx.load(graph), str(out))
     model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
     write_bytes(out, model.SerializeToString())
     if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none

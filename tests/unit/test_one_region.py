@@ -174,8 +174,8 @@ def test_a_weight_takes_part_at_every_rank_that_it_is_broadcast_to():
 
 
 def test_a_copy_that_computes_something_else_is_not_built(graphs, monkeypatch):
-    def wrong(model):
-        next(node for node in model.graph.node if node.op_type == "Sub").op_type = "Add"
+    def wrong(graph):
+        next(node for node in graph.nodes if node.op_type == "Sub").op_type = "Add"
         return True
 
     with monkeypatch.context() as patch:

@@ -152,7 +152,7 @@ def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
     model = helper.make_model(helper.make_graph([node], "g", inputs, out), opset_imports=opsets, ir_version=10)
     given = {"x": random.standard_normal((3, columns)).astype(np.float32), "s": scales}
     expected = open_session(model.SerializeToString()).run(None, {**given, "w": data})[0]
-    dequantize_products(model, "here")
+    model = dequantize_products(model, "here")
     weight = next(value for value in model.graph.input if value.name == "w")
     kind = dtype_name(weight.type.tensor_type.elem_type)
     signed = (data ^ np.uint8(sign_of(kind, "uint8"))).tobytes()

@@ -13,58 +13,48 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from lockstep.artifacts.adapters import IDS, mask_name
-from lockstep.onnx_tools.graph_types import prune
+from lockstep.onnx_tools.rewriter import Rewriter
 
 
 def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of `model` that takes a mask.
-
-    `model` itself where it takes no ids.
-    """
-    if IDS not in {value.name for value in model.graph.input}:
+    """Return a copy of `model` that takes a mask; `model` itself where it takes no ids."""
+    graph = Rewriter(model)
+    if IDS not in graph.inputs:
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    graph = copy.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    made = {node.output[0]: node for node in graph.node}
     element, columns, rank = 0, 0, 0
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        equal = made.get(node.input[0]) if node.op_type == "Where" else None
+    for node in graph.nodes:
+        equal = graph.producers.get(node.input[0]) if node.op_type == "Where" else None
         if equal is None or equal.op_type != "Equal":
-            nodes.append(node)
             continue
-        owners = numpy_helper.to_array(constants[equal.input[1]]).reshape(-1)
-        columns, rank = len(owners), int((owners == owners[0]).sum())
-        element = constants[node.input[2]].data_type
-        (ids,) = made[equal.input[0]].input[:1]  # of tokens, or of the rows of requests
-        mask = mask_name(rank) if ids == IDS else ids
+        columns, rank = adapter_columns(graph, equal)
+        element = graph.constants[node.input[2]].data_type
+        ids = graph.producers[equal.input[0]].input[0]  # of tokens, or of the rows of requests
         (out,) = node.output
-        nodes.append(helper.make_node("Clip", [node.input[1], "least", "most"], [f"{out}/finite"], name=f"{out}/clip"))
-        nodes.append(helper.make_node("Mul", [f"{out}/finite", mask], [out], name=f"{out}/mask"))
+        graph.replace(
+            node,
+            helper.make_node("Clip", [node.input[1], "least", "most"], [f"{out}/finite"], name=f"{out}/clip"),
+            helper.make_node("Mul", [f"{out}/finite", mask_name(rank) if ids == IDS else ids], [out], f"{out}/mask"),
+        )
     dtype = helper.tensor_dtype_to_np_dtype(element)
     most = np.array(np.finfo(dtype).max if dtype.kind == "f" else 3e38, dtype)
-    graph.initializer.extend([numpy_helper.from_array(-most, "least"), numpy_helper.from_array(most, "most")])
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    for node in kept:
-        node.input[:] = [mask_name(rank) if name == IDS else name for name in node.input]
-    del graph.node[:]
-    graph.node.extend(kept)
-    prune(graph, [value.name for value in graph.output])
-    inputs = [
-        helper.make_tensor_value_info(mask_name(rank), element, ["num_tokens", columns]) if value.name == IDS else value
-        for value in graph.input
-    ]
-    inputs = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in inputs]
-    del graph.input[:]
-    graph.input.extend(inputs)
-    del graph.value_info[:]
-    onnx.checker.check_model(copy, full_check=True)
-    return copy
+    graph.constant("least", -most)
+    graph.constant("most", most)
+    mask = helper.make_tensor_value_info(mask_name(rank), element, ["num_tokens", columns])
+    for node in graph.consumers[IDS]:
+        node.input[:] = [mask.name if name == IDS else name for name in node.input]
+    graph.replace_input(IDS, mask)
+    return graph.finish()
+
+
+def adapter_columns(graph: Rewriter, equal: onnx.NodeProto) -> tuple[int, int]:
+    """Return the number of columns that an Equal tells apart by their adapter, and how many each adapter has."""
+    owners = graph.array(equal.input[1])
+    assert owners is not None  # as `export.lora` writes it
+    owners = owners.reshape(-1)
+    return len(owners), int((owners == owners[0]).sum())
 
 
 def mask_of(ids: np.ndarray, columns: int, rank: int, dtype: np.dtype) -> np.ndarray:

@@ -14,90 +14,51 @@ from collections.abc import Mapping
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from lockstep.artifacts.adapters import A_SUFFIX, BETWEEN, rows_of
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 
 def shrink_in_rows(
     model: onnx.ModelProto, parts: Mapping[str, list[str]]
 ) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """Return a copy of `model` with A as rows of weights, and its slots.
+    """Return a copy of `model` with A as rows of weights, and its slots {slot: what it is made of}.
 
-    The slots are {slot: what it is made of}. Products whose weights lie the other way stay as they are.
+    Products whose weights lie the other way stay as they are.
     """
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    graph, mapping = copy.graph, dict(parts)
-    declared = {value.name: value for value in graph.input}
-    shrinks = {
-        node.input[1]: node for node in graph.node if node.op_type == "Gemm" and node.input[1].endswith(A_SUFFIX)
-    }
-    gone: list[onnx.NodeProto] = []
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        slot = node.input[1] if node.op_type == "Gemm" and node.input[1] in parts else ""
-        own = [part + A_SUFFIX for part in parts.get(slot, ()) if part + A_SUFFIX in shrinks]
-        by_rows = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
-        if not own or not by_rows or any(shrinks[name].input[0] != node.input[0] for name in own):
-            nodes.append(node)
+    graph, slots = Rewriter(model), dict(parts)
+    products = [node for node in graph.nodes if node.op_type == "Gemm"]
+    shrinks = {node.input[1]: node for node in products if node.input[1].endswith(A_SUFFIX)}
+    for node in products:
+        slot = node.input[1]
+        names = [part + A_SUFFIX for part in parts.get(slot, ()) if part + A_SUFFIX in shrinks]
+        is_transposed = bool(attributes_of(node).get("transB"))
+        if not names or not is_transposed or any(shrinks[name].input[0] != node.input[0] for name in names):
             continue
-        rows, deep = _shape(declared[slot])
-        columns = [_shape(declared[name])[1] for name in own]
-        name = BETWEEN.join([slot, *own])
-        mapping = {key: value for key, value in mapping.items() if key != slot} | {name: [*parts[slot], *own]}
-        element = declared[slot].type.tensor_type.elem_type
-        declared[name] = helper.make_tensor_value_info(name, element, [rows + sum(columns), deep])
-        _replace_inputs(graph, {slot, *own}, declared[name])
-        nodes += _with_rows(graph, node, name, rows, columns, [shrinks[a].output[0] for a in own], element)
-        gone += [shrinks[a] for a in own]
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes if node not in gone]
-    del graph.node[:]
-    graph.node.extend(kept)
-    del graph.value_info[:]
-    onnx.checker.check_model(copy, full_check=True)
-    return copy, mapping
+        (rows, deep), columns = graph.shape(slot), [graph.shape(name)[1] for name in names]
+        joined = graph.input(BETWEEN.join([slot, *names]), graph.element(slot), [rows + sum(columns), deep])
+        slots[joined] = [*slots.pop(slot), *names]
+        for name in names:
+            graph.replace(shrinks[name])
+        (out,) = node.output
+        outputs = [out, *(shrinks[name].output[0] for name in names)]
+        sizes = graph.constant(f"{out}/sizes", np.array([rows, *columns], np.int64))
+        split = helper.make_node("Split", [f"{out}/wide", sizes], outputs, name=f"{out}/parts of rows", axis=1)
+        node.input[1], node.output[0] = joined, f"{out}/wide"
+        if len(node.input) < 3:
+            graph.replace(node, node, split)
+            continue
+        dtype = helper.tensor_dtype_to_np_dtype(graph.element(slot))
+        zeros = graph.constant(f"{out}/no bias", np.zeros(sum(columns), dtype))
+        bias = [node.input[2], zeros]
+        node.input[2] = f"{out}/bias"
+        concat = helper.make_node("Concat", bias, [node.input[2]], name=f"{out}/bias with rows", axis=0)
+        graph.replace(node, concat, node, split)
+    return graph.finish(), slots
 
 
 def slot_rows(feeds: Mapping[str, np.ndarray], parts: list[str], slot: str) -> np.ndarray:
-    """Return what a slot takes: its parts, one after another.
-
-    Behind the others come the A that are rows of it, transposed.
-    """
+    """Return what a slot takes: its parts, one after another; behind them the A that are rows of it, transposed."""
     rows = rows_of(slot)
     return np.concatenate([feeds[part].T if part in rows else feeds[part] for part in parts])
-
-
-def _with_rows(
-    graph: onnx.GraphProto,
-    node: onnx.NodeProto,
-    slot: str,
-    rows: int,
-    columns: list[int],
-    shrunk: list[str],
-    element: int,
-) -> list[onnx.NodeProto]:
-    (out,) = node.output
-    wide, sizes = f"{out}/wide", f"{out}/sizes"
-    graph.initializer.append(numpy_helper.from_array(np.array([rows, *columns], np.int64), sizes))
-    product = onnx.NodeProto()
-    product.CopyFrom(node)
-    product.input[1], product.output[0] = slot, wide
-    split = helper.make_node("Split", [wide, sizes], [out, *shrunk], name=f"{out}/parts of rows", axis=1)
-    if len(node.input) < 3:
-        return [product, split]
-    zero = numpy_helper.from_array(np.zeros(sum(columns), helper.tensor_dtype_to_np_dtype(element)), f"{out}/no bias")
-    graph.initializer.append(zero)
-    bias = helper.make_node("Concat", [node.input[2], zero.name], [f"{out}/bias"], name=f"{out}/bias with rows", axis=0)
-    product.input[2] = f"{out}/bias"
-    return [bias, product, split]
-
-
-def _shape(value: onnx.ValueInfoProto) -> list[int]:
-    return [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-
-
-def _replace_inputs(graph: onnx.GraphProto, names: set[str], by: onnx.ValueInfoProto) -> None:
-    kept = [value for value in graph.input if value.name not in names]
-    del graph.input[:]
-    graph.input.extend([*kept, by])

@@ -17,12 +17,13 @@ from typing import Annotated
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.document import Mark
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.graph_types import keep_constants, typed_values
+from lockstep.onnx_tools.adapter_mask import adapter_columns
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, typed_values, upstream
 from lockstep.onnx_tools.without_adapters import is_expand
 
 _NAMES = ("num_tokens", "num_requests")  # of the first dimension of what crosses a cut
@@ -81,264 +82,166 @@ def has_quantized_products(model: onnx.ModelProto) -> bool:
     return any(node.op_type == "MatMulNBits" for node in model.graph.node)
 
 
-def cut_products(given: onnx.ModelProto) -> CutGraph:
+def cut_products(model: onnx.ModelProto) -> CutGraph:
     """Cut a graph at its products with weights.
 
     Raises CheckError for a value between two steps whose shape is not known.
     """
-    model = onnx.ModelProto()
-    model.CopyFrom(given)
-    _add_biases_behind(model.graph)
-    graph = model.graph
-    shapes = {value.name: _dims(value) for value in (*graph.input, *graph.output)}
-    readers: dict[str, int] = {}
-    for name in (name for node in graph.node for name in node.input):
-        readers[name] = readers.get(name, 0) + 1
-    weights = {name for name in (value.name for value in graph.input) if all(isinstance(d, int) for d in shapes[name])}
-    products: dict[str, Product] = {}
-    for node in graph.node:
-        found = _product(node, weights, shapes, readers)
-        if found is not None:
-            products[found.output] = found
+    graph = Rewriter(_biases_behind(model))
+    products = {node.output[0]: product for node in graph.nodes if (product := _product(graph, node)) is not None}
     for plain, product in _adapted(graph, products).items():
         del products[plain]
         products[product.output] = product
-    return _Cut(model, products, shapes, weights).made()
+    return _Cut(graph, products).cut()
 
 
 class _Cut:
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        products: Mapping[str, Product],
-        shapes: dict[str, tuple[int | str, ...]],
-        weights: set[str],
-    ):
-        self._model, self._products, self._weights = model, products, weights
-        graph = model.graph
-        self._maker = {name: node for node in graph.node for name in node.output}
-        self._given = {value.name: value for value in graph.input}
-        self._results = [value.name for value in graph.output]
-        self._level = {name: 0 for name in self._given if name not in weights}  # of what depends on activations
-        for node in graph.node:
+    def __init__(self, graph: Rewriter, products: Mapping[str, Product]):
+        self._graph, self._products = graph, products
+        weights = {name for name in graph.inputs if all(graph.shape(name))}
+        self._level = {name: 0 for name in graph.inputs if name not in weights}  # of what depends on activations
+        for node in graph.nodes:
             product = products.get(node.output[0])
             inputs = node.input if product is None else [product.input]
             known = [self._level[name] for name in inputs if name in self._level]
             if known:
-                step = 0 if product is None else 1
-                self._level.update(dict.fromkeys(node.output, max(known) + step))
-        self._types, self._shapes = self._typed(shapes)
+                self._level.update(dict.fromkeys(node.output, max(known) + (product is not None)))
+        self._types = typed_values(_without_quantized(graph))
 
-    def made(self) -> CutGraph:
+    def cut(self) -> CutGraph:
         pieces: list[onnx.ModelProto] = []
         steps: list[int | tuple[Product, ...]] = []
         for level in range(max(self._level.values()) + 1):
-            wanted = self._wanted(level)
-            if wanted:
+            outputs = self._outputs(level)
+            if outputs:
                 steps.append(len(pieces))
-                pieces.append(self._piece(wanted, len(pieces)))
-            behind = [each for each in self._products.values() if self._level[each.output] == level + 1]
+                pieces.append(self._piece(outputs, level, len(pieces)))
             groups: dict[tuple, list[Product]] = {}
-            for each in behind:
-                groups.setdefault((each.input, each.bits, each.group_size, len(each.slots)), []).append(each)
+            for product in self._products.values():
+                if self._level[product.output] == level + 1:
+                    key = (product.input, product.bits, product.group_size, len(product.slots))
+                    groups.setdefault(key, []).append(product)
             steps += [tuple(group) for group in groups.values()]
-        ends = {*self._results, *self._given}
+        ends = {*self._graph.outputs, *self._graph.inputs}
         crossing = {value.name for piece in pieces for value in (*piece.graph.input, *piece.graph.output)}
-        crossing |= {name for each in self._products.values() for name in (each.input, each.output)}
+        crossing |= {name for product in self._products.values() for name in (product.input, product.output)}
         inner = {name: self._shape(name) for name in sorted(crossing - ends)}
         return CutGraph(tuple(pieces), tuple(steps), inner)
 
-    def _wanted(self, level: int) -> list[str]:
-        """Return the values of a level that other steps or the outputs need.
-
-        Those of products and inputs are left out.
-        """
-        needed = [each.input for each in self._products.values()] + self._results
-        for node in self._between():
-            if self._level.get(node.output[0], level) != level:
+    def _outputs(self, level: int) -> list[str]:
+        """Return the values of a level, not of products nor inputs, that other steps or the outputs need."""
+        needed = [*(product.input for product in self._products.values()), *self._graph.outputs]
+        between = upstream(self._graph.nodes, needed, self._products)
+        for node in reversed(self._graph.nodes):  # those that are no part of a product
+            is_between = not between.isdisjoint(node.output) and node.output[0] not in self._products
+            if is_between and self._level.get(node.output[0], level) != level:
                 needed += node.input
-        others = self._products.keys() | self._given
+        others = self._products.keys() | self._graph.inputs
         return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in others))
 
-    def _between(self) -> list[onnx.NodeProto]:
-        """Return the nodes that are no part of a product."""
-        found, wanted = list[onnx.NodeProto](), {*self._results, *(each.input for each in self._products.values())}
-        for node in reversed(self._model.graph.node):
-            if not wanted.isdisjoint(node.output) and node.output[0] not in self._products:
-                found.append(node)
-                wanted.update(node.input)
-        return found
+    def _piece(self, outputs: Sequence[str], level: int, number: int) -> onnx.ModelProto:
+        """Return the graph of `outputs`, from inputs, products and what earlier pieces give.
 
-    def _piece(self, wanted: Sequence[str], number: int) -> onnx.ModelProto:
-        """Return the graph of `wanted`.
-
-        It is computed from inputs, products and what earlier pieces give. What depends on no activation is computed
-        where it is needed.
+        What depends on no activation is computed where it is needed.
         """
-        level = self._level[wanted[0]]
-        nodes: dict[str, onnx.NodeProto] = {}
-        read: dict[str, None] = {}
-        constants: set[str] = set()
-        initializers = {tensor.name for tensor in self._model.graph.initializer}
-
-        def visit(name: str) -> None:
-            if name in initializers:
-                constants.add(name)
-            elif name in self._given or name in self._products or self._level.get(name, level) < level:
-                read[name] = None
-            elif name and self._maker[name].output[0] not in nodes:
-                node = self._maker[name]
-                nodes[node.output[0]] = node
-                for other in node.input:
-                    visit(other)
-
-        for name in wanted:
-            visit(name)
-        graph, made = self._model.graph, onnx.ModelProto()
-        made.CopyFrom(self._model)
-        del made.graph.node[:], made.graph.input[:], made.graph.output[:], made.graph.value_info[:]
-        made.graph.name = f"{graph.name}.{number}"
-        made.graph.node.extend(node for node in graph.node if node.output[0] in nodes)
-        order = [*self._given, *(name for node in graph.node for name in node.output)]
-        made.graph.input.extend(self._value(name) for name in sorted(read, key=order.index))
-        made.graph.output.extend(self._value(name) for name in sorted(wanted, key=order.index))
-        keep_constants(made.graph, constants)
-        kept = [entry for entry in made.opset_import if entry.domain in ("", "ai.onnx")]
-        del made.opset_import[:]
-        made.opset_import.extend(kept)
-        onnx.checker.check_model(made, full_check=True)
-        return made
+        piece = Rewriter(self._graph.model)
+        order = [*piece.inputs, *piece.producers]
+        ends = {*piece.inputs, *self._products, *(name for name in order if self._level.get(name, level) < level)}
+        read = upstream(piece.nodes, outputs, ends) & ends
+        piece.inputs = {name: self._value(name) for name in sorted(read, key=order.index)}
+        piece.outputs = {name: self._value(name) for name in sorted(outputs, key=order.index)}
+        piece.model.graph.name = f"{piece.model.graph.name}.{number}"
+        piece.set_opset(next(entry.version for entry in piece.model.opset_import if entry.domain in ("", "ai.onnx")))
+        return piece.finish()
 
     def _value(self, name: str) -> onnx.ValueInfoProto:
-        if name in self._given:
-            return self._given[name]
-        return helper.make_tensor_value_info(name, self._types[name], self._shape(name))
+        if name in self._graph.inputs:
+            return self._graph.inputs[name]
+        return helper.make_tensor_value_info(name, self._types[name][0], self._shape(name))
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
-        """Return the shape of a value that crosses a cut.
+        """Return the shape of a value that crosses a cut: rows of tokens, or of requests, and sizes.
 
-        Rows of tokens, or of requests, and sizes. Raises CheckError for any other shape.
+        Raises CheckError for any other shape.
         """
-        first, *rest = self._shapes.get(name, ())
+        first, *rest = shape = self._types[name][1] if name in self._types else ("?",)
         if not rest or any(not isinstance(size, int) or not size for size in rest):
             raise CheckError(
-                f"graph {self._model.graph.name}: value {name}: expected rows [{' or '.join(_NAMES)}, sizes ...] "
-                f"between two products, found {list(self._shapes.get(name, ()))}"
+                f"graph {self._graph.model.graph.name}: value {name}: expected rows [{' or '.join(_NAMES)}, sizes ...] "
+                f"between two products, found {list(shape)}"
             )
-        return (first if first in _NAMES else self._rows(), *rest)
-
-    def _rows(self) -> str:
-        """Return the name of rows whose name was lost in a reshape.
-
-        An exit computes one row of each request.
-        """
-        return _NAMES["logit_rows" in self._given]
-
-    def _typed(
-        self, shapes: Mapping[str, tuple[int | str, ...]]
-    ) -> tuple[dict[str, int], dict[str, tuple[int | str, ...]]]:
-        """Return types and shapes of all values.
-
-        ONNX's inference knows no `MatMulNBits`, and is given a Gemm for it.
-        """
-        copy = onnx.ModelProto()
-        copy.CopyFrom(self._model)
-        del copy.graph.node[:]
-        for node in self._model.graph.node:
-            if node.op_type != "MatMulNBits":
-                copy.graph.node.append(node)
-                continue
-            attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
-            stand_in, sizes = f"{node.output[0]}/weight", [attributes["N"], attributes["K"]]
-            copy.graph.node.append(
-                helper.make_node("Gemm", [node.input[0], stand_in], node.output, name=node.name, transB=1)
-            )
-            copy.graph.input.append(helper.make_tensor_value_info(stand_in, TensorProto.FLOAT, sizes))
-        graph = onnx.shape_inference.infer_shapes(copy, strict_mode=True).graph
-        found = {value.name: _dims(value) for value in (*graph.input, *graph.value_info, *graph.output)}
-        return {name: element for name, (element, _) in typed_values(copy).items()}, {**found, **shapes}
+        # A name that was lost in a reshape: an exit computes one row of each request.
+        return (first if first in _NAMES else _NAMES["logit_rows" in self._graph.inputs], *rest)
 
 
-def _product(
-    node: onnx.NodeProto, weights: set[str], shapes: Mapping[str, Sequence[int | str]], readers: Mapping[str, int]
-) -> Product | None:
-    attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+def _without_quantized(graph: Rewriter) -> onnx.ModelProto:
+    """Return a copy with a Gemm for each `MatMulNBits`, which ONNX's inference does not know."""
+    copy = Rewriter(graph.model)
+    for node in copy.nodes:
+        if node.op_type == "MatMulNBits":
+            sizes = attributes_of(node)
+            weight = copy.input(f"{node.output[0]}/weight", TensorProto.FLOAT, [sizes["N"], sizes["K"]])
+            copy.replace(node, helper.make_node("Gemm", [node.input[0], weight], node.output, node.name, transB=1))
+    return copy.finish()
+
+
+def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
     if node.op_type == "MatMulNBits":
-        sizes = attributes["bits"], attributes["block_size"], attributes["K"], attributes["N"]
-        return Product(node.input[0], node.output[0], tuple(node.input[1:]), *sizes)
-    defaults = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
-    plain = {**defaults, **attributes} == {**defaults, "transB": 1} and len(node.input) == 2  # see _add_biases_behind
-    if node.op_type != "Gemm" or not plain or node.input[1] not in weights or readers[node.input[1]] > 1:
+        sizes = attributes_of(node)
+        numbers = sizes["bits"], sizes["block_size"], sizes["K"], sizes["N"]
+        return Product(node.input[0], node.output[0], tuple(node.input[1:]), *numbers)
+    if not is_linear(node) or len(node.input) > 2:  # see _biases_behind
         return None
-    rows, columns = shapes[node.input[1]]
-    assert isinstance(rows, int) and isinstance(columns, int)  # a weight's
-    return Product(node.input[0], node.output[0], (node.input[1],), 16, 0, columns, rows)
+    weight = node.input[1]
+    if weight not in graph.inputs or not all(graph.shape(weight)) or len(graph.consumers[weight]) > 1:
+        return None
+    rows, columns = graph.shape(weight)
+    return Product(node.input[0], node.output[0], (weight,), 16, 0, columns, rows)
 
 
-def _add_biases_behind(graph: onnx.GraphProto) -> None:
-    """Make a Gemm with a bias two nodes, in place.
+def _biases_behind(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy in which a Gemm with a bias is two nodes.
 
     Where adapters add to it, the bias is added behind these.
     """
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    expands = {node.output[0] for node in graph.node if is_expand(node)}
-    behind: dict[str, onnx.NodeProto] = {}  # by the node's output that it follows
-    for node in graph.node:
+    graph = Rewriter(model)
+    for node in graph.nodes:
         if node.op_type != "Gemm" or len(node.input) != 3 or not node.input[2]:
             continue
         (out,), bias, last = node.output, node.input.pop(), node
-        if len(readers.get(out, [])) == 1 and readers[out][0].op_type == "Add" and expands & {*readers[out][0].input}:
-            last = readers[out][0]
+        readers = graph.consumers.get(out, [])
+        if len(readers) == 1 and readers[0].op_type == "Add":
+            others = [graph.producers[name] for name in readers[0].input if name in graph.producers]
+            last = readers[0] if any(map(is_expand, others)) else last
         (result,) = last.output
         last.output[0] = f"{result}/without bias"
-        behind[last.output[0]] = helper.make_node("Add", [last.output[0], bias], [result], name=f"{result}/bias")
-    if not behind:
-        return
-    nodes = []
-    for node in graph.node:
-        nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
-        if node.output[0] in behind:
-            nodes.append(behind[node.output[0]])
-    del graph.node[:]
-    graph.node.extend(nodes)
-    del graph.value_info[:]
+        graph.replace(last, last, helper.make_node("Add", [last.output[0], bias], [result], name=f"{result}/bias"))
+    return graph.finish()
 
 
-def _adapted(graph: onnx.GraphProto, products: Mapping[str, Product]) -> dict[str, Product]:
-    """Find the products to which their adapters' products are added.
+def _adapted(graph: Rewriter, products: Mapping[str, Product]) -> dict[str, Product]:
+    """Return the products with what their adapters add, by the output of the product without these.
 
-    That is base + where(a column's adapter is the row's, x A, 0) B. Returns them by the output of the product without
-    these.
+    That is base + where(a column's adapter is the row's, x A, 0) B.
     """
-    maker = {name: node for node in graph.node for name in node.output}
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    found: dict[str, Product] = {}
-    for node in graph.node:
-        expands = [name for name in node.input if name in maker and is_expand(maker[name])]
+    adapted: dict[str, Product] = {}
+    maker = graph.producers
+    for node in graph.nodes:
+        expands = [maker[name] for name in node.input if name in maker and is_expand(maker[name])]
         plain = [name for name in node.input if name in products]
         if node.op_type != "Add" or len(expands) != 1 or len(plain) != 1:
             continue
-        expand, product = maker[expands[0]], products[plain[0]]
+        (expand,), product = expands, products[plain[0]]
         choice = maker[expand.input[0]]
         shrink, equal = maker[choice.input[1]], maker[choice.input[0]]
         if (choice.op_type, equal.op_type, shrink.op_type) != ("Where", "Equal", "Gemm"):
             continue
-        (ids,) = maker[equal.input[0]].input[:1]
-        gather = maker.get(ids)
-        rows = "" if gather is None else gather.input[1]
-        if shrink.input[0] != product.input or (ids if gather is None else gather.input[0]) != IDS:
-            continue
-        owners = numpy_helper.to_array(constants[equal.input[1]]).reshape(-1)
-        lora = Lora(shrink.input[1], expand.input[1], len(owners), int((owners == owners[0]).sum()), rows)
-        found[plain[0]] = replace(product, output=node.output[0], lora=lora)
-    return found
-
-
-def _dims(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
-    return tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
+        ids = maker[equal.input[0]].input[0]
+        source, rows = (ids, "") if ids not in maker else maker[ids].input[:2]
+        if shrink.input[0] == product.input and source == IDS:
+            lora = Lora(shrink.input[1], expand.input[1], *adapter_columns(graph, equal), rows)
+            adapted[plain[0]] = replace(product, output=node.output[0], lora=lora)
+    return adapted
 
 
 Pieces = Callable[[int, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]

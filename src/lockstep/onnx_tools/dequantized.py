@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 OPSET = 21  # DequantizeLinear in blocks, and int4
 _TYPES = {4: TensorProto.INT4, 8: TensorProto.INT8}
@@ -28,41 +29,31 @@ def sign_of(dtype: str, stored: str) -> int:
     return SIGN.get(dtype, 0) if stored == "uint8" else 0
 
 
-def dequantize_products(model: onnx.ModelProto, where: str) -> None:
-    """Rewrite the products with quantised weights of a graph, in place.
+def dequantize_products(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """Return a graph without products with quantised weights; `model` itself where it has none.
 
     Raises CheckError for zero points of their own: there is no library that takes them as inputs.
     """
-    shapes: dict[str, tuple[int, list[int]]] = {}
-    nodes: list[onnx.NodeProto] = []
-    for node in model.graph.node:
-        if node.op_type != "MatMulNBits":
-            nodes.append(node)
-            continue
+    graph = Rewriter(model)
+    products = [node for node in graph.nodes if node.op_type == "MatMulNBits"]
+    for node in products:
         if len(node.input) > 3:
             raise CheckError(
                 f"{where}: expected quantised weights whose zero points are the middle, found {node.input[3]!r}; this "
                 f"backend takes no zero points as inputs, use the backend onnxruntime"
             )
-        sizes = {entry.name: entry.i for entry in node.attribute}
-        activation, data, scales = node.input
-        shapes[data] = _TYPES[sizes["bits"]], [sizes["N"], sizes["K"]]
-        weight, block = f"{node.output[0]}/weight", sizes["block_size"]
-        nodes += [
+        sizes, (activation, data, scales) = attributes_of(node), node.input
+        element = _TYPES[sizes["bits"]]
+        graph.replace_input(data, helper.make_tensor_value_info(data, element, [sizes["N"], sizes["K"]]))
+        weight, name = f"{node.output[0]}/weight", f"{node.name}/dequantize"
+        graph.replace(
+            node,
             helper.make_node(
-                "DequantizeLinear", [data, scales], [weight], f"{node.name}/dequantize", axis=1, block_size=block
+                "DequantizeLinear", [data, scales], [weight], name, axis=1, block_size=sizes["block_size"]
             ),
-            helper.make_node("Gemm", [activation, weight], list(node.output), node.name, transB=1),
-        ]
-    if not shapes:
-        return
-    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    for value in model.graph.input:
-        if value.name in shapes:
-            value.CopyFrom(helper.make_tensor_value_info(value.name, *shapes[value.name]))
-    del model.opset_import[:]
-    model.opset_import.append(helper.make_opsetid("", OPSET))
-    del model.graph.value_info[:]
-    onnx.checker.check_model(model, full_check=True)
+            helper.make_node("Gemm", [activation, weight], node.output, node.name, transB=1),
+        )
+    if not products:
+        return model
+    graph.set_opset(OPSET)
+    return graph.finish()

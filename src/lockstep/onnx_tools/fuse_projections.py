@@ -11,75 +11,45 @@ from collections.abc import Collection
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
+
+from lockstep.onnx_tools.rewriter import Rewriter, is_linear
 
 
 def fuse(model: onnx.ModelProto, slots: Collection[str]) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """Return a copy of `model` with fused projections, and its slots.
+    """Return a copy of `model` with fused projections, and its slots {slot: [slots of `model`]}.
 
-    The slots are {slot: [slots of `model`]}; a slot that is not fused maps to itself.
+    A slot that is not fused maps to itself.
     """
-    fused = onnx.ModelProto()
-    fused.CopyFrom(model)
-    graph = fused.graph
-    declared = {value.name: value for value in graph.input}
-    mapping = {name: [name] for name in declared if name in slots}
-    for group in _groups(graph, declared, set(slots)):
-        first = group[0]
-        bias = len(first.input) == 3
-        names = []
-        for position in (1, 2) if bias else (1,):
-            parts = [node.input[position] for node in group]
-            name = " + ".join(parts)
-            mapping = {key: value for key, value in mapping.items() if key not in parts} | {name: parts}
-            shapes = [[dim.dim_value for dim in declared[part].type.tensor_type.shape.dim] for part in parts]
+    graph = Rewriter(model)
+    mapping = {name: [name] for name in graph.inputs if name in slots}
+    for first, *others in _groups(graph, set(slots)):
+        group, names, rows = [first, *others], list[str](), list[int]()
+        for parts in zip(*(node.input[1:] for node in group), strict=True):
+            shapes = [graph.shape(part) for part in parts]
             rows = [shape[0] for shape in shapes]
-            element = declared[parts[0]].type.tensor_type.elem_type
-            kept = [value for value in graph.input if value.name not in parts]
-            kept.append(helper.make_tensor_value_info(name, element, [sum(rows), *shapes[0][1:]]))
-            del graph.input[:]
-            graph.input.extend(kept)
-            names.append(name)
-        sizes, whole = f"{first.name}/rows", f"{first.name}/fused"
-        graph.initializer.append(numpy_helper.from_array(np.array(rows, np.int64), sizes))
-        product = helper.make_node("Gemm", [first.input[0], *names], [whole], name=whole, transB=1)
-        parts = helper.make_node(
-            "Split", [whole, sizes], [node.output[0] for node in group], name=f"{first.name}/parts", axis=1
+            names.append(graph.input(" + ".join(parts), graph.element(parts[0]), [sum(rows), *shapes[0][1:]]))
+            mapping = {slot: made_of for slot, made_of in mapping.items() if slot not in parts}
+            mapping[names[-1]] = list(parts)
+        whole = f"{first.name}/fused"
+        sizes = graph.constant(f"{first.name}/rows", np.array(rows, np.int64))
+        outputs = [node.output[0] for node in group]
+        graph.replace(
+            first,
+            helper.make_node("Gemm", [first.input[0], *names], [whole], name=whole, transB=1),
+            helper.make_node("Split", [whole, sizes], outputs, name=f"{first.name}/parts", axis=1),
         )
-        nodes = []
-        for node in graph.node:
-            if node == first:
-                nodes += [product, parts]
-            elif node not in group:
-                nodes.append(node)
-        del graph.node[:]
-        graph.node.extend(nodes)
-    onnx.checker.check_model(fused, full_check=True)
-    return fused, mapping
+        for node in others:
+            graph.replace(node)
+    return graph.finish(), mapping
 
 
-def _groups(graph: onnx.GraphProto, declared: dict, slots: set[str]) -> list[list[onnx.NodeProto]]:
-    """Return groups of plain products of one value with weights.
-
-    Nothing else reads these weights; a group has at least two products.
-    """
-    readers: dict[str, int] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers[name] = readers.get(name, 0) + 1
-    found: dict[tuple, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        if node.op_type != "Gemm":
-            continue
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        plain = (
-            attributes.get("transB", 0) == 1
-            and not attributes.get("transA", 0)
-            and attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
-        )
-        weights = node.input[1:]
-        if plain and all(name in slots and readers[name] == 1 for name in weights):
-            one_dimensional = len(weights) < 2 or len(declared[weights[1]].type.tensor_type.shape.dim) == 1
-            if one_dimensional:
-                found.setdefault((node.input[0], len(weights)), []).append(node)
-    return [group for group in found.values() if len(group) > 1]
+def _groups(graph: Rewriter, slots: set[str]) -> list[list[onnx.NodeProto]]:
+    """Return groups of two or more products of one value with weights that nothing else reads."""
+    groups: dict[tuple[str, int], list[onnx.NodeProto]] = {}
+    for node in filter(is_linear, graph.nodes):
+        weight, *bias = node.input[1:]
+        alone = all(name in slots and len(graph.consumers[name]) == 1 for name in (weight, *bias))
+        if alone and all(len(graph.shape(name)) == 1 for name in bias):
+            groups.setdefault((node.input[0], len(bias)), []).append(node)
+    return [group for group in groups.values() if len(group) > 1]

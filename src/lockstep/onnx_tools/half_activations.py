@@ -11,61 +11,50 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
-from lockstep.onnx_tools.graph_types import typed_values
+from lockstep.onnx_tools.rewriter import Rewriter, typed_values
 
 _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
-def halve_activations(model: onnx.ModelProto) -> None:
-    """Rewrite a graph for float16 activations, in place.
+def halve_activations(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a graph for float16 activations.
 
     float32 inputs and outputs become float16, with a Cast on the inner side, and products of them read and give
     float16. Weights are inputs, and become float16 too.
     """
-    graph = model.graph
+    graph = Rewriter(model)
     types = {name: element for name, (element, _) in typed_values(model).items()}
-    given = {value.name for value in graph.input if value.type.tensor_type.elem_type == TensorProto.FLOAT}
-    results = {value.name for value in graph.output if value.type.tensor_type.elem_type == TensorProto.FLOAT}
+    inputs = {name for name in graph.inputs if types[name] == TensorProto.FLOAT}
+    outputs = {name for name in graph.outputs if types[name] == TensorProto.FLOAT}
+    halves = {name: name for name in inputs}
+    of_floats = set(inputs)  # what is computed from float inputs
 
     def inner(name: str) -> str:
-        return f"{name}/float" if name in given or name in results else name
+        return f"{name}/float" if name in inputs or name in outputs else name
 
-    halves: dict[str, str] = {name: name for name in given}
-    of_floats = set(given)  # what is computed from float inputs
-    nodes = [_cast(name, inner(name), TensorProto.FLOAT) for name in sorted(given)]
-    for node in graph.node:
-        floats = [name for name in node.input if types.get(name) == TensorProto.FLOAT]
-        computed = not of_floats.isdisjoint(node.input)
-        if computed:
-            of_floats.update(node.output)
-        if node.op_type in _PRODUCTS and computed and len(floats) == len(node.input):
-            for name in floats:
+    graph.prepend(*(_cast(name, inner(name), TensorProto.FLOAT) for name in sorted(inputs)))
+    graph.append(*(_cast(inner(name), name, TensorProto.FLOAT16) for name in sorted(outputs)))
+    for node in graph.nodes:
+        operands, (*results,) = list(node.input), node.output
+        is_computed = not of_floats.isdisjoint(operands)
+        of_floats.update(results if is_computed else ())
+        nodes: list[onnx.NodeProto] = []
+        if node.op_type in _PRODUCTS and is_computed and all(types.get(name) == TensorProto.FLOAT for name in operands):
+            for name in operands:
                 if name not in halves:
                     halves[name] = f"{name}/half"
                     nodes.append(_cast(inner(name), halves[name], TensorProto.FLOAT16))
-            (out,) = node.output
-            made = onnx.NodeProto()
-            made.CopyFrom(node)
-            made.input[:], made.output[:] = [halves[name] for name in node.input], [f"{out}/product"]
-            nodes += [made, _cast(f"{out}/product", inner(out), TensorProto.FLOAT)]
+            (out,) = results
+            node.input[:], node.output[:] = [halves[name] for name in operands], [f"{out}/product"]
+            nodes += [node, _cast(f"{out}/product", inner(out), TensorProto.FLOAT)]
         else:
-            made = onnx.NodeProto()
-            made.CopyFrom(node)
-            made.input[:], made.output[:] = [inner(name) for name in node.input], [inner(name) for name in node.output]
-            nodes.append(made)
-    nodes += [_cast(inner(name), name, TensorProto.FLOAT16) for name in sorted(results)]
-    read = {name for node in nodes for name in node.input}
-    del graph.node[:]
-    graph.node.extend(node for node in nodes if node.output[0] in read or node.output[0] in results | _names(graph))
-    for value in (*graph.input, *graph.output):
+            node.input[:], node.output[:] = map(inner, operands), map(inner, results)
+            nodes.append(node)
+        graph.replace(node, *nodes)
+    for value in (*graph.inputs.values(), *graph.outputs.values()):
         if value.type.tensor_type.elem_type == TensorProto.FLOAT:
             value.type.tensor_type.elem_type = TensorProto.FLOAT16
-    del graph.value_info[:]
-    onnx.checker.check_model(model, full_check=True)
-
-
-def _names(graph: onnx.GraphProto) -> set[str]:
-    return {value.name for value in graph.output}
+    return graph.finish()
 
 
 def _cast(name: str, to: str, element: int) -> onnx.NodeProto:

@@ -9,27 +9,20 @@ LoweringError names it. Source of the changes: the ONNX operator changelog.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
 import onnx.inliner
-from onnx import helper, numpy_helper
+from onnx import NodeProto, helper, numpy_helper
 
 from lockstep.errors import InputError
-from lockstep.onnx_tools.graph_types import keep_constants, typed_values
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
 
 OPSET = 17
 _REDUCTIONS = (
-    "ReduceL1",
-    "ReduceL2",
-    "ReduceLogSum",
-    "ReduceLogSumExp",
-    "ReduceMax",
-    "ReduceMean",
-    "ReduceMin",
-    "ReduceProd",
-    "ReduceSumSquare",
+    "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSumSquare".split()
 )
 
 
@@ -40,145 +33,102 @@ def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
     """
     if opset != OPSET:
         raise InputError(f"opset: expected {OPSET}, or none for the graph as it is, found {opset!r}")
-    lowered = onnx.inliner.inline_local_functions(model) if model.functions else _copy(model)
-    graph = lowered.graph
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    nodes = [new for node in graph.node for new in _RULES.get(node.op_type, _keep)(node, constants)]
-    del graph.node[:]
-    graph.node.extend(nodes)
-    keep_constants(graph, {name for node in graph.node for name in node.input})
+    inlined = onnx.inliner.inline_local_functions(model) if model.functions else model
+    graph = Rewriter(inlined)
+    rules = _Rules(graph, inlined)
     source = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
-    for node in graph.node:
-        _check(node, source)
-    del lowered.opset_import[:]
-    lowered.opset_import.append(helper.make_opsetid("", OPSET))
-    _casts_by_type(lowered)
-    lowered.ir_version = 8  # of ONNX 1.12, which brought opset 17
-    del graph.value_info[:]
-    onnx.checker.check_model(lowered, full_check=True)
-    return lowered
+    for node in graph.nodes:
+        nodes = rules.lowered(node)
+        for lowered in nodes:
+            _check(lowered, source)
+        graph.replace(node, *nodes)
+    graph.set_opset(OPSET)
+    graph.model.ir_version = 8  # of ONNX 1.12, which brought opset 17
+    return graph.finish()
 
 
-def _casts_by_type(model: onnx.ModelProto) -> None:
-    """Turn each `CastLike` into a `Cast` to the type that is meant.
+class _Rules:
+    """The rules for the operators of one graph."""
 
-    Readers of opset 17 may not know it (TensorRT 8.6 does not).
-    """
-    if not any(node.op_type == "CastLike" for node in model.graph.node):
-        return
-    values = typed_values(model)
-    for node in model.graph.node:
-        if node.op_type == "CastLike":
-            like = node.input.pop()
-            node.op_type = "Cast"
-            node.attribute.append(helper.make_attribute("to", values[like][0]))
+    def __init__(self, graph: Rewriter, model: onnx.ModelProto):
+        self._graph, self._model = graph, model
 
+    @functools.cached_property
+    def _types(self) -> dict[str, int]:
+        return {name: element for name, (element, _) in typed_values(self._model).items()}
 
-def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
-    copied = onnx.ModelProto()
-    copied.CopyFrom(model)
-    return copied
+    def lowered(self, node: NodeProto) -> Sequence[NodeProto]:
+        """Return what a node becomes in opset 17; itself where nothing changed."""
+        rules: dict[str, Callable[[NodeProto], Sequence[NodeProto]]] = {
+            **dict.fromkeys(_REDUCTIONS, self._axes_to_attribute),
+            "Split": self._without("num_outputs"),  # equal parts are what it makes when no sizes are given
+            "Gelu": self._gelu,
+            "Cast": self._without("saturate"),  # which our graphs leave at what opset 17 does
+            "CastLike": self._cast_by_type,
+        }
+        return rules[node.op_type](node) if node.op_type in rules else [node]
 
+    def _axes_to_attribute(self, node: NodeProto) -> Sequence[NodeProto]:
+        """Make the axes of a reduction an attribute.
 
-def _keep(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-    return [node]
-
-
-def _axes_to_attribute(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-    """Make the axes of a reduction an attribute.
-
-    Opset 18 made them an input. A reader of opset 17 ignores that input and reduces everything.
-    """
-    attributes = _attributes(node)
-    no_axes = attributes.pop("noop_with_empty_axes", 0)
-    axes = constants.get(node.input[1]) if len(node.input) > 1 and node.input[1] else None
-    if axes is None and (no_axes or len(node.input) > 1 and node.input[1]):
-        raise InputError(
-            f"{node.name}: {node.op_type}: expected constant axes, found "
-            f"{'none' if no_axes else node.input[1]!r}; opset {OPSET} has axes as attributes"
-        )
-    if axes is not None:
-        attributes["axes"] = [int(axis) for axis in axes]
-    return [helper.make_node(node.op_type, [node.input[0]], node.output, name=node.name, **attributes)]
-
-
-def _split_sizes(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-    """Drop num_outputs of a Split, which opset 18 brought.
-
-    Without it, equal parts are what Split makes when no sizes are given.
-    """
-    attributes = _attributes(node)
-    attributes.pop("num_outputs", None)
-    return [helper.make_node("Split", list(node.input), node.output, name=node.name, **attributes)]
-
-
-def _without(*names: str) -> Callable[[onnx.NodeProto, Mapping[str, np.ndarray]], Sequence[onnx.NodeProto]]:
-    """Return a rule that drops attributes which opset 17 does not know.
-
-    Our graphs leave them at what opset 17 does.
-    """
-
-    def rule(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-        return [
-            helper.make_node(
-                node.op_type,
-                node.input,
-                node.output,
-                name=node.name,
-                **{k: v for k, v in _attributes(node).items() if k not in names},
+        Opset 18 made them an input. A reader of opset 17 ignores that input and reduces everything.
+        """
+        attributes = attributes_of(node)
+        no_axes = attributes.pop("noop_with_empty_axes", 0)
+        name = node.input[1] if len(node.input) > 1 else ""
+        axes = self._graph.array(name)
+        if axes is None and (no_axes or name):
+            raise InputError(
+                f"{node.name}: {node.op_type}: expected constant axes, found {'none' if no_axes else name!r}; "
+                f"opset {OPSET} has axes as attributes"
             )
-        ]
+        if axes is not None:
+            attributes["axes"] = [int(axis) for axis in axes]
+        return [helper.make_node(node.op_type, node.input[:1], node.output, name=node.name, **attributes)]
 
-    return rule
+    def _without(self, name: str) -> Callable[[NodeProto], Sequence[NodeProto]]:
+        """Return a rule that drops an attribute which opset 17 does not know."""
 
+        def rule(node: NodeProto) -> Sequence[NodeProto]:
+            attributes = {key: value for key, value in attributes_of(node).items() if key != name}
+            return [helper.make_node(node.op_type, node.input, node.output, name=node.name, **attributes)]
 
-def _gelu(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> Sequence[onnx.NodeProto]:
-    """Write Gelu, which came with opset 20, in older operators.
+        return rule
 
-    x/2 (1 + erf(x/sqrt 2)), or x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
-    """
-    x, out, base = node.input[0], node.output[0], node.name
-    tanh = _attributes(node).get("approximate", b"none") == b"tanh"
-    made: list[onnx.NodeProto] = []
+    def _cast_by_type(self, node: NodeProto) -> Sequence[NodeProto]:
+        """Turn a `CastLike`, which TensorRT 8.6 does not know, into a `Cast` to the type that is meant."""
+        to = self._types[node.input[1]]
+        return [helper.make_node("Cast", node.input[:1], node.output, name=node.name, to=to)]
 
-    def scalar(value: float) -> str:
-        name = f"{base}/{len(made)}"
-        made.append(
-            helper.make_node(
-                "Constant", [], [f"{name}/float"], value=numpy_helper.from_array(np.array(value, np.float32))
-            )
-        )
-        made.append(helper.make_node("CastLike", [f"{name}/float", x], [name]))
-        return name
+    def _gelu(self, node: NodeProto) -> Sequence[NodeProto]:
+        """Write Gelu, which came with opset 20, in older operators.
 
-    def op(kind: str, *inputs: str, to: str | None = None) -> str:
-        name = to or f"{base}/{len(made)}"
-        made.append(helper.make_node(kind, list(inputs), [name], name=name))
-        return name
+        x/2 (1 + erf(x/sqrt 2)), or x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+        """
+        x, nodes = node.input[0], list[NodeProto]()
 
-    if tanh:
-        cubed = op("Mul", op("Mul", x, x), op("Mul", x, scalar(0.044715)))
-        inner = op("Tanh", op("Mul", op("Add", x, cubed), scalar((2 / np.pi) ** 0.5)))
-    else:
-        inner = op("Erf", op("Mul", x, scalar(0.5**0.5)))
-    op("Mul", op("Mul", x, scalar(0.5)), op("Add", inner, scalar(1.0)), to=out)
-    return made
+        def scalar(value: float) -> str:
+            name = f"{node.name}/{len(nodes)}"
+            tensor = numpy_helper.from_array(np.array(value, np.float32))
+            nodes.append(helper.make_node("Constant", [], [f"{name}/float"], value=tensor))
+            nodes.append(helper.make_node("Cast", [f"{name}/float"], [name], to=self._types[x]))
+            return name
 
+        def op(kind: str, *inputs: str, to: str | None = None) -> str:
+            name = to or f"{node.name}/{len(nodes)}"
+            nodes.append(helper.make_node(kind, list(inputs), [name], name=name))
+            return name
 
-_RULES: dict[str, Callable[[onnx.NodeProto, Mapping[str, np.ndarray]], Sequence[onnx.NodeProto]]] = {
-    **dict.fromkeys(_REDUCTIONS, _axes_to_attribute),
-    "Split": _split_sizes,
-    "Gelu": _gelu,
-    "Cast": _without("saturate"),
-    "CastLike": _without("saturate"),
-}
-
-
-def _attributes(node: onnx.NodeProto) -> dict:
-    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        if attributes_of(node).get("approximate", b"none") == b"tanh":
+            cubed = op("Mul", op("Mul", x, x), op("Mul", x, scalar(0.044715)))
+            inner = op("Tanh", op("Mul", op("Add", x, cubed), scalar((2 / np.pi) ** 0.5)))
+        else:
+            inner = op("Erf", op("Mul", x, scalar(0.5**0.5)))
+        op("Mul", op("Mul", x, scalar(0.5)), op("Add", inner, scalar(1.0)), to=node.output[0])
+        return nodes
 
 
-def _check(node: onnx.NodeProto, source: int) -> None:
+def _check(node: NodeProto, source: int) -> None:
     """Check that a node's operator is one of opset 17.
 
     Where a later opset changed it, a rule above must have dealt with it. Raises InputError.

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from lockstep.onnx_tools.rewriter import upstream
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened
 
@@ -84,14 +85,5 @@ def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Ov
     for name, array in zip(names, arrays, strict=True):
         largest = float(np.abs(array).max(initial=0))
         if largest > LARGEST:
-            return Overflow(name, largest, makers[name] in PRODUCTS, name in _upstream(model.graph, "hidden_out"))
+            return Overflow(name, largest, makers[name] in PRODUCTS, name in upstream(model.graph.node, ["hidden_out"]))
     return None
-
-
-def _upstream(graph: onnx.GraphProto, output: str) -> set[str]:
-    """Return a value and all that it is made of."""
-    found = {output}
-    for node in reversed(graph.node):
-        if not found.isdisjoint(node.output):
-            found.update(node.input)
-    return found

@@ -80,12 +80,14 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
 
     Raises CheckError naming the first output that differs by more than rounding.
     """
+    from lockstep.onnx_tools.sessions import compute  # needed only where a graph is rewritten, not where engines run
+
     canonical, rewritten = widened(model), widened(prepared.model)
     feeds = random_inputs(canonical)
-    expected = _run(canonical, feeds)
+    expected = compute(canonical, feeds)
     weights = {slot: slot_rows(feeds, parts, slot) for slot, parts in prepared.parts.items()}
     rest = {value.name: _feed(value, feeds) for value in rewritten.graph.input if value.name not in weights}
-    found = _run(rewritten, {**rest, **weights})
+    found = compute(rewritten, {**rest, **weights})
     relative = max(
         REWRITE_TOLERANCE[array.dtype.name]
         for array in (*feeds.values(), *expected.values())
@@ -135,11 +137,3 @@ def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
             values = np.roll(block, random.integers(_BLOCK))[: math.prod(shape)] * scale
             feeds[value.name] = np.resize(values.astype(dtype), shape)
     return feeds
-
-
-def _run(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    # needed only where a graph is rewritten, not where engines run
-    from lockstep.onnx_tools.sessions import open_session
-
-    session = open_session(model.SerializeToString())
-    return dict(zip([value.name for value in session.get_outputs()], session.run(None, dict(feeds))))

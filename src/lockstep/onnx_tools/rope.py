@@ -13,12 +13,12 @@ import math
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from lockstep.artifacts.assembly import AttentionVariant
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.graph_types import prune
 from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
+from lockstep.onnx_tools.rewriter import Rewriter
 from lockstep.onnx_tools.widened import widened
 
 _REQUESTS, _CAPACITY = 3, 7
@@ -26,96 +26,64 @@ _BF16 = 2**-7  # its eps
 
 
 def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProto:
-    """Cut RoPE out of a decode graph.
-
-    Raises CheckError where the graph is not RoPE and then attention.
-    """
-    given, decode = decode, widened(decode)
-    graph = decode.graph
-    query, scale = _rotated_query(graph, variant, None if decode is given else _BF16)
-    cut = onnx.ModelProto()
-    cut.CopyFrom(decode)
-    needed = prune(cut.graph, (query, "key_out"))
-    inputs = [value for value in cut.graph.input if value.name in needed]
-    del cut.graph.input[:]
-    cut.graph.input.extend(inputs)
-    cut.graph.node.append(helper.make_node("Identity", [query], ["query_out"], name="query_out"))
-    for value in cut.graph.input:
+    """Cut RoPE out of a decode graph. Raises CheckError where the graph is not RoPE and then attention."""
+    wide = widened(decode)
+    graph = Rewriter(wide)
+    query, scale = _rotated_query(graph, variant, None if wide is decode else _BF16)
+    graph.append(helper.make_node("Identity", [query], ["query_out"], name="query_out"))
+    for value in graph.inputs.values():
         value.type.tensor_type.shape.dim[0].dim_param = "num_tokens"
-    # queries and keys may come in float32
-    element = next(value.type.tensor_type.elem_type for value in graph.output if value.name == "key_out")
-    del cut.graph.output[:], cut.graph.value_info[:]
-    for name, heads in (("query_out", variant.num_heads), ("key_out", variant.num_kv_heads)):
-        cut.graph.output.append(helper.make_tensor_value_info(name, element, ["num_tokens", heads, variant.head_dim]))
-    cut.graph.name = "rotary"
-    onnx.checker.check_model(cut, full_check=True)
-    _check(decode, cut, dataclasses.replace(variant, scale=scale))
+    element = graph.outputs["key_out"].type.tensor_type.elem_type  # queries and keys may come in float32
+    graph.outputs = {
+        name: helper.make_tensor_value_info(name, element, ["num_tokens", heads, variant.head_dim])
+        for name, heads in (("query_out", variant.num_heads), ("key_out", variant.num_kv_heads))
+    }
+    graph.model.graph.name = "rotary"
+    cut = graph.finish()
+    _check(wide, cut, dataclasses.replace(variant, scale=scale))
     return cut
 
 
-def _rotated_query(graph: onnx.GraphProto, variant: AttentionVariant, eps: float | None) -> tuple[str, float]:
+def _rotated_query(graph: Rewriter, variant: AttentionVariant, eps: float | None) -> tuple[str, float]:
     """Return the name of the value that attention scales, and the scale.
 
     The value is what a product with the variant's scale reads, whose result is brought into groups of heads. The scale
     is as the graph has it, rounded to its type; `eps` is that of the type unless given. Raises CheckError where there
     is no such product, or more than one.
     """
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
     groups = [-1, variant.num_kv_heads, variant.num_heads // variant.num_kv_heads, variant.head_dim]
-    found = []
-    for node in graph.node:
-        scalars = [name for name in node.input if name in constants and constants[name].shape == ()]
-        reads = readers.get(node.output[0], [])
-        if node.op_type == "Mul" and len(scalars) == 1 and len(reads) == 1 and reads[0].op_type == "Reshape":
-            shape = constants.get(reads[0].input[1])
-            scale, rounding = float(constants[scalars[0]]), (eps or np.finfo(constants[scalars[0]].dtype).eps) / 2
-            if shape is not None and shape.tolist() == groups and math.isclose(scale, variant.scale, rel_tol=rounding):
-                found.append((next(name for name in node.input if name not in scalars), scale))
-    if len(found) != 1:
+    scaled = []
+    for node in graph.nodes:
+        factors = {name: array for name in node.input if (array := graph.array(name)) is not None and not array.shape}
+        readers = graph.consumers.get(node.output[0], [])
+        if node.op_type == "Mul" and len(factors) == 1 and len(readers) == 1 and readers[0].op_type == "Reshape":
+            ((factor, array),) = factors.items()
+            shape, rounding = graph.array(readers[0].input[1]), (eps or np.finfo(array.dtype).eps) / 2
+            is_scale = math.isclose(float(array), variant.scale, rel_tol=rounding)
+            if shape is not None and shape.tolist() == groups and is_scale:
+                scaled.append((next(name for name in node.input if name != factor), float(array)))
+    if len(scaled) != 1:
         raise CheckError(
-            f"graph {graph.name}: expected one product of the query with the scale "
-            f"{variant.scale}, found {len(found)}; build with attention: traced"
+            f"graph {graph.model.graph.name}: expected one product of the query with the scale "
+            f"{variant.scale}, found {len(scaled)}; build with attention: traced"
         )
-    return found[0]
+    return scaled[0]
 
 
 def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVariant) -> None:
-    from lockstep.onnx_tools.sessions import open_session
+    from lockstep.onnx_tools.sessions import compute  # needed only where a graph is cut, not where engines run
 
     random = np.random.default_rng(0)
     lengths = np.array([0, 3, _CAPACITY], np.int64)[:_REQUESTS]
+    sizes = {"num_requests": _REQUESTS, "past_capacity": _CAPACITY}
     feeds = {}
     for value in decode.graph.input:
-        dims = value.type.tensor_type.shape.dim
-        shape = [
-            dim.dim_value or {"num_requests": _REQUESTS, "past_capacity": _CAPACITY}[dim.dim_param] for dim in dims
-        ]
+        shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         feeds[value.name] = lengths if dtype.kind == "i" else random.standard_normal(shape, np.float32).astype(dtype)
-
-    def run(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-        session = open_session(model.SerializeToString())
-        return dict(
-            zip(
-                [value.name for value in session.get_outputs()],
-                session.run(None, {value.name: feeds[value.name] for value in model.graph.input}),
-            )
-        )
-
-    expected, rotated = run(decode), run(cut)
-    found = attention(
-        rotated["query_out"],
-        rotated["key_out"],
-        feeds["value"],
-        feeds["past_key"],
-        feeds["past_value"],
-        lengths,
-        variant,
-    )
+    expected, rotated = compute(decode, feeds), compute(cut, feeds)
+    past = feeds["value"], feeds["past_key"], feeds["past_value"]
+    found = attention(rotated["query_out"], rotated["key_out"], *past, lengths, variant)
     exact = expected["attention"].astype(np.float32)
     allowed = REWRITE_TOLERANCE[expected["attention"].dtype.name] * peak(exact)
     error = max_abs_error(exact, found)

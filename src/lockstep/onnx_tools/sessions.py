@@ -5,8 +5,11 @@ In: a model. Out: a session that computes it as it is written, nothing optimised
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import onnx
 import onnxruntime as ort
 
 from lockstep.errors import CheckError
@@ -42,3 +45,10 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     raise CheckError(
         f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {' '.join(str(failure).split())}"
     ) from failure
+
+
+def compute(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a graph's outputs by name; feeds: its inputs, and maybe more."""
+    session = open_session(model.SerializeToString())
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, {value.name: feeds[value.name] for value in session.get_inputs()})))

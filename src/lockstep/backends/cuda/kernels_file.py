@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from lockstep.onnx_tools.cut_products import CutGraph, Product, cut_products, ru
 from lockstep.onnx_tools.half_activations import halve_activations
 from lockstep.onnx_tools.metrics import max_abs_error, peak
 from lockstep.onnx_tools.prepare import random_inputs
-from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.weights.groups import dequantize
 
@@ -83,8 +83,7 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
     name = model.graph.name
     try:
         cut = cut_products(model)
-        for piece in cut.pieces:
-            halve_activations(piece)
+        cut = replace(cut, pieces=tuple(map(halve_activations, cut.pieces)))
         kernels = [row_kernel(piece, f"piece_{number}") for number, piece in enumerate(cut.pieces)]
     except CheckError as error:
         raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
@@ -124,9 +123,7 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
         if product.bits < 16:  # weights as large as of full precision
             scales = feeds[product.slots[1]]
             feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
-    session = open_session(model.SerializeToString())
-    names = [value.name for value in session.get_outputs()]
-    expected = dict(zip(names, session.run(None, feeds)))
+    expected = compute(model, feeds)
     sessions = [open_session(piece.SerializeToString()) for piece in cut.pieces]
 
     def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
@@ -138,7 +135,7 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
         return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
 
     found = run_cut(cut.steps, feeds, run_piece, multiply)
-    for name in names:
+    for name in expected:
         allowed = _TOLERANCE * peak(expected[name])
         error = max_abs_error(expected[name], found[name].astype(np.float64))
         if not error <= allowed:

@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
-from lockstep.onnx_tools.graph_types import replace_nodes
+from lockstep.onnx_tools.rewriter import replace_nodes
 
 PIECE = 128  # the least numbers that ONNX Runtime accumulates without a cut
 

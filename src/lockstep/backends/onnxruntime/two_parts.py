@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from lockstep.onnx_tools.graph_types import replace_nodes
+from lockstep.onnx_tools.rewriter import replace_nodes
 
 _LEVELS = 127.0  # of int8, on each side of zero
 _TINY = 1e-30  # the step of a group of zeros

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from lockstep.onnx_tools.graph_types import replace_nodes
+from lockstep.onnx_tools.rewriter import replace_nodes
 
 VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch64, whatever the CPU has
 

@@ -20,7 +20,7 @@ from onnx import helper
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace
 from lockstep.backends.openvino.quantized import compress, expand
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.graph_types import replace_nodes
+from lockstep.onnx_tools.rewriter import replace_nodes
 
 XML, BIN = "model.xml", "model.bin"
 _DATE = (1980, 1, 1, 0, 0, 0)  # the first that an archive can hold

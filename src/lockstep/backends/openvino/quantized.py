@@ -20,7 +20,7 @@ from lockstep.artifacts.quantized import data_name
 from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.openvino.library import openvino, replace, tensor_on
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.graph_types import replace_nodes
+from lockstep.onnx_tools.rewriter import replace_nodes
 
 _opset = openvino.opset13
 

@@ -10,7 +10,7 @@ from lockstep.backends.profiles import Profile
 from lockstep.backends.tensorrt.compat import GraphRefusedError
 from lockstep.errors import CheckError
 from lockstep.gpu.tensor import Tensor
-from lockstep.onnx_tools.graph_types import typed_values
+from lockstep.onnx_tools.rewriter import typed_values
 from lockstep.onnx_tools.signature import dtype_name
 
 

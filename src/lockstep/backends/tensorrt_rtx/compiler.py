@@ -119,8 +119,8 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
     Products with quantised weights are rewritten as of `onnx_tools.dequantized`. What the library is given is held to
     the graph before: names, types, sizes and profiles of inputs and outputs, and the type of each value.
     """
-    where, model = str(out), onnx.load(graph)
-    dequantize_products(model, where)
+    where = str(out)
+    model = dequantize_products(onnx.load(graph), where)
     builder = library.create_builder()
     library.use_one_thread(builder)
     types, bounds = tensor_types(model), profiles(model, built_limits(options))

@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.graph_types import replace_nodes
+from lockstep.onnx_tools.rewriter import replace_nodes
 
 # What kernels begin with that are launched with `cuda.Launch.overlaps`: the next one may be brought onto the device
 # while this one runs, and what the one before has written, or still reads, is touched behind `wait_for_previous` alone.

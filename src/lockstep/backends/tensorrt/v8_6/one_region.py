@@ -17,10 +17,10 @@ import functools
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
-from lockstep.onnx_tools.graph_types import prune, typed_values
 from lockstep.onnx_tools.prepare import Prepared, check_same
+from lockstep.onnx_tools.rewriter import Rewriter, typed_values
 
 LEVEL = 3  # at most: higher ones only search for what this gives at once
 _BROADCASTS = ("Add", "Sub", "Mul", "Div")
@@ -45,45 +45,38 @@ def as_one_region(model: onnx.ModelProto) -> onnx.ModelProto | None:
     name, width = outputs[-1].name, outputs[-1].type.tensor_type.shape.dim[1].dim_value
     if not width or any(node.op_type == "Gather" and name in node.output for node in model.graph.node):
         return None
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    rewritten = _bring_to_rank(copy)
-    for node in copy.graph.node:
+    graph = Rewriter(model)
+    is_rewritten = _bring_to_rank(graph)
+    for node in graph.nodes:
         for names in (node.input, node.output):
-            names[:] = [f"{name}/all" if each == name else each for each in names]
-    copy.graph.initializer.append(numpy_helper.from_array(np.array([1, -1, width], np.int64), f"{name}/shape"))
-    copy.graph.initializer.append(numpy_helper.from_array(np.array(0, np.int64), f"{name}/first"))
-    copy.graph.node.append(
-        helper.make_node("Reshape", [f"{name}/all", f"{name}/shape"], [f"{name}/cube"], name=f"{name}/reshape")
+            names[:] = [f"{name}/all" if other == name else other for other in names]
+    cube = graph.constant(f"{name}/shape", np.array([1, -1, width], np.int64))
+    first = graph.constant(f"{name}/first", np.array(0, np.int64))
+    graph.append(
+        helper.make_node("Reshape", [f"{name}/all", cube], [f"{name}/cube"], name=f"{name}/reshape"),
+        helper.make_node("Gather", [f"{name}/cube", first], [name], name=f"{name}/gather", axis=0),
     )
-    copy.graph.node.append(
-        helper.make_node("Gather", [f"{name}/cube", f"{name}/first"], [name], name=f"{name}/gather", axis=0)
-    )
-    onnx.checker.check_model(copy, full_check=True)
-    if rewritten:  # else nothing of what is computed
-        check_same(model, Prepared(copy, [], {}))
-    return copy
+    region = graph.finish()
+    if is_rewritten:  # else nothing of what is computed
+        check_same(model, Prepared(region, [], {}))
+    return region
 
 
-def _bring_to_rank(model: onnx.ModelProto) -> bool:
+def _bring_to_rank(graph: Rewriter) -> bool:
     """Give fp32 operands of weights and constants the rank of their result; return whether there was one."""
-    graph = model.graph
-    values = typed_values(model)
+    values = typed_values(graph.model)
     shapes = {name: shape for name, (_, shape) in values.items()}
     floats = {name for name, (element, _) in values.items() if element == TensorProto.FLOAT}
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    weights = {value.name for value in graph.input if all(shapes[value.name])}
-    made = {output: node for node in graph.node for output in node.output}
-    copies: list[onnx.NodeProto] = []
+    weights = {name for name in graph.inputs if all(graph.shape(name))}
     done: set[str] = set()
 
     @functools.cache
     def fixed(name: str) -> bool:
         """Return whether a value is made of weights and constants alone, element by element."""
-        node = made.get(name)
+        node = graph.producers.get(name)
         return (
             name in weights
-            or name in constants
+            or name in graph.constants
             or bool(node and node.op_type in ("Cast", *_BROADCASTS) and all(map(fixed, node.input)))
         )
 
@@ -95,26 +88,22 @@ def _bring_to_rank(model: onnx.ModelProto) -> bool:
         if new in done:
             return new
         done.add(new)
-        dims = [1] * (rank - len(shapes[name])) + shapes[name]
-        if name in constants:
-            graph.initializer.append(numpy_helper.from_array(numpy_helper.to_array(constants[name]).reshape(dims), new))
+        dims = [1] * (rank - len(shapes[name])) + [int(size) for size in shapes[name]]
+        if (array := graph.array(name)) is not None:
+            graph.constant(new, array.reshape(dims))
         elif name in weights:
-            graph.initializer.append(numpy_helper.from_array(np.array(dims, np.int64), f"{new}/shape"))
-            copies.append(helper.make_node("Reshape", [name, f"{new}/shape"], [new], name=new))
+            shape = graph.constant(f"{new}/shape", np.array(dims, np.int64))
+            graph.prepend(helper.make_node("Reshape", [name, shape], [new], name=new))
         else:
-            inputs, node = [at_rank(each, rank) for each in made[name].input], onnx.NodeProto()
-            node.CopyFrom(made[name])
-            node.input[:], node.output[:], node.name = inputs, [new], new
-            copies.append(node)
+            node = onnx.NodeProto()
+            node.CopyFrom(graph.producers[name])
+            node.input[:], node.output[:], node.name = [at_rank(other, rank) for other in node.input], [new], new
+            graph.prepend(node)
         return new
 
-    for node in reversed(graph.node):  # so that what is copied is as it was
+    for node in reversed(graph.nodes):  # so that what is copied is as it was
         for index, name in enumerate(node.input if node.op_type in _BROADCASTS else ()):
             rank = len(shapes.get(node.output[0], ()))
             if name in floats and 0 < len(shapes[name]) < rank and fixed(name):
                 node.input[index] = at_rank(name, rank)
-    nodes = [*copies, *graph.node]
-    del graph.node[:]
-    graph.node.extend(nodes)
-    prune(graph, [value.name for value in graph.output])
     return bool(done)

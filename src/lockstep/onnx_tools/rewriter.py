@@ -1,0 +1,147 @@
+"""Change an ONNX graph: the one class that all passes over exported graphs are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
+
+Dims = tuple[int | str, ...]  # of a shape: numbers and names, "?" where neither is known
+
+
+class Rewriter:
+    """A copy of a model that is being changed; `finish` returns it.
+
+    nodes: of the graph as it came, in topological order, which may be changed in place. producers: {value: its node}
+    and consumers: {value: the nodes that read it, once for each time} of that graph. inputs, outputs: declarations by
+    name. Nodes take the places of those that they replace, which keeps the order topological.
+    """
+
+    def __init__(self, model: ModelProto):
+        self.model = ModelProto()
+        self.model.CopyFrom(model)
+        graph = self.model.graph
+        self.nodes = list(graph.node)
+        self.inputs = {value.name: value for value in graph.input}
+        self.outputs = {value.name: value for value in graph.output}
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.producers = {name: node for node in self.nodes for name in node.output if name}
+        self.consumers: dict[str, list[NodeProto]] = {}
+        for node in self.nodes:
+            for name in node.input:
+                self.consumers.setdefault(name, []).append(node)
+        self._instead: dict[int, list[NodeProto]] = {}
+        self._first: list[NodeProto] = []
+        self._last: list[NodeProto] = []
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of an input; 0 stands for a dynamic dimension."""
+        return [dim.dim_value for dim in self.inputs[name].type.tensor_type.shape.dim]
+
+    def element(self, name: str) -> int:
+        """Return the ONNX element type of an input."""
+        return self.inputs[name].type.tensor_type.elem_type
+
+    def array(self, name: str) -> np.ndarray | None:
+        """Return the value of a constant; None for what is none."""
+        return numpy_helper.to_array(self.constants[name]) if name in self.constants else None
+
+    def constant(self, name: str, array: np.ndarray) -> str:
+        """Add a constant; return its name."""
+        self.constants[name] = numpy_helper.from_array(array, name)
+        return name
+
+    def input(self, name: str, element: int, shape: Sequence[int | str]) -> str:
+        """Add an input behind the others; return its name."""
+        self.inputs[name] = helper.make_tensor_value_info(name, element, shape)
+        return name
+
+    def replace_input(self, name: str, *others: ValueInfoProto) -> None:
+        """Put other inputs in the place of one."""
+        values = [(others if value.name == name else (value,)) for value in self.inputs.values()]
+        self.inputs = {value.name: value for group in values for value in group}
+
+    def replace(self, node: NodeProto, *others: NodeProto) -> None:
+        """Put other nodes, of which one may be itself, in the place of a node; none removes it."""
+        self._instead[id(node)] = list(others)
+
+    def prepend(self, *nodes: NodeProto) -> None:
+        """Put nodes before all others, behind those that were put there already."""
+        self._first += nodes
+
+    def append(self, *nodes: NodeProto) -> None:
+        """Put nodes behind all others."""
+        self._last += nodes
+
+    def set_opset(self, version: int) -> None:
+        """Let the model need this version of ONNX's operators, and no other operators."""
+        _assign(self.model.opset_import, [helper.make_opsetid("", version)])
+
+    def finish(self) -> ModelProto:
+        """Return the changed model without nodes, constants and inputs that nothing reads.
+
+        Raises onnx.checker.ValidationError or onnx.shape_inference.InferenceError for a graph that is not valid.
+        """
+        graph = self.model.graph
+        nodes = [other for node in self.nodes for other in self._instead.get(id(node), [node])]
+        nodes = [*self._first, *nodes, *self._last]
+        needed = upstream(nodes, self.outputs, self.inputs)
+        kept = [node for node in nodes if any(name in needed and name not in self.inputs for name in node.output)]
+        _assign(graph.node, kept)
+        _assign(graph.initializer, [tensor for tensor in self.constants.values() if tensor.name in needed])
+        _assign(graph.input, [value for value in self.inputs.values() if value.name in needed])
+        _assign(graph.output, list(self.outputs.values()))
+        del graph.value_info[:]
+        onnx.checker.check_model(self.model, full_check=True)
+        return self.model
+
+
+def _assign(field: Any, messages: Sequence[Any]) -> None:
+    del field[:]
+    field.extend(messages)
+
+
+def upstream(nodes: Sequence[NodeProto], names: Iterable[str], stops: Collection[str] = ()) -> set[str]:
+    """Return values and all that they are made of, but nothing that those in `stops` are made of."""
+    needed = set(names)
+    for node in reversed(nodes):
+        if any(name in needed and name not in stops for name in node.output):
+            needed.update(node.input)
+    return needed
+
+
+def attributes_of(node: NodeProto) -> dict[str, Any]:
+    """Return a node's attributes by name, as Python values."""
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def is_linear(node: NodeProto) -> bool:
+    """Return whether a node is x W^T, or x W^T + b: a plain `Gemm(transB=1)`."""
+    defaults = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
+    return node.op_type == "Gemm" and {**defaults, **attributes_of(node)} == {**defaults, "transB": 1}
+
+
+def typed_values(model: ModelProto) -> dict[str, tuple[int, Dims]]:
+    """Return {name: (element type, shape)} of all values that ONNX's shape inference knows, constants too."""
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    values = {
+        value.name: (value.type.tensor_type.elem_type, dims_of(value))
+        for value in (*graph.input, *graph.value_info, *graph.output)
+    }
+    return values | {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
+
+
+def dims_of(value: ValueInfoProto) -> Dims:
+    """Return the shape of a declared value."""
+    return tuple(
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim
+    )
+
+
+def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Let a graph have these nodes instead, of which some may be its own."""
+    copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    _assign(graph.node, copies)
