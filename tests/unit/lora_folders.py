@@ -17,7 +17,7 @@ from lockstep.artifacts.files import write_bytes, write_json
 from lockstep.artifacts.quantized import module_of
 from lockstep.backends import build
 from lockstep.config import load
-from lockstep.export.run import with_adapters
+from lockstep.export.lora import with_adapters
 from lockstep.runtime import Decoding, Model, Request
 from lockstep.runtime.binding import adapted_modules
 from lockstep.targets import Results

@@ -9,7 +9,7 @@ from families import FAMILIES
 
 from lockstep.artifacts.adapters import A_SUFFIX, IDS, rows_of
 from lockstep.errors import CheckError
-from lockstep.export.run import with_adapters
+from lockstep.export.lora import with_adapters
 from lockstep.onnx_tools import adapter_rows, prepare
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.without_adapters import without_adapters

@@ -27,9 +27,8 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import parity
-from lockstep.export.lora import linear_layers
+from lockstep.export.lora import linear_layers, with_adapters
 from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
-from lockstep.export.run import with_adapters
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, scheduler
 from lockstep.runtime.prefix import root_key

@@ -22,8 +22,8 @@ from lockstep.artifacts.quantized import is_data
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
+from lockstep.export.lora import with_adapters
 from lockstep.export.quantize import quantize
-from lockstep.export.run import with_adapters
 from lockstep.runtime import Model
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify.golden.adapted import check

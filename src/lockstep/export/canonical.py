@@ -42,15 +42,21 @@ class Graph:
 
 
 def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
-    """Bring `graph` into canonical form.
+    """Bring `graph` into canonical form; its weights, of which it has initializers, become inputs.
+
+    order, slots: as of `canonical_proto`.
+    """
+    for weight in [weight for weight in graph.initializers if weight in slots]:
+        graph.inputs.append(graph.initializers.pop(weight))
+    return canonical_proto(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).graph, name, order, slots)
+
+
+def canonical_proto(proto: onnx.GraphProto, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
+    """Bring a graph whose weights are inputs into canonical form.
 
     order: names of the inputs that are not weights, in the order they shall have (absent ones are skipped, unused ones
-    dropped);
-    slots: {initializer name: slot name} of the weights, which become inputs in order of first use.
+    dropped); slots: {name: slot name} of the weights, which become inputs in order of first use.
     """
-    for name_of_weight in [n for n in graph.initializers if n in slots]:
-        graph.inputs.append(graph.initializers.pop(name_of_weight))
-    proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).graph
     nodes = _structural_order(proto)
     outputs = {value.name: value for value in proto.output}
     used = [i for node in nodes for i in node.input if i]

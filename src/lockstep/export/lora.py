@@ -12,13 +12,14 @@ what another adapter makes of a token may be infinite.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import torch
-from onnx import helper, numpy_helper
+from onnx import helper
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -26,8 +27,9 @@ from lockstep.artifacts import quantized
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS, LoraSlot, LoraSlots
 from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
-from lockstep.export.canonical import Graph, canonical
+from lockstep.export.canonical import Graph, canonical_proto
 from lockstep.export.cut import INPUT_ORDER
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
 
 _LAYER_SLOTS = ("previous.", "current.")  # slots of a decoder layer's weights open so
 _ROWS = "logit_rows"
@@ -49,6 +51,46 @@ def fits(module: str, targets: Collection[str] | None) -> bool:
     return targets is None or any(module == target or module.endswith(f".{target}") for target in targets)
 
 
+def with_adapters(
+    files: Mapping[str, bytes], assembly: Assembly, adapters: Mapping[str, Any], linears: Collection[str] | None = None
+) -> tuple[dict[str, bytes], Assembly]:
+    """Return files and assembly with blocks that take adapters; the uncut graph stays without.
+
+    adapters: max_adapters, max_lora_rank, and targets: names of modules that adapters may be of, as PEFT has them;
+    None: all linear layers of the decoder layers. linears: names of the model's linear layers; what else is such a
+    product (a router of experts) takes no adapters. None: all such products are taken for linear layers.
+
+    Raises InputError where no linear layer of a name, or none at all, is there.
+    """
+    room, targets = (adapters["max_adapters"], adapters["max_lora_rank"]), adapters.get("targets")
+    modules = {
+        name: {
+            slot.name: module_of(slot.name)
+            for slot in file.signature.slots
+            if name != assembly.embedding.graph and _is_linear(assembly, name, slot.name, linears)
+        }
+        for name, file in assembly.classes.items()
+    }
+    known = {
+        modules[name][slot]
+        for name, file in assembly.classes.items()
+        for slot in _products(Rewriter(onnx.ModelProto.FromString(files[file.file])), modules[name])
+    }
+    missing = [target for target in targets or () if not any(fits(module, [target]) for module in known)]
+    if missing or not known:
+        found = ", ".join(sorted(known)) or "none"
+        asked = ", ".join(missing) or "linear layers in its decoder layers"
+        raise InputError(f"lora_target_modules: expected linear layers of the model ({found}), found {asked}")
+    adapted, classes, lora = dict(files), dict(assembly.classes), {}
+    for name, file in assembly.classes.items():
+        slots = [slot for slot, module in modules[name].items() if fits(module, targets)]
+        graph, layers = add_lora(Graph(files[file.file], file.signature), slots, *room)
+        if layers:
+            lora[name], adapted[file.file] = layers, graph.data
+            classes[name] = replace(file, sha256=graph.sha256, signature=graph.signature)
+    return adapted, replace(assembly, classes=classes, adapters=LoraSlots(*room, lora))
+
+
 def add_lora(
     graph: Graph, slots: Collection[str], max_adapters: int, max_lora_rank: int
 ) -> tuple[Graph, dict[str, LoraSlot]]:
@@ -57,103 +99,62 @@ def add_lora(
     Returns the new graph, and where each layer takes its adapters; the graph as it is, where it has none of these
     layers.
     """
-    model = graph.proto
-    nodes = {node.output[0]: node for node in model.graph.node if node.op_type == "Gemm" and node.input[1] in slots}
-    if not nodes:
+    rewriter, columns = Rewriter(graph.proto), max_adapters * max_lora_rank
+    products = _products(rewriter, slots)
+    if not products:
         return graph, {}
-    columns = max_adapters * max_lora_rank
-    element = _element(model.graph, next(iter(nodes.values())).input[1])
-    rows = _rows_of(model)
-    kept, lora, made = [*model.graph.node], {}, onnx.GraphProto()
-    masks: dict[str, str] = {}
-    ordered: list[onnx.NodeProto] = []
-    shapes = {slot.name: slot.sizes for slot in graph.signature.slots}
-    inputs: list[str] = [IDS]
-    for node in kept:
-        if node.output[0] not in nodes or rows.get(node.input[0]) not in ("num_tokens", "num_requests"):
-            ordered.append(node)
-            continue
-        size = rows[node.input[0]]
-        if size not in masks:
-            masks[size] = f"lora/{size}"
-            ordered += _mask(size, masks[size])
-        weight, output = node.input[1], node.output[0]
-        transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
-        wide, deep = shapes[weight] if transposed else shapes[weight][::-1]
-        slot = LoraSlot(weight + A_SUFFIX, weight + B_SUFFIX, deep, wide)
-        lora[weight] = slot
-        inputs += [slot.a, slot.b]
-        made.input.append(helper.make_tensor_value_info(slot.a, element, [deep, columns]))
-        made.input.append(helper.make_tensor_value_info(slot.b, element, [columns, wide]))
+    element = rewriter.element(next(iter(products)))
+    owner = np.repeat(np.arange(max_adapters, dtype=np.int64), max_lora_rank)
+    rewriter.constant("lora/owner", owner[None])
+    rewriter.constant("lora/axis", np.array([1], np.int64))
+    rewriter.constants["lora/zero"] = helper.make_tensor("lora/zero", element, [], [0.0])
+    inputs = [rewriter.input(IDS, onnx.TensorProto.INT64, ["num_tokens"])]
+    for rows in dict.fromkeys(rows for _, rows in products.values()):
+        rewriter.prepend(*_mask(rows))
+    lora = {}
+    for weight, (node, rows) in products.items():
+        wide, deep = rewriter.shape(weight) if attributes_of(node).get("transB") else rewriter.shape(weight)[::-1]
+        lora[weight] = slot = LoraSlot(weight + A_SUFFIX, weight + B_SUFFIX, deep, wide)
+        inputs.append(rewriter.input(slot.a, element, [deep, columns]))
+        inputs.append(rewriter.input(slot.b, element, [columns, wide]))
+        (output,) = node.output
         node.output[0] = f"{output}/base"
-        ordered += [
+        rewriter.replace(
+            node,
             node,
             helper.make_node("Gemm", [node.input[0], slot.a], [f"{output}/shrunk"]),
-            helper.make_node("Where", [masks[size], f"{output}/shrunk", "lora/zero"], [f"{output}/own"]),
+            helper.make_node("Where", [f"lora/{rows}", f"{output}/shrunk", "lora/zero"], [f"{output}/own"]),
             helper.make_node("Gemm", [f"{output}/own", slot.b], [f"{output}/lora"]),
             helper.make_node("Add", [f"{output}/base", f"{output}/lora"], [output]),
-        ]
-    if not lora:
-        return graph, {}
-    del model.graph.node[:]
-    model.graph.node.extend(ordered)
-    model.graph.input.append(helper.make_tensor_value_info(IDS, onnx.TensorProto.INT64, ["num_tokens"]))
-    model.graph.input.extend(made.input)
-    owner = np.repeat(np.arange(max_adapters), max_lora_rank)[None]
-    model.graph.initializer.extend(
-        [
-            numpy_helper.from_array(owner.astype(np.int64), "lora/owner"),
-            numpy_helper.from_array(np.array([1], np.int64), "lora/axis"),
-            onnx.TensorProto(name="lora/zero", data_type=element, dims=[], raw_data=bytes(_SIZES[element])),
-        ]
-    )
+        )
     carried = [io.name for io in graph.signature.inputs if io.name not in INPUT_ORDER]
-    order = [*INPUT_ORDER, *carried, *inputs]
-    result = canonical(ir.from_proto(model).graph, model.graph.name, order, {slot: slot for slot in shapes})
-    onnx.checker.check_model(result.proto, full_check=True)
-    return result, lora
+    proto, weights = rewriter.finish().graph, {slot.name: slot.name for slot in graph.signature.slots}
+    return canonical_proto(proto, proto.name, [*INPUT_ORDER, *carried, *inputs], weights), lora
 
 
-def adapted(
-    files: dict[str, bytes],
-    assembly: Assembly,
-    max_adapters: int,
-    max_lora_rank: int,
-    targets: Collection[str] | None = None,
-    linears: Collection[str] | None = None,
-) -> tuple[dict[str, bytes], LoraSlots, dict[str, Graph]]:
-    """Return an assembly's files with graphs that take adapters.
+def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, tuple[onnx.NodeProto, str]]:
+    """Return {weight slot: its product, and whether its rows are num_tokens or num_requests}."""
+    types, products = typed_values(graph.model), {}
+    for node in graph.nodes:
+        if node.op_type == "Gemm" and node.input[1] in slots:
+            rows, *_ = types[node.input[0]][1]
+            if rows in ("num_tokens", "num_requests"):
+                products[node.input[1]] = (node, str(rows))
+    return products
 
-    targets: names of modules that adapters may be of, as PEFT has them; None: all linear layers of the decoder layers.
-    linears: names of the model's linear layers; what else is such a product (a router of experts) takes no adapters.
-    None: all such products are taken for linear layers.
 
-    Returns the files, where the graphs take adapters, and these graphs by class. Raises InputError where none of a
-    name, or none at all, is there.
+def _mask(rows: str) -> list[onnx.NodeProto]:
+    """Return nodes that make a mask [rows, n*R] of the columns that are of each row's adapter.
+
+    Rows of requests are those of their last tokens.
     """
-    classes: dict[str, dict[str, LoraSlot]] = {}
-    graphs: dict[str, Graph] = {}
-    known: set[str] = set()
-    files = dict(files)
-    for name, file in assembly.classes.items():
-        if name == assembly.embedding.graph:
-            continue
-        graph = Graph(files[file.file], file.signature)
-        slots = [slot.name for slot in file.signature.slots if _is_linear(assembly, name, slot.name, linears)]
-        made, everywhere = add_lora(graph, slots, max_adapters, max_lora_rank)
-        known |= {module_of(slot) for slot in everywhere}
-        if targets is not None:
-            made, everywhere = add_lora(
-                graph, [slot for slot in everywhere if fits(module_of(slot), targets)], max_adapters, max_lora_rank
-            )
-        if everywhere:
-            classes[name], graphs[name], files[file.file] = everywhere, made, made.data
-    missing = [target for target in targets or () if not any(fits(module, [target]) for module in known)]
-    if missing or not known:
-        found = ", ".join(sorted(known)) or "none"
-        asked = ", ".join(missing) or "linear layers in its decoder layers"
-        raise InputError(f"lora_target_modules: expected linear layers of the model ({found}), found {asked}")
-    return files, LoraSlots(max_adapters, max_lora_rank, classes), graphs
+    name, ids = f"lora/{rows}", IDS if rows == "num_tokens" else f"lora/{rows}/ids"
+    gather = helper.make_node("Gather", [IDS, _ROWS], [ids], axis=0)
+    return [
+        *([] if ids == IDS else [gather]),
+        helper.make_node("Unsqueeze", [ids, "lora/axis"], [f"{name}/column"]),
+        helper.make_node("Equal", [f"{name}/column", "lora/owner"], [name]),
+    ]
 
 
 def linear_layers(model: PreTrainedModel) -> set[str]:
@@ -175,39 +176,3 @@ def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str
         and (linears is None or part.slots[slot][0].removesuffix(".weight") in linears)
         for part in parts
     )
-
-
-_SIZES: dict[int, int] = {onnx.TensorProto.FLOAT: 4, onnx.TensorProto.FLOAT16: 2, onnx.TensorProto.BFLOAT16: 2}
-
-
-def _element(graph: onnx.GraphProto, weight: str) -> int:
-    return next(value.type.tensor_type.elem_type for value in graph.input if value.name == weight)
-
-
-def _rows_of(model: onnx.ModelProto) -> dict[str, str]:
-    """Return what the rows are of each value of two dimensions, by name.
-
-    num_tokens or num_requests.
-    """
-    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    return {
-        value.name: value.type.tensor_type.shape.dim[0].dim_param
-        for value in (*inferred.input, *inferred.value_info, *inferred.output)
-        if len(value.type.tensor_type.shape.dim) == 2
-    }
-
-
-def _mask(size: str, name: str) -> list[onnx.NodeProto]:
-    """Return nodes that make a mask of each row's adapter, [rows, n*R].
-
-    It says which columns are of the row's adapter. Rows of requests are those of their last tokens.
-    """
-    nodes, ids = [], IDS
-    if size == "num_requests":
-        ids = f"{name}/ids"
-        nodes.append(helper.make_node("Gather", [IDS, _ROWS], [ids], axis=0))
-    return [
-        *nodes,
-        helper.make_node("Unsqueeze", [ids, "lora/axis"], [f"{name}/column"]),
-        helper.make_node("Equal", [f"{name}/column", "lora/owner"], [name]),
-    ]

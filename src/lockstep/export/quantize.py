@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import onnx
 from onnx import helper
@@ -26,6 +27,7 @@ from lockstep.artifacts.dtypes import QUANTIZATIONS
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.errors import InputError
+from lockstep.onnx_tools.rewriter import Rewriter, is_linear
 from lockstep.onnx_tools.signature import signature_of
 
 _DOMAIN = "com.microsoft"
@@ -58,10 +60,10 @@ def quantize(
     weight can be quantised, or the rows of one are no multiple of `group_size`.
     """
     quantized = _choose(files, assembly, precision, group_size, already)
-    made, classes = dict(files), {}
+    rewritten, classes = dict(files), {}
     for name, graph in assembly.classes.items():
         bits = _bits(_places(assembly, name), quantized)
-        classes[name], made[graph.file] = _rewritten(graph, files[graph.file], bits, quantized)
+        classes[name], rewritten[graph.file] = _rewritten(graph, files[graph.file], bits, quantized)
 
     def part(old: BoundBlock) -> BoundBlock:
         return BoundBlock(old.graph, _bound(old.slots, quantized))
@@ -70,26 +72,26 @@ def quantize(
     uncut = assembly.batchful
     if uncut is not None:
         bits = _bits([uncut.tensors], quantized)
-        graph, made[uncut.file] = _rewritten(uncut, files[uncut.file], bits, quantized)
+        graph, rewritten[uncut.file] = _rewritten(uncut, files[uncut.file], bits, quantized)
         uncut = Uncut(graph.file, graph.sha256, graph.signature, _bound(uncut.tensors, quantized))
     ranks = assembly.tensor_parallel
     if ranks is not None:
-        ranks = _of_ranks(files, assembly, ranks, quantized, made)
+        ranks = _of_ranks(files, assembly, ranks, quantized, rewritten)
     assembly = replace(
         assembly, precision=precision, classes=classes, layers=layers, batchful=uncut, tensor_parallel=ranks
     )
     adapters = assembly.adapters and _adapters_of(assembly.adapters, classes)
-    return made, replace(assembly, quantization=quantized, adapters=adapters)
+    return rewritten, replace(assembly, quantization=quantized, adapters=adapters)
 
 
 def _adapters_of(slots: LoraSlots, classes: Mapping[str, GraphFile]) -> LoraSlots:
     """Return the adapters' linear layers, by the slots of the rewritten graphs."""
-    held = {name: {slot.name for slot in graph.signature.slots} for name, graph in classes.items()}
-    named = {
-        name: {slot if slot in held[name] else data_name(slot): each for slot, each in found.items()}
-        for name, found in slots.classes.items()
+    names = {name: {slot.name for slot in graph.signature.slots} for name, graph in classes.items()}
+    renamed = {
+        name: {slot if slot in names[name] else data_name(slot): layer for slot, layer in layers.items()}
+        for name, layers in slots.classes.items()
     }
-    return replace(slots, classes=named)
+    return replace(slots, classes=renamed)
 
 
 def _of_ranks(
@@ -97,9 +99,9 @@ def _of_ranks(
     assembly: Assembly,
     ranks: TensorParallel,
     quantized: QuantizedTensors,
-    made: dict[str, bytes],
+    rewritten: dict[str, bytes],
 ) -> TensorParallel:
-    """Return what ranks run of the quantised weights; their graphs go to `made`.
+    """Return what ranks run of the quantised weights; their graphs go to `rewritten`.
 
     A rank takes the same rows of a weight as in full precision, or the same columns where these are whole groups.
     Raises InputError where they are not.
@@ -114,14 +116,13 @@ def _of_ranks(
             if slot in bits:
                 weights[data_name(slot)] = weights[scales_name(slot)] = _by_groups(shard, size, tensors[slot])
                 if quantized.zero_points:  # of several groups in a byte
-                    each = size * 8 // bits[slot]
-                    weights[zero_points_name(slot)] = _by_groups(shard, each, tensors[slot])
+                    weights[zero_points_name(slot)] = _by_groups(shard, size * 8 // bits[slot], tensors[slot])
             else:
                 weights[slot] = shard
         for piece in sharded.pieces:
             graph = ranks.graphs[piece.graph]
-            own = {slot.name: bits[slot.name] for slot in graph.signature.slots if slot.name in bits}
-            graphs[piece.graph], made[graph.file] = _rewritten(graph, files[graph.file], own, quantized)
+            of_piece = {slot.name: bits[slot.name] for slot in graph.signature.slots if slot.name in bits}
+            graphs[piece.graph], rewritten[graph.file] = _rewritten(graph, files[graph.file], of_piece, quantized)
         classes[name] = replace(sharded, weights=weights)
     return replace(ranks, graphs=graphs, classes=classes)
 
@@ -173,15 +174,15 @@ def _choose(
 
 def _bits_already(use: _Use, already: QuantizedTensors) -> int | None:
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-    found = {already.bits.get(name) or already.bits.get(name.partition(".")[2]) for name in use.tensors}
-    return found.pop() if use.bits is not None and len(found) == 1 else None
+    bits = {already.bits.get(name) or already.bits.get(name.partition(".")[2]) for name in use.tensors}
+    return bits.pop() if use.bits is not None and len(bits) == 1 else None
 
 
 def _uses(files: Mapping[str, bytes], assembly: Assembly, precision: str) -> Iterator[_Use]:
     chosen = QUANTIZATIONS[precision]
     for name, graph in assembly.classes.items():
         columns = {slot.name: slot.sizes[-1] for slot in graph.signature.slots}
-        able = _products(onnx.ModelProto.FromString(files[graph.file]).graph, columns)
+        able = _products(Rewriter(onnx.ModelProto.FromString(files[graph.file])), columns)
         for slots in _places(assembly, name):
             for slot, tensors in slots.items():
                 bits = chosen.bits if slot.startswith(_OF_LAYERS) else chosen.head_bits
@@ -212,88 +213,47 @@ def _bound(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
     return bound
 
 
-def _products(graph: onnx.GraphProto, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
-    """Return {slot: its product} of weights that one plain Gemm reads.
-
-    Weights are `[out_features, in_features]`, and nothing else reads them.
-    """
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    found = {}
+def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
+    """Return {slot: its product} of weights `[out_features, in_features]` that one plain Gemm alone reads."""
+    products = {}
     for slot in slots:
-        nodes = readers.get(slot, [])
-        if len(nodes) == 1 and nodes[0].op_type == "Gemm" and nodes[0].input[1] == slot:
-            attributes = {entry.name: helper.get_attribute_value(entry) for entry in nodes[0].attribute}
-            defaults = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
-            if {**defaults, **attributes} == {**defaults, "transB": 1}:
-                found[slot] = nodes[0]
-    return found
+        readers = graph.consumers.get(slot, [])
+        if len(readers) == 1 and is_linear(readers[0]) and readers[0].input[1] == slot:
+            products[slot] = readers[0]
+    return products
 
 
 def _rewritten(
     graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors
 ) -> tuple[GraphFile, bytes]:
-    """Rewrite the products of the slots `bits` as `MatMulNBits`.
-
-    Returns the graph and its bytes, as they are where there are no such slots.
-    """
+    """Return a graph, and its bytes, whose products of the slots `bits` are `MatMulNBits`."""
     if not bits:
         return graph, data
-    model = onnx.ModelProto.FromString(data)
-    products = {node.name: slot for slot, node in _products(model.graph, bits).items()}
-    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
-    nodes: list[onnx.NodeProto] = []
-    for node in model.graph.node:
-        slot = products.get(node.name)
-        nodes += [node] if slot is None else _nodes(node, slot, shapes[slot], bits[slot], quantized)
-    inputs: list[onnx.ValueInfoProto] = []
-    for value in model.graph.input:
-        name = value.name
-        inputs += _inputs(name, shapes[name], bits[name], quantized) if name in bits else [value]
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    del made.graph.node[:], made.graph.input[:]
-    made.graph.node.extend(nodes)
-    made.graph.input.extend(inputs)
-    made.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
-    onnx.checker.check_model(made, full_check=True)
-    written = made.SerializeToString(deterministic=True)
+    rewriter = Rewriter(onnx.ModelProto.FromString(data))
+    size = quantized.group_size
+    for slot, node in _products(rewriter, bits).items():
+        rows, columns = rewriter.shape(slot)
+        types = [
+            (onnx.TensorProto.UINT8, [rows, columns // size, size * bits[slot] // 8]),
+            (onnx.TensorProto.FLOAT, [rows, columns // size]),
+            (onnx.TensorProto.UINT8, [rows, (columns // size * bits[slot] + 7) // 8]),  # zero points, where there are
+        ]
+        parts = quantized.parts(slot)
+        inputs = [
+            helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types)
+        ]  # as many as there are parts
+        rewriter.replace_input(slot, *inputs)
+        (out,), (activation, _, *bias) = node.output, node.input
+        product = f"{out}/product" if bias else out
+        sizes: dict[str, Any] = {"K": columns, "N": rows, "bits": bits[slot], "block_size": size}
+        rewriter.replace(
+            node,
+            helper.make_node("MatMulNBits", [activation, *parts], [product], node.name, domain=_DOMAIN, **sizes),
+            *([helper.make_node("Add", [product, *bias], [out], f"{node.name}/bias")] if bias else []),
+        )
+    rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    model = rewriter.finish()
+    written = model.SerializeToString(deterministic=True)
     slots = {part for slot in bits for part in quantized.parts(slot)}
     slots |= {slot.name for slot in graph.signature.slots} - set(bits)
-    return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(made.graph, slots)), written
-
-
-def _nodes(
-    node: onnx.NodeProto, slot: str, shape: Sequence[int], bits: int, quantized: QuantizedTensors
-) -> list[onnx.NodeProto]:
-    rows, columns = shape
-    bias = list(node.input[2:])
-    product = helper.make_node(
-        "MatMulNBits",
-        [node.input[0], *quantized.parts(slot)],
-        [f"{node.output[0]}/product" if bias else node.output[0]],
-        name=node.name,
-        domain=_DOMAIN,
-        K=columns,
-        N=rows,
-        bits=bits,
-        block_size=quantized.group_size,
-    )
-    if not bias:
-        return [product]
-    return [product, helper.make_node("Add", [product.output[0], *bias], list(node.output), name=f"{node.name}/bias")]
-
-
-def _inputs(slot: str, shape: Sequence[int], bits: int, quantized: QuantizedTensors) -> list[onnx.ValueInfoProto]:
-    rows, columns = shape
-    groups, size = columns // quantized.group_size, quantized.group_size * bits // 8
-    made = [
-        helper.make_tensor_value_info(data_name(slot), onnx.TensorProto.UINT8, [rows, groups, size]),
-        helper.make_tensor_value_info(scales_name(slot), onnx.TensorProto.FLOAT, [rows, groups]),
-    ]
-    if quantized.zero_points:
-        packed = [rows, (groups * bits + 7) // 8]
-        made.append(helper.make_tensor_value_info(zero_points_name(slot), onnx.TensorProto.UINT8, packed))
-    return made
+    return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(model.graph, slots)), written

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from lockstep.export.canonical import Graph
 from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.compose import ComposedBlock, compose
 from lockstep.export.cut import BatchlessGraph
-from lockstep.export.lora import adapted, linear_layers
+from lockstep.export.lora import linear_layers, with_adapters
 from lockstep.export.parity import prove
 from lockstep.export.quantize import quantize
 from lockstep.export.quiet import quiet
@@ -85,7 +85,7 @@ def export(
     """Export the model of the manifest `checkpoint` at `precision`.
 
     out: the path of assembly.json, which is returned; graphs lie beside it. tensor_parallel: for how many ranks.
-    adapters: arguments of `lora.adapted`, for graphs that take adapters. group_size: numbers that share a scale in
+    adapters: as of `lora.with_adapters`, for graphs that take adapters. group_size: numbers that share a scale in
     w8a16 and w4a16; None: 32, or as the checkpoint has them. residual: "float32" keeps the residual stream of a
     fp16 model in float32.
 
@@ -136,7 +136,7 @@ def export_config(
 ) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer.
 
-    Graphs and assembly are written to `folder`. adapters: arguments of `lora.adapted`, for graphs that take some.
+    Graphs and assembly are written to `folder`. adapters: arguments of `lora.with_adapters`, for graphs that take some.
     Returns {file: size, sha256}.
     """
     files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size, residual=residual)
@@ -210,18 +210,6 @@ def _check_weights(assembly: Assembly) -> None:
                         f"precision {assembly.precision}: expected weights of {assembly.dtype}, found that a model of "
                         f"type {assembly.model_type!r} keeps {block.slots[slot.name][0]} in float32; choose fp32"
                     )
-
-
-def with_adapters(
-    files: Mapping[str, bytes], assembly: Assembly, adapters: Mapping[str, Any], linears: Collection[str] | None = None
-) -> tuple[dict[str, bytes], Assembly]:
-    """Return files and assembly with blocks that take adapters.
-
-    The uncut graph stays without. adapters, linears: arguments of `lora.adapted`.
-    """
-    made, slots, graphs = adapted(dict(files), assembly, **adapters, linears=linears)
-    classes = {name: _file(graphs[name], name) if name in graphs else file for name, file in assembly.classes.items()}
-    return made, replace(assembly, classes=classes, adapters=slots)
 
 
 def assemble(

@@ -13,9 +13,9 @@ from typing import Any
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.dtypes import base_precision
 from lockstep.errors import LockstepError
-from lockstep.export.lora import linear_layers, module_of
+from lockstep.export.lora import linear_layers, module_of, with_adapters
 from lockstep.export.quantize import quantize
-from lockstep.export.run import assemble, with_adapters
+from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.verify.graphs import Graphs
 from lockstep.weights import Weights
