@@ -48,7 +48,7 @@ from lockstep.export.parity import prove
 from lockstep.export.quantize import quantize
 from lockstep.export.quiet import quiet
 from lockstep.export.rope import position_limit
-from lockstep.export.shards import Heads, as_shard, check_plan, shard_batchless, shard_block
+from lockstep.export.shards import Heads, shard_batchless, shard_block
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import TracedModel, parts_of
 from lockstep.manifests.digest_cache import check_stored
@@ -310,23 +310,18 @@ def shard(
     over so many.
     """
     pieces, sharded = _Registry(), dict[str, ShardedClass]()
-    heads = [Heads.of(each) for each in batchless]
+    heads = [Heads.of(graph) for graph in batchless]
     places: list[tuple[str, Heads | None, Heads | None]] = [
         (layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)
     ]
     places += [(layer.exit.graph, heads[i], None) for i, layer in enumerate(layers)]
     for name, before, behind in dict.fromkeys(places):
-        found = shard_block(classes[name], before, behind, degree)
-        check_plan(found, plan)
-        entry = ShardedClass(
-            tuple(
-                ShardEntry(pieces.add(piece.graph, f"{name}.{number}"), piece.sums)
-                for number, piece in enumerate(found.pieces, 1)
-            ),
-            {key: as_shard(part) for key, part in found.held.items()},
-            {key: as_shard(part) for key, part in found.weights.items()},
-            tuple(sorted(found.first)),
+        shards = shard_block(classes[name], before, behind, degree, plan)
+        entries = tuple(
+            ShardEntry(pieces.add(piece.graph, f"{name}.{number}"), piece.sums)
+            for number, piece in enumerate(shards.pieces, 1)
         )
+        entry = ShardedClass(entries, shards.values, shards.weights, shards.first)
         if sharded.setdefault(name, entry) != entry:
             raise InputError(f"tensor_parallel: the block {name} stands between attentions of different heads")
     files = {f"{name}.onnx": graph.data for name, graph in pieces.graphs.items()}

@@ -13,29 +13,27 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
 
 from lockstep.errors import InputError
 from lockstep.export.shard_parts import NotSplit, ShardIndices, Uneven, even, merged
-from lockstep.export.shard_rules import BROADCAST, Rules
+from lockstep.export.shard_rules import BROADCAST, Needs, Rules
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
 
 _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Neg"}
+Parts = Mapping[str, ShardIndices]
 
 
 @dataclass
 class Flow:
-    """What ranks hold of values and weights.
-
-    Those that are not named are whole at each.
+    """What ranks hold of values and weights; those that are not named are whole at each.
 
     rows: weights of row-parallel products. first: weights that only the first rank adds, the others zeros. partial:
-    values that are partial sums. summed: those of them that are added over the ranks. whole: {value: why it is whole,
-    though a split one was asked for}.
+    values that are partial sums. summed: those of them that are added over the ranks.
     """
 
     held: dict[str, ShardIndices] = field(default_factory=dict)
@@ -44,33 +42,22 @@ class Flow:
     first: set[str] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
     summed: list[str] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)
-    shapes: dict[str, list[int | str]] = field(default_factory=dict)
 
 
-def find_flow(
-    model: onnx.ModelProto,
-    slots: Iterable[str],
-    given: Mapping[str, ShardIndices],
-    wanted: Mapping[str, ShardIndices],
-    ranks: int,
-) -> Flow:
+def find_flow(graph: Rewriter, slots: Collection[str], given: Parts, wanted: Parts, ranks: int) -> Flow:
     """Find what ranks hold of a graph's values and weights.
 
     given: what ranks hold of inputs; those that are not named are whole. wanted: of outputs, where it can be had; other
-    outputs must be whole. Raises NotSplit where an input that is split cannot be used.
+    outputs must be whole. Raises NotSplit where an input that is split cannot be used, InputError for a value of
+    unknown shape.
     """
-    return _Finder(model, set(slots), dict(given), dict(wanted), ranks).find()
+    return _Finder(graph, set(slots), given, wanted, ranks).find()
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A product value x weight.
+    """A product value x weight: the axes that its sum runs over, and those of result and weight that are the same."""
 
-    It has the axes that the sum runs over, and the axes of result and weight that are the same.
-    """
-
-    node: onnx.NodeProto
     value: str
     value_axis: int
     weight: str
@@ -80,39 +67,29 @@ class _Product:
 
 
 class _Finder:
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        slots: set[str],
-        given: dict[str, ShardIndices],
-        wanted: dict[str, ShardIndices],
-        ranks: int,
-    ):
-        self.graph, self.slots, self.given, self.wanted, self.ranks = model.graph, slots, given, wanted, ranks
-        self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.graph.initializer}
-        self.shapes = shapes_of(model)
-        self.rules = Rules(self.shapes, self.constants, ranks)
-        self.producer = {output: node for node in self.graph.node for output in node.output if output}
-        self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
-        for node in self.graph.node:
-            for name in dict.fromkeys(node.input):
-                self.readers[name].append(node)
-        self.outputs = [value.name for value in self.graph.output]
+    def __init__(self, graph: Rewriter, slots: set[str], given: Parts, wanted: Parts, ranks: int):
+        self.graph, self.slots, self.given, self.wanted, self.ranks = graph, slots, given, wanted, ranks
+        self.shapes = {name: shape for name, (_, shape) in typed_values(graph.model).items()}
+        for name, node in graph.producers.items():
+            if name not in self.shapes:
+                raise InputError(f"tensor_parallel: the shape of {name} ({node.op_type}) is not known")
+        self.rules = Rules(self.shapes, graph.arrays, ranks)
         self.stacks = {  # a stack of weights of which each token takes some: its experts
             node.output[0]: node.input[0]
-            for node in self.graph.node
+            for node in graph.nodes
             if node.op_type == "GatherND" and node.input[0] in slots
         }
-        self.products = {node.output[0]: made for node in self.graph.node if (made := self._product(node)) is not None}
-        self.flow = Flow(shapes=self.shapes)
+        products = {node.output[0]: self._product(node) for node in graph.nodes}
+        self.products = {name: product for name, product in products.items() if product is not None}
+        self.flow = Flow()
+        self.whole: dict[str, str] = {}  # why a value is whole, though a split one was asked for
 
     def find(self) -> Flow:
-        groups = self._groups()
-        for group in groups:
+        for group in self._groups():
             self._split(group)
         for name in self.given:
             if name not in self.flow.held:
-                raise NotSplit(self.flow.whole.get(name, f"{name} is read as a whole"))
+                raise NotSplit(self.whole.get(name, f"{name} is read as a whole"))
         self._partial_sums()
         return self.flow
 
@@ -120,26 +97,23 @@ class _Finder:
 
     def _product(self, node: onnx.NodeProto) -> _Product | None:
         if node.op_type == "Gemm" and node.input[1] in self.slots:
-            attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-            if attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1 or attributes.get("beta", 1.0) != 1:
+            settings = {"transA": 0, "alpha": 1.0, "beta": 1.0, **attributes_of(node)}
+            if (settings["transA"], settings["alpha"], settings["beta"]) != (0, 1.0, 1.0):
                 return None
-            inner, outer = (1, 0) if attributes.get("transB", 0) else (0, 1)
-            return _Product(node, node.input[0], 1, node.input[1], inner, 1, outer)
+            inner, outer = (1, 0) if settings.get("transB") else (0, 1)
+            return _Product(node.input[0], 1, node.input[1], inner, 1, outer)
         if node.op_type == "MatMul":
             left, right = node.input
             rank = len(self.shapes[node.output[0]])
             if left in self.stacks and right not in self.stacks:
-                return _Product(node, right, rank - 2, left, rank - 1, rank - 2, rank - 2)
-            if right in self.stacks | dict.fromkeys(self.slots):
+                return _Product(right, rank - 2, left, rank - 1, rank - 2, rank - 2)
+            if right in self.stacks or right in self.slots:
                 last = len(self.shapes[right])
-                return _Product(node, left, rank - 1, right, last - 2, rank - 1, last - 1)
+                return _Product(left, rank - 1, right, last - 2, rank - 1, last - 1)
         return None
 
-    def _groups(self) -> list[list[str]]:
-        """Return values that operators other than products link.
-
-        Groups are in the order of their first values.
-        """
+    def _groups(self) -> list[set[str]]:
+        """Return values that operators other than products link, in the order of their first values."""
         parent: dict[str, str] = {}
 
         def root(name: str) -> str:
@@ -147,99 +121,99 @@ class _Finder:
                 name = parent[name]
             return name
 
-        for value in (*self.graph.input, *self.graph.output):
-            if value.name not in self.slots:
-                root(value.name)
-        for node in self.graph.node:
-            if node.output[0] in self.products or node.output[0] in self.stacks:
-                for name in node.output:
-                    root(name)
-                continue
-            given = node.input[:1] if node.op_type in ("Gather", "GatherND") else node.input
-            linked = [name for name in given if name and self._is_value(name) and self._is_wide(name, node)]
-            first = root(node.output[0])
-            for name in (*linked, *(output for output in node.output if output)):
+        for name in (*self.graph.inputs, *self.graph.outputs):
+            if name not in self.slots:
+                root(name)
+        for node in self.graph.nodes:
+            results = [name for name in node.output if name]
+            linked: list[str] = []
+            if results[0] not in self.products and results[0] not in self.stacks:
+                operands = node.input[:1] if node.op_type in ("Gather", "GatherND") else filter(None, node.input)
+                linked = [name for name in operands if self._is_value(name) and self._is_wide(name, node)]
+                linked += results
+            first = root(results[0])
+            for name in results:
+                root(name)
+            for name in linked:
                 parent[root(name)] = first
-        found: dict[str, list[str]] = defaultdict(list)
+        groups: dict[str, set[str]] = defaultdict(set)
         for name in parent:
             if self._is_value(name):
-                found[root(name)].append(name)
-        return list(found.values())
+                groups[root(name)].add(name)
+        return list(groups.values())
 
     def _is_value(self, name: str) -> bool:
-        return name not in self.slots and name not in self.constants and name not in self.stacks
+        return name not in self.slots and name not in self.graph.constants and name not in self.stacks
 
     def _is_wide(self, name: str, node: onnx.NodeProto) -> bool:
         """Return whether an operand is worth splitting.
 
         One number a token, which any rank can know, is not, beside values that are wider.
         """
-        if node.op_type not in BROADCAST:
-            return True
         numbers, results = (
             math.prod(size for size in self.shapes[value] if isinstance(size, int)) for value in (name, node.output[0])
         )
-        return numbers > 1 or results == 1
+        return node.op_type not in BROADCAST or numbers > 1 or results == 1
 
-    def _split(self, group: list[str]) -> None:
-        members = set(group)
-        reads = [product for product in self.products.values() if product.value in members]
-        outputs = [name for name in self.outputs if name in members]
-        inputs = [value.name for value in self.graph.input if value.name in members]
-        asked = [name for name in outputs if name in self.wanted]
-        if not (reads or asked) or (
-            not asked
-            and not any(name in self.given for name in inputs)
-            and not all(self._reaches_residual(product) for product in reads)
-        ):
+    def _split(self, members: set[str]) -> None:
+        reads = {name: product for name, product in self.products.items() if product.value in members}
+        asked = [name for name in self.graph.outputs if name in members and name in self.wanted]
+        known = [name for name in self.graph.inputs if name in members and name in self.given]
+        if not (reads or asked):
+            return
+        if not (asked or known) and not all(map(self._reaches_residual, reads)):
             return
         try:
-            held, weights = self._propagate(members, reads, outputs, inputs)
+            held, weights = self._propagate(members, reads)
         except Uneven:
             raise
         except NotSplit as reason:
-            for name in (*asked, *(name for name in inputs if name in self.given)):
-                self.flow.whole[name] = str(reason)
+            self.whole |= dict.fromkeys((*asked, *known), str(reason))
             return
         self.flow.held |= held
         self.flow.weights |= weights
 
-    def _reaches_residual(self, product: _Product) -> bool:
+    def _reaches_residual(self, result: str) -> bool:
         """Return whether a product's result is added to the residual stream.
 
         Behind linear operators alone: where a norm or another product follows, a sum over the ranks would buy little.
         """
         seen: set[str] = set()
-        stack = [product.node.output[0]]
+        stack = [result]
         while stack:
             name = stack.pop()
             if name in seen:
                 continue
             seen.add(name)
-            if name in self.outputs and name not in self.wanted:
+            if name in self.graph.outputs and name not in self.wanted:
                 return True
-            for node in self.readers[name]:
-                if node.op_type == "Add" and not set(node.input) & (self.slots | set(self.constants)):
+            for node in self.graph.consumers.get(name, ()):
+                if node.op_type == "Add" and not any(
+                    other in self.slots or other in self.graph.constants for other in node.input
+                ):
                     return True
                 if node.op_type in _LINEAR_MOVES | {"Mul", "Div", "ReduceSum", "Add"}:
                     stack += node.output
         return False
 
     def _propagate(
-        self, members: set[str], reads: Sequence[_Product], outputs: Sequence[str], inputs: Sequence[str]
+        self, members: set[str], reads: Mapping[str, _Product]
     ) -> tuple[dict[str, ShardIndices], dict[str, ShardIndices]]:
-        """Go from what is asked for back to where the values of the group come from."""
+        """Go from what is asked for back to where the values of the group come from.
+
+        reads: the products that read them, by their results.
+        """
         wants: dict[str, list[ShardIndices]] = defaultdict(list)
-        for name in outputs:
-            if name not in self.wanted:
-                raise NotSplit(f"{name} is needed whole")
-            wants[name].append(self.wanted[name])
-        reading = {product.node.output[0]: product for product in reads}
+        for name in self.graph.outputs:
+            if name in members:
+                if name not in self.wanted:
+                    raise NotSplit(f"{name} is needed whole")
+                wants[name].append(self.wanted[name])
         held: dict[str, ShardIndices] = {}
         weights: dict[str, ShardIndices] = {}
         uneven: Uneven | None = None  # said once nothing else is in the way
-        for node in reversed(self.graph.node):
-            product = reading.get(node.output[0])
+        for node in reversed(self.graph.nodes):
+            product = reads.get(node.output[0])
             if product is not None:
                 size = self.rules.size(product.value, product.value_axis)
                 given = self._given_for(product.value, members)
@@ -248,23 +222,19 @@ class _Finder:
                     uneven = Uneven(f"{product.weight}: {size} inputs do not divide by {self.ranks} ranks")
                     part = ShardIndices(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
                 wants[product.value].append(part)
-            made = [name for name in node.output if name in members]
-            if not made:
-                continue
-            for name in made:
-                if name in wants:
-                    held[name] = merged(name, wants[name])
-            found = {name: held[name] for name in made if name in held}
-            if not found:
-                continue  # whole: each rank computes it, such as the angles of RoPE
-            for name, part in self._needs(node, found):
+            held |= {name: merged(name, wants[name]) for name in node.output if name in members and name in wants}
+            parts = {name: held[name] for name in node.output if name in held}
+            # Without any it is whole: each rank computes it, such as the angles of RoPE.
+            for name, part in self._needs(node, parts) if parts else ():
                 if name in self.slots or name in self.stacks:
                     weight = self.stacks.get(name, name)
                     if weights.setdefault(weight, part) != part:
                         raise NotSplit(f"{weight} is needed in two ways")
                 elif name in members:
                     wants[name].append(part)
-        for name in inputs:
+        for name in self.graph.inputs:
+            if name not in members:
+                continue
             if name in wants:
                 held[name] = merged(name, wants[name])
             if name not in self.given or name not in held:
@@ -272,43 +242,29 @@ class _Finder:
             if held[name] != self.given[name]:
                 raise NotSplit(f"{name} is needed in other parts than those that ranks hold")
         for name in held:
-            for reader in self.readers[name]:
-                if reader.output[0] not in held and reader.output[0] not in reading:
+            for reader in self.graph.consumers.get(name, ()):
+                if reader.output[0] not in held and reader.output[0] not in reads:
                     raise NotSplit(f"{name} is read as a whole by {reader.op_type}")
         if uneven is not None:
             raise uneven
         return held, weights
 
     def _given_for(self, name: str, members: set[str]) -> ShardIndices | None:
-        """Return what a split input means for the product that reads it.
+        """Return what a split input means for the product that reads it, itself or picked rows of it."""
+        node = self.graph.producers.get(name)
+        source = node.input[0] if node is not None and node.op_type == "Gather" else name
+        return next((self.given[key] for key in (name, source) if key in self.given and key in members), None)
 
-        The product reads it through movement alone.
-        """
-        for given, part in self.given.items():
-            if given in members:
-                if name == given:
-                    return part
-                node = self.producer.get(name)
-                if node is not None and node.op_type == "Gather" and node.input[0] == given:
-                    return part
-        return None
-
-    def _needs(self, node: onnx.NodeProto, found: Mapping[str, ShardIndices]) -> list[tuple[str, ShardIndices]]:
+    def _needs(self, node: onnx.NodeProto, parts: Parts) -> Needs:
         product = self.products.get(node.output[0])
         if product is None:
-            return self.rules.needs(node, found)
-        (part,) = found.values()
-        return self._product_needs(node, product, part)
-
-    def _product_needs(
-        self, node: onnx.NodeProto, product: _Product, part: ShardIndices
-    ) -> list[tuple[str, ShardIndices]]:
+            return self.rules.needs(node, parts)
+        (part,) = parts.values()
         if part.axis != product.result_axis:
             raise NotSplit(f"{node.output[0]} is needed along axis {part.axis}")
-        found = [(product.weight, part.at(product.weight_result_axis))]
-        if node.op_type == "Gemm" and len(node.input) == 3 and node.input[2]:
-            found.append((node.input[2], part.at(len(self.shapes[node.input[2]]) - 1)))
-        return found
+        bias = node.input[2:] if node.op_type == "Gemm" else []
+        of_bias = [(name, part.at(len(self.shapes[name]) - 1)) for name in filter(None, bias)]
+        return [(product.weight, part.at(product.weight_result_axis)), *of_bias]
 
     # -- partial sums
 
@@ -317,8 +273,8 @@ class _Finder:
 
         All are summed that something reads which is not linear, or which is whole.
         """
-        flow = self.flow
-        rows = {p.node.output[0]: p for p in self.products.values() if p.value in flow.held}
+        flow, nodes = self.flow, self.graph.nodes
+        rows = {name: product for name, product in self.products.items() if product.value in flow.held}
         for product in rows.values():
             weight = self.stacks.get(product.weight, product.weight)
             part = flow.held[product.value].at(product.weight_axis)
@@ -329,59 +285,35 @@ class _Finder:
         summed: set[str] = set()
         while True:
             partial: set[str] = set()
-            for node in self.graph.node:
+            for node in nodes:
                 if node.output[0] in rows or self._keeps_partial(node, partial - summed):
                     partial.add(node.output[0])
-            found = {
+            ends = {
                 name
                 for name in partial
-                if name in self.outputs or any(reader.output[0] not in partial for reader in self.readers[name])
+                if name in self.graph.outputs
+                or any(reader.output[0] not in partial for reader in self.graph.consumers.get(name, ()))
             }
-            if found <= summed:
+            if ends <= summed:
                 break
-            summed |= found
-        flow.partial, flow.summed = (
-            partial,
-            [name for node in self.graph.node for name in node.output if name in summed & partial],
-        )
-        for node in self.graph.node:
+            summed |= ends
+        flow.partial = partial
+        flow.summed = [name for node in nodes for name in node.output if name in summed & partial]
+        for node in nodes:
             if node.output[0] in partial and (node.output[0] in rows or node.op_type == "Add"):
                 operands = node.input[2:] if node.output[0] in rows else node.input
-                flow.first |= {given for given in operands if given in self.slots}
+                flow.first |= {name for name in operands if name in self.slots}
 
     def _keeps_partial(self, node: onnx.NodeProto, partial: Collection[str]) -> bool:
         """Return whether a node may be applied before the sum over ranks.
 
         So it is where the sum of what it makes of partial sums is what it makes of their sum.
         """
-        found = [given for given in node.input if given in partial]
+        found = [name for name in node.input if name in partial]
         if not found:
             return False
-        if node.op_type in _LINEAR_MOVES:
-            return True
         if node.op_type in ("ReduceSum", "Div"):
             return found == [node.input[0]]
-        if node.op_type == "Mul":
-            return len(found) == 1
         if node.op_type == "Add":
-            return all(given in partial or given in self.slots for given in node.input)
-        return False
-
-
-def shapes_of(model: onnx.ModelProto) -> dict[str, list[int | str]]:
-    """Return the shape of each value, weight and constant.
-
-    Unknown sizes are "?". Raises InputError where there is no shape.
-    """
-    inferred = onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True).graph
-    found: dict[str, list[int | str]] = {tensor.name: list(tensor.dims) for tensor in inferred.initializer}
-    for value in (*inferred.input, *inferred.value_info, *inferred.output):
-        found[value.name] = [
-            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?"
-            for dim in value.type.tensor_type.shape.dim
-        ]
-    for node in inferred.node:
-        for name in node.output:
-            if name and name not in found:
-                raise InputError(f"tensor_parallel: the shape of {name} ({node.op_type}) is not known")
-    return found
+            return all(name in partial or name in self.slots for name in node.input)
+        return node.op_type in _LINEAR_MOVES or (node.op_type == "Mul" and len(found) == 1)

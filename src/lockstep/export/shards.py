@@ -12,24 +12,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import helper, numpy_helper
+from onnx import NodeProto, helper, numpy_helper
 
 from lockstep.artifacts.tensor_parallel import Shard, heads_divide
 from lockstep.errors import InputError
-from lockstep.export.canonical import OPSET, Graph, canonical
+from lockstep.export.canonical import IR_VERSION, OPSET, Graph, canonical_proto
 from lockstep.export.cut import INPUT_ORDER, BatchlessGraph
-from lockstep.export.shard_flow import Flow, find_flow, shapes_of
+from lockstep.export.shard_flow import Flow, find_flow
 from lockstep.export.shard_parts import NotSplit, ShardIndices, even
 from lockstep.export.shard_sums import join_sums
-
-
-def as_shard(held: ShardIndices) -> Shard:
-    """Return the same in the assembly's form."""
-    ranges = []
-    for indices in held.indices:
-        ends = np.flatnonzero(np.diff(indices) != 1) + 1
-        ranges.append(tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(indices, ends)))
-    return Shard(held.axis, tuple(ranges))
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values, upstream
 
 
 @dataclass(frozen=True)
@@ -47,17 +39,14 @@ class ShardGraph:
 class Shards:
     """A block in pieces, for several ranks.
 
-    held: what ranks hold of its inputs and outputs; those that are not named are whole. weights: what they take of its
-    slots, of which `rows` are those of row-parallel products; first: slots of which all but the first rank take zeros.
-    whole: {output: why each rank has all of it, though a part would do}.
+    values: what ranks hold of its inputs and outputs; those that are not named are whole. weights: what they take of
+    its slots. first: slots of which all but the first rank take zeros.
     """
 
     pieces: tuple[ShardGraph, ...]
-    held: Mapping[str, ShardIndices]
-    weights: Mapping[str, ShardIndices]
-    rows: frozenset[str]
-    first: frozenset[str]
-    whole: Mapping[str, str]
+    values: Mapping[str, Shard]
+    weights: Mapping[str, Shard]
+    first: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -74,10 +63,10 @@ class Heads:
         return cls(batchless.num_heads, batchless.num_kv_heads, batchless.head_dim, batchless.value_head_dim)
 
     def held(self, ranks: int) -> dict[str, ShardIndices]:
-        """Return what a rank holds of query, key, value and attention.
+        """Return what a rank holds of query, key, value and attention, [num_tokens, heads * head_dim].
 
-        They are [num_tokens, heads * head_dim]. Key and value heads of which there are fewer than ranks are held by
-        several. Raises InputError for heads that do not divide.
+        Key and value heads of which there are fewer than ranks are held by several. Raises InputError for heads that do
+        not divide.
         """
         if not heads_divide(self.num_heads, self.num_kv_heads, ranks):
             raise InputError(
@@ -90,15 +79,17 @@ class Heads:
             "value": (self.num_kv_heads, self.value_head_dim),
             "attention": (self.num_heads, self.value_head_dim),
         }
-        found = {name: even(1, heads * dim, ranks, dim) for name, (heads, dim) in sizes.items()}
-        return {name: part for name, part in found.items() if part is not None}
+        parts = {name: even(1, heads * dim, ranks, dim) for name, (heads, dim) in sizes.items()}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
-def shard_block(block: Graph, before: Heads | None, behind: Heads | None, ranks: int) -> Shards:
+def shard_block(
+    block: Graph, before: Heads | None, behind: Heads | None, ranks: int, plan: Mapping[str, str]
+) -> Shards:
     """Cut a block into pieces for `ranks` ranks.
 
-    before, behind: the attentions around the block; None: there is none. Raises InputError where its input or its
-    weights cannot be split.
+    before, behind: the attentions around the block; None: there is none. plan: transformers' own. Raises InputError
+    where its input or its weights cannot be split, or the plan splits them differently.
     """
     slots = {slot.name for slot in block.signature.slots}
     given = {"attention": before.held(ranks)["attention"]} if before else {}
@@ -106,31 +97,45 @@ def shard_block(block: Graph, before: Heads | None, behind: Heads | None, ranks:
     for output in block.signature.outputs:
         if output.name == "logits" and (part := even(1, int(output.shape[1]), ranks)) is not None:
             wanted["logits"] = part
-    model = block.proto
+    graph = Rewriter(block.proto)
     try:
-        flow = find_flow(model, slots, given, wanted, ranks)
-        if (joined := join_sums(model, flow)) is not None:
-            model = joined
-            flow = find_flow(model, slots, given, wanted, ranks)
-        pieces = _Cutter(model, slots, flow).pieces()
+        flow = find_flow(graph, slots, given, wanted, ranks)
+        if (joined := join_sums(graph, flow)) is not None:
+            graph = Rewriter(joined)
+            flow = find_flow(graph, slots, given, wanted, ranks)
+        pieces = _Cutter(graph, slots, flow).pieces()
     except NotSplit as reason:
         raise InputError(f"tensor_parallel: this model cannot be split over {ranks} ranks: {reason}") from None
-    outer = {value.name for value in (*model.graph.input, *model.graph.output)}
-    held = {name: part for name, part in flow.held.items() if name in outer - slots}
-    return Shards(tuple(pieces), held, flow.weights, frozenset(flow.rows), frozenset(flow.first), flow.whole)
+    _check_plan(flow, plan)
+    values = {
+        name: part for name, part in flow.held.items() if name in graph.outputs or name in graph.inputs.keys() - slots
+    }
+    return Shards(tuple(pieces), _as_shards(values), _as_shards(flow.weights), tuple(sorted(flow.first)))
 
 
-def check_plan(shards: Shards, plan: Mapping[str, str]) -> None:
-    """Hold the data flow against transformers' own plan.
+def _as_shards(parts: Mapping[str, ShardIndices]) -> dict[str, Shard]:
+    """Return the same in the assembly's form."""
+    shards = {}
+    for name, part in parts.items():
+        ranges = []
+        for indices in part.indices:
+            runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+            ranges.append(tuple((int(run[0]), int(run[-1]) + 1) for run in runs))
+        shards[name] = Shard(part.axis, tuple(ranges))
+    return shards
 
-    plan: {"layers.*.mlp.up_proj": "colwise"}. What the plan splits and the flow leaves whole is right, if larger.
-    Raises InputError for a weight that they split differently.
+
+def _check_plan(flow: Flow, plan: Mapping[str, str]) -> None:
+    """Hold the data flow against transformers' own plan, {"layers.*.mlp.up_proj": "colwise"}.
+
+    What the plan splits and the flow leaves whole is right, if larger. Raises InputError for a weight that they split
+    differently.
     """
-    for slot in shards.weights:
+    for slot in flow.weights:
         name = slot.partition(".")[2].removesuffix(".weight")
         style = next((style for key, style in plan.items() if key.partition("*.")[2] == name), "")
-        expected = "row" if slot in shards.rows else "col"
-        if ("colwise" in style and expected == "row") or ("rowwise" in style and expected == "col"):
+        expected, other = ("row", "colwise") if slot in flow.rows else ("col", "rowwise")
+        if other in style:
             raise InputError(
                 f"tensor_parallel: {name}: expected a {expected}-wise split from the data flow, found {style!r} in the "
                 f"plan of transformers; please report it"
@@ -144,67 +149,49 @@ def shard_batchless(batchless: BatchlessGraph, ranks: int) -> BatchlessGraph:
     """
     heads = Heads.of(batchless)
     given = {name: part for name, part in heads.held(ranks).items() if name != "attention"}
-    model = ir.to_proto(ir.Model(batchless.graph, ir_version=10))
-    if not model.opset_import:
-        model.opset_import.append(helper.make_opsetid("", OPSET))
-    outputs = [value.name for value in model.graph.output]
+    graph = Rewriter(_model(ir.to_proto(ir.Model(batchless.graph, ir_version=IR_VERSION)).graph))
+    sizes = {"query": heads.head_dim, "key": heads.head_dim, "value": heads.value_head_dim}
     wanted = {
-        output: ShardIndices(1, part.indices[:, ::size] // size)
-        for output, part, size in zip(
-            outputs,
-            (given["query"], given["key"], given["value"]),
-            (heads.head_dim, heads.head_dim, heads.value_head_dim),
-            strict=True,
-        )
+        output: ShardIndices(1, given[name].indices[:, ::size] // size)
+        for output, (name, size) in zip(graph.outputs, sizes.items(), strict=True)
     }
     try:
-        flow = find_flow(model, (), given, wanted, ranks)
-        graph = _Cutter(model, set(), flow).whole_graph()
+        flow = find_flow(graph, (), given, wanted, ranks)
+        if flow.summed:
+            raise NotSplit("an attention without weights has sums over heads")
+        part = _Cutter(graph, set(), flow).graph_of(graph.nodes, list(graph.inputs), list(graph.outputs), {})
     except NotSplit as reason:
         raise InputError(f"tensor_parallel: the attention of this model cannot be split: {reason}") from None
-    made = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)).graph
-    counts = [wanted[output].count for output in outputs]
-    return replace(batchless, graph=made, num_heads=counts[0], num_kv_heads=counts[1])
+    num_heads, num_kv_heads, _ = (part.count for part in wanted.values())
+    return replace(batchless, graph=ir.from_proto(_model(part)).graph, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+def _model(graph: onnx.GraphProto) -> onnx.ModelProto:
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
 
 
 class _Cutter:
     """Writes the graphs of a rank."""
 
-    def __init__(self, model: onnx.ModelProto, slots: set[str], flow: Flow):
-        self.graph, self.slots, self.flow = model.graph, slots, flow
-        self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.graph.initializer}
-        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-        self.types = {
-            value.name: value.type.tensor_type.elem_type
-            for value in (*inferred.input, *inferred.value_info, *inferred.output)
-        }
-        self.shapes = shapes_of(model)
-        self.outputs = [value.name for value in self.graph.output]
-        self._declared = {value.name for value in (*self.graph.input, *self.graph.output)}
-
-    def whole_graph(self) -> onnx.GraphProto:
-        """Return all in one graph, where nothing is summed over the ranks.
-
-        Raises NotSplit where something is.
-        """
-        if self.flow.summed:
-            raise NotSplit("an attention without weights has sums over heads")
-        return self._graph(list(self.graph.node), [v.name for v in self.graph.input], self.outputs, {})
+    def __init__(self, graph: Rewriter, slots: set[str], flow: Flow):
+        self.graph, self.slots, self.flow = graph, slots, flow
+        self.constants, self.values = graph.arrays, typed_values(graph.model)
+        first = [shape[0] for name in graph.outputs if (shape := self.values[name][1])]
+        self._tokens = next((size for size in first if isinstance(size, str) and size != "?"), "num_tokens")
 
     def pieces(self) -> list[ShardGraph]:
         """Return the pieces, one more than there are sums in a row.
 
         What depends on positions alone is computed wherever it is read.
         """
-        anywhere = {value.name for value in self.graph.input if value.name in ("position_ids", "logit_rows")}
-        free: dict[str, onnx.NodeProto] = {}
-        summed = {
-            name: name if name in self.outputs else f"sum_{index}" for index, name in enumerate(self.flow.summed, 1)
-        }
-        level = {value.name: 0 for value in self.graph.input} | dict.fromkeys(self.constants, 0)
-        at: list[list[onnx.NodeProto]] = [[]]
-        for node in self.graph.node:
-            if all(name in anywhere or name in free or name in self.constants for name in node.input if name):
+        graph = self.graph
+        anywhere = {name for name in graph.inputs if name in ("position_ids", "logit_rows")} | {"", *self.constants}
+        free: dict[str, NodeProto] = {}
+        summed = {name: name if name in graph.outputs else f"sum_{n}" for n, name in enumerate(self.flow.summed, 1)}
+        level = dict.fromkeys((*graph.inputs, *self.constants), 0)
+        at: list[list[NodeProto]] = [[]]
+        for node in graph.nodes:
+            if all(name in anywhere or name in free for name in node.input):
                 free.update(dict.fromkeys(node.output, node))
                 continue
             here = max(level[name] + (name in summed) for name in node.input if name and name not in free)
@@ -213,144 +200,121 @@ class _Cutter:
             at[here].append(node)
         at = [self._with_free(nodes, free) for nodes in at]
         reads_of = [dict.fromkeys(name for node in nodes for name in node.input if name) for nodes in at]
-        inputs = {value.name for value in self.graph.input}
+        known = {*graph.inputs, *self.constants, *free, *summed, *graph.outputs}
         kept: dict[str, str] = {}
         for index, reads in enumerate(reads_of):
             for name in reads:
-                known = name in inputs or name in self.constants or name in free or name in summed
-                if not known and level[name] < index and name not in self.outputs and name not in kept:
-                    kept[name] = f"kept_{len(kept) + 1}"
+                if name not in known and level[name] < index:
+                    kept.setdefault(name, f"kept_{len(kept) + 1}")
         return [self._piece(nodes, reads, summed, kept) for nodes, reads in zip(at, reads_of, strict=True)]
 
-    def _with_free(self, nodes: list[onnx.NodeProto], free: Mapping[str, onnx.NodeProto]) -> list[onnx.NodeProto]:
+    def _with_free(self, nodes: list[NodeProto], free: Mapping[str, NodeProto]) -> list[NodeProto]:
         """Return `nodes`, and before them what they need of `free`."""
-        needed: set[str] = set()
-        stack = [name for node in nodes for name in node.input if name in free]
-        while stack:
-            name = stack.pop()
-            if name not in needed:
-                needed.update(free[name].output)
-                stack += [given for given in free[name].input if given in free]
-        return [node for node in self.graph.node if node.output[0] in needed] + nodes
+        read = {name for node in nodes for name in node.input if name in free}
+        needed = upstream(list({id(node): node for node in free.values()}.values()), read)
+        used = [node for node in self.graph.nodes if node.output[0] in free and not needed.isdisjoint(node.output)]
+        return used + nodes
 
     def _piece(
-        self,
-        nodes: Sequence[onnx.NodeProto],
-        reads: Mapping[str, None],
-        summed: Mapping[str, str],
-        kept: Mapping[str, str],
+        self, nodes: Sequence[NodeProto], reads: Mapping[str, None], summed: Mapping[str, str], kept: Mapping[str, str]
     ) -> ShardGraph:
-        made = {name for node in nodes for name in node.output}
-        inputs = [name for name in reads if name not in made and name not in self.constants]
+        results = {name for node in nodes for name in node.output}
+        inputs = [name for name in reads if name not in results and name not in self.constants]
         rename = {name: summed.get(name) or kept.get(name) or name for name in inputs}
-        partial = {name: f"partial_{index}" for index, name in enumerate(summed, 1) if name in made}
-        rename |= partial | {name: kept[name] for name in made & set(kept)}
-        outputs = [name for name in self.outputs if name in made - set(partial)]
+        partial = {name: f"partial_{index}" for index, name in enumerate(summed, 1) if name in results}
+        rename |= partial | {name: kept[name] for name in results & set(kept)}
+        outputs = [name for name in self.graph.outputs if name in results - set(partial)]
         outputs += [name for node in nodes for name in node.output if name in partial or name in kept]
-        graph = self._graph(nodes, inputs, outputs, rename)
+        graph = self.graph_of(nodes, inputs, outputs, rename)
         names = [rename[name] for name in inputs if name not in self.slots]
         order = [name for name in INPUT_ORDER if name in names] + sorted(set(names) - set(INPUT_ORDER))
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
         slots = {name: name for name in self.slots & set(inputs)}
-        return ShardGraph(
-            canonical(ir.from_proto(model).graph, "shard", order, slots),
-            {name: summed[original] for original, name in partial.items()},
-        )
+        sums = {name: summed[original] for original, name in partial.items()}
+        return ShardGraph(canonical_proto(graph, "shard", order, slots), sums)
 
-    def _graph(
-        self, nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], outputs: Sequence[str], rename: Mapping[str, str]
+    def graph_of(
+        self, nodes: Sequence[NodeProto], inputs: Sequence[str], outputs: Sequence[str], rename: Mapping[str, str]
     ) -> onnx.GraphProto:
+        """Return a rank's graph of some nodes; rename: what its values are called there.
+
+        Raises NotSplit for an input or output that cannot be kept between two pieces.
+        """
         graph = onnx.GraphProto(name="shard")
-        self._made: dict[str, np.ndarray] = {}
+        constants = dict(self.constants)
         for node in nodes:
             new = graph.node.add()
             new.CopyFrom(node)
-            self._localise(new)
+            for position, array in self._local_constants(new).items():
+                name = f"{node.name or node.output[0]}/{position}"
+                new.input[position:] = [name, *new.input[position + 1 :]]
+                constants[name] = np.ascontiguousarray(array)
             new.input[:] = [rename.get(name, name) for name in new.input]
             new.output[:] = [rename.get(name, name) for name in new.output]
-        used = dict.fromkeys(name for node in graph.node for name in node.input)
-        for name in used:
-            array = self._made.get(name, self.constants.get(name))
-            if array is not None:
-                graph.initializer.append(numpy_helper.from_array(array, name))
+        for name in dict.fromkeys(name for node in graph.node for name in node.input):
+            if name in constants:
+                graph.initializer.append(numpy_helper.from_array(constants[name], name))
         graph.input.extend(self._io(name, rename) for name in inputs)
         graph.output.extend(self._io(name, rename) for name in outputs)
         return graph
 
     def _io(self, name: str, rename: Mapping[str, str]) -> onnx.ValueInfoProto:
-        shape, tokens = list(self.shapes[name]), self._tokens()
-        if name not in self._declared:
-            shape = [tokens if not isinstance(size, int) and index == 0 else size for index, size in enumerate(shape)]
+        element, shape = self.values[name][0], list(self.values[name][1])
+        if name not in self.graph.inputs and name not in self.graph.outputs and not isinstance(shape[0], int):
+            shape[0] = self._tokens
         held = self.flow.weights.get(name) or self.flow.held.get(name)
         if held is not None:
             shape[held.axis] = held.count
         if any(size == "?" or (isinstance(size, str) and index) for index, size in enumerate(shape)):
             raise NotSplit(f"{name} of shape {shape} would have to be kept between two pieces")
-        return helper.make_tensor_value_info(rename.get(name, name), self.types[name], shape)
+        return helper.make_tensor_value_info(rename.get(name, name), element, shape)
 
-    def _tokens(self) -> str:
-        first = [self.shapes[value.name][0] for value in self.graph.output if self.shapes[value.name]]
-        return next((size for size in first if isinstance(size, str) and size != "?"), "num_tokens")
-
-    def _localise(self, node: onnx.NodeProto) -> None:
-        """Turn the sizes in a node's constants into a rank's."""
-        held = self.flow.held
-        parts = {name: held[name] for name in node.output if name in held}
+    def _local_constants(self, node: NodeProto) -> dict[int, np.ndarray]:
+        """Return a rank's sizes in place of the whole ones in a node's constants, by their place among its inputs."""
+        parts = {name: self.flow.held[name] for name in node.output if name in self.flow.held}
         if not parts:
-            return
+            return {}
         name, part = next(iter(parts.items()))
+        shape = self.values[name][1]
         if node.op_type in ("Reshape", "Expand"):
             target = self.constants[node.input[1]].copy()
-            axis = part.axis - (len(self.shapes[name]) - len(target))
-            if axis >= 0 and target[axis] == self.shapes[name][part.axis]:
+            axis = part.axis - (len(shape) - len(target))
+            if axis >= 0 and target[axis] == shape[part.axis]:
                 target[axis] = part.count
-            node.input[1] = self._constant(node, target)
-        elif node.op_type == "Split":
-            self._localise_split(node, parts)
-        elif node.op_type == "Slice":
-            self._localise_slice(node, part)
-        else:
-            for position, given in enumerate(node.input):
-                if given in self.constants:
-                    shape = self.constants[given].shape
-                    axis = part.axis - (len(self.shapes[name]) - len(shape))
-                    if axis >= 0 and shape[axis] not in (1, part.count):
-                        taken = np.take(self.constants[given], part.indices[0], axis)
-                        node.input[position] = self._constant(node, taken, f"{position}")
+            return {1: target}
+        if node.op_type == "Split":
+            return self._local_split(node, parts)
+        if node.op_type == "Slice":
+            return self._local_slice(node, part)
+        local = {}
+        for position, operand in enumerate(node.input):
+            if operand in self.constants:
+                array = self.constants[operand]
+                axis = part.axis - (len(shape) - array.ndim)
+                if axis >= 0 and array.shape[axis] not in (1, part.count):
+                    local[position] = np.take(array, part.indices[0], axis)
+        return local
 
-    def _localise_split(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices]) -> None:
-        axis = next((helper.get_attribute_value(a) for a in node.attribute if a.name == "axis"), 0)
-        if axis % len(self.shapes[node.input[0]]) != next(iter(parts.values())).axis:
-            return
-        counts = np.array([parts[name].count for name in node.output], np.int64)
+    def _local_split(self, node: NodeProto, parts: Mapping[str, ShardIndices]) -> dict[int, np.ndarray]:
+        axis = attributes_of(node).get("axis", 0) % len(self.values[node.input[0]][1])
+        if axis != next(iter(parts.values())).axis:
+            return {}
         kept = [attribute for attribute in node.attribute if attribute.name != "num_outputs"]
         del node.attribute[:]
         node.attribute.extend(kept)
-        del node.input[1:]
-        node.input.append(self._constant(node, counts))
+        return {1: np.array([parts[name].count for name in node.output], np.int64)}
 
-    def _localise_slice(self, node: onnx.NodeProto, part: ShardIndices) -> None:
-        whole = self.flow.held[node.input[0]]
-        starts, ends, axes = (self.constants[each].copy() for each in node.input[1:4])
+    def _local_slice(self, node: NodeProto, part: ShardIndices) -> dict[int, np.ndarray]:
+        whole, shape = self.flow.held[node.input[0]], self.values[node.input[0]][1]
+        starts, ends, axes = (self.constants[name].copy() for name in node.input[1:4])
         for position, axis in enumerate(axes.tolist()):
-            if axis % len(self.shapes[node.input[0]]) != part.axis:
+            if axis % len(shape) != part.axis:
                 continue
             offset = int(starts[position])
-            offset += self.shapes[node.input[0]][part.axis] if offset < 0 else 0  # type: ignore[operator]
-            first = {
-                int(np.flatnonzero(all_of == taken[0] + offset)[0])
-                for all_of, taken in zip(whole.indices, part.indices, strict=True)
-            }
-            (begin,) = first if len(first) == 1 else (None,)
-            if begin is None or any(
-                not np.array_equal(all_of[begin : begin + part.count], taken + offset)
-                for all_of, taken in zip(whole.indices, part.indices, strict=True)
-            ):
+            offset += shape[part.axis] if offset < 0 else 0  # type: ignore[operator]
+            places = zip(whole.indices, part.indices + offset, strict=True)
+            begins = {int(np.flatnonzero(indices == taken[0])[0]) for indices, taken in places}
+            begin = begins.pop()
+            if begins or not np.array_equal(whole.indices[:, begin : begin + part.count], part.indices + offset):
                 raise NotSplit(f"a slice takes other places of {node.input[0]} at other ranks")
             starts[position], ends[position] = begin, begin + part.count
-        node.input[1], node.input[2] = self._constant(node, starts, "starts"), self._constant(node, ends, "ends")
-
-    def _constant(self, node: onnx.NodeProto, array: np.ndarray, label: str = "") -> str:
-        name = f"{node.name or node.output[0]}/{label or 'rank'}"
-        self._made[name] = np.ascontiguousarray(array)
-        return name
+        return {1: starts, 2: ends}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -48,6 +49,11 @@ class Rewriter:
     def array(self, name: str) -> np.ndarray | None:
         """Return the value of a constant; None for what is none."""
         return numpy_helper.to_array(self.constants[name]) if name in self.constants else None
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The values of all constants."""
+        return {name: numpy_helper.to_array(tensor) for name, tensor in self.constants.items()}
 
     def constant(self, name: str, array: np.ndarray) -> str:
         """Add a constant; return its name."""
@@ -126,7 +132,7 @@ def is_linear(node: NodeProto) -> bool:
 
 def typed_values(model: ModelProto) -> dict[str, tuple[int, Dims]]:
     """Return {name: (element type, shape)} of all values that ONNX's shape inference knows, constants too."""
-    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
     values = {
         value.name: (value.type.tensor_type.elem_type, dims_of(value))
         for value in (*graph.input, *graph.value_info, *graph.output)
