@@ -45,19 +45,14 @@ def prefill(batchless: BatchlessGraph) -> Graph:
 
 
 def without_cache(batchless: BatchlessGraph) -> Graph:
-    """Build the attention of one whole sequence.
-
-    As `prefill` with nothing in the cache; gives `attention` alone.
-    """
+    """Build the attention of one whole sequence. As `prefill` with nothing in the cache; gives `attention` alone."""
     build = _Builder(batchless)
     attention = build.attend(build.to_cache(build.key), build.to_cache(build.value), build.position_ids)
     return build.finish("attention", attention, cache_rows=False)
 
 
 def decode(batchless: BatchlessGraph) -> Graph:
-    """Build the attention of one new token for each of several requests.
-
-    The cache is read in place, never copied.
+    """Build the attention of one new token for each of several requests, over caches that are read in place.
 
     As `prefill`, with num_requests for num_tokens and past_key, past_value [num_requests, num_kv_heads, past_capacity,
     head_dim], past_lengths [num_requests]. A new token's position is its request's past length.
@@ -89,10 +84,7 @@ def decode(batchless: BatchlessGraph) -> Graph:
 
 
 class _Builder:
-    """A copy of a batchless graph to which attention is appended.
-
-    Operators are appended one by one.
-    """
+    """A copy of a batchless graph to which attention is appended, operator by operator."""
 
     def __init__(self, batchless: BatchlessGraph, tokens: str = "num_tokens"):
         self.batchless, self.graph, self.tokens = batchless, batchless.graph.clone(), tokens
@@ -152,20 +144,14 @@ class _Builder:
         return self.op("Mul", self.query, self.const(np.asarray(self.batchless.scale).astype(self.dtype.numpy())))
 
     def softcap(self, scores: ir.Value) -> ir.Value:
-        """Return cap * tanh(scores / cap), where the model caps its scores.
-
-        Else `scores` as they are.
-        """
+        """Return cap * tanh(scores / cap) where the model caps its scores, else `scores` as they are."""
         if not self.batchless.softcap:
             return scores
         cap = self.const(np.float32(self.batchless.softcap))
         return self.op("Mul", self.op("Tanh", self.op("Div", scores, cap)), cap)
 
     def to_cache(self, value: ir.Value) -> ir.Value:
-        """Return keys or values in the cache's layout.
-
-        [num_tokens, num_kv_heads, head_dim] -> [1, num_kv_heads, num_tokens, head_dim].
-        """
+        """Return [num_tokens, num_kv_heads, dim] in the cache's layout, [1, num_kv_heads, num_tokens, dim]."""
         return self.op("Unsqueeze", self.op("Transpose", value, perm=[1, 0, 2]), self.ints(0))
 
     def attend(self, keys: ir.Value, values: ir.Value, positions: ir.Value) -> ir.Value:

@@ -75,10 +75,7 @@ _MEANING = {
 
 
 def refused_arguments(given: dict[str, Any]) -> list[str]:
-    """Return the reasons against carrying these arguments of attention.
-
-    One text each, empty when all are harmless.
-    """
+    """Return the reasons against carrying these arguments of attention; none when all are harmless."""
     reasons = []
     for name, value in sorted(given.items()):
         if value is None or name in HARMLESS:
@@ -105,9 +102,9 @@ def _attention_hook(
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Emit the attention operator; transformers calls this for its own attention.
+    """Emit the attention operator, for transformers; query, key, value: [1, heads, num_tokens, head_dim].
 
-    query, key, value: [1, heads, num_tokens, head_dim]. Raises InputError for what the batchless graphs cannot carry.
+    Raises InputError for what the batchless graphs cannot carry.
     """
     if reasons := refused_arguments(rest):
         raise InputError(f"its attention uses {'; '.join(reasons)}: parameter-free causal attention cannot carry that")
@@ -132,12 +129,9 @@ def _attention_hook(
 
 @dataclass(frozen=True)
 class Mask:
-    """A causal mask with a sliding window (0: none).
+    """A causal mask with a sliding window (0: none), in place of the tensor that transformers would make.
 
-    It stands in place of the tensor that transformers would make.
-
-    A model may hand it on, and nothing else: one that changes its mask, or computes with it, attends in a way that is
-    not known.
+    A model may hand it on. One that changes it, or computes with it, attends in a way that is not known.
     """
 
     window: int
@@ -171,10 +165,7 @@ def _mask_hook(
     config: Any = None,
     **_: Any,
 ) -> Mask:
-    """Make a mask; transformers calls this for its own masks.
-
-    mask_function: (batch, head, query, key) -> whether the query sees the key.
-    """
+    """Make a mask, for transformers; mask_function: (batch, head, query, key) -> whether the query sees the key."""
     return Mask(window_of(mask_function, local_size, getattr(config, "attention_chunk_size", None)))
 
 
@@ -210,10 +201,7 @@ def window_of(mask_function: Callable, local_size: int | None = None, chunk: int
 
 
 def _keys_seen(mask_function: Callable, query: int, keys: int) -> list[int]:
-    """Return which of the first `keys` keys the query at position `query` sees.
-
-    Computed in the middle of a trace.
-    """
+    """Return which of the first `keys` keys the query at position `query` sees, in the middle of a trace."""
     with disable_proxy_modes_tracing(), _disable_current_modes():
         zero = torch.zeros((), dtype=torch.int64, device="cpu")
         at = torch.arange(keys, device="cpu")

@@ -106,10 +106,7 @@ def canonical_proto(proto: onnx.GraphProto, name: str, order: Sequence[str], slo
 
 
 def _structural_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return the nodes that the outputs need, in canonical order.
-
-    Each stands behind what it reads, in an order that only the structure decides.
-    """
+    """Return the nodes that the outputs need, each behind what it reads, in an order of structure alone."""
     producer = {output: index for index, node in enumerate(graph.node) for output in node.output if output}
     order: dict[int, None] = {}
     stack = [(producer[value.name], False) for value in reversed(graph.output) if value.name in producer]

@@ -67,10 +67,7 @@ def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def checkpoint_shapes(meta: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors that a model's checkpoint holds.
-
-    Sorted, tied ones once.
-    """
+    """Return names and shapes of the tensors that a model's checkpoint holds: sorted, tied ones once."""
     saved = _saved(meta, {name: tensor.to("meta") for name, tensor in _parameters(meta).items()})
     return {name: tuple(tensor.shape) for name, tensor in sorted(saved.items())}
 

@@ -67,10 +67,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) ->
 def _write_shard(
     path: Path, shapes: Mapping[str, tuple[int, ...]], pieces: Pieces, label: str, dtype: np.dtype
 ) -> None:
-    """Write tensors to a safetensors file.
-
-    Its format: 8-byte header length, JSON header padded to 8 bytes, then the tensors one after another.
-    """
+    """Write a safetensors file: 8 bytes of header length, JSON padded to 8 bytes, then the tensors."""
     header, offset = {}, 0
     for name, shape in shapes.items():
         length = math.prod(shape) * dtype.itemsize

@@ -9,10 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Pause the garbage collector.
-
-    Each collection would walk all objects so far again, half a million of them once torch and transformers are loaded.
-    """
+    """Pause the collector: each run would walk half a million objects once torch and transformers are loaded."""
     enabled = gc.isenabled()
     gc.disable()
     try:

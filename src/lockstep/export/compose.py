@@ -21,10 +21,7 @@ DOMAIN = "lockstep"
 
 @dataclass(frozen=True)
 class ComposedBlock:
-    """One block of the uncut model.
-
-    slots: {slot: checkpoint tensors}. variant: of the attention after the block; None after the exit.
-    """
+    """A block; slots: {slot: checkpoint tensors}; variant: of the attention after it, None after the exit."""
 
     graph: Graph
     slots: Mapping[str, Sequence[str]]
@@ -32,10 +29,9 @@ class ComposedBlock:
 
 
 def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
-    """Compose the uncut model of its blocks.
+    """Return the uncut model's bytes, and {weight input: checkpoint tensors}.
 
-    functions: {variant: its attention without a cache}. Returns the model's bytes and {weight input: checkpoint
-    tensors}.
+    functions: {variant: its attention without a cache}.
     """
     graph = onnx.GraphProto(name="batchful")
     constants: dict[tuple, str] = {}

@@ -43,10 +43,7 @@ class BatchlessGraph:
 
 @dataclass(frozen=True)
 class Cut:
-    """The graphs of a cut model.
-
-    blocks[i] comes before the attention of layer i, exit after the last; batchless[i] is layer i's batchless graph.
-    """
+    """The graphs of a cut model: blocks[i] before, batchless[i] of the attention of layer i; exit after the last."""
 
     blocks: tuple[Graph, ...]
     exit: Graph
@@ -86,10 +83,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
 
 
 def _flatten_attention(graph: ir.Graph) -> None:
-    """Let each attention give `[num_tokens, num_heads * head_dim]`.
-
-    The reshapes behind it then mostly vanish.
-    """
+    """Let each attention give `[num_tokens, num_heads * head_dim]`: most reshapes behind it then vanish."""
     for marker in [node for node in graph if node.domain == DOMAIN]:
         out = marker.outputs[0]
         tokens, heads, width = shape_of(out)[0], number(shape_of(out)[1]), number(shape_of(out)[2])
@@ -136,10 +130,7 @@ def _cut_points(
 
 
 def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
-    """Put `value` through [num_tokens, width] for `readers`; return the flat value.
-
-    Other nodes go on reading `value`.
-    """
+    """Put `value` through [num_tokens, width] for `readers` alone; return the flat value."""
     shape = shape_of(value)
     tokens, heads = (shape[1], number(shape[0])) if layout == "heads" else (shape[0], number(shape[1]))
     dim, producer = number(shape[2]), value.producer()
@@ -187,8 +178,7 @@ def _spans(
 ) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
     """Return the inputs {value: name} and outputs {name: value} of each block.
 
-    A value belongs to the stage after the last attention it depends on; what a later stage reads crosses the cut
-    between them.
+    A value is of the stage after the last attention it depends on; what a later stage reads crosses the cut between.
     """
     level = {marker: index for index, marker in enumerate(markers)}
     batchless = set(markers).union(*(behind for _, behind in points))
@@ -341,10 +331,7 @@ def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> 
 
 
 def _pick_rows(part: ir.Graph) -> None:
-    """Let the exit block start by taking the rows of `logit_rows [num_requests]`.
-
-    Nothing else needs computing for them.
-    """
+    """Let the exit block start by taking the rows of `logit_rows [num_requests]`."""
     rows = ir.Value(name="logit_rows", shape=ir.Shape(["num_requests"]), type=ir.TensorType(ir.DataType.INT64))
     first = next(iter(part))
     for value in list(part.inputs):
@@ -373,9 +360,6 @@ def _slot(name: str, layer: int, prefix: str) -> str:
 
 
 def bind_slot(slot: str, layer: int, prefix: str) -> str:
-    """Return the parameter that `slot` takes in the block before layer `layer`.
-
-    It is the inverse of `_slot`.
-    """
+    """Return the parameter that `slot` takes in the block before layer `layer`: the inverse of `_slot`."""
     where, _, rest = slot.partition(".")
     return f"{prefix}.{layer - (where == 'previous')}.{rest}" if where in ("current", "previous") else slot

@@ -46,10 +46,9 @@ class Context:
 
 
 def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
-    """Return the contexts in which a model is checked.
+    """Return contexts within a model's positions, around its windows, and beyond each length of `originals`.
 
-    They are within its positions, around its windows, and behind each length of `originals`, which its RoPE settings
-    name.
+    originals: the lengths that its RoPE settings name.
     """
     limit = (assembly.max_position_embeddings or LONGEST + NEW + 1) - NEW - 1
     windows = sorted({variant.window for variant in assembly.variants.values() if variant.window})
@@ -68,10 +67,7 @@ def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
 
 @dataclass(frozen=True)
 class Filled:
-    """A context with seeded caches and new tokens.
-
-    caches: (key, value) for each request and layer, [1, num_kv_heads, length, head_dim].
-    """
+    """A context with seeded tokens and caches: by request and layer, (key, value) [1, num_kv_heads, length, dim]."""
 
     context: Context
     caches: list[list[tuple[np.ndarray, np.ndarray]]]
@@ -79,10 +75,7 @@ class Filled:
 
 
 def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> Filled:
-    """Fill a context with seeded keys and values of rotated form.
-
-    Those of rows where something may begin or end are large.
-    """
+    """Fill a context with seeded keys and values, large in rows where something may begin or end."""
     caches = []
     for length in context.lengths:
         layers = []
@@ -101,10 +94,7 @@ def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> F
 
 
 def _edges(length: int, window: int) -> list[int]:
-    """Return the cache rows at which something may begin or end, sorted.
-
-    They are the first and last rows, those around powers of two, and those that leave the window of the new tokens.
-    """
+    """Return the cache rows at which something may begin or end: ends, powers of two, what leaves the window."""
     rows = {0, 1, length - 2, length - 1}
     rows |= {power + shift for power in (1 << n for n in range(5, 20)) for shift in (-1, 0, 1)}
     if window:
@@ -113,12 +103,9 @@ def _edges(length: int, window: int) -> list[int]:
 
 
 class _Elsewhere(DynamicCache):
-    """A cache of `length` tokens as far as masks and positions go.
+    """A cache of `length` tokens for masks and positions: attention itself gets the rows before the new ones.
 
-    It stores nothing: attention itself gets the rows before the new ones.
-
-    What models keep in their caches is their own matter (some keep a latent form); what attention gets is what the
-    split form keeps.
+    What models keep in theirs is their own matter (a latent form, say); attention gets what the split form keeps.
     """
 
     def __init__(self, length: int):
@@ -150,10 +137,7 @@ def _attend_behind(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend over a layer's past rows and the new ones.
-
-    transformers calls this for attention; all but the rows is the model's own.
-    """
+    """Attend over a layer's past rows and the new ones, as the model does but for the rows."""
     past = _past.get()
     key, value = (
         torch.cat([old.to(new.dtype), new], dim=2)
@@ -168,10 +152,7 @@ AttentionMaskInterface.register(_BEHIND, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def expected(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
-    """Return transformers' logits of all new tokens of each request.
-
-    [NEW + 1, vocab_size] each; each request runs alone.
-    """
+    """Return transformers' logits of all new tokens, [NEW + 1, vocab_size] for each request, which runs alone."""
     results, own = [], model.config._attn_implementation
     model.config._attn_implementation = _BEHIND
     try:
@@ -200,10 +181,7 @@ def expected(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
 
 
 def found(run: ReferenceRunner, filled: Filled) -> list[np.ndarray]:
-    """Return the split form's logits of all new tokens of each request.
-
-    [NEW + 1, vocab_size] each. Each request prefills its tokens, then all decode one together.
-    """
+    """Return the split form's logits, [NEW + 1, vocab_size] a request: each prefills, then all decode one together."""
     lengths = filled.context.lengths
     capacity = max(lengths) + NEW + 2
     caches = []

@@ -31,10 +31,7 @@ _MOVEMENT = {
 
 
 class Flow:
-    """The values that depend on tokens, and those of them that see positions.
-
-    The latter see them without a weight in between.
-    """
+    """The values that depend on tokens, and those that see positions without a weight in between."""
 
     def __init__(self, graph: ir.Graph, weights: frozenset[str]):
         self.graph = graph
@@ -56,17 +53,11 @@ class Flow:
         return any(value in self.weights for value in node.inputs)
 
     def position_only(self, value: ir.Value) -> bool:
-        """Return whether a value is computed from positions alone.
-
-        It is then cheap, so that every block that needs it computes it.
-        """
+        """Return whether a value is computed from positions alone, so that every block that needs it computes it."""
         return value in self.positional and value not in self.tokens
 
     def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
-        """Return the token values that `value` is made of, and the nodes in between.
-
-        It is made of them by positions and movement alone.
-        """
+        """Return the token values that `value` is made of by positions and movement alone, and the nodes in between."""
         found: list[ir.Value] = []
         between: set[ir.Node] = set()
         seen: set[ir.Value] = set()
@@ -113,9 +104,9 @@ class Flow:
 
 
 def layout_of(value: ir.Value, width: int) -> str | None:
-    """Return how `width` numbers a token lie in a value.
+    """Return how `width` numbers a token lie in a value; None for any other way.
 
-    "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim]; None for anything else.
+    "flat": [N, width], "tokens": [N, heads, dim], "heads": [heads, N, dim].
     """
     if value.shape is None:
         return None

@@ -69,10 +69,7 @@ def make(path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> Path:
 
 
 def _tensor_bytes(file: GgufFile) -> dict[str, int]:
-    """Return the bytes of each tensor.
-
-    Raises InputError for one that is quantised in an unknown way, or lies beyond the end of the file.
-    """
+    """Return the bytes of each tensor. Raises InputError for an unknown type, or one that ends beyond the file."""
     length, sizes = file.path.stat().st_size, {}
     known: dict[int, tuple[int, int]] = {}
     for tensor in file.tensors:

@@ -29,9 +29,9 @@ class _Mixes(Exception):
 
 
 def check_independence(graph: ir.Graph, domain: str, model_type: str) -> None:
-    """Check that no token-wise part of `graph` mixes tokens.
+    """Check that no operator of `graph` but those of `domain` (attention) mixes tokens.
 
-    Operators of `domain` (attention) may. Raises InputError, which names the first that does.
+    Raises InputError, which names the first that does.
     """
     tokens, sizes = set(graph.inputs), _Sizes()
     for node in graph:
@@ -70,10 +70,7 @@ _ARITHMETIC = frozenset(
 
 
 class _Sizes:
-    """Values computed from the number of tokens of a step.
-
-    They may say how large something is, and nothing else.
-    """
+    """Values computed from the number of tokens of a step: they may say how large something is, and nothing else."""
 
     def __init__(self) -> None:
         self.dims: dict[ir.Value, list] = {}  # of those that are a shape, or part of one
@@ -92,10 +89,7 @@ class _Sizes:
         self.dims[node.outputs[0]] = list(source.shape)[start:end]
 
     def follow(self, node: ir.Node) -> list[ir.Value]:
-        """Note what a node that reads sizes gives.
-
-        Constants that are as long as the tokens are returned, to be followed as tokens are.
-        """
+        """Note what a node that reads sizes gives; return constants as long as the tokens, to be followed as these."""
         if node.op_type == "ConstantOfShape" and node.inputs[0] in self.dims:
             node.outputs[0].shape = ir.Shape(self.dims[node.inputs[0]])  # what inference may have left open
         if node.op_type in ("ConstantOfShape", "Expand") and (node.op_type != "Expand" or node.inputs[0] not in self):
@@ -145,19 +139,13 @@ def _rule(node: ir.Node, tokens: set[ir.Value]) -> None:
 
 
 def _elementwise(node: ir.Node, moving: list) -> None:
-    """Check an element-wise operator.
-
-    Broadcasting aligns trailing dimensions: all tokens must lie at the same place from the end.
-    """
+    """Check an element-wise operator: all tokens must lie at the same place from the end."""
     if len({len(_known(value)) - axis for _, value, axis in moving}) != 1:
         raise _Mixes("combines each token with each other")
 
 
 def _along(node: ir.Node, moving: list, axes: list[int]) -> None:
-    """Check an operator that mixes along `axes` of its first input.
-
-    No other input may depend on tokens.
-    """
+    """Check an operator that mixes along `axes` of its first input; no other may depend on tokens."""
     (position, value, axis), *more = moving
     if position or more:
         raise _Mixes("chooses by the values of tokens")
@@ -205,10 +193,7 @@ def _transpose(node: ir.Node, moving: list) -> None:
 
 
 def _reshape(node: ir.Node, moving: list) -> None:
-    """Check that a reshape keeps what stands before and behind the tokens.
-
-    What stands before them must go on standing there, and what follows each token must go on following it.
-    """
+    """Check that a reshape keeps what stands before the tokens before them, and what follows each behind it."""
     (position, value, axis), *more = moving
     out = node.outputs[0]
     if position or more:
@@ -241,10 +226,7 @@ def _gemm(node: ir.Node, moving: list) -> None:
 
 
 def _gather(node: ir.Node, moving: list) -> None:
-    """Check a Gather: tokens may choose rows of a table, not rows of tokens.
-
-    Fixed columns may be taken of each token.
-    """
+    """Check a Gather: tokens choose rows of a table, not of tokens; fixed columns may be taken of each token."""
     if len(moving) != 1 or (
         moving[0][0] == 0 and moving[0][2] == _axis_attribute(node, 0) % len(_known(node.inputs[0]))
     ):
@@ -252,10 +234,7 @@ def _gather(node: ir.Node, moving: list) -> None:
 
 
 def _gather_nd(node: ir.Node, moving: list) -> None:
-    """Check a GatherND: each token's indices into a table.
-
-    With batch dimensions they go into the token's own values.
-    """
+    """Check a GatherND: indices of tokens into a table or, with batch dimensions, into the token's own values."""
     batch = node.attributes["batch_dims"].as_int() if "batch_dims" in node.attributes else 0
     for position, value, axis in moving:
         if (position == 0 and axis >= batch) or (position == 1 and axis == len(_known(value)) - 1):
@@ -263,10 +242,7 @@ def _gather_nd(node: ir.Node, moving: list) -> None:
 
 
 def _by_element(node: ir.Node, moving: list) -> None:
-    """Check an operator that takes or puts elements along one axis.
-
-    In all other axes indices and values lie at the same place. Tokens may choose from a table.
-    """
+    """Check an operator on elements along one axis: in the others indices and values lie at the same place."""
     axis = _axis_attribute(node, 0) % len(_known(node.inputs[0]))
     if node.op_type == "GatherElements" and [(position, found) for position, _, found in moving] == [(1, axis)]:
         return
@@ -275,10 +251,7 @@ def _by_element(node: ir.Node, moving: list) -> None:
 
 
 def _scatter_nd(node: ir.Node, moving: list) -> None:
-    """Check a ScatterND, which puts slices where fixed indices name.
-
-    The tokens must lie in the slices, at the same place in values and updates.
-    """
+    """Check a ScatterND: slices go where fixed indices name; tokens lie within, at the same place in both."""
     rank, indices = len(_known(node.inputs[0])), _known(node.inputs[1])
     for position, _value, axis in moving:
         if position == 1 or axis < (indices[-1] if position == 0 else len(indices) - 1):

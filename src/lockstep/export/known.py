@@ -29,10 +29,7 @@ def dtype_of(value: ir.Value) -> ir.DataType:
 
 
 def number(dim: int | ir.SymbolicDim) -> int:
-    """Return a dimension that the model's config decides.
-
-    Raises InputError for one that a step decides.
-    """
+    """Return a dimension that the config decides. Raises InputError for one that a step decides."""
     if not isinstance(dim, int):
         raise InputError(f"cannot be split: expected a dimension of one size, found {dim}")
     return dim

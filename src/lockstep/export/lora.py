@@ -36,18 +36,12 @@ _ROWS = "logit_rows"
 
 
 def module_of(slot: str) -> str:
-    """Return the name of a linear layer within its decoder layer.
-
-    slot: its weight slot, of a quantised one that of its integers. An example is `self_attn.q_proj`.
-    """
+    """Return the name of a linear layer within its decoder layer, `self_attn.q_proj`, from its weight's slot."""
     return quantized.module_of(slot.partition(".")[2])
 
 
 def fits(module: str, targets: Collection[str] | None) -> bool:
-    """Return whether a module is one of `targets`, as PEFT matches names.
-
-    A name fits whole, or behind a dot. None: all fit.
-    """
+    """Return whether a module is one of `targets` as PEFT matches names: whole, or behind a dot. None: all fit."""
     return targets is None or any(module == target or module.endswith(f".{target}") for target in targets)
 
 
@@ -144,10 +138,7 @@ def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, tuple[onnx.N
 
 
 def _mask(rows: str) -> list[onnx.NodeProto]:
-    """Return nodes that make a mask [rows, n*R] of the columns that are of each row's adapter.
-
-    Rows of requests are those of their last tokens.
-    """
+    """Return nodes that make the mask [rows, n*R] of each row's adapter; rows: num_tokens, or num_requests."""
     name, ids = f"lora/{rows}", IDS if rows == "num_tokens" else f"lora/{rows}/ids"
     gather = helper.make_node("Gather", [IDS, _ROWS], [ids], axis=0)
     return [
@@ -163,10 +154,7 @@ def linear_layers(model: PreTrainedModel) -> set[str]:
 
 
 def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str] | None) -> bool:
-    """Return whether a slot takes the weight of one linear layer.
-
-    The layer is one of a decoder layer, and the checkpoint has the weight under the layer's own name.
-    """
+    """Return whether a slot takes the weight of one linear layer of a decoder layer, under the layer's own name."""
     if not slot.startswith(_LAYER_SLOTS) or not slot.endswith(".weight"):
         return False
     parts = [part for layer in assembly.layers for part in (layer.block, layer.exit) if part.graph == name]

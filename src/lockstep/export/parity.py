@@ -103,9 +103,9 @@ def prove(
 def make_small(
     config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Assembly, assemble: Assemble
 ) -> Small:
-    """Return the smallest model with the same layers and kinds, in split form.
+    """Return the smallest model of the class with the same layers, or the model itself, in split form.
 
-    It is of the same class; the model itself, when it is that small. Raises InputError when there is none.
+    Raises InputError when there is none.
     """
     layer_signatures = signatures(meta)
     reasons = []
@@ -145,12 +145,9 @@ def _candidates(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any
 
 
 def depths_to_try(layer_signatures: Sequence[str]) -> list[int]:
-    """Return numbers of layers that show every pair of neighbours.
+    """Return numbers of first layers that show every pair of neighbours, three at least where the model has them.
 
-    They count from the first layer, and are three at least, where the model has them.
-
-    Some classes insist on what their last layer is, so the next depth at which the model ends as it really does comes
-    second.
+    Some classes insist on what their last layer is: the next depth that ends as the model does comes second.
     """
     pairs = list(zip(layer_signatures, layer_signatures[1:]))
     last = max((pairs.index(pair) for pair in set(pairs)), default=0)
@@ -174,10 +171,7 @@ def _compare_signatures(found: Sequence[str], expected: Sequence[str]) -> None:
 
 
 def _compare_variants(found: Assembly, expected: Assembly) -> None:
-    """Check that each layer's attention is that of the real model.
-
-    Head counts and the size of the window may differ. Raises InputError.
-    """
+    """Raise InputError where a layer's attention differs by more than head counts and the size of the window."""
     for index, (small, real) in enumerate(zip(found.layers, expected.layers)):
         one, other = (
             _essence(assembly.variants[layer.variant]) for assembly, layer in ((found, small), (expected, real))
@@ -187,9 +181,9 @@ def _compare_variants(found: Assembly, expected: Assembly) -> None:
 
 
 def _graph_difference(found: tuple[Files, Assembly], expected: tuple[Files, Assembly]) -> str | None:
-    """Return where a layer's graphs have other operators than the real model's, or in another order; None for nowhere.
+    """Return where a layer's graphs have other operators than the real model's, or in another order.
 
-    What the small model shows then holds for the real one.
+    None for nowhere: what the small model shows then holds for the real one.
     """
     for index, (small, real) in enumerate(zip(found[1].layers, expected[1].layers)):
         for part, *blocks in (("block", small.block, real.block), ("exit", small.exit, real.exit)):
@@ -207,10 +201,7 @@ def _graph_difference(found: tuple[Files, Assembly], expected: tuple[Files, Asse
 
 @functools.lru_cache(maxsize=64)
 def _operators(graph: bytes) -> tuple[str, ...]:
-    """Return the operators of a canonical graph but for casts.
-
-    Precisions differ by casts.
-    """
+    """Return the operators of a canonical graph but for casts, by which precisions differ."""
     return tuple(node.op_type for node in onnx.ModelProto.FromString(graph).graph.node if node.op_type != "Cast")
 
 
@@ -231,20 +222,14 @@ class Measured:
 
 
 def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
-    """Measure the errors of all tokens of two requests.
-
-    draw: which random weights. Raises InputError for a split form that does not run.
-    """
+    """Measure the errors of two requests' tokens under random weights. Raises InputError where nothing runs."""
     with _one_thread():
         return _measure(small, draw)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch compute with one thread.
-
-    Products this small take longer to share among threads than to compute: on a busy machine a second.
-    """
+    """Let torch compute with one thread: products this small take longer to share than to compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -283,19 +268,13 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
 
 
 def _difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Return the largest difference of two lists of logits, relative.
-
-    It is over the standard deviation of the second; infinity for what is no number.
-    """
+    """Return the largest difference over the standard deviation of the second; infinity for what is no number."""
     largest = max(max_abs_error(b, a) for a, b in zip(one, other, strict=True)) / float(np.concatenate(other).std())
     return largest if np.isfinite(largest) else float("inf")
 
 
 def _original_lengths(config: Any) -> list[int]:
-    """Return the lengths that a config's RoPE settings were made for.
-
-    Behind them their frequencies are stretched.
-    """
+    """Return the lengths that a config's RoPE settings were made for, beyond which frequencies are stretched."""
     found = [parameters.get("original_max_position_embeddings") for parameters in rope_settings(config)]
     return [int(length) for length in found if length]
 
@@ -321,10 +300,7 @@ def walk(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarr
 
 
 def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> PreTrainedModel:
-    """Return transformers' own model with random weights, in fp32 and eager.
-
-    Gains and biases vary too, so that none can stand for another.
-    """
+    """Return transformers' own model with random weights, gains and biases too, in fp32 and eager."""
     made = build_config(config)
     made._experts_implementation = "eager"  # not what the trace needs, and it also runs in fp64
     with quiet(), float64_constants():  # the constants of the graphs: at far positions a last bit shows

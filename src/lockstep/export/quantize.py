@@ -37,10 +37,7 @@ Slots = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class _Use:
-    """A weight slot of a block in one layer.
-
-    bits: None where it stays in full precision. columns: the length of its rows.
-    """
+    """A weight slot of a block in one layer; bits: None for full precision; columns: the length of its rows."""
 
     tensors: tuple[str, ...]
     bits: int | None
@@ -128,10 +125,9 @@ def _of_ranks(
 
 
 def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
-    """Return a rank's part of `<tensor>.data` and of `<tensor>.scales`.
+    """Return a rank's part of `<tensor>.data`, of its scales or of what else has an element for `group_size` numbers.
 
-    Or of another tensor with an element for each `group_size` numbers of a row. Raises InputError where a part is not
-    made of whole groups.
+    Raises InputError where a part is not made of whole groups.
     """
     if shard.axis == 0:
         return shard
@@ -147,10 +143,7 @@ def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
 def _choose(
     files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int, already: QuantizedTensors | None
 ) -> QuantizedTensors:
-    """Choose the tensors that are quantised.
-
-    A tensor is where all slots that take it can be, and a slot where all its tensors are.
-    """
+    """Choose the tensors that are quantised: where all slots that take one can be, with all their tensors."""
     uses = list(_uses(files, assembly, precision))
     if already is not None:
         uses = [replace(use, bits=_bits_already(use, already)) for use in uses]

@@ -62,10 +62,7 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
 
 
 def _check_empty(folder: Path, config_json: Path) -> None:
-    """Raise InputError where files of a checkpoint in `folder` would be replaced, or read beside the new ones.
-
-    The config and the tokenizer that are read may lie there.
-    """
+    """Raise InputError for another checkpoint's files in `folder`, whose config or tokenizer are not the sources."""
     sources = {config_json.resolve(), config_json.with_name("tokenizer.json").resolve()}
     for path in sorted(folder.iterdir()):
         is_of_one = path.name in _WRITTEN or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", path.name)
@@ -84,10 +81,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token for each byte, nothing merged.
-
-    It takes any text, and any vocabulary of 256 or more.
-    """
+    """Return a tokenizer with one token for each byte, for any text and any vocabulary of 256 or more."""
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -115,10 +109,7 @@ def _dtype_name(path: Path, config: Mapping[str, Any]) -> str:
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
-    """Yield a tensor's random numbers in pieces, float32.
-
-    Gains are near 1, biases near 0, matrices scaled by 1/sqrt(inputs) so that they keep a vector's size.
-    """
+    """Yield a tensor's numbers in pieces, float32: gains near 1, biases near 0, matrices over sqrt(inputs)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
     if len(shape) < 2:

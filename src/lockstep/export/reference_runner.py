@@ -26,20 +26,14 @@ from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 
 @dataclass(frozen=True)
 class PackedRequest:
-    """A request's share of a step.
-
-    tokens: int64, behind those that the request `request` already brought.
-    """
+    """A request's share of a step; tokens: int64, behind those that it already brought."""
 
     request: int
     tokens: np.ndarray
 
 
 class ReferenceRunner(GraphRunner):
-    """Runs steps of `num_requests` requests with room for `capacity` tokens each.
-
-    fp32 only. Cache rows that no token has filled hold noise, not zeros.
-    """
+    """Runs requests of up to `capacity` tokens, in fp32; cache rows that no token has filled hold noise."""
 
     def __init__(
         self,
@@ -89,10 +83,7 @@ class ReferenceRunner(GraphRunner):
         return [each for part in parts for each in arrays_of(slots, part, self._lora[id(part)])] if slots else []
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
-        """Advance the requests by a step.
-
-        Returns for each part the logits of all its tokens, [len(tokens), vocab_size] float32.
-        """
+        """Advance the requests by a step; return the logits of each part's tokens, [len(tokens), vocab_size]."""
         parts = [*parts]
         env: dict[str, np.ndarray] = {
             "token_ids": np.concatenate([part.tokens for part in parts]),

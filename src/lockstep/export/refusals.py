@@ -22,10 +22,7 @@ _OWN_SCHEMES = {"bloom"}  # ALiBi without a setting that says so
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
-    """Return what the model is known to do that cannot be split.
-
-    None when nothing is known.
-    """
+    """Return what the model is known to do that cannot be split; None when nothing is known."""
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         return (

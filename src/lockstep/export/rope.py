@@ -21,10 +21,7 @@ from lockstep.export.float64_constants import float64_constants
 
 
 def freeze_ropes(model: transformers.PreTrainedModel) -> None:
-    """Let every rotary module of `model` keep its first frequencies.
-
-    They are those that it has up to the limit that `position_limit` gives.
-    """
+    """Let every rotary module keep the frequencies that it has up to the limit of `position_limit`."""
     modules: Iterator[Any] = model.modules()  # those with a rope_type are of any class
     for module in modules:
         _freeze_kind(module)
@@ -107,10 +104,7 @@ def position_limit(config: transformers.PreTrainedConfig) -> tuple[int | None, s
 
 
 def rope_settings(config: transformers.PreTrainedConfig) -> list[Mapping[str, Any]]:
-    """Return a text config's RoPE settings.
-
-    None, one mapping, or one for each layer type.
-    """
+    """Return a text config's RoPE settings: none, one mapping, or one for each layer type."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, Mapping):
         return []

@@ -221,10 +221,9 @@ def assemble(
     parts: TracedModel | None = None,
     residual: str | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """Return all graph files by name, and the assembly.
+    """Return all graph files by name, and the assembly without tokenizer and end-of-sequence ids.
 
-    It is without tokenizer and end-of-sequence ids. parts: of the model, where it is traced already. residual: of what
-    type the residual stream is, where it is not that of the rest.
+    parts: of the model, where it is traced already. residual: the type of the residual stream where it is another.
     """
     parts = parts or parts_of(meta, trace_unique_layers, residual is not None)
     layers = parts.layers
@@ -344,10 +343,7 @@ def shard(
 
 
 class _Variants:
-    """The distinct attention variants of a model.
-
-    Of each the prefill and decode graph, and the form without a cache.
-    """
+    """The distinct attention variants of a model: prefill and decode graph, and the form without a cache."""
 
     def __init__(self) -> None:
         self.names: dict[tuple[str, str], str] = {}

@@ -146,10 +146,7 @@ class _Finder:
         return name not in self.slots and name not in self.graph.constants and name not in self.stacks
 
     def _is_wide(self, name: str, node: onnx.NodeProto) -> bool:
-        """Return whether an operand is worth splitting.
-
-        One number a token, which any rank can know, is not, beside values that are wider.
-        """
+        """Return whether an operand is worth splitting: no single number beside values that are wider."""
         numbers, results = (
             math.prod(size for size in self.shapes[value] if isinstance(size, int)) for value in (name, node.output[0])
         )
@@ -174,9 +171,9 @@ class _Finder:
         self.flow.weights |= weights
 
     def _reaches_residual(self, result: str) -> bool:
-        """Return whether a product's result is added to the residual stream.
+        """Return whether a product's result is added to the residual stream behind linear operators alone.
 
-        Behind linear operators alone: where a norm or another product follows, a sum over the ranks would buy little.
+        Where a norm or another product follows, a sum over the ranks would buy little.
         """
         seen: set[str] = set()
         stack = [result]
@@ -199,10 +196,7 @@ class _Finder:
     def _propagate(
         self, members: set[str], reads: Mapping[str, _Product]
     ) -> tuple[dict[str, ShardIndices], dict[str, ShardIndices]]:
-        """Go from what is asked for back to where the values of the group come from.
-
-        reads: the products that read them, by their results.
-        """
+        """Go from what is asked for back to the sources of a group; reads: the products that read it, by result."""
         wants: dict[str, list[ShardIndices]] = defaultdict(list)
         for name in self.graph.outputs:
             if name in members:
@@ -269,10 +263,7 @@ class _Finder:
     # -- partial sums
 
     def _partial_sums(self) -> None:
-        """Find the partial sums, and those of them that are summed over the ranks.
-
-        All are summed that something reads which is not linear, or which is whole.
-        """
+        """Find the partial sums; they are summed over the ranks where what reads them is whole or not linear."""
         flow, nodes = self.flow, self.graph.nodes
         rows = {name: product for name, product in self.products.items() if product.value in flow.held}
         for product in rows.values():
@@ -305,10 +296,7 @@ class _Finder:
                 flow.first |= {name for name in operands if name in self.slots}
 
     def _keeps_partial(self, node: onnx.NodeProto, partial: Collection[str]) -> bool:
-        """Return whether a node may be applied before the sum over ranks.
-
-        So it is where the sum of what it makes of partial sums is what it makes of their sum.
-        """
+        """Return whether a node may be applied before the sum over ranks, as linear operators may."""
         found = [name for name in node.input if name in partial]
         if not found:
             return False

@@ -14,10 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class ShardIndices:
-    """The indices along one axis of a tensor that each rank holds.
-
-    `indices[rank]` along `axis`: [ranks, held] int64, ascending within a section.
-    """
+    """The indices along an axis that each rank holds: [ranks, held] int64, ascending within a section."""
 
     axis: int
     indices: np.ndarray
@@ -55,17 +52,11 @@ class NotSplit(Exception):
 
 
 class Uneven(NotSplit):
-    """A part that could be split, but whose size does not divide by the ranks.
-
-    Left whole, each rank would do all the work.
-    """
+    """A part whose size does not divide by the ranks; left whole, each rank would do all the work."""
 
 
 def merged(name: str, wants: Sequence[ShardIndices]) -> ShardIndices:
-    """Return one part for all readers of a value.
-
-    It is the same for all, or those of sections of it, one after another. Raises NotSplit where there is none.
-    """
+    """Return the one part that all readers of a value want, or sections of it in a row. Raises NotSplit for none."""
     if all(want == wants[0] for want in wants):
         return wants[0]
     if len({want.axis for want in wants}) > 1:
@@ -119,10 +110,7 @@ def _number(size: int | str) -> int:
 
 
 def _axes_kept(before: Sequence[int | str], after: Sequence[int | str]) -> list[tuple[list[int], list[int]]]:
-    """Return the axes of two shapes that hold the same numbers, group by group.
-
-    Each group has axes of the one shape and of the other. Raises NotSplit where there are none.
-    """
+    """Return groups of axes of two shapes that hold the same numbers. Raises NotSplit where there are none."""
     groups, i, j = [], 0, 0
     while i < len(before) and j < len(after):
         old, new = [i], [j]

@@ -26,10 +26,7 @@ Needs = list[tuple[str, ShardIndices]]
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules for the operators of one graph.
-
-    shapes: of every value of the graph, unknown sizes are names. constants: its initializers.
-    """
+    """The rules for the operators of one graph; shapes: of its values; constants: its initializers."""
 
     shapes: Mapping[str, Dims]
     constants: Mapping[str, np.ndarray]
@@ -42,10 +39,7 @@ class Rules:
         return size
 
     def needs(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices]) -> Needs:
-        """Return (input, part) of each input that must be split.
-
-        parts: of the node's outputs. Raises NotSplit.
-        """
+        """Return (input, part) of each input that must be split; parts: of the outputs. Raises NotSplit."""
         name, part = next(iter(parts.items()))
         if node.op_type in _UNARY:
             return [(node.input[0], part)]

@@ -26,10 +26,7 @@ from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values, 
 
 @dataclass(frozen=True)
 class ShardGraph:
-    """A graph that each rank runs between two sums over the ranks.
-
-    sums: {partial sum that it gives: the name under which later pieces read their sum}.
-    """
+    """A graph that each rank runs between two sums; sums: {partial sum that it gives: its name for later pieces}."""
 
     graph: Graph
     sums: Mapping[str, str]
@@ -143,10 +140,7 @@ def _check_plan(flow: Flow, plan: Mapping[str, str]) -> None:
 
 
 def shard_batchless(batchless: BatchlessGraph, ranks: int) -> BatchlessGraph:
-    """Return a rank's part of the batchless graph of an attention.
-
-    Raises InputError where that is none by heads.
-    """
+    """Return a rank's part of the batchless graph of an attention. Raises InputError where that is none by heads."""
     heads = Heads.of(batchless)
     given = {name: part for name, part in heads.held(ranks).items() if name != "attention"}
     graph = Rewriter(_model(ir.to_proto(ir.Model(batchless.graph, ir_version=IR_VERSION)).graph))
@@ -180,10 +174,7 @@ class _Cutter:
         self._tokens = next((size for size in first if isinstance(size, str) and size != "?"), "num_tokens")
 
     def pieces(self) -> list[ShardGraph]:
-        """Return the pieces, one more than there are sums in a row.
-
-        What depends on positions alone is computed wherever it is read.
-        """
+        """Return the pieces; what depends on positions alone is computed wherever it is read."""
         graph = self.graph
         anywhere = {name for name in graph.inputs if name in ("position_ids", "logit_rows")} | {"", *self.constants}
         free: dict[str, NodeProto] = {}
@@ -235,10 +226,7 @@ class _Cutter:
     def graph_of(
         self, nodes: Sequence[NodeProto], inputs: Sequence[str], outputs: Sequence[str], rename: Mapping[str, str]
     ) -> onnx.GraphProto:
-        """Return a rank's graph of some nodes; rename: what its values are called there.
-
-        Raises NotSplit for an input or output that cannot be kept between two pieces.
-        """
+        """Return a rank's graph; rename: its values. Raises NotSplit for one that cannot be kept between pieces."""
         graph = onnx.GraphProto(name="shard")
         constants = dict(self.constants)
         for node in nodes:

@@ -29,10 +29,7 @@ _ALONG_AXIS = frozenset("Softmax LogSoftmax LayerNormalization RMSNormalization"
 
 
 def pack(model: ir.Model) -> ir.Model:
-    """Return a new model without leading ones and without idle movement.
-
-    Inputs, outputs and initializers keep their names.
-    """
+    """Return a new model without leading ones and idle movement, with the same names of inputs and outputs."""
     packed = ir.Model(_Packer(model.graph).run(), ir_version=model.ir_version)
     merge_movement(packed.graph)
     passes.CommonSubexpressionEliminationPass()(packed)
@@ -144,10 +141,7 @@ class _Packer:
         return value.producer() is not None
 
     def _rewrite(self, node: ir.Node) -> bool:
-        """Emit the node in short form if a rule fits.
-
-        Returns True when all its outputs are served.
-        """
+        """Emit the node in short form if a rule fits; return whether all its outputs are served."""
         if node.domain not in ("", "ai.onnx") or any(
             a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
         ):
@@ -199,10 +193,7 @@ class _Packer:
         return True
 
     def _elementwise(self, node: ir.Node) -> bool:
-        """Emit an element-wise operator in short form.
-
-        Broadcasting aligns trailing dimensions: an input of full rank loses its 1, one of lower rank stays.
-        """
+        """Emit an element-wise operator: an input of full rank loses its 1, one of lower rank stays."""
         rank = len(shape_of(node.outputs[0]))
         inputs: list[ir.Value | None] = []
         for value in node.inputs:
@@ -215,10 +206,7 @@ class _Packer:
         return self._serve(node, inputs, list(node.attributes.values()))
 
     def _by_axes_input(self, node: ir.Node) -> bool:
-        """Emit an operator whose axes are an input.
-
-        It is the second of a reduction, the fourth of Slice. Axes that are counted from the end survive the drop.
-        """
+        """Emit a reduction or Slice, whose axes are its second or fourth input; they are counted from the end."""
         position, rank = 3 if node.op_type == "Slice" else 1, len(shape_of(node.inputs[0]))
         axes = _constant(node.inputs[position]) if len(node.inputs) > position else None
         keepdims = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
@@ -271,10 +259,7 @@ class _Packer:
         return True
 
     def _reshape(self, node: ir.Node) -> bool:
-        """Emit a reshape, which may read the short form and write the short form.
-
-        It keeps the element order.
-        """
+        """Emit a reshape, which keeps the element order: it may read and write short forms."""
         data, out = required(node.inputs[0]), node.outputs[0]
         target = _constant(node.inputs[1])
         if target is None or not (self._leads(data) or self._leads(out)):
@@ -300,10 +285,7 @@ def _constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def _same(one: Iterable[object], other: Iterable[object]) -> bool:
-    """Return whether two shapes are equal.
-
-    Static dimensions must be, and at most one may be dynamic, in the same place: then the dynamic ones are equal too.
-    """
+    """Return whether two shapes are equal: at most one dimension is dynamic, in the same place."""
     one, other = list(one), list(other)
     if len(one) != len(other):
         return False
@@ -312,10 +294,7 @@ def _same(one: Iterable[object], other: Iterable[object]) -> bool:
 
 
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
-    """Let reshapes and transposes read past others, and drop idle ones.
-
-    Values in `keep` stay, and nothing reads past them.
-    """
+    """Let reshapes and transposes read past others, but not past values in `keep`, and drop idle ones."""
     for node in list(graph):
         out, source = node.outputs[0], node.inputs[0] if node.inputs else None
         if source is None:

@@ -32,10 +32,7 @@ _WINDOWS = re.compile(r"window(_size)?$|sliding_window_size|attention_chunk_size
 
 
 def small_configs(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:
-    """Yield configs of the first `depth` layers, the smallest first.
-
-    A class that refuses one may take a later one.
-    """
+    """Yield configs of the first `depth` layers, the smallest first, for a class that refuses one."""
     for kv_heads in _KV_HEADS:
         yield _small(config, depth, kv_heads, experts=True)
     for experts in (True, False):
@@ -43,20 +40,14 @@ def small_configs(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, A
 
 
 def shallow_config(config: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Return the config of the first `depth` layers, with a small vocabulary.
-
-    Windows are of at most WINDOW; all else is as it was.
-    """
+    """Return the config of the first `depth` layers, with a small vocabulary and windows of at most WINDOW."""
     return _small(config, depth, None, experts=False, inner=False)
 
 
 def _small(
     config: Mapping[str, Any], depth: int, kv_heads: int | None, experts: bool, inner: bool = True
 ) -> dict[str, Any]:
-    """Return the config of a smaller model.
-
-    kv_heads: how many are left of them, None for all.
-    """
+    """Return the config of a smaller model; kv_heads: how many are left of them, None for all."""
     made = build_config(config)
     text = made.get_text_config()
     result = copy.deepcopy(dict(config))
@@ -74,20 +65,14 @@ def _small(
 
 
 class _Section:
-    """One config with the mapping that it is made from.
-
-    The mapping's values win, so that derived settings are derived anew.
-    """
+    """One config and the mapping it is made from, which wins, so that derived settings are derived anew."""
 
     def __init__(self, made: Any, values: Mapping[str, Any]):
         self.made, self.values = made, copy.deepcopy(dict(values))
         self.settings = {key: value for key, value in made.to_dict().items() if key != "model_type"}
 
     def name(self, key: str) -> str:
-        """Return a key as this config.json spells it.
-
-        GPT-2's `n_embd` is `hidden_size`.
-        """
+        """Return a key as this config.json spells it: GPT-2's `n_embd` is `hidden_size`."""
         return (self.made.attribute_map or {}).get(key, key)
 
     def get(self, *keys: str) -> Any:
@@ -144,10 +129,7 @@ class _Section:
                 self.set(key, min(value, needed))
 
     def _width(self, most: int) -> None:
-        """Take fewer heads of the same size.
-
-        The hidden size shrinks by the same factor.
-        """
+        """Take fewer heads of the same size; the hidden size shrinks by the same factor."""
         heads, hidden = self.get("num_attention_heads"), self.get("hidden_size")
         if not isinstance(heads, int) or not isinstance(hidden, int):
             return

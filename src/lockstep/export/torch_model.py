@@ -62,11 +62,7 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
 
 
 def eager_attention(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the plain attention function of a model.
-
-    module: one of its attention modules. The function is transformers' own, in the module's file. Raises InputError
-    where there is none.
-    """
+    """Return transformers' plain attention function of an attention module. Raises InputError for none."""
     found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if found is None:
         raise InputError(
@@ -107,10 +103,7 @@ def keep_constants(model: PreTrainedModel) -> None:
 
 
 def layer_of(name: str) -> int:
-    """Return the layer that a checkpoint tensor belongs to.
-
-    It is the first number in its name; -1 for what stands outside the layers.
-    """
+    """Return the layer of a checkpoint tensor, the first number in its name; -1 outside the layers."""
     match = re.search(r"\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
@@ -165,10 +158,7 @@ def load_tensors(
 
 @contextlib.contextmanager
 def _one_line(expected: str) -> Iterator[None]:
-    """Turn what transformers raises for a config or weights into an InputError.
-
-    Its classes raise anything. The line opens with `expected`.
-    """
+    """Turn whatever transformers raises for a config or weights into an InputError that opens with `expected`."""
     try:
         yield
     except Exception as error:
@@ -177,10 +167,7 @@ def _one_line(expected: str) -> Iterator[None]:
 
 
 def _check_loaded(where: str, info: Mapping[str, Any]) -> None:
-    """Check that transformers found all tensors of a model.
-
-    It fills what is missing with random numbers and a warning. Raises InputError.
-    """
+    """Raise InputError for tensors that transformers did not find, and filled with random numbers."""
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info[problem]:
             found = ", ".join(map(str, sorted(info[problem], key=str)[:3]))

@@ -103,18 +103,12 @@ def _to_marker(  # type: ignore[no-untyped-def]  # onnxscript reads annotations 
 
 
 def _ints(*values: int) -> Any:
-    """Return a constant, of any type to mypy.
-
-    onnxscript declares all types that a Constant can have.
-    """
+    """Return a constant, of any type to mypy: onnxscript declares all types that one can have."""
     return opset20.Constant(value_ints=list(values))
 
 
 def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
-    """Translate aten.linear to Gemm(transB=1).
-
-    The weight stays in its checkpoint layout [out_features, in_features].
-    """
+    """Translate aten.linear to Gemm(transB=1): the weight stays [out_features, in_features]."""
     out_features, in_features = weight.shape
     if len(x.shape) == 2:
         return opset20.Gemm(x, weight, bias, transB=1) if bias is not None else opset20.Gemm(x, weight, transB=1)
@@ -126,19 +120,13 @@ def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
 
 @torch_op("aten::unsqueeze", complex=True, trace_only=True)
 def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
-    """Translate Unsqueeze of a complex tensor.
-
-    It travels as pairs of real numbers in one more dimension, the last; onnxscript has this rule for other operators.
-    """
+    """Translate Unsqueeze of a complex tensor, which travels as pairs of real numbers in one more dimension."""
     return opset20.Unsqueeze(x, _ints(dim if dim >= 0 else dim - 1))
 
 
 @functools.cache
 def _registry() -> ONNXRegistry:
-    """Return what each torch operator becomes.
-
-    The exporter's own table, and ours before it.
-    """
+    """Return what each torch operator becomes: the exporter's own table, and ours before it."""
     registry = ONNXRegistry.from_torchlib(OPSET)
     registry.register_op(torch.ops.lockstep.attention.default, _to_marker)
     registry.register_op(torch.ops.aten.linear.default, _to_gemm)
@@ -228,10 +216,7 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """Return name and module of the list of decoder layers.
-
-    Raises InputError where there is none of the config's length.
-    """
+    """Return name and module of the list of decoder layers. Raises InputError for none of the config's length."""
     depth = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
@@ -242,10 +227,7 @@ def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
 
 
 def select_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedModel:
-    """Return a copy of a meta model that runs only the layers `indices`.
-
-    They run in that order; the config's per-layer lists follow.
-    """
+    """Return a copy of a meta model that runs only the layers `indices`, in that order."""
     name, layers = layer_list(model)
     parent, _, attribute = name.rpartition(".")
     owner = model.get_submodule(parent)
@@ -262,10 +244,7 @@ def select_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedM
 
 
 def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
-    """Return the config's lists with one entry for each layer.
-
-    A list of the layers' own numbers is none.
-    """
+    """Return the config's lists with an entry for each layer, but for lists of the layers' own numbers."""
     lists = {
         key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth
     }
@@ -297,11 +276,10 @@ def _to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
 
 
 class _Packed(torch.nn.Module):
-    """The whole causal LM, and beside it its embedding, as traced.
+    """The whole causal LM and its embedding module (which may scale), as traced.
 
-    hidden [num_tokens, hidden_size] and position_ids [num_tokens] -> logits [num_tokens, vocab_size], through the whole
-    causal LM. token_ids [num_tokens] -> embedded [num_tokens, hidden_size], through the model's own embedding module
-    (which may scale).
+    hidden [num_tokens, hidden_size] and position_ids [num_tokens] -> logits [num_tokens, vocab_size]; token_ids
+    [num_tokens] -> embedded [num_tokens, hidden_size].
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -354,10 +332,7 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
 
 
 def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
-    """Return a copy of what makes one output of a graph.
-
-    It has the named inputs, used or not.
-    """
+    """Return a copy of what makes one output of a graph, with the named inputs, used or not."""
     graph = convenience.extract(model.graph, list(inputs), [output])
     return ir.Model(graph, ir_version=model.ir_version)
 
@@ -409,10 +384,7 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> frozenset[str]:
-    """Give weight initializers their checkpoint names, and return these.
-
-    What is not in the state dict (computed buffers) is no weight.
-    """
+    """Give weights, which are in the state dict (computed buffers are not), their checkpoint names; return these."""
     weights = set()
     for value in list(model.graph.initializers.values()):
         assert value.name is not None  # what it is registered by

@@ -28,9 +28,7 @@ from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a traced model.
-
-    block comes before the layer's attention (batchless); exit follows it when the model ends here.
+    """A layer: its block, then its attention (batchless), then the exit where the model ends here.
 
     Slots: {slot: checkpoint tensors whose bytes, one after another, it takes}.
     """
@@ -44,10 +42,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """All layers of a model, and its embedding.
-
-    The embedding comes before the first layer: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`.
-    """
+    """All layers of a model, and its embedding `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`."""
 
     layers: tuple[Layer, ...]
     embedding: Graph
@@ -86,10 +81,7 @@ class _Cuts:
         self.single: _Traced | None = None
 
     def pair(self, index: int) -> _Traced:
-        """Return the cut of layers index-1 and index.
-
-        Or of the first pair with their signatures.
-        """
+        """Return the cut of layers index-1 and index, or of the first pair with their signatures."""
         key = (self.layer_signatures[index - 1], self.layer_signatures[index])
         if key not in self.pairs:
             self.pairs[key] = _cut(self.meta, [index - 1, index], self.wide_residual)
@@ -164,10 +156,7 @@ def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]
 
 
 def signatures(meta: PreTrainedModel) -> list[str]:
-    """Return one text for each layer, equal for layers that trace alike.
-
-    It holds module tree, tensor shapes, plain settings and per-layer config lists.
-    """
+    """Return one text for each layer, equal for layers that trace alike: modules, shapes and plain settings."""
     _, layers = layer_list(meta)
     lists = per_layer_settings(meta.config.get_text_config(), len(layers))
     return [

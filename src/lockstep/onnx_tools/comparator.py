@@ -18,10 +18,7 @@ from lockstep.artifacts.signature import IO
 
 
 class BoundRunner(OnnxrtRunner):
-    """Polygraphy's ONNX Runtime runner for a graph whose weights are inputs.
-
-    Weights are fed beside what the caller gives.
-    """
+    """Polygraphy's ONNX Runtime runner with weights fed beside what the caller gives."""
 
     def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
         super().__init__(session, name=name)
@@ -35,10 +32,7 @@ class BoundRunner(OnnxrtRunner):
 
 
 def metadata(inputs: Sequence[IO]) -> TensorMetadata:
-    """Return declared inputs as Polygraphy takes them.
-
-    Named dimensions are of any size.
-    """
+    """Return declared inputs as Polygraphy takes them; named dimensions are of any size."""
     found = TensorMetadata()
     for io in inputs:
         found.add(io.name, io.numpy_dtype, [None if isinstance(dim, str) else dim for dim in io.shape])

@@ -31,9 +31,7 @@ _NAMES = ("num_tokens", "num_requests")  # of the first dimension of what crosse
 
 @dataclass(frozen=True)
 class Lora:
-    """The share of a product that its resident adapters add.
-
-    It is (input times a) times b, of a row's own adapter.
+    """The share of a product that a row's adapter adds: (input times a) times b.
 
     a, b: inputs [in_features, columns] and [columns, out_features]; `columns` are `rank` for each adapter. rows: the
     input by which rows of `IDS` are taken; "" where the product's rows are tokens.
@@ -83,10 +81,7 @@ def has_quantized_products(model: onnx.ModelProto) -> bool:
 
 
 def cut_products(model: onnx.ModelProto) -> CutGraph:
-    """Cut a graph at its products with weights.
-
-    Raises CheckError for a value between two steps whose shape is not known.
-    """
+    """Cut a graph at its products with weights. Raises CheckError for an unknown shape between two steps."""
     graph = Rewriter(_biases_behind(model))
     products = {node.output[0]: product for node in graph.nodes if (product := _product(graph, node)) is not None}
     for plain, product in _adapted(graph, products).items():
@@ -200,10 +195,7 @@ def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
 
 
 def _biases_behind(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy in which a Gemm with a bias is two nodes.
-
-    Where adapters add to it, the bias is added behind these.
-    """
+    """Return a copy in which a bias is added behind its Gemm, and behind what adapters add to this."""
     graph = Rewriter(model)
     for node in graph.nodes:
         if node.op_type != "Gemm" or len(node.input) != 3 or not node.input[2]:

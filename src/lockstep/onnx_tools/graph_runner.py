@@ -20,10 +20,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class GraphRunner(abc.ABC):
-    """Runs blocks and attentions of an assembly.
-
-    Those of several ranks run one rank after another.
-    """
+    """Runs blocks and attentions of an assembly, those of several ranks one rank after another."""
 
     assembly: Assembly
 
@@ -37,10 +34,7 @@ class GraphRunner(abc.ABC):
 
     @abc.abstractmethod
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
-        """Return the weights of a slot, in the dtype of the computation.
-
-        tensors: of the checkpoint, of which they are made.
-        """
+        """Return a slot's weights, made of tensors of the checkpoint, in the dtype of the computation."""
 
     def adapter_inputs(self, part: BoundBlock, env: Arrays) -> Arrays:
         """Return what a block reads of adapters beside `env`, by input name."""

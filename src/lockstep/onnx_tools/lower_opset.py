@@ -69,10 +69,7 @@ class _Rules:
         return rules[node.op_type](node) if node.op_type in rules else [node]
 
     def _axes_to_attribute(self, node: NodeProto) -> Sequence[NodeProto]:
-        """Make the axes of a reduction an attribute.
-
-        Opset 18 made them an input. A reader of opset 17 ignores that input and reduces everything.
-        """
+        """Make the axes of a reduction an attribute: a reader of opset 17 ignores the input and reduces all."""
         attributes = attributes_of(node)
         no_axes = attributes.pop("noop_with_empty_axes", 0)
         name = node.input[1] if len(node.input) > 1 else ""
@@ -129,10 +126,7 @@ class _Rules:
 
 
 def _check(node: NodeProto, source: int) -> None:
-    """Check that a node's operator is one of opset 17.
-
-    Where a later opset changed it, a rule above must have dealt with it. Raises InputError.
-    """
+    """Raise InputError for an operator, or a form of it, that opset 17 does not have."""
     try:
         old = onnx.defs.get_schema(node.op_type, OPSET, node.domain)
     except onnx.defs.SchemaError:

@@ -39,10 +39,7 @@ class Difference:
 
 
 def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
-    """Compare two arrays of one shape, in float64.
-
-    Raises ValueError for another shape: nothing is broadcast.
-    """
+    """Compare two arrays of one shape, in float64. Raises ValueError for another shape: nothing is broadcast."""
     if expected.shape != found.shape:
         raise ValueError(f"expected shape {expected.shape}, found {found.shape}")
     if not expected.size:
@@ -57,10 +54,7 @@ def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
 
 
 def error_scale(expected: np.ndarray) -> np.ndarray:
-    """Return what the error of each float64 number is relative to.
-
-    It is max(1, rms of the array, |value|).
-    """
+    """Return what the error of each float64 number is relative to: max(1, rms of the array, |value|)."""
     return np.maximum(max(1.0, float(np.sqrt(np.mean(expected * expected)))), np.abs(expected))
 
 
@@ -78,8 +72,5 @@ def max_abs_error(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 def peak(expected: np.ndarray) -> float:
-    """Return max(1, largest magnitude) of a rewritten graph's output.
-
-    Its error is relative to that.
-    """
+    """Return max(1, largest magnitude), which a rewritten graph's error is relative to."""
     return max(1.0, float(np.abs(expected).max(initial=0)))

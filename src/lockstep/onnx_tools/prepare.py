@@ -76,10 +76,7 @@ def prepare(
 
 
 def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
-    """Run both graphs on the same random numbers and compare their outputs.
-
-    Raises CheckError naming the first output that differs by more than rounding.
-    """
+    """Run both graphs on the same random numbers. Raises CheckError for an output that differs."""
     from lockstep.onnx_tools.sessions import compute  # needed only where a graph is rewritten, not where engines run
 
     canonical, rewritten = widened(model), widened(prepared.model)
@@ -112,10 +109,7 @@ def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.nda
 
 
 def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Return seeded values for all inputs, weights too.
-
-    Integers are positions, lengths, rows and ids that are valid at `_SIZES`.
-    """
+    """Return seeded values for all inputs, weights too: positions, lengths and ids are valid at `_SIZES`."""
     random = np.random.default_rng(0)
     block = random.standard_normal(_BLOCK, np.float32)
     integers = np.frombuffer(block.tobytes()[:_BLOCK], np.uint8)  # any

@@ -19,10 +19,7 @@ RunPiece = Callable[[str, int, Arrays], Arrays]  # (graph, rank, what stands the
 def run_sharded_block(
     sharded: ShardedClass, signature: Signature, degree: int, inputs: Arrays, run: RunPiece
 ) -> dict[str, np.ndarray]:
-    """Return the outputs of a block, whole, from its whole inputs.
-
-    signature: of the whole block.
-    """
+    """Return a block's outputs, whole, from its whole inputs; signature: of the whole block."""
     ranks: list[dict[str, np.ndarray]] = [
         {name: _part(sharded.values.get(name), array, rank) for name, array in inputs.items()} for rank in range(degree)
     ]

@@ -21,10 +21,7 @@ from lockstep.onnx_tools.signature import dtype_name
 
 
 def show(path: str | os.PathLike) -> str:
-    """Return the text for the ONNX file `path`.
-
-    Raises InputError when it is absent or no ONNX model.
-    """
+    """Return the text for the ONNX file `path`. Raises InputError when it is absent or no ONNX model."""
     path = Path(path)
     try:
         model = onnx.load(path, format="protobuf")  # whatever its name ends in
@@ -91,10 +88,7 @@ def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
 
 
 def is_slot(value: onnx.ValueInfoProto) -> bool:
-    """Return whether an input is a weight.
-
-    Weights have static shapes and float types; what changes from call to call has a dynamic dimension.
-    """
+    """Return whether an input is a weight: of static shape and float type."""
     tensor = value.type.tensor_type
     return tensor.elem_type != onnx.TensorProto.INT64 and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
 
@@ -106,10 +100,7 @@ def _type(value: onnx.ValueInfoProto) -> str:
 
 
 def _short(element: int) -> str:
-    """Return an ONNX element type as a precision where it is one.
-
-    Else its dtype.
-    """
+    """Return an ONNX element type as a precision where it is one, else its dtype."""
     name = dtype_name(element)
     return NAME_PRECISIONS.get(name, name)
 

@@ -11,10 +11,7 @@ from lockstep.artifacts.signature import IO, Signature
 
 
 def signature_of(graph: onnx.GraphProto, slots: Collection[str] = ()) -> Signature:
-    """Return the graph's inputs, outputs, and those inputs that `slots` names.
-
-    Constants are no inputs.
-    """
+    """Return the graph's inputs that are no constants, its outputs, and those inputs that `slots` names."""
     constants = {tensor.name for tensor in graph.initializer}
     given = [io_of(value) for value in graph.input if value.name not in constants]
     return Signature(
@@ -32,8 +29,5 @@ def io_of(value: onnx.ValueInfoProto) -> IO:
 
 
 def dtype_name(element: int) -> str:
-    """Return an ONNX element type as NumPy calls it.
-
-    Older ONNX packages give float32 for bfloat16 as a NumPy type.
-    """
+    """Return an ONNX element type as NumPy calls it; older ONNX packages give float32 for bfloat16."""
     return onnx_dtype(onnx.TensorProto.DataType.Name(element))

@@ -13,10 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 
 def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.ModelProto:
-    """Return the same graph with float32 wherever it has the type `narrow`.
-
-    Inputs, outputs, constants, casts. `model` itself where it has none.
-    """
+    """Return the same graph with float32 wherever it has the type `narrow`; `model` itself where it has none."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     changed = _graph(made.graph, narrow) + sum(
