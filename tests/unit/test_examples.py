@@ -1,0 +1,89 @@
+"""A program, a batch file and a fine-tune run on the demo's engines; the compose file names what is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from demo_model import ROOT
+from lora_folders import LIGHT, TARGET, served_lora
+
+from lockstep.cli.serve import serve
+from lockstep.config import load
+from lockstep.targets import Results
+from real_server import RealServer, make_tree
+from shared import Shared
+
+EXAMPLES = ROOT / "examples"
+CITY = " hilly city on the coast of California, where cool"
+
+
+def run(folder: Path, *arguments: object) -> str:
+    """Run Python in a folder, and return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_program_says_what_the_demo_says(demo: Results, tmp_path: Path) -> None:
+    make_tree(tmp_path / "results", demo)
+    lines = run(tmp_path, EXAMPLES / "in_process.py").splitlines()
+    said = {kind: [line.partition(":")[2].strip() for line in lines if line.startswith(kind)] for kind in KINDS}
+    assert said["greedy"][0] == said["stepped"][0] == CITY.strip()
+    assert len(said["greedy"]) == 2 and len(said["sampled"]) == 4 and len(lines) == 7
+
+
+KINDS = ("greedy", "sampled", "stepped")
+
+
+def test_the_batch_file_is_completed_line_by_line(demo: Results, tmp_path: Path) -> None:
+    make_tree(tmp_path / "results", demo)
+    files = ["--input", EXAMPLES / "batch.jsonl", "--output", "out.jsonl"]
+    run(tmp_path, "-m", "lockstep", "generate", "demo-llama/fp16", *files)
+    given = [json.loads(line) for line in (EXAMPLES / "batch.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {record["id"] for record in records} == {line["id"] for line in given}
+    assert not [record for record in records if record.get("error")]
+
+
+@pytest.mark.exports
+def test_what_is_trained_is_served(demo: Results, shared: Shared, tmp_path: Path) -> None:
+    """From pairs of texts to an adapter, a config that loads, and a server that says the answers with it alone."""
+    run(tmp_path, EXAMPLES / "finetune.py", "--out", "tuned")
+    config = load.load(yaml.safe_load((tmp_path / "tuned" / "config.yaml").read_text(encoding="utf-8")))
+    source = Path(config.models["demo-tuned"].adapters["mine"].source)
+    assert source == tmp_path / "tuned" / "adapter" and (source / "adapter_model.safetensors").is_file()
+    pairs = [json.loads(line) for line in (EXAMPLES / "finetune.jsonl").read_text(encoding="utf-8").splitlines()]
+    tree = served_lora(demo, shared).root
+    with RealServer(tree, "--allow-adapter-loading", source.parent, target=TARGET) as server:
+
+        def text(prompt: str, **body: object) -> str:
+            asked = {"prompt": prompt, "max_tokens": 16, "temperature": 0, **body}
+            status, _, answer = server.request("POST", "/v1/completions", asked)
+            assert status == 200, answer
+            return json.loads(answer)["choices"][0]["text"]
+
+        assert [text(pair["prompt"], lora="adapter") for pair in pairs] == [pair["answer"] for pair in pairs]
+        assert text("Light").startswith(LIGHT[None])
+
+
+def test_the_compose_file_names_what_is_there() -> None:
+    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    program, command, *arguments = services["server"]["command"]
+    assert (program, command) == ("lockstep", "serve")
+    known = {name for option in serve.params for name in option.opts}
+    assert {argument for argument in arguments if argument.startswith("--")} <= known
+    mounts = [volume.split(":")[:2] for service in services.values() for volume in service["volumes"]]
+    made = {"./model.tar"}  # by the command in examples/README.md
+    assert not [source for source, _ in mounts if source not in made and not (EXAMPLES / source).exists()]
+    (job,) = yaml.safe_load((EXAMPLES / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["server:8000"]}]
+    (source,) = yaml.safe_load((EXAMPLES / "monitoring" / "datasource.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090" and source["type"] == "prometheus"
+    (provider,) = yaml.safe_load((EXAMPLES / "monitoring" / "dashboards.yaml").read_text())["providers"]
+    assert ["../resources/grafana", provider["options"]["path"]] in mounts
