@@ -21,6 +21,7 @@ GENERATED = {RECORDS / name for name in ("models.md", "faults.md", "gpu/batches.
 EVERY_PAGE = [
     *sorted(REPOSITORY.glob("*.md")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *sorted((REPOSITORY / "examples").rglob("*.md")),
     *sorted(RECORDS.rglob("*.md")),
 ]
 PAGES = [page for page in EVERY_PAGE if page not in GENERATED]
@@ -64,6 +65,16 @@ def test_lines_have_at_most_120_characters() -> None:
         lines += [line for line in prose(text).splitlines() if not line.startswith("|")]
         long += [(name(page), line) for line in lines if len(line) > 120]
     assert not long
+
+
+def words(*pages: Path) -> int:
+    """Return how many words the pages have, blocks of code counted, as `wc -w` does."""
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+
+
+def test_the_readme_and_the_manual_stay_short() -> None:
+    assert words(REPOSITORY / "README.md") <= 1_000
+    assert words(*(REPOSITORY / "docs").glob("*.md")) <= 30_000
 
 
 def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
@@ -115,11 +126,11 @@ def test_commands_have_the_options_that_pages_give_them() -> None:
     for page, program, words in [(path, *command) for path in OF_TODAY for command in commands(path)]:
         node: click.Command = PROGRAMS[program]
         for word in words:
-            if isinstance(node, click.Group) and word in node.commands:
-                node = node.commands[word]
+            if isinstance(node, click.Group):
+                node = node.get_command(click.Context(node), word) or node
         known = {option for each in node.params for option in (*each.opts, *each.secondary_opts)}
         options = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z0-9-]*(=.*)?", word)}
-        there = not isinstance(node, click.Group) or page.name == "CHANGELOG.md"
+        there = not isinstance(node, click.Group) or "--help" in words or page.name == "CHANGELOG.md"
         assert there and options <= known | {"--help"}, f"{name(page)}: {program} {' '.join(words)}"
 
 

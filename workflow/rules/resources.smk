@@ -44,7 +44,7 @@ def weight_bytes(model):
 def memory(base_mb, per_byte=0):
     """MB: for any model, and bytes more for each byte of weights; as much again with each attempt.
 
-    Measured on models of 4 MB, 0.5 GB and 1.9 GB (docs/clusters.md), with a third and more of room above the largest.
+    Measured on models of 4 MB, 0.5 GB and 1.9 GB (records/clusters.md), with a third and more of room above the largest.
     """
     return lambda wildcards, attempt: attempt * (
         base_mb + round(per_byte * weight_bytes(wildcards.model) / 1e6)

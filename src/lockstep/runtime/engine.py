@@ -32,7 +32,7 @@ from lockstep.step.sampling import Logprobs, Sampler, Sampling, log_probabilitie
 from lockstep.targets import Limits
 
 # Of prompts in a step beside requests that decode, on a GPU: about where its products are bound by arithmetic, so that
-# more together are hardly sooner done than one after the other: docs/tensorrt.md, "The server".
+# more together are hardly sooner done than one after the other: records/cuda.md, "The server".
 _MAX_PREFILL_TOKENS = 512
 _ROOT_KEYS = 1024  # that are kept: a salt may come once only
 _PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
