@@ -13,9 +13,9 @@
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
 #   make oldest-test              plans and runs with the oldest Snakemake that is claimed (envs/oldest.txt)
-#   make screenshots              takes pictures of the report and of the server's page as a phone and a desk show them, light and dark, with Chromium or Chrome,
-#                                 and checks that nothing stands out to the side (tests/screenshots); PICTURES names the folder that they go to
 #   make faults                   sends planted faults through all gates (tests/faults); ARGS="--help" has the choices
+#   make docs                     builds the manual as a site, .site/html, and checks its links, and that its pages request nothing from elsewhere;
+#                                 DOCS_ENV names the folder that mkdocs is installed in
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml and SmolLM2, then measures the 7B shape, with the backend cuda in
 #                                 .venv, which needs the wheels of its extra `cuda`; with TENSORRT_PYTHON=/opt/trt/python3.10, the Python that TensorRT runs in, also
@@ -50,18 +50,21 @@ CLIENTS_ENV ?= .clients
 KUBERNETES_ENV ?= .kubernetes
 SLURM_ENV ?= .slurm
 OLDEST_ENV ?= .oldest
+DOCS_ENV ?= .docs
+SITE := .site
 REAL := .real
-PICTURES ?= .screenshots
 REAL_CONFIG ?=
-.PHONY: demo real test test-unit test-all screenshots triton-test clients-test kubernetes-test slurm-test oldest-test faults lint gpu setup clean
+.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs faults lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
 	$(BIN)/snakemake --cores $(CORES)
+	@$(BIN)/lockstep summary
 
 # REAL_CONFIG: a config file whose keys take the place of those of config/smollm2.yaml.
 real: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(REAL_CONFIG)
+	@cd $(REAL) && $(abspath $(BIN))/lockstep summary
 	LOCKSTEP_REAL=$(abspath $(REAL)) $(BIN)/python -m pytest -n 0 -q tests/real
 
 test: setup
@@ -90,9 +93,13 @@ slurm-test: setup $(SLURM_ENV)/.pinned
 oldest-test: setup $(OLDEST_ENV)/.pinned
 	LOCKSTEP_OLDEST=$(abspath $(OLDEST_ENV)) $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py -k oldest $(ARGS)
 
-# -rs: where there is no browser, one line says so.
-screenshots: setup
-	LOCKSTEP_SCREENSHOTS=$(abspath $(PICTURES)) $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)
+# A copy, whose links lead where they lead in the repository: mkdocs takes no folder above its own file.
+docs: $(DOCS_ENV)/.pinned
+	rm -rf $(SITE)
+	mkdir -p $(SITE)/pages/resources
+	cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs records config examples $(SITE)/pages
+	cp -R resources/grafana $(SITE)/pages/resources
+	$(DOCS_ENV)/bin/mkdocs build
 
 faults: setup
 	PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
@@ -106,13 +113,13 @@ lint: setup
 # The benchmark ends with an error where no engine runs: then there is no record to keep.
 gpu: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml
-	cp results/summary.json records/gpu/config-gpu.json
+	$(BIN)/lockstep summary && cp results/summary.json records/gpu/config-gpu.json
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --directory $(REAL) --configfile config/gpu-smollm2.yaml
-	cp $(REAL)/results/summary.json records/gpu/config-gpu-smollm2.json
+	cd $(REAL) && $(abspath $(BIN))/lockstep summary && cp results/summary.json $(abspath records/gpu)/config-gpu-smollm2.json
 	$(BIN)/python -m benchmarks gpu --work $(WORK) --write records
 ifdef TENSORRT_PYTHON
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu-tensorrt.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
-	cp results/summary.json records/gpu/config-gpu-tensorrt.json
+	$(BIN)/lockstep summary && cp results/summary.json records/gpu/config-gpu-tensorrt.json
 	$(BIN)/python -m benchmarks gpu --backend tensorrt --python $(TENSORRT_PYTHON) --work $(WORK) --write records --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
 endif
 
@@ -161,10 +168,16 @@ $(SLURM_ENV)/.pinned: envs/slurm.txt | setup
 	$(PIP) install --no-deps --target $(SLURM_ENV) -r envs/slurm.txt
 	@touch $@
 
+# Not the project's environment: it needs nothing of it.
+$(DOCS_ENV)/.pinned: envs/docs.txt
+	$(PYTHON) -m venv --clear $(DOCS_ENV)
+	$(DOCS_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r envs/docs.txt
+	@touch $@
+
 $(OLDEST_ENV)/.pinned: envs/oldest.txt | setup
 	rm -rf $(OLDEST_ENV)
 	$(PIP) install --no-deps --target $(OLDEST_ENV) -r envs/oldest.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(TRITON_ENV) $(CLIENTS_ENV) $(KUBERNETES_ENV) $(SLURM_ENV) $(OLDEST_ENV) $(REAL)
+	rm -rf $(VENV) $(TRITON_ENV) $(CLIENTS_ENV) $(KUBERNETES_ENV) $(SLURM_ENV) $(OLDEST_ENV) $(DOCS_ENV) $(SITE) $(REAL)
