@@ -13,6 +13,8 @@
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
 #   make oldest-test              plans and runs with the oldest Snakemake that is claimed (envs/oldest.txt)
+#   make screenshots              takes pictures of the report and of the server's page as a phone and a desk show them, light and dark, with Chromium or Chrome,
+#                                 and checks that nothing stands out to the side (tests/screenshots); PICTURES names the folder that they go to
 #   make faults                   sends planted faults through all gates (tests/faults); ARGS="--help" has the choices
 #   make docs                     builds the manual as a site, .site/html, and checks its links, and that its pages request nothing from elsewhere;
 #                                 DOCS_ENV names the folder that mkdocs is installed in
@@ -53,18 +55,17 @@ OLDEST_ENV ?= .oldest
 DOCS_ENV ?= .docs
 SITE := .site
 REAL := .real
+PICTURES ?= .screenshots
 REAL_CONFIG ?=
-.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs faults lint gpu setup clean
+.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
 	$(BIN)/snakemake --cores $(CORES)
-	@$(BIN)/lockstep summary
 
 # REAL_CONFIG: a config file whose keys take the place of those of config/smollm2.yaml.
 real: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(REAL_CONFIG)
-	@cd $(REAL) && $(abspath $(BIN))/lockstep summary
 	LOCKSTEP_REAL=$(abspath $(REAL)) $(BIN)/python -m pytest -n 0 -q tests/real
 
 test: setup
@@ -100,6 +101,9 @@ docs: $(DOCS_ENV)/.pinned
 	cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs records config examples $(SITE)/pages
 	cp -R resources/grafana $(SITE)/pages/resources
 	$(DOCS_ENV)/bin/mkdocs build
+# -rs: where there is no browser, one line says so.
+screenshots: setup
+	LOCKSTEP_SCREENSHOTS=$(abspath $(PICTURES)) $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)
 
 faults: setup
 	PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
@@ -113,13 +117,13 @@ lint: setup
 # The benchmark ends with an error where no engine runs: then there is no record to keep.
 gpu: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu.yaml
-	$(BIN)/lockstep summary && cp results/summary.json records/gpu/config-gpu.json
+	cp results/summary.json records/gpu/config-gpu.json
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --directory $(REAL) --configfile config/gpu-smollm2.yaml
-	cd $(REAL) && $(abspath $(BIN))/lockstep summary && cp results/summary.json $(abspath records/gpu)/config-gpu-smollm2.json
+	cp $(REAL)/results/summary.json records/gpu/config-gpu-smollm2.json
 	$(BIN)/python -m benchmarks gpu --work $(WORK) --write records
 ifdef TENSORRT_PYTHON
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu-tensorrt.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
-	$(BIN)/lockstep summary && cp results/summary.json records/gpu/config-gpu-tensorrt.json
+	cp results/summary.json records/gpu/config-gpu-tensorrt.json
 	$(BIN)/python -m benchmarks gpu --backend tensorrt --python $(TENSORRT_PYTHON) --work $(WORK) --write records --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
 endif
 
