@@ -129,6 +129,8 @@ def test_commands_have_the_options_that_pages_give_them() -> None:
             if isinstance(node, click.Group):
                 node = node.get_command(click.Context(node), word) or node
         known = {option for each in node.params for option in (*each.opts, *each.secondary_opts)}
+        if "--" in words:  # what follows is for another program
+            words = words[: words.index("--")]
         options = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][a-z0-9-]*(=.*)?", word)}
         there = not isinstance(node, click.Group) or "--help" in words or page.name == "CHANGELOG.md"
         assert there and options <= known | {"--help"}, f"{name(page)}: {program} {' '.join(words)}"
