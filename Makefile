@@ -101,6 +101,7 @@ docs: $(DOCS_ENV)/.pinned
 	cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs records config examples $(SITE)/pages
 	cp -R resources/grafana $(SITE)/pages/resources
 	$(DOCS_ENV)/bin/mkdocs build
+
 # -rs: where there is no browser, one line says so.
 screenshots: setup
 	LOCKSTEP_SCREENSHOTS=$(abspath $(PICTURES)) $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)

@@ -143,7 +143,7 @@ MISTAKES = [
         "goldn:",
         "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, "
         "backends, backend_precisions, group_size, residual, tensor_parallel, adapters, max_adapters, max_lora_rank, "
-        "lora_target_modules, golden, tolerances (and 1 more)",
+        "lora_target_modules, golden, tolerances",
     ),
     ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
     ("source: checkpoint", "source: 7", "models.demo-llama.source: expected text; found 7 (put it in quotes)"),

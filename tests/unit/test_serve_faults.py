@@ -415,6 +415,8 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
         (("nowhere.tar",), "nowhere.tar: expected"),
         (("demo-llama/fp32/9",), "target: expected one of demo-llama/fp32/2"),
         (("demo-llama/fp32/all", "--kv-bytes", "1"), "--kv-bytes: expected"),
+        (("demo-llama/fp32", "--max-model-len", "9999"), "raise limits.max_seq_len"),
+        (("demo-llama/fp32", "--max-num-seqs", "99"), "--max-num-seqs: expected at most"),
         (("demo-llama/fp32/all", "--served-model-name", ""), "--served-model-name: expected a name, found an empty"),
         (("demo-llama/fp32/all", "--python", "/nowhere/python"), "expected a Python interpreter, found '/nowhere"),
         (("demo-llama/fp32/all", "--host", "256.0.0.1"), "expected an address that is free, found 256.0.0.1:"),
@@ -428,6 +430,17 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tree: Path, arguments: 
     assert ended.returncode == 2 and not ended.stdout
     assert line in ended.stderr and "Traceback" not in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_a_server_takes_fewer_and_shorter_requests_when_it_is_told_to(tree: Path) -> None:
+    with RealServer(tree, "--max-model-len", "24", "--max-num-seqs", "1") as server:
+        assert "up to 1 requests of 24 tokens at a time, a KV cache of " in server.line
+        status, _, body = server.request("GET", "/status")
+        limits = json.loads(body)["limits"]
+        assert (status, limits["max_seq_len"], limits["max_input_len"], limits["max_batch_size"]) == (200, 24, 24, 1)
+        assert server.complete("a", 4)["choices"]
+        status, _, body = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a " * 40})
+        assert status == 400 and b"1 to 23 tokens" in body
 
 
 @pytest.mark.parametrize("option", ["--stall", "--queue-timeout", "--drain", "--body-timeout"])

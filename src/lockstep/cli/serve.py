@@ -82,6 +82,14 @@ class _Bytes(click.ParamType):
 @click.option("--served-model-name", metavar="NAME", help="The model's name in requests.  [default: as in TARGET]")
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="API keys, one a line; requests must bring one.")
 @click.option(
+    "--max-model-len",
+    type=click.IntRange(min=2),
+    help="Tokens of a request, prompt and answer.  [default: limits.max_seq_len, to which the target is checked]",
+)
+@click.option(
+    "--max-num-seqs", type=click.IntRange(min=1), help="Requests that run at a time.  [default: limits.max_batch_size]"
+)
+@click.option(
     "--kv-bytes",
     type=_Bytes(),
     help="Memory for the KV cache, of each GPU, such as 8G.  [default: for the longest requests in all slots, at most "

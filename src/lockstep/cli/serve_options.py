@@ -17,6 +17,7 @@ import click
 
 from lockstep.errors import InputError
 from lockstep.serve.settings import EngineOptions, ServiceLimits
+from lockstep.targets import Limits
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
@@ -41,6 +42,8 @@ class ServeOptions:
     allow_adapter_loading: Path | None
     served_model_name: str | None
     api_key_file: Path | None
+    max_model_len: int | None
+    max_num_seqs: int | None
     kv_bytes: float | None
     tensor_parallel: int | None
     chunk_size: int | None
@@ -72,6 +75,25 @@ def _check_ranks(place: Opened, asked: int | None) -> None:
             f"--tensor-parallel: expected {degree}, for {place.target} was exported for so many, found {asked}; set "
             f"tensor_parallel: {asked} for {place.target.model} in the config and run snakemake"
         )
+
+
+def _limits(checked: Limits, options: ServeOptions) -> Limits:
+    """Return the sizes that are served. Raises InputError for larger ones than the target is checked to."""
+    asked = {
+        "max_seq_len": ("--max-model-len", options.max_model_len),
+        "max_batch_size": ("--max-num-seqs", options.max_num_seqs),
+    }
+    limits = checked
+    for key, (option, value) in asked.items():
+        if value is None:
+            continue
+        if value > getattr(checked, key):
+            raise InputError(
+                f"{option}: expected at most {getattr(checked, key)}, to which the target is checked, found {value}; "
+                f"raise limits.{key} in the config and run it again"
+            )
+        limits = replace(limits, **{key: value})
+    return replace(limits, max_input_len=min(limits.max_input_len, limits.max_seq_len))
 
 
 def run_server(found: Runnable, options: ServeOptions) -> None:
@@ -108,7 +130,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
         assembly=str(place.assembly),
         weights=str(place.weights),
         layers=place.target.layers,
-        limits=asdict(place.limits),
+        limits=asdict(_limits(place.limits, options)),
         threads=options.threads or _threads(),
         kv_bytes=options.kv_bytes,
         chunk_size=options.chunk_size,

@@ -28,7 +28,10 @@ RESULTS = click.option(
     help="The results tree.",
 )
 CONFIG = click.option(
-    "--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]"
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="The config.  [default: config/config.yaml, else that of the last run here]",
 )
 
 
@@ -48,8 +51,9 @@ class Project:
 
     @classmethod
     def open(cls, config_file: Path | None, results: Path, locked: bool = False, newest: bool = False) -> Project:
-        config, tree = load_config(config_file), Results(results)
-        return cls(config, config.check_sources(results=tree), tree, locked, newest, _of_given(config_file))
+        tree = Results(results)
+        config = load_config(config_file, tree)
+        return cls(config, config.check_sources(results=tree), tree, locked, newest, _of_given(config_file, tree))
 
     def lock_file(self, model: str) -> Path | None:
         if not self.locked:
@@ -71,17 +75,17 @@ class Project:
         return folder if folder.is_dir() else None
 
 
-def _of_given(config_file: Path | None) -> str:
+def _of_given(config_file: Path | None, results: Results) -> str:
     """Return what the config of `--config` is, in words for a message."""
     from lockstep.config.load import given
 
-    return str(config_file) if config_file else f"{given(None)}; --config names another"
+    return str(config_file) if config_file else f"{given(None, results)}; --config names another"
 
 
-def load_config(config_file: Path | None) -> Config:
+def load_config(config_file: Path | None, results: Results = Results()) -> Config:
     from lockstep.config.load import load_given
 
-    return load_given(config_file)
+    return load_given(config_file, results)
 
 
 def _command(name: str) -> click.Command:

@@ -29,7 +29,7 @@ from lockstep.targets import Results
 @RESULTS
 def targets(config_file: Path | None, results: Path, verbose: bool, as_json: bool) -> None:
     """List the targets of a config."""
-    chosen = load_config(config_file).targets()
+    chosen = load_config(config_file, Results(results)).targets()
     exported = {
         (target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen
     }

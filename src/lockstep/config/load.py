@@ -17,6 +17,7 @@ from lockstep.config.messages import one_line
 from lockstep.config.schema import Config
 from lockstep.config.sources import source_folders
 from lockstep.errors import InputError
+from lockstep.targets import Results
 
 _DEMO = Path("config/config.yaml")
 
@@ -39,24 +40,27 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
         raise InputError(f"{where}: {one_line(Config, error)}") from None
 
 
-def given(path: Path | None) -> Path:
-    """Return `path`, by default the demo's config.
+def given(path: Path | None, results: Results = Results()) -> Path:
+    """Return `path`, by default the config of this folder.
 
-    That is of the working directory, else of the repository. Raises InputError where neither has one.
+    That is its config/config.yaml, else that of the last run here (`results`), else the demo's, of the repository.
+    Raises InputError where there is none.
     """
-    for folder in source_folders():
-        path = path or (folder / _DEMO if (folder / _DEMO).is_file() else None)
-    if path is None:
+    if path is not None:
+        return path
+    here, *others = (folder / _DEMO for folder in source_folders())
+    found = next((place for place in (here, results.config(), *others) if place.is_file()), None)
+    if found is None:
         raise InputError(f"{_DEMO}: expected a config, found none here; name one by --config, or start in the checkout")
-    return path
+    return found
 
 
-def load_given(path: Path | None) -> Config:
-    """Load the config at `path`, by default the demo's.
+def load_given(path: Path | None, results: Results = Results()) -> Config:
+    """Load the config at `path`, by default that of this folder.
 
     `given` finds that. Raises InputError as `load` does.
     """
-    return load(given(path))
+    return load(given(path, results))
 
 
 def load_merged(

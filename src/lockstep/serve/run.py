@@ -24,6 +24,7 @@ from lockstep.serve.protocol import LimitedProtocol
 from lockstep.serve.service import Service
 from lockstep.serve.triton_infer import Triton
 from lockstep.serve.unix_socket import unix_socket
+from lockstep.step.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
     from lockstep.serve.grpc_server import GrpcServer
@@ -155,8 +156,8 @@ async def _serve(
         say(
             f"ready: {' and '.join(places)} serves {service.name} "
             f"({ready.backend}, identity {ready.identity[:12]}): up to {ready.max_batch_size} requests of "
-            f"{ready.max_seq_len} tokens at a time, {ready.num_pages} pages of KV cache"
-            + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
+            f"{ready.max_seq_len} tokens at a time, a KV cache of "
+            f"{ready.num_pages * PAGE_SIZE:,} tokens" + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
         )
         failed = asyncio.create_task(service.ended.wait())
         await asyncio.wait((server.serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
