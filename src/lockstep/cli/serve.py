@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from lockstep.cli.opened import runnable
+from lockstep.cli.guarded import GroupedCommand
+from lockstep.cli.opened import TARGET_OR_BUNDLE, runnable
 from lockstep.cli.serve_options import ServeOptions, run_server
 from lockstep.cli.stages import RESULTS
 from lockstep.errors import PREFIX, Ended
@@ -46,8 +47,38 @@ class _Bytes(click.ParamType):
         return size
 
 
-@click.command()
-@click.argument("target", metavar="TARGET|BUNDLE.tar")
+class _Serve(GroupedCommand):
+    groups = {
+        "Where it listens": ("--host", "--port", "--unix", "--grpc-port", "--api-key-file", "--until-stdin-ends"),
+        "Sizes and scheduling": (
+            "--max-model-len",
+            "--max-num-seqs",
+            "--kv-bytes",
+            "--chunk-size",
+            "--long-prefill-token-threshold",
+            "--admission",
+            "--no-prefix-caching",
+            "--threads",
+            "--tensor-parallel",
+        ),
+        "What requests may do": (
+            "--served-model-name",
+            "--allow-adapter-loading",
+            "--fold-token-ids",
+            "--max-queue",
+            "--max-queue-tokens",
+            "--queue-timeout",
+            "--grammar-timeout",
+            "--max-body",
+            "--body-timeout",
+            "--slow-reader",
+        ),
+        "Operation": ("--drain", "--stall", "--metrics-prefix", "--request-log"),
+    }
+
+
+@click.command(cls=_Serve)
+@TARGET_OR_BUNDLE
 @click.option("--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder.")
 @click.option(
     "--python",
