@@ -137,6 +137,7 @@ def make_again(
             sys.executable,
             "-m",
             "lockstep",
+            "stage",
             stage,
             str(target),
             "--config",
