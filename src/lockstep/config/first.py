@@ -15,6 +15,8 @@ from lockstep.config.sources import GgufSource, HubSource, RandomSource, parse_s
 # The longest requests that a first config asks for: enough to chat, and checked to their last token in minutes.
 MOST_TOKENS = 4096
 _BATCH, _STEP = 16, 1024
+# What transformers computes twice on this CPU, in float32 and rounded: minutes for 4,096 tokens of a small model.
+_LONG_PROMPT = 1000
 # Below so many parameters fp32 is quick on a CPU; above, 8-bit weights read a quarter of the memory for each token.
 _SMALL = 500_000_000
 
@@ -67,6 +69,7 @@ def first_config(name: str, source: str, shape_file: Path) -> str:
     shape = read_shape(shape_file)
     length = min(shape.max_position_embeddings or MOST_TOKENS, MOST_TOKENS)
     known = shape.max_position_embeddings
+    long_prompt = min(_LONG_PROMPT, length // 2)
     choice = choose(shape.num_parameters, shape.packing)
     return f"""\
 # {name}: made and checked by `lockstep run`, then served by `lockstep serve`. All keys: config/README.md.
@@ -75,7 +78,7 @@ models:
     source: {_scalar(source)}
     precisions: [{choice.precision}] # {choice.why}
     backends: [{choice.backend}] # `lockstep doctor` says which run here
-    # golden: {{prompts: [{{text: Once upon a time}}]}} # prompts of yours; the answers must be transformers'
+    golden: {{long_prompt: {long_prompt}}} # the context that logits are checked at; without it up to max_seq_len
 limits:
   max_batch_size: {_BATCH} # requests at once
   max_seq_len: {length} # tokens of a request, prompt and answer{f"; the model knows {known}" if known else ""}
