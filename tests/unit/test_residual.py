@@ -136,9 +136,9 @@ def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
     assembly, weights, engines = paths(made, "plain")
     arrays = inputs.arrays
 
-    def large(model, *given):
-        found = arrays(model, *given)
-        return {**found, "hidden": found["hidden"] * 10_000} if model.graph.name == "middle" else found
+    def large(graph, case):
+        found = arrays(graph, case)
+        return {**found, "hidden": found["hidden"] * 10_000} if graph.model.graph.name == "middle" else found
 
     monkeypatch.setattr(inputs, "arrays", large)
     with pytest.raises(CheckError, match=r"float16 overflows: .* reaches .*, expected at most 65504"):

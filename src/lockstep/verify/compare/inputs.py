@@ -46,42 +46,67 @@ class Case:
         return ", ".join(f"{dim} {size}" for dim, size in self.sizes.items()) + lengths
 
 
-def cases(
-    model: onnx.ModelProto, assembly: Assembly, limits: Limits, variant: AttentionVariant | None = None
-) -> list[Case]:
+@dataclass(frozen=True)
+class Graph:
+    """A graph as it is compared. slots: its weight inputs. variant: of an attention. limits: of its engines."""
+
+    model: onnx.ModelProto
+    assembly: Assembly
+    limits: Limits
+    slots: Collection[str] = ()
+    variant: AttentionVariant | None = None
+
+    @property
+    def positions(self) -> int:
+        """Return how many positions a request can have."""
+        return min(self.assembly.max_position_embeddings or _POSITIONS, self.limits.max_seq_len)
+
+    @property
+    def dims(self) -> dict[str, list[str]]:
+        """Return the free dimensions of each input, "" for a fixed one."""
+        inputs = self.model.graph.input
+        return {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in inputs}
+
+    def bounds(self) -> list[dict[str, tuple[int, int]]]:
+        """Return the least and the most of each dimension, by optimization profile."""
+        dims = self.dims
+        return [
+            {
+                dim: (least, most)
+                for name, (low, _, high) in profile.items()
+                for dim, least, most in zip(dims[name], low, high)
+                if dim
+            }
+            for profile in profiles(self.model, self.limits)
+        ]
+
+
+def cases(graph: Graph) -> list[Case]:
     """Return the cases of each optimization profile of a graph.
 
-    At its smallest sizes and at up to 32 tokens; attention of `variant` also over caches of the largest capacity. These
+    At its smallest sizes and at up to 32 tokens; attention also over caches of the largest capacity. These
     end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's
     positions, so that a past and the tokens behind it have valid positions.
     """
-    positions = positions_of(assembly, limits)
-    modest = min(_MODEST, max(1, positions // 2))
-    shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
-    found: list[Case] = []
-    for number, profile in enumerate(profiles(model, limits)):
-        bounds: dict[str, tuple[int, int]] = {}
-        for name, (low, _, high) in profile.items():
-            bounds.update({dim: (least, most) for dim, least, most in zip(shapes[name], low, high) if dim})
+    modest = min(_MODEST, max(1, graph.positions // 2))
+    chosen: list[Case] = []
+    for number, bounds in enumerate(graph.bounds()):
         for size in (1, modest):
             sizes = {dim: max(least, min(size, most)) for dim, (least, most) in sorted(bounds.items())}
-            found.append(Case(number, sizes, _short_lengths(sizes)))
-        if variant is not None and "past_capacity" in bounds:
-            found += _long_cases(number, bounds, positions, variant)
-    return [case for index, case in enumerate(found) if case not in found[:index]]
+            chosen.append(Case(number, sizes, _short_lengths(sizes)))
+        if graph.variant is not None and "past_capacity" in bounds:
+            chosen += _long_cases(number, bounds, graph.positions, graph.variant)
+    return [case for index, case in enumerate(chosen) if case not in chosen[:index]]
 
 
-def ranges(model: onnx.ModelProto, limits: Limits) -> dict[str, tuple[int, int]]:
+def ranges(graph: Graph) -> dict[str, tuple[int, int]]:
     """Return the least and the most of each dimension of a graph, in any optimization profile."""
-    shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
-    found: dict[str, tuple[int, int]] = {}
-    for profile in profiles(model, limits):
-        for name, (low, _, high) in profile.items():
-            for dim, least, most in zip(shapes[name], low, high):
-                if dim:
-                    before = found.get(dim, (least, most))
-                    found[dim] = min(least, before[0]), max(most, before[1])
-    return found
+    widest: dict[str, tuple[int, int]] = {}
+    for bounds in graph.bounds():
+        for dim, (least, most) in bounds.items():
+            before = widest.get(dim, (least, most))
+            widest[dim] = min(least, before[0]), max(most, before[1])
+    return widest
 
 
 def takes(profile: Profile, shapes: Mapping[str, Sequence[int]]) -> bool:
@@ -127,24 +152,17 @@ def _long_cases(
                 yield Case(profile, {"num_tokens": tokens, "past_capacity": capacity}, (length,), True)
 
 
-def arrays(
-    model: onnx.ModelProto,
-    slots: Collection[str],
-    case: Case,
-    assembly: Assembly,
-    limits: Limits,
-    variant: AttentionVariant | None = None,
-) -> dict[str, np.ndarray]:
-    """Return seeded values for all inputs of a graph but its weights (`slots`).
+def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
+    """Return seeded values for all inputs of a graph but its weights.
 
     Activations are N(0, 1), as a norm gives them; integers are valid. Of a long case queries are scaled down, so that
     each row of the cache takes part. Raises CheckError for an integer input of unknown meaning.
     """
-    random, chosen = np.random.default_rng(SEED), case.sizes
-    found: dict[str, np.ndarray] = {}
+    random, chosen, assembly, variant = np.random.default_rng(SEED), case.sizes, graph.assembly, graph.variant
+    values: dict[str, np.ndarray] = {}
     lengths = np.array(case.past_lengths, np.int64) if case.past_lengths else None
-    for value in model.graph.input:
-        if value.name in slots:
+    for value in graph.model.graph.input:
+        if value.name in graph.slots:
             continue
         shape = [dim.dim_value or chosen[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         dtype = np.dtype(dtype_name(value.type.tensor_type.elem_type))
@@ -152,29 +170,28 @@ def arrays(
             numbers = random.standard_normal(shape, np.float32)
             if value.name.endswith((A_SUFFIX, B_SUFFIX)):  # of an adapter, as large as a layer's own product
                 numbers /= np.sqrt(np.float32(shape[0]))
-            found[value.name] = numbers.astype(dtype)
+            values[value.name] = numbers.astype(dtype)
         elif value.name == IDS:
             assert assembly.adapters is not None  # whose graphs take them
-            found[value.name] = random.integers(-1, assembly.adapters.max_adapters, shape, np.int64)
+            values[value.name] = random.integers(-1, assembly.adapters.max_adapters, shape, np.int64)
         elif value.name == "token_ids":
-            found[value.name] = random.integers(0, assembly.vocab_size, shape, np.int64)
+            values[value.name] = random.integers(0, assembly.vocab_size, shape, np.int64)
         elif value.name == "logit_rows":
-            found[value.name] = np.linspace(0, chosen["num_tokens"] - 1, shape[0]).astype(np.int64)
+            values[value.name] = np.linspace(0, chosen["num_tokens"] - 1, shape[0]).astype(np.int64)
         elif value.name == "past_lengths":
             assert lengths is not None  # a graph with a cache has cases with its lengths
-            found[value.name] = lengths
+            values[value.name] = lengths
         elif value.name == "position_ids":
-            found[value.name] = _position_ids(shape[0], lengths, positions_of(assembly, limits))
+            values[value.name] = _position_ids(shape[0], lengths, graph.positions)
         else:
             raise CheckError(
-                f"graph {model.graph.name}: expected integers that a decoder step has, found "
+                f"graph {graph.model.graph.name}: expected integers that a decoder step has, found "
                 f"the input {value.name}; export again"
             )
     if case.long:
         assert variant is not None  # `cases` makes long ones of attention only
-        found["query"] = (found["query"] * (_SCORES / (abs(variant.scale) * variant.head_dim**0.5))).astype(
-            found["query"].dtype
-        )
+        query = values["query"]
+        values["query"] = (query * (_SCORES / (abs(variant.scale) * variant.head_dim**0.5))).astype(query.dtype)
         for row, length in enumerate(case.past_lengths):
             past = synthetic_past(
                 random,
@@ -184,8 +201,8 @@ def arrays(
                 [variant.window] if variant.window else [],
             )
             for name, array in zip(("past_key", "past_value"), past):
-                found[name][row, :, :length] = array.swapaxes(0, 1)
-    return found
+                values[name][row, :, :length] = array.swapaxes(0, 1)
+    return values
 
 
 def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.ndarray:
@@ -197,11 +214,6 @@ def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.
     if lengths is None:
         return np.linspace(0, positions - 1, count).astype(np.int64) if count > 1 else np.array([positions - 1])
     return lengths if len(lengths) == count else lengths[0] + np.arange(count)
-
-
-def positions_of(assembly: Assembly, limits: Limits) -> int:
-    """Return how many positions a request can have."""
-    return min(assembly.max_position_embeddings or _POSITIONS, limits.max_seq_len)
 
 
 def limits_of(options: Mapping[str, Any], limits: Limits) -> Limits:

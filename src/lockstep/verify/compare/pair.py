@@ -84,8 +84,8 @@ class Pair:
                 assert ranks is not None
                 source = RankWeights(weights, part.slots, whole, ranks.classes[part.graph], 0)
                 tensors = {slot.name: [slot.name] for slot in slots}
-        self._layer, self._slots = layer, tensors
-        self._of = self._model, self._assembly, self._limits
+        self._layer = layer
+        self._subject = inputs.Graph(self._model, self._assembly, self._limits, tensors, self._variant)
         self._signature = signature_of(self._model.graph, tensors)
 
         def place(slots: Sequence[IO], tensors: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
@@ -97,9 +97,9 @@ class Pair:
         self._weights = place(slots, tensors)
         self._graph = BoundRunner("graph", self._signature.inputs, session, self._weights)
         built = engines.tensors(name, tensors)
-        if own := _own_runner(engines.backend.name):
+        if open_engine := _open_engine(engines.backend.name):
             placed = place(engines.slots(name), built)
-            self._engine = own(self.file, self._signature.inputs, placed, threads)
+            self._engine = open_engine(self.file, self._signature.inputs, placed, threads)
         else:
             bound: Any = engines.load(name, threads).bind(source if built else None, built)
             self._engine = lambda profile: HostRunner("engine", self._signature, bound)
@@ -111,20 +111,20 @@ class Pair:
         try:
             with quiet(), np.errstate(invalid="ignore", over="ignore"), contextlib.ExitStack() as stack:
                 stack.enter_context(self._graph)
-                runs = [self._run_case(case, tolerance) for case in inputs.cases(*self._of, self._variant)]
-                given = *self._of, self._slots, self._seed, self._run_graph, self._prefill
-                sweep = sweep_of(*given, LARGEST if self._is_narrow else math.inf)
+                runs = [self._run_case(case, tolerance) for case in inputs.cases(self._subject)]
+                largest_number = LARGEST if self._is_narrow else math.inf
+                sweep = sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
                 tried, worst = (0, None) if self.failures else self._run_sizes(sweep, tolerance, seconds, stack)
         except PolygraphyException as error:
             raise CheckError(f"{self.file}: Polygraphy cannot run this engine: {one_line(error)}") from error
         finally:
             del self._engine  # what it has on a device goes now, not when a cycle of references is found
-        found = [error for run in (*runs, *filter(None, [worst])) for error in run.outputs.values()]
-        finite = [error.cosine for error in found if error.cosine is not None]
+        errors = [error for run in (*runs, *filter(None, [worst])) for error in run.outputs.values()]
+        cosines = [error.cosine for error in errors if error.cosine is not None]
         return ComparedEngine(
-            max_abs_error=largest([error.max_abs_error for error in found]),
-            relative_error=largest([error.relative_error for error in found]),
-            cosine=min(finite) if len(finite) == len(found) else None,
+            max_abs_error=largest([error.max_abs_error for error in errors]),
+            relative_error=largest([error.relative_error for error in errors]),
+            cosine=min(cosines) if len(cosines) == len(errors) else None,
             tolerance=tolerance,
             passed=not self.failures,
             runs=tuple(runs),
@@ -133,7 +133,7 @@ class Pair:
         )
 
     def _run_case(self, case: inputs.Case, tolerance: float) -> ComparedRun:
-        feed = inputs.arrays(self._model, self._slots, case, self._assembly, self._limits, self._variant)
+        feed = inputs.arrays(self._subject, case)
         expected = self._run_graph(feed)
         with self._engine(case.profile) as engine:
             return self._judged(case, feed, expected, engine.infer(OrderedDict(feed), check_inputs=False), tolerance)
@@ -156,7 +156,7 @@ class Pair:
                     break
                 feed = sweep.feed(trial)
                 shapes = {name: array.shape for name, array in feed.items()}
-                number = next(number for number, each in enumerate(all_profiles) if inputs.takes(each, shapes))
+                number = next(number for number, profile in enumerate(all_profiles) if inputs.takes(profile, shapes))
                 if number not in runners:
                     runners[number] = stack.enter_context(self._engine(number))
                 found = runners[number].infer(OrderedDict(feed), check_inputs=False)
@@ -209,8 +209,10 @@ class Pair:
     def _not_finite(self, feed: Arrays) -> str:
         overflow = find_overflow(self._model, {**feed, **self._weights})
         if overflow is None:
-            found = "expected finite numbers of the graph in ONNX Runtime, found NaN or infinity"
-            return f"{found}; are these the model's weights?"
+            return (
+                "expected finite numbers of the graph in ONNX Runtime, found NaN or infinity; are these the model's "
+                "weights?"
+            )
         return overflow.text(self.name, self._layer, self._assembly.residual)
 
     def _run_graph(self, feed: Arrays) -> dict[str, np.ndarray]:
@@ -259,8 +261,10 @@ class _Known:
 
 
 def _worse(run: ComparedRun, other: ComparedRun) -> bool:
-    one, two = (max(error.relative_error or 0.0 for error in each.outputs.values()) for each in (run, other))
-    return one > two
+    def error(run: ComparedRun) -> float:
+        return max(output.relative_error or 0.0 for output in run.outputs.values())
+
+    return error(run) > error(other)
 
 
 def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
@@ -281,7 +285,7 @@ def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
     return next((layer, part) for layer, part in parts if name in has.get(part.graph, [part.graph]))
 
 
-def _own_runner(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | None:
+def _open_engine(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | None:
     """Return `open_engine` of the backend's module `comparison`.
 
     It is given the engine's file, the graph's inputs but the weights, the weights by input, and how many threads, and

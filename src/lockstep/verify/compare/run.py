@@ -28,15 +28,8 @@ from lockstep.verify.compare.pair import Pair
 from lockstep.verify.metrics import finish, largest
 from lockstep.weights import Weights
 
-PRECISIONS = (
-    "fp32",
-    "fp16",
-    "w8a16",
-    "w4a16",
-)  # what ONNX Runtime computes in on a CPU; nor has NumPy, and so Polygraphy, bfloat16
-_COMPARISON = "lockstep.backends.*.comparison"
-
-
+# What ONNX Runtime computes in on a CPU; nor has NumPy, and so Polygraphy, bfloat16.
+PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16")
 SECONDS = 120.0  # for all sizes of an engine; the demo's take two
 
 

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.assembly import Assembly
-from lockstep.targets import Limits
 from lockstep.verify.boundaries import PAGE
 from lockstep.verify.compare import inputs
-from lockstep.verify.compare.inputs import Case, Sizes
+from lockstep.verify.compare.inputs import Case, Graph, Sizes
 
 Arrays = Mapping[str, np.ndarray]
 Run = Callable[[Arrays], Arrays]
+Ranges = Mapping[str, tuple[int, int]]
 _PIECE = 512  # rows that a graph computes at a time
 _SEQUENCE = 512  # tokens of the sequence that attention is run on; its scores take heads * 512^2 numbers
 GROUP = 32  # trials of an exit whose rows the graph computes together
@@ -70,28 +69,20 @@ class Sweep:
 
 
 def sweep_of(
-    model: onnx.ModelProto,
-    assembly: Assembly,
-    limits: Limits,
-    slots: Collection[str],
-    seed: int,
-    graph: Run,
-    prefill: Callable[[], tuple[onnx.ModelProto, Run]],
-    largest: float,
+    graph: Graph, seed: int, run: Run, prefill: Callable[[], tuple[onnx.ModelProto, Run]], largest: float
 ) -> Sweep:
     """Return the sweep of a graph; its trials lie in a seeded order in which small ones tend to come first.
 
-    prefill: gives the prefill graph of the same attention. largest: number in the engine's activations, where its type
-    is narrower than the graph's; else infinity.
+    run: runs the graph. prefill: gives the prefill graph of the same attention. largest: number in the engine's
+    activations, where its type is narrower than the graph's; else infinity.
     """
-    ranges = inputs.ranges(model, limits)
-    draw, sweep = random.Random(seed), Sweep()
+    ranges, draw, sweep = inputs.ranges(graph), random.Random(seed), Sweep()
     if "past_capacity" in ranges:
-        sweep = _AttentionSweep(model, assembly, limits, ranges, draw, largest, *prefill())
+        sweep = _AttentionSweep(graph, ranges, draw, largest, *prefill())
     elif {"num_tokens", "num_requests"} <= set(ranges):
-        sweep = _ExitSweep(model, slots, assembly, limits, ranges, draw, largest, graph)
+        sweep = _ExitSweep(graph, ranges, draw, largest, run)
     else:
-        sweep = _TokenSweep(model, slots, assembly, limits, ranges, draw, largest, graph)
+        sweep = _TokenSweep(graph, ranges, draw, largest, run)
     # One that is needed whatever the time comes first; else a trial's chance grows as it gets cheaper.
     sweep.trials.sort(key=lambda trial: -1.0 if trial.scaled else trial.cost * draw.random())
     return sweep
@@ -102,22 +93,12 @@ class _TokenSweep(Sweep):
 
     is_row_wise = True
 
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        slots: Collection[str],
-        assembly: Assembly,
-        limits: Limits,
-        ranges: Mapping[str, tuple[int, int]],
-        draw: random.Random,
-        largest: float,
-        graph: Run,
-    ):
+    def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
         ((self._dim, (least, most)),) = ranges.items() or ((("", (1, 1)),))
-        looks_up = any(value.name == "token_ids" for value in model.graph.input)
-        count = max(most, assembly.vocab_size) if looks_up else most
-        self._whole, self._large = _rows(model, slots, assembly, limits, {self._dim: count}, draw, largest)
-        self._graph, self._count, self._most = graph, count, most
+        looks_up = "token_ids" in graph.dims
+        count = max(most, graph.assembly.vocab_size) if looks_up else most
+        self._whole, self._large = _rows(graph, {self._dim: count}, draw, largest)
+        self._run, self._count, self._most = run, count, most
         self._pieces: dict[int, Arrays] = {}
         starts = [(size, draw.randrange(most - size + 1)) for size in range(least, most + 1)]
         starts += [(min(most, count - start), start) for start in range(0, count, most)] if looks_up else []
@@ -133,20 +114,20 @@ class _TokenSweep(Sweep):
         return {name: array[first:end] if wide else array for name, (array, wide) in self._whole.items()}
 
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
-        found: list[Arrays] = []
+        outputs: list[Arrays] = []
         for trial in trials:
             first, end = int(trial.rows[0]), int(trial.rows[-1]) + 1
             begin = first // _PIECE * _PIECE
             pieces = [self._piece(low) for low in range(begin, end, _PIECE)]
             join = pieces[0] if len(pieces) == 1 else {n: np.concatenate([p[n] for p in pieces]) for n in pieces[0]}
-            found.append({name: array[first - begin : end - begin] for name, array in join.items()})
-        return found
+            outputs.append({name: array[first - begin : end - begin] for name, array in join.items()})
+        return outputs
 
     def _piece(self, low: int) -> Arrays:
         """Return what the graph gives for `_PIECE` rows; those of the first sizes are kept."""
         if low in self._pieces:
             return self._pieces[low]
-        piece = self._graph(self._cut(low, min(low + _PIECE, self._count)))
+        piece = self._run(self._cut(low, min(low + _PIECE, self._count)))
         if low < self._most:
             self._pieces[low] = piece
         return piece
@@ -155,22 +136,11 @@ class _TokenSweep(Sweep):
 class _ExitSweep(Sweep):
     """An exit: each number of tokens and each of requests, in seeded pairs."""
 
-    def __init__(
-        self,
-        model: onnx.ModelProto,
-        slots: Collection[str],
-        assembly: Assembly,
-        limits: Limits,
-        ranges: Mapping[str, tuple[int, int]],
-        draw: random.Random,
-        largest: float,
-        graph: Run,
-    ):
+    def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
         (_, self._tokens), (_, requests) = ranges["num_tokens"], ranges["num_requests"]
-        self._whole, self._large = _rows(
-            model, slots, assembly, limits, {"num_tokens": self._tokens, "num_requests": 1}, draw, largest
-        )
-        self._graph = graph
+        sizes = {"num_tokens": self._tokens, "num_requests": 1}
+        self._whole, self._large = _rows(graph, sizes, draw, largest)
+        self._run = run
         counts = [draw.sample(range(1, requests + 1), requests) for _ in range(-(-self._tokens // requests))]
         self.trials = []
         for size, count in zip(range(1, self._tokens + 1), [count for each in counts for count in each]):
@@ -186,15 +156,15 @@ class _ExitSweep(Sweep):
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
         size = trial.case.sizes["num_tokens"]
-        found = {name: array[:size] if wide else array for name, (array, wide) in self._whole.items()}
-        return {**found, "logit_rows": trial.rows}
+        rows = {name: array[:size] if wide else array for name, (array, wide) in self._whole.items()}
+        return {**rows, "logit_rows": trial.rows}
 
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
         whole = {name: array for name, (array, _) in self._whole.items()}
-        made = self._graph({**whole, "logit_rows": np.concatenate([trial.rows for trial in trials])})
+        outputs = self._run({**whole, "logit_rows": np.concatenate([trial.rows for trial in trials])})
         ends = np.cumsum([len(trial.rows) for trial in trials])
         return [
-            {name: array[end - len(trial.rows) : end] for name, array in made.items()}
+            {name: array[end - len(trial.rows) : end] for name, array in outputs.items()}
             for trial, end in zip(trials, ends)
         ]
 
@@ -203,21 +173,13 @@ class _AttentionSweep(Sweep):
     """Attention on one sequence: each chunk, each past; each capacity with each number of requests."""
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        assembly: Assembly,
-        limits: Limits,
-        ranges: Mapping[str, tuple[int, int]],
-        draw: random.Random,
-        largest: float,
-        prefill: onnx.ModelProto,
-        run: Run,
+        self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, prefill: onnx.ModelProto, run: Run
     ):
-        length = min(_SEQUENCE, inputs.positions_of(assembly, limits), ranges.get("num_tokens", (1, _SEQUENCE))[1])
-        self._names = [value.name for value in model.graph.input]
+        length = min(_SEQUENCE, graph.positions, ranges.get("num_tokens", (1, _SEQUENCE))[1])
+        self._names = [value.name for value in graph.model.graph.input]
         self._stale = np.random.default_rng(draw.randrange(1 << 32))
         case = Case(0, {"num_tokens": length, "past_capacity": 1}, (0,))
-        self._whole = inputs.arrays(prefill, (), case, assembly, limits)
+        self._whole = inputs.arrays(Graph(prefill, graph.assembly, graph.limits), case)
         self._run, self._reference = run, dict[str, np.ndarray]()
         # Standard normal values stay below 8.
         end = min(float(np.finfo(self._whole["value"].dtype).max), largest)
@@ -305,13 +267,7 @@ def _times(arrays: Arrays, factors: Mapping[str, float]) -> dict[str, np.ndarray
 
 
 def _rows(
-    model: onnx.ModelProto,
-    slots: Collection[str],
-    assembly: Assembly,
-    limits: Limits,
-    sizes: Sizes,
-    draw: random.Random,
-    largest: float,
+    graph: Graph, sizes: Sizes, draw: random.Random, largest: float
 ) -> tuple[dict[str, tuple[np.ndarray, bool]], np.ndarray]:
     """Return the whole input of a graph of rows, and which rows go to the end of the precision.
 
@@ -319,14 +275,14 @@ def _rows(
     of the residual stream up to the end of its precision, or to `largest`. Token ids are the whole vocabulary; two of
     three rows have an adapter, each in turn.
     """
-    shapes = {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
+    dims, assembly = graph.dims, graph.assembly
     dim = "num_tokens" if "num_tokens" in sizes else next(iter(sizes))
-    made = inputs.arrays(model, slots, Case(0, dict(sizes)), assembly, limits)
-    made.pop("logit_rows", None)
+    arrays = inputs.arrays(graph, Case(0, dict(sizes)))
+    arrays.pop("logit_rows", None)
     count = sizes.get(dim, 1)
-    number, found = np.arange(count), {}
-    for name, array in made.items():
-        wide = dim in shapes[name]
+    number, whole = np.arange(count), {}
+    for name, array in arrays.items():
+        wide = dim in dims[name]
         if name == "token_ids":
             array = np.resize(np.random.default_rng(draw.randrange(1 << 32)).permutation(assembly.vocab_size), count)
         elif name == IDS:
@@ -335,8 +291,8 @@ def _rows(
             array = np.where(number % 3 == 0, -1, np.resize(places, count))
         elif array.dtype.kind == "f" and wide:
             array = _activations(array, largest if name == "hidden" else None, draw)
-        found[name] = array, wide
-    return found, number % 4 == 3
+        whole[name] = array, wide
+    return whole, number % 4 == 3
 
 
 def _activations(array: np.ndarray, largest: float | None, draw: random.Random) -> np.ndarray:
@@ -344,11 +300,11 @@ def _activations(array: np.ndarray, largest: float | None, draw: random.Random) 
 
     largest: up to which a residual stream goes, where its type does not end before. None: it is no residual stream.
     """
-    found = array.astype(np.float64).reshape(len(array), -1)
-    found[1::4, draw.randrange(found.shape[1])] *= _OUTLIER
-    large = found[3::4]
+    rows = array.astype(np.float64).reshape(len(array), -1)
+    rows[1::4, draw.randrange(rows.shape[1])] *= _OUTLIER
+    large = rows[3::4]
     end = _LARGE if largest is None else min(float(np.finfo(array.dtype).max), largest, _LARGEST_SQUARED)
     if largest is not None:
         large /= np.abs(large).max(1, keepdims=True)
     large *= np.resize(np.geomspace(4, 0.98 * end, _LEVELS), len(large))[:, None]
-    return found.reshape(array.shape).astype(array.dtype)
+    return rows.reshape(array.shape).astype(array.dtype)
