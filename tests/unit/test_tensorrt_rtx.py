@@ -44,8 +44,8 @@ from lockstep.export.quantize import quantize
 from lockstep.onnx_tools.dequantized import dequantize_products, sign_of
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import dtype_name
-from lockstep.provenance import against
-from lockstep.provenance.reproduce import make_again, reproduce
+from lockstep.provenance import reproduce as reproducing
+from lockstep.provenance.reproduce import LockComparison, against, make_again, reproduce
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 from lockstep.weights.groups import pack
@@ -794,7 +794,7 @@ def made(shared) -> Path:
     return shared.folder("made_tensorrt_rtx", make)
 
 
-def held(made, monkeypatch, lock: Path) -> dict[str, against.LockComparison]:
+def held(made, monkeypatch, lock: Path) -> dict[str, LockComparison]:
     """What `lockstep reproduce --against` holds beside the lock, by its place there."""
     on(monkeypatch, None)
 
@@ -802,8 +802,8 @@ def held(made, monkeypatch, lock: Path) -> dict[str, against.LockComparison]:
         assert not {"golden", "reference"} & set(stages)
         shutil.copytree(made / "results", folder / "results")
 
-    monkeypatch.setattr(against, "make_again", take)
-    return {found.where: found for found in against.against(CONFIG.dump(), DEMO, TARGET, lock, lambda line: None)}
+    monkeypatch.setattr(reproducing, "make_again", take)
+    return {found.where: found for found in against(CONFIG.dump(), DEMO, TARGET, lock, lambda line: None)}
 
 
 LOCK = ROOT / "locks" / "demo-llama.lock.json"

@@ -90,7 +90,7 @@ def reproduce(
 
 
 def _hold_against(text: str, lock: Path, config_file: Path | None, as_json: bool, results: Path) -> None:
-    from lockstep.provenance.against import against
+    from lockstep.provenance.reproduce import against
 
     project = Project.open(config_file, results)
     target = project.config.parse_target(text, project.where)

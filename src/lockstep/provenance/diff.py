@@ -57,7 +57,7 @@ def cause(recorded: BuildKey, now: BuildKey) -> list[str]:
 
     Inputs, options, backend, packages, code.
     """
-    parts = (
+    return lines(
         ("", recorded.names, now.names),
         ("input ", recorded.inputs, now.inputs),
         ("option ", recorded.options, now.options),
@@ -65,6 +65,10 @@ def cause(recorded: BuildKey, now: BuildKey) -> list[str]:
         ("", recorded.environment, now.environment),
         ("code ", recorded.code, now.code),
     )
+
+
+def lines(*parts: tuple[str, Any, Any]) -> list[str]:
+    """Return a line for each value that differs. parts: (what it is, before, after)."""
     return [
         f"{what}{'.'.join(where)} {change}" for what, before, after in parts for where, change in changes(before, after)
     ]

@@ -49,14 +49,13 @@ def explain(config: Config, results: Results, target: Target, sources: Sources =
 
     sources: the places of its model's files.
     """
-    found: list[Explained] = []
+    steps: list[Explained] = []
     again: dict[Path, str] = {}
     for step in jobs(config, results.root, [target]):
-        explained = _explain(step, again, sources)
-        found.append(explained)
-        if explained.rebuilt:
+        steps.append(_explain(step, again, sources))
+        if steps[-1].rebuilt:
             again[step.output] = step.stage
-    return found
+    return steps
 
 
 def _explain(step: Job, again: Mapping[Path, str], sources: Sources) -> Explained:
@@ -72,11 +71,8 @@ def _explain(step: Job, again: Mapping[Path, str], sources: Sources) -> Explaine
         return Explained(step, (*reasons, str(error)))
     if record is None:
         what = "is of another file" if record_path(step.output).is_file() else "is not there"
-        return (
-            Explained(step, tuple(reasons), unknown=True)
-            if reasons
-            else Explained(step, (f"the record of how {step.output.name} was made {what}",), unknown=True)
-        )
+        reasons = reasons or [f"the record of how {step.output.name} was made {what}"]
+        return Explained(step, tuple(reasons), unknown=True)
     key = _with_libraries(_key_now(step, record.key, again), step)
     return Explained(step, tuple(reasons + cause(record.key, key)))
 

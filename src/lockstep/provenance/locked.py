@@ -18,7 +18,7 @@ from lockstep.artifacts.fetched import Fetched
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.digest_cache import check_files, digest, size_of
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.diff import changes, words
+from lockstep.provenance.diff import changes, lines
 from lockstep.provenance.lock import TERMS, Lock, lock_path, without_places
 from lockstep.provenance.lockfile import Section, made_with, maker, operators_of, sections_at, terms, terms_place
 from lockstep.provenance.record import record_path
@@ -37,10 +37,10 @@ def is_locked(config: Mapping[str, Any]) -> bool:
     The command line gives it as a text. Raises InputError for anything but true and false.
     """
     value = config.get("locked", False)
-    found = {"true": True, "false": False}.get(str(value).lower())
-    if found is None:
+    is_locked = {"true": True, "false": False}.get(str(value).lower())
+    if is_locked is None:
         raise InputError(f"locked: expected true or false, found {value!r}; correct it")
-    return found
+    return is_locked
 
 
 def find_lock(model: str, folders: Sequence[Path]) -> Path:
@@ -77,12 +77,12 @@ def check_project(
     for step in steps:
         if other := _other_terms(lock, step):
             _refuse(other, lock_file)
-        if step.output.is_file() and record_path(step.output).is_file() and (found := _other_result(step, lock)):
+        if step.output.is_file() and record_path(step.output).is_file() and (other := _other_result(step, lock)):
             # A fetch that is not held to the lock stays at its commit.
             advice = f"make it again without locked: snakemake --forcerun {step.stage} -- {step.output}"
             if step.stage == "fetch":
                 advice = f"delete {step.output.parent} and run again"
-            raise CheckError(f"{found}, which is not what {lock_file} says; {advice}")
+            raise CheckError(f"{other}, which is not what {lock_file} says; {advice}")
 
 
 def _other_result(step: Job, lock: Lock) -> str | None:
@@ -112,9 +112,9 @@ def _before(
     }
     built = {(step.names["precision"], step.names["backend"]) for step in steps if step.stage == "build"}
     if checkpoint is not None:
-        found = {path.name: digest(path) for path in checkpoint}
+        digests = {path.name: digest(path) for path in checkpoint}
         expected = {name: value for name, value in without_places(lock.checkpoint).items() if name != "commit"}
-        yield from (f"resolve: {name} differs: {change}" for (name, *_), change in changes(expected, found))
+        yield from (f"resolve: {name} differs: {change}" for (name, *_), change in changes(expected, digests))
     for target in targets:
         precision, layers, backend = target.precision, str(target.layers), target.backend
         pair, golden = (precision, backend), ("golden", precision, backend, layers)
@@ -235,14 +235,13 @@ def difference(lock: Lock, section: Section) -> str | None:
 
     With what else differs that may have caused it. None when it is the same.
     """
-    found = lock.compare(section.where, section.items)
-    if not found.is_locked:
+    comparison = lock.compare(section.where, section.items)
+    if not comparison.is_locked:
         return f"{section.stage}: {'/'.join(section.where)} is not in the lock"
-    differing = found.changes
-    if not differing:
+    if not comparison.changes:
         return None
-    graph = next((each for each in differing if each[0][-1].endswith(".onnx")), None)
-    where, change = graph or differing[0]
+    graph = next((change for change in comparison.changes if change[0][-1].endswith(".onnx")), None)
+    where, change = graph or comparison.changes[0]
     opening = f"{section.stage}: {'.'.join(where)} differs: {change}"
     if graph and (constants := _only_constants(lock, section, where[-1])):
         return f"{opening}: its {constants} are others, its operators are as locked"
@@ -252,10 +251,10 @@ def difference(lock: Lock, section: Section) -> str | None:
 
 def _only_constants(lock: Lock, section: Section, file: str) -> str | None:
     """Return in words the constants of a graph, where nothing else in it differs from the locked one."""
-    made = operators_of(section)
+    operators = operators_of(section)
     locked = lock.makers[maker(section.key)].operators or {}
     name = f"{section.where[1]}/{file}"
-    if name not in made or made[name] != locked.get(name):
+    if name not in operators or operators[name] != locked.get(name):
         return None
     import onnx
 
@@ -276,12 +275,13 @@ def _other_makers(lock: Lock, section: Section) -> str:
     locked, now = lock.makers.get(maker(section.key)), made_with(section.key)
     if locked is None:
         return ""
-    packages = [f"{' '.join(where)} {change}" for where, change in changes(locked.packages, now.packages)]
-    libraries = changes(locked.backend or {}, now.backend or {})
-    backend = [f"{section.key.names['backend']} {'.'.join(where)} {change}" for where, change in libraries]
-    code = [f"code {words(locked.code)} -> {words(now.code)}"] if locked.code != now.code else []
-    options = changes(locked.options or {}, now.options or {})
-    return ", ".join([*packages, *backend, *(f"option {'.'.join(where)} {change}" for where, change in options), *code])
+    makers = lines(
+        ("", locked.packages, now.packages),
+        (f"{section.key.names.get('backend')} ", locked.backend or {}, now.backend or {}),
+        ("option ", locked.options or {}, now.options or {}),
+        ("", {"code": locked.code}, {"code": now.code}),
+    )
+    return ", ".join(makers)
 
 
 def _refuse(line: str, lock_file: Path) -> None:

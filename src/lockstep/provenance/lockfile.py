@@ -21,7 +21,7 @@ from lockstep.artifacts.files import dump_json, read_json, sha256_json
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import manifest_entries
 from lockstep.provenance.diff import changes
-from lockstep.provenance.lock import ENGINES, TERMS, Lock, Maker, Place
+from lockstep.provenance.lock import ENGINES, TERMS, Comparison, Lock, Maker, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.stages import STAGES
 from lockstep.stages.stage import Finished
@@ -54,7 +54,7 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
     Raises InputError where something was not made or not checked yet, and CheckError where engines would be dropped
     without `renew`.
     """
-    lock, said = collect(results, model), []
+    lock, lines = collect(results, model), []
     if out.is_file():
         before = Lock.load(out)
         lock = _with_other_devices(before, _with_what_is_not_built(before, lock))
@@ -63,16 +63,16 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
             precision = next(iter(lost))
             old, new = (of.sections.get(("graphs", precision), {}) for of in (before, lock))
             changed = [(".".join(at), change) for at, change in changes(old, new)]
-            (name, change), *_ = sorted(changed, key=lambda each: not each[0].endswith(".onnx"))
+            (name, change), *_ = sorted(changed, key=lambda pair: not pair[0].endswith(".onnx"))
             devices = ", ".join(sorted(set().union(*lost.values())))
             raise CheckError(
                 f"{out}: expected the locked graphs of {', '.join(lost)}, found others ({name} {change}), and engines "
                 f"for the locked ones of {devices}, which only that device can build; take back the change, or drop "
                 "these engines with --renew"
             )
-        said = _said(before, lock)
+        lines = _changes(before, lock)
     lock.save(out)
-    return said
+    return lines
 
 
 def _has_same_graphs(before: Lock, lock: Lock, precision: str) -> bool:
@@ -90,7 +90,7 @@ def _devices_of_other_graphs(before: Lock, lock: Lock) -> dict[str, set[str]]:
     return lost
 
 
-def _said(before: Lock, lock: Lock) -> list[str]:
+def _changes(before: Lock, lock: Lock) -> list[str]:
     """Return a line for what `lock` adds to and drops from the one before it."""
     old, new = before.sections.keys(), lock.sections.keys()
     kept = {where[-1] for where in old & new if where[0] == ENGINES}
@@ -139,12 +139,12 @@ def collect(results: Path, model: str) -> Lock:
 
     Raises InputError for a model that is not finished.
     """
-    found = list(sections(results, model))
-    stages = {section.stage for section in found}
+    pinned = list(sections(results, model))
+    stages = {section.stage for section in pinned}
     finished = Finished(
-        frozenset(section.key.names["precision"] for section in found if "precision" in section.key.names),
+        frozenset(section.key.names["precision"] for section in pinned if "precision" in section.key.names),
         has_adapters="adapters" in stages,
-        runs=any(map(_runs, found)),
+        runs=any(map(_runs, pinned)),
         is_served=_checks_server(results),
     )
     for stage, entry in STAGES.items():
@@ -153,11 +153,11 @@ def collect(results: Path, model: str) -> Lock:
                 f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
             )
     makers: dict[str, Maker] = {}
-    for section in found:
+    for section in pinned:
         name, operators = maker(section.key), operators_of(section)
         known = makers[name].operators if name in makers else None
         makers[name] = replace(made_with(section.key), operators={**(known or {}), **operators} or None)
-    return Lock(model, makers, {section.where: section.items for section in found})
+    return Lock(model, makers, {section.where: section.items for section in pinned})
 
 
 def _checks_server(results: Path) -> bool:
@@ -247,13 +247,16 @@ def sections(results: Path, model: str) -> Iterator[Section]:
         yield from sections_of(path)
 
 
-def readable_sections(folder: Path) -> dict[Place, Section]:
-    """Return by place the sections below a model's folder, without those of what is damaged or being made."""
-    found: dict[Place, Section] = {}
+def compared(folder: Path, lock: Lock) -> dict[Place, tuple[Section, Comparison]]:
+    """Compare all artefacts below a model's folder with its lock, by place and in its order.
+
+    Those that are damaged or being made are left out.
+    """
+    there: dict[Place, Section] = {}
     for path in records(folder):
         with contextlib.suppress(LockstepError, OSError):
-            found |= {section.where: section for section in sections_of(path)}
-    return found
+            there |= {section.where: section for section in sections_of(path)}
+    return {where: (section, lock.compare(where, section.items)) for where, section in sorted(there.items())}
 
 
 def sections_of(path: Path) -> list[Section]:
@@ -272,14 +275,14 @@ def sections_of(path: Path) -> list[Section]:
             f"{manifest}: expected the file that {path.name} is of, found "
             f"{'another' if manifest.is_file() else 'none'}; delete it and run again"
         )
-    found = []
+    pinned = []
     if entry.is_pinned:
         with manifest_entries(manifest):
             where, items = entry.pin(manifest, key)
-        found.append(Section(where, manifest, key, items))
+        pinned.append(Section(where, manifest, key, items))
     if entry.is_check:
-        found.append(Section(terms_place(key.stage, key.names), manifest, key, terms(key.options)))
-    return found
+        pinned.append(Section(terms_place(key.stage, key.names), manifest, key, terms(key.options)))
+    return pinned
 
 
 def sections_at(output: Path) -> list[Section]:

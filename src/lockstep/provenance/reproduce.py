@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json, write_json
 from lockstep.artifacts.summary import ReproducedLevel, Reproduction
 from lockstep.config.backends import backends
+from lockstep.config.load import load
 from lockstep.errors import PREFIX, CheckError
 from lockstep.manifests.digest_cache import check_files, check_stored
 from lockstep.manifests.manifest_files import named_files
+from lockstep.provenance.lock import TERMS, Lock
+from lockstep.provenance.locked import difference
+from lockstep.provenance.lockfile import sections
 from lockstep.provenance.record import SUFFIX
 from lockstep.provenance.sameness import LEVELS, compared, differences, reached
 from lockstep.stages import STAGES
@@ -155,6 +160,41 @@ def make_again(
                 return line
             raise CheckError(f"{target}: expected {stage} to succeed again in a clean folder, found: {line}")
     return None
+
+
+@dataclass(frozen=True)
+class LockComparison:
+    """An artefact beside a lock.
+
+    where: its place there. differs: the first difference; None where it is the same. is_locked: whether the lock has
+    it; engines of another device than those that it holds it has not.
+    """
+
+    where: str
+    is_locked: bool
+    differs: str | None
+
+
+def against(
+    config: Mapping[str, Any], checkpoint: Path, target: Target, lock_file: Path, tell: Callable[[str], None]
+) -> list[LockComparison]:
+    """Build and check `target` once in an empty folder, and compare each artefact with a lock.
+
+    The lock may be another machine's. Resolves, converts, exports, builds, and checks where its engines run; the
+    target's results need not be there, and are not touched. checkpoint: the folder of its checkpoint.
+
+    Raises InputError for a lock that is none, CheckError where the target cannot be built.
+    """
+    lock = Lock.load(lock_file)
+    with tempfile.TemporaryDirectory(prefix="lockstep-against-") as folder:
+        stages = reproduced_stages(target, load(config).is_run(target), "reference")
+        failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
+        compared = [
+            LockComparison("/".join(section.where), section.where in lock.sections, difference(lock, section))
+            for section in sections(Path(folder) / "results", target.model)
+            if section.where[0] != TERMS
+        ]
+    return [*compared, *([LockComparison("golden check", True, failure)] if failure else [])]
 
 
 def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
     check_place(job.output)  # before hours of work
     shared = cache_for(job, cache)
     with _reported(job):
-        brought = [path for path in (stage.path(job, each) for each in stage.brought.values()) if path.is_file()]
+        brought = [path for path in (stage.path(job, pattern) for pattern in stage.brought.values()) if path.is_file()]
         for path in (*job.inputs.values(), *brought):
             check_input(path)
     key, started = build_key(job), now()

@@ -20,7 +20,7 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS, Expected, digest
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.lock import ENGINES, Lock, Place
-from lockstep.provenance.lockfile import readable_sections
+from lockstep.provenance.lockfile import compared
 from lockstep.provenance.record import SUFFIX, checked_record, records
 from lockstep.provenance.slsa import NAME as PROVENANCE
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
@@ -107,13 +107,13 @@ def _of_record(path: Path) -> Iterator[Expected]:
 
 def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
     try:
-        found = digest(path, deep)
+        now = digest(path, deep)
     except FileNotFoundError:
         return Finding(MISSING, _name(path, results), "run snakemake")
     except LockstepError as error:
         return Finding(DIFFERENT, _name(path, results), _reason(error))
-    if found != sha256:
-        return Finding(DIFFERENT, _name(path, results), f"expected sha256 {sha256[:12]}, found {found[:12]}")
+    if now != sha256:
+        return Finding(DIFFERENT, _name(path, results), f"expected sha256 {sha256[:12]}, found {now[:12]}")
     return Finding(SAME, _name(path, results))
 
 
@@ -150,23 +150,22 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
         lock = Lock.load(lock_file)
     except InputError as error:
         return [Finding(DIFFERENT, str(lock_file), _reason(error))]
-    found = readable_sections(folder)  # the others are named above, as files
+    there = compared(folder, lock)  # what is damaged is named above, as files
     # a tree holds the engines of one device, a lock those of several
-    built = {where[:-1] for where in found if where[0] == ENGINES}
-    lost = [where for where in lock.sections if where not in found and where[:-1] not in built]
+    built = {where[:-1] for where in there if where[0] == ENGINES}
+    lost = [where for where in lock.sections if where not in there and where[:-1] not in built]
 
     def name(where: Place) -> str:
         return f"{folder.name}: {'/'.join(where)}"
 
     findings = [Finding(MISSING, name(where), "locked, and not there; run snakemake") for where in lost]
-    for where, section in found.items():
-        compared = lock.compare(where, section.items)
-        if compared.other_device:
+    for where, (_, comparison) in there.items():
+        if comparison.other_device:
             findings.append(Finding(SAME, name(where), "this device is not in the lock: as recorded"))
-        elif not compared.is_locked:
+        elif not comparison.is_locked:
             findings.append(Finding(UNKNOWN, name(where), "not in the lock"))
         else:
-            differing = "; ".join(f"{'.'.join(at)} {change}" for at, change in compared.changes)
+            differing = "; ".join(f"{'.'.join(at)} {change}" for at, change in comparison.changes)
             findings.append(Finding(DIFFERENT if differing else SAME, name(where), differing))
     return sorted(findings, key=lambda finding: finding.name)
 

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.artifacts.reports import FAIL, PASS
 from lockstep.errors import LockstepError
 from lockstep.provenance.lock import TERMS, Lock, lock_path
-from lockstep.provenance.lockfile import readable_sections
+from lockstep.provenance.lockfile import compared
 from lockstep.report.verdict import NOT_RUN
 from lockstep.targets import Results, Target
 
@@ -52,8 +52,8 @@ class Change:
 
         It may be shared with other targets of its model.
         """
-        own = {"precision": target.precision, "layers": target.layers, "backend": target.backend}
-        return all(str(self.names.get(name, value)) == str(value) for name, value in own.items())
+        names = {"precision": target.precision, "layers": target.layers, "backend": target.backend}
+        return all(str(self.names.get(name, value)) == str(value) for name, value in names.items())
 
 
 def meanings(changes: Sequence[Change]) -> list[tuple[str, str, str, list[str]]]:
@@ -84,12 +84,12 @@ def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
         lock = Lock.load(lock_file)
     except LockstepError as error:
         return [Change(str(error), kind=_LOCK)]
-    made = []
-    for where, section in sorted(readable_sections(results.root / model).items()):
-        name, compared = "/".join(where), lock.compare(where, section.items)
+    changes = []
+    for where, (section, comparison) in compared(results.root / model, lock).items():
+        name = "/".join(where)
         kind = where[0] if where[0] in _MEANING else _BUILT
-        lines = [f"{name}: {' / '.join(at)}: {change}" for at, change in compared.changes]
-        if not compared.is_locked and not compared.other_device:
+        lines = [f"{name}: {' / '.join(at)}: {change}" for at, change in comparison.changes]
+        if not comparison.is_locked and not comparison.other_device:
             lines, kind = [f"{name}: not in the lock"], _NEW
-        made += [Change(line, section.key.names, kind) for line in lines]
-    return made
+        changes += [Change(line, section.key.names, kind) for line in lines]
+    return changes

@@ -19,11 +19,12 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.bounds import Digest
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.artifacts.document import ValidationError
+from lockstep.artifacts.document import Bound, JsonObject, ValidationError
 from lockstep.artifacts.files import atomic_path, read_json, sha256_file, write_json
 from lockstep.errors import InputError
 
@@ -39,12 +40,20 @@ _NO_KERNEL_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, er
 class Blob:
     """The content of a file: hex sha256, and size in bytes."""
 
-    sha256: str
+    sha256: Digest
     size: int
 
 
+def _is_plain(name: str) -> bool:
+    """Return whether a path stays in the folder that it is relative to."""
+    path = PurePosixPath(name)
+    return (
+        str(path) == name != "." and not path.is_absolute() and ".." not in path.parts and not set("\\\0") & set(name)
+    )
+
+
 @dataclass(frozen=True)
-class Entry:
+class Entry(JsonObject):
     """An artefact in the cache.
 
     key: hex sha256 of what it was made of. manifest: the file that names the others. files: blob by path, relative to
@@ -54,7 +63,11 @@ class Entry:
     key: str
     made_of: BuildKey
     manifest: str
-    files: Mapping[str, Blob]
+    files: Mapping[Annotated[str, Bound("a path inside its folder", _is_plain)], Blob]
+
+    def validate(self, stored: Mapping[str, Any]) -> None:
+        if self.key != self.made_of.sha256 or self.manifest not in self.files:
+            raise ValidationError("", "a key of what it was made of, and its manifest among its files", self.key)
 
     @property
     def stage(self) -> str:
@@ -112,21 +125,21 @@ class Cache:
         """
         path = self.entry_path(key)
         try:
-            found = path.stat()
+            status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             if path.is_symlink():
                 raise InputError(f"{path}: expected an entry of the cache, found a link to nothing") from None
             return None
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_ENTRY:
-            raise InputError(
-                f"{path}: expected an entry of the cache, found "
-                f"{'too large a file' if stat.S_ISREG(found.st_mode) else 'what is no file'}"
-            )
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_ENTRY:
+            what = "too large a file" if stat.S_ISREG(status.st_mode) else "what is no file"
+            raise InputError(f"{path}: expected an entry of the cache, found {what}")
         try:
-            value = read_json(path, formats.CACHE)
-            return _entry(path, key, value)
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError, ValidationError):
-            raise InputError(f"{path}: expected an entry of the cache, found other content") from None
+            entry = Entry.from_json(read_json(path, formats.CACHE))
+        except (ValueError, RecursionError, ValidationError):
+            entry = None
+        if entry is None or entry.key != key:
+            raise InputError(f"{path}: expected an entry of the cache, found other content")
+        return entry
 
     def check_whole(self, entry: Entry) -> None:
         """Raise InputError when a blob of an entry is absent or of another size."""
@@ -165,15 +178,8 @@ class Cache:
     def write(self, made_of: BuildKey, manifest: str, files: Mapping[str, Blob]) -> Entry:
         """Write the entry of an artefact whose files are in."""
         entry = Entry(made_of.sha256, made_of, manifest, dict(files))
-        value = {
-            "format": formats.CACHE,
-            "key": entry.key,
-            "made_of": made_of.to_json(),
-            "manifest": manifest,
-            "files": {name: {"sha256": blob.sha256, "size": blob.size} for name, blob in files.items()},
-        }
         with _new(self.entry_path(entry.key)) as temporary:
-            write_json(temporary, value)
+            write_json(temporary, {"format": formats.CACHE, **entry.to_json()})
         return entry
 
 
@@ -232,26 +238,3 @@ def _is_file(path: Path, size: int) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size == size
-
-
-def _entry(path: Path, key: str, value: Mapping[str, Any]) -> Entry:
-    """Return the entry of `key` that `value` holds.
-
-    Raises one of several errors, or InputError, when `value` is no entry of `key`.
-    """
-    files = {name: Blob(blob["sha256"], blob["size"]) for name, blob in value["files"].items()}
-    entry = Entry(value["key"], BuildKey.from_json(value["made_of"]), value["manifest"], files)
-    plain = all(
-        _is_plain(name) and DIGEST.fullmatch(blob.sha256) and type(blob.size) is int for name, blob in files.items()
-    )
-    if not (plain and entry.manifest in files and entry.key == key == entry.made_of.sha256 and str(entry)):
-        raise InputError(f"{path}: expected an entry of the cache, found other content")
-    return entry
-
-
-def _is_plain(name: str) -> bool:
-    """Return whether a path stays in the folder that it is relative to."""
-    path = PurePosixPath(name)
-    return (
-        str(path) == name != "." and not path.is_absolute() and ".." not in path.parts and not set("\\\0") & set(name)
-    )
