@@ -38,22 +38,19 @@ def choose(results: Results, target: Target, prompt: str | None, vocab_size: int
     more.
     """
     path = results.reference_of(target.model, target.precision, target.layers)
-    if prompt is not None and not path.is_file():
-        return _own(results, target, prompt, vocab_size)
+    entries = ReferenceManifest.load(path).prompts if path.is_file() else ()
+    texts = [entry.text for entry in entries]
+    if prompt is not None:
+        return (
+            _of(entries, texts.index(prompt), "given") if prompt in texts else _new(results, target, prompt, vocab_size)
+        )
     if not path.is_file():
         raise InputError(
             f"{path}: expected the reference of {target}, found none; run snakemake first, or give --prompt"
         )
-    entries = ReferenceManifest.load(path).prompts
-    texts = [entry.text for entry in entries]
-    if prompt is not None:
-        return (
-            _of(entries, texts.index(prompt), "given") if prompt in texts else _own(results, target, prompt, vocab_size)
-        )
     failed = failed_path(results.golden(target.model, target.precision, target.layers, target.backend))
-    found = failing(path, failed) if failed.is_file() else None
-    if found:
-        return found
+    if failed.is_file() and (request := failing(path, failed)):
+        return request
     longest = max(range(len(entries)), key=lambda number: len(entries[number].prompt_ids) + len(entries[number].tokens))
     return _of(entries, longest, "the longest of the reference; none is known to fail")
 
@@ -88,7 +85,7 @@ def _of(entries: Sequence[ReferencePrompt], number: int, why: str) -> Request:
     return Request(entry.text, Tokens(np.array(ids, np.int64), len(entry.prompt_ids)), number, why)
 
 
-def _own(results: Results, target: Target, prompt: str, vocab_size: int) -> Request:
+def _new(results: Results, target: Target, prompt: str, vocab_size: int) -> Request:
     ids = Tokenizer.open(results.assembly(target.model, target.precision)).encode(prompt)
     if not len(ids):
         raise InputError(f"--prompt {prompt[:40]!r}: expected at least one token, found none; give a longer prompt")
