@@ -12,10 +12,12 @@ import contextlib
 import copy
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
@@ -106,6 +108,22 @@ def layer_of(name: str) -> int:
     """Return the layer of a checkpoint tensor, the first number in its name; -1 outside the layers."""
     match = re.search(r"\.(\d+)\.", name)
     return int(match[1]) if match else -1
+
+
+def is_within(name: str, layers: int | str) -> bool:
+    """Return whether a checkpoint tensor is of the first `layers` layers, or stands outside the layers."""
+    return not isinstance(layers, int) or layer_of(name) < layers
+
+
+def float32_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return a float32 tensor over the array's memory where it is float32 already (the mapped file is only read).
+
+    Else a cast copy; of integers a tensor of their own type.
+    """
+    is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "not writable": nothing writes to it
+        return torch.from_numpy(array.astype(np.float32, copy=False) if is_float else array)
 
 
 def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -46,11 +47,25 @@ class Rounded(TorchFunctionMode):
         args, kwargs = _mapped(self._parameter, args), _mapped(self._parameter, kwargs)
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
-        given = func(*_mapped(_float32, args), **_mapped(_float32, kwargs))
-        return given.to(self.dtype)
+        return func(*_mapped(_float32, args), **_mapped(_float32, kwargs)).to(self.dtype)
 
     def _parameter(self, value: Any) -> Any:
         return value.to(self.dtype) if _is_parameter(value) else value
+
+
+def noisy(exact: np.ndarray, compute: Callable[[torch.dtype], np.ndarray]) -> np.ndarray:
+    """Return what `compute` gives in fp16 in the place of `exact`.
+
+    Where that goes beyond fp16's range its errors are those of bf16, scaled. compute: is given the dtype, and calls the
+    model.
+    """
+    rounded = exact
+    for dtype, rounding in NOISE_DTYPES:
+        with Rounded(dtype):
+            rounded = exact + (compute(dtype) - exact) / np.float32(rounding)
+        if np.isfinite(rounded).all():
+            break
+    return rounded
 
 
 def _is_parameter(value: Any) -> bool:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.artifacts.dtypes import base_precision
 from lockstep.export.quiet import quiet
-from lockstep.export.torch_model import cut_config, layer_of, load_tensors
+from lockstep.export.torch_model import cut_config, is_within, load_tensors
 from lockstep.export.tracer import DTYPES, layer_list
 from lockstep.verify.validate.torch_trace import HOOK, TorchModel
 from lockstep.weights import Weights
@@ -31,11 +31,7 @@ class StreamedModel(TorchModel):
     """`TorchModel` for models that do not fit in memory in float32. Raises as it does."""
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
-        tensors = {
-            name: _mapped(array)
-            for name, array in weights.dequantized()
-            if not isinstance(layers, int) or layer_of(name) < layers
-        }
+        tensors = {name: _mapped(array) for name, array in weights.dequantized() if is_within(name, layers)}
         stored = load_tensors(
             tensors,
             cut_config(config, layers),

@@ -13,20 +13,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors.numpy import save
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lockstep.artifacts.adapted import AdaptedAnswer, AdaptedReference
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
-from lockstep.artifacts.files import sha256_file, write_bytes
-from lockstep.artifacts.places import FileEntry
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.verify.golden.quantized import dequantized
-from lockstep.verify.golden.reference import answer, entry, load_checkpoint, load_tokenizer
+from lockstep.verify.golden.reference import (
+    Answer,
+    answer,
+    arrays_of,
+    entry,
+    load_checkpoint,
+    load_tokenizer,
+    write_logits,
+)
 from lockstep.verify.golden.terms import AdaptedTerms
 from lockstep.weights import Weights
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
@@ -57,23 +61,21 @@ def make_adapted_reference(
     else:
         model = dequantized(manifest.config, Weights.open(weights_json), layers)
     tokenizer = load_tokenizer(folder)
-    answers: list[AdaptedAnswer] = []
-    tensors: dict[str, np.ndarray] = {}
+    entries: list[AdaptedAnswer] = []
+    answers: list[Answer] = []
     ends: tuple[int, ...] = ()
     for name, prompts in golden.prompts.items():
         adapter = adapters[name] if name else None
         hooks = attach(model, adapter, layers) if adapter else []
-        found = answer(model, tokenizer, folder, manifest.config, prompts, golden.max_new_tokens, 0)
+        reference = answer(model, tokenizer, folder, manifest.config, prompts, golden.max_new_tokens, 0)
         for hook in hooks:
             hook.remove()
-        ends = found.eos_token_ids
-        for each in found.answers:
-            tensors |= {f"logits.{len(answers)}": each.logits, f"noise.{len(answers)}": each.noise}
-            answers.append(AdaptedAnswer(name, adapter.sha256 if adapter else "", entry(each)))
-    logits_path = out.with_suffix(".safetensors")
-    write_bytes(logits_path, save(tensors))
-    logits = FileEntry(logits_path.name, sha256_file(logits_path))
-    AdaptedReference(layers, golden.max_new_tokens, ends, logits, tuple(answers)).save(out)
+        ends = reference.eos_token_ids
+        answers += reference.answers
+        sha256 = adapter.sha256 if adapter else ""
+        entries += [AdaptedAnswer(name, sha256, entry(with_adapter)) for with_adapter in reference.answers]
+    logits = write_logits(out, arrays_of(answers))
+    AdaptedReference(layers, golden.max_new_tokens, ends, logits, tuple(entries)).save(out)
     return out
 
 
@@ -95,12 +97,12 @@ def attach(model: PreTrainedModel, adapter: LoadedAdapter, layers: int | str = "
 
         def add(
             module: torch.nn.Module,
-            given: tuple[torch.Tensor, ...],
-            made: torch.Tensor,
+            inputs: tuple[torch.Tensor, ...],
+            output: torch.Tensor,
             a: torch.Tensor = first,
             b: torch.Tensor = second,
         ) -> torch.Tensor:
-            return made + (given[0] @ a.T @ b.T) * adapter.scale
+            return output + (inputs[0] @ a.T @ b.T) * adapter.scale
 
         hooks.append(modules[name].register_forward_hook(add))
     return hooks

@@ -16,17 +16,16 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file
 from transformers import PreTrainedModel
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
-from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
-from lockstep.export.torch_model import cut_config, layer_of, load_tensors
+from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_tensors
 from lockstep.onnx_tools.metrics import max_abs_error
+from lockstep.verify.golden.prompts import read_logits
 from lockstep.verify.golden.reference import (
     answer,
     load_checkpoint,
@@ -104,11 +103,7 @@ def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) 
 
     With the numbers that quantised weights stand for. config: its config.json's content, of all layers.
     """
-    tensors = {
-        name: torch.from_numpy(np.array(array, np.float32 if array.dtype.kind not in "iub" else array.dtype))
-        for name, array in weights.dequantized()
-        if not isinstance(layers, int) or layer_of(name) < layers
-    }
+    tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
     return load_tensors(tensors, cut_config(config, layers), "eager", str(weights.manifest_path))
 
 
@@ -171,9 +166,7 @@ def _along(model: PreTrainedModel, reference: ReferenceManifest, file: Path) -> 
 
     Both [tokens, vocab_size]; its own lie in `file`. Raises InputError where that is not the recorded one.
     """
-    if not file.is_file() or sha256_file(file) != reference.logits.sha256:
-        raise InputError(f"{file}: expected the logits of the reference, found others; make the reference again")
-    logits = load_file(file)
+    logits = read_logits(file, reference.logits.sha256)
     expected, found = [], []
     for number, prompt in enumerate(reference.prompts):
         ids = torch.tensor([[*prompt.prompt_ids, *prompt.tokens[:-1]]])

@@ -32,7 +32,7 @@ from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, Referenc
 from lockstep.checkpoint.stops import stop_ids
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
-from lockstep.export.torch_model import cut_config, layer_of, load_folder, load_tensors
+from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_folder, load_tensors
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.verify.boundaries import both_sides, config_lengths
@@ -112,17 +112,16 @@ def save_reference(
     drift: a file that lies there already.
     """
     logits_path, long = logits_beside(out), reference.long
-    tensors = {f"logits.{i}": answer.logits for i, answer in enumerate(reference.answers)}
-    tensors |= {f"noise.{i}": answer.noise for i, answer in enumerate(reference.answers)}
+    tensors = arrays_of(reference.answers)
     if long:
         tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits, "long.noise": long.noise}
     with replacing(out, (logits_path.name,)):
-        write_bytes(logits_path, save(tensors))
+        logits = write_logits(out, tensors)
         ReferenceManifest(
             layers=layers,
             max_new_tokens=max_new_tokens,
             eos_token_ids=reference.eos_token_ids,
-            logits=FileEntry(logits_path.name, sha256_file(logits_path)),
+            logits=logits,
             prompts=tuple(map(entry, reference.answers)),
             long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
             drift=FileEntry(drift.name, sha256_file(drift)) if drift else None,
@@ -130,11 +129,27 @@ def save_reference(
     return out
 
 
+def arrays_of(answers: Iterable[Answer]) -> dict[str, np.ndarray]:
+    """Return the logits of answers, and what fp16 costs of them, by their names in the file beside a reference."""
+    return {
+        name: array
+        for i, answer in enumerate(answers)
+        for name, array in ((f"logits.{i}", answer.logits), (f"noise.{i}", answer.noise))
+    }
+
+
 def logits_beside(out: Path) -> Path:
     """Return the file of a reference's logits; InputError where it is another's."""
     path = out.with_suffix(".safetensors")
     stale_files(out, (path.name,))
     return path
+
+
+def write_logits(out: Path, tensors: Mapping[str, np.ndarray]) -> FileEntry:
+    """Write the arrays of the reference `out` beside it."""
+    path = out.with_suffix(".safetensors")
+    write_bytes(path, save(dict(tensors)))
+    return FileEntry(path.name, sha256_file(path))
 
 
 def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
@@ -147,12 +162,7 @@ def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel
     if manifest.quantization is None:
         return load_folder(folder, config)
     source = open_source(checkpoint_json)
-    tensors = {
-        name: torch.from_numpy(array if array.dtype.kind in "iub" else array.astype(np.float32))
-        for name in source.tensors
-        if not isinstance(layers, int) or layer_of(name) < layers
-        for array in [source.array(name)]
-    }
+    tensors = {name: float32_tensor(source.array(name)) for name in source.tensors if is_within(name, layers)}
     return load_tensors(tensors, config, "eager", str(folder))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep.targets import Tolerances
 from lockstep.verify.graphs import Graphs
-from lockstep.verify.validate.parity import LayerErrors, layer_errors
+from lockstep.verify.validate.parity import layer_errors
 from lockstep.verify.validate.torch_trace import Record, TorchModel
 
 # Parts of the precision's range that hidden states are brought to: the first that the model itself stays within counts.
@@ -46,7 +46,7 @@ def check_adapter_slots(
                 record = torch_model.record(each)
                 adapted.append((record, torch_model.noisy(record)))
         errors, logits = layer_errors(graphs, adapted, ids)
-        tensors = [(_layer(entry), name, error) for entry in errors for name, error in entry.tensors.items()]
+        tensors = [(entry.where, name, error) for entry in errors for name, error in entry.tensors.items()]
         for where, name, error in [*tensors, (f"block {graphs.exit.graph}", "logits", logits)]:
             if wrong := error.wrong(name, tolerance):
                 raise CheckError(
@@ -76,19 +76,15 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
         wrong = [entry for entry in errors if any(error.of.relative_error is None for error in entry.tensors.values())]
         if wrong or logits.of.relative_error is None:
             entry = wrong[0] if wrong else errors[-1]
-            overflows = f"{_layer(entry)}, {reach}: expected finite numbers, found NaN or infinity"
+            overflows = f"{entry.where}, {reach}: expected finite numbers, found NaN or infinity"
             continue
         for entry in errors:
             error = entry.tensors.get("hidden")
             if error is not None and not error.of.within_scaled(_GROSS):
                 raise CheckError(
-                    f"{_layer(entry)}, {reach}: expected an error of at most {_GROSS:g} of their size, found "
+                    f"{entry.where}, {reach}: expected an error of at most {_GROSS:g} of their size, found "
                     f"{error.of.relative_error:.3g}; are they clipped?"
                 )
         return
     if overflows:
         raise CheckError(overflows)
-
-
-def _layer(entry: LayerErrors) -> str:
-    return f"layer {entry.layer} (block {entry.block}, {entry.variant})"

@@ -41,6 +41,10 @@ class LayerErrors:
     tensors: dict[str, TensorErrors] = field(default_factory=dict)
     overflow: str = ""
 
+    @property
+    def where(self) -> str:
+        return f"layer {self.layer} (block {self.block}, {self.variant})"
+
 
 @dataclass(frozen=True)
 class TensorErrors:

@@ -231,8 +231,7 @@ def _check_errors(errors: list[LayerErrors], tolerance: Tolerances, where: str, 
         for name, error in entry.tensors.items():
             if wrong := error.wrong(name, tolerance):
                 found.note(first_failing_layer=entry.layer)
-                layer = f"layer {entry.layer} (block {entry.block}, {entry.variant})"
-                raise CheckError(f"{layer}: {where}{wrong}")
+                raise CheckError(f"{entry.where}: {where}{wrong}")
 
 
 def _sequences(graphs: Graphs) -> list[np.ndarray]:

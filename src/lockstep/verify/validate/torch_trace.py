@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,9 +27,9 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
-from lockstep.export.torch_model import cut_config, eager_attention, layer_of, load_tensors
+from lockstep.export.torch_model import cut_config, eager_attention, float32_tensor, is_within, load_tensors
 from lockstep.export.tracer import layer_list
-from lockstep.verify.rounded import NOISE_DTYPES, Rounded
+from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy
 from lockstep.weights import Weights
 
 HOOK = "lockstep_recording"
@@ -117,11 +116,7 @@ class TorchModel:
     """
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
-        tensors = {
-            name: _float32(array)
-            for name, array in weights.dequantized()
-            if not isinstance(layers, int) or layer_of(name) < layers
-        }
+        tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
         self.model = load_tensors(tensors, cut_config(config, layers), HOOK, str(weights.manifest_path))
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
 
@@ -132,13 +127,7 @@ class TorchModel:
 
     def noisy_embed(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the same of a model in fp16; beyond its range the errors are those of bf16, scaled."""
-        found = exact = self.embed(token_ids)
-        for dtype, rounding in NOISE_DTYPES:
-            with Rounded(dtype):
-                found = exact + (self.embed(token_ids) - exact) / np.float32(rounding)
-            if np.isfinite(found).all():
-                break
-        return found
+        return noisy(self.embed(token_ids), lambda dtype: self.embed(token_ids))
 
     def record(
         self,
@@ -226,9 +215,9 @@ class TorchModel:
             a, b = (torch.from_numpy(array.astype(np.float32)) for array in arrays)
 
             def add(
-                module: Any, given: Any, made: torch.Tensor, a: torch.Tensor = a, b: torch.Tensor = b
+                module: Any, inputs: Any, output: torch.Tensor, a: torch.Tensor = a, b: torch.Tensor = b
             ) -> torch.Tensor:
-                return made + (given[0] @ a * chosen) @ b
+                return output + (inputs[0] @ a * chosen) @ b
 
             hooks.append(layers[name].register_forward_hook(add))
         try:
@@ -260,13 +249,7 @@ class TorchModel:
 
     def noisy_logits(self, hidden: np.ndarray, position_ids: np.ndarray, right: np.ndarray) -> np.ndarray:
         """Return the same in fp16. right: what `logits` gives."""
-        found = right
-        for dtype, rounding in NOISE_DTYPES:
-            with Rounded(dtype):
-                found = right + (_numpy(self._logits(hidden, position_ids, dtype)) - right) / np.float32(rounding)
-            if np.isfinite(found).all():
-                break
-        return found
+        return noisy(right, lambda dtype: _numpy(self._logits(hidden, position_ids, dtype)))
 
     def _logits(self, hidden: np.ndarray, position_ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         _recording.set(_Recording())
@@ -383,22 +366,6 @@ def _by_head(array: np.ndarray) -> torch.Tensor:
 
 AttentionInterface.register(HOOK, _record_attention)
 AttentionMaskInterface.register(HOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-
-
-def _float32(array: np.ndarray) -> torch.Tensor:
-    """Return a float32 tensor over the array's memory, or a cast copy.
-
-    Over the memory where it is float32 already (the mapped file is only read).
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "not writable": nothing writes to it
-        return torch.from_numpy(
-            array if array.dtype == np.float32 or not _is_float(array) else array.astype(np.float32)
-        )
-
-
-def _is_float(array: np.ndarray) -> bool:
-    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
 def sequences(vocab_size: int, longest: int, prompt: Sequence[int], windows: Sequence[int] = ()) -> list[np.ndarray]:
