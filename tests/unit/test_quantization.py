@@ -251,8 +251,7 @@ def test_the_engine_multiplies_activations_of_16_bits(bits, rows):
     scales = scales_of(numbers, bits)
     data = pack(integers_of(numbers, scales, bits), bits).reshape(out, columns // GROUP, -1)
     scales = scales.reshape(out, columns // GROUP)
-    graph = product(data, scales, columns, bits)
-    assert split_activations(graph)
+    graph = split_activations(product(data, scales, columns, bits))
     hidden = random.standard_normal((rows, columns), np.float32) * 10.0 ** random.integers(-6, 6, (rows, 1))
     hidden[0, :GROUP] = 0
     found = run(graph, hidden.astype(np.float32))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
 Dims = tuple[int | str, ...]  # of a shape: numbers and names, "?" where neither is known
 
@@ -50,9 +49,9 @@ class Rewriter:
         """Return the value of a constant; None for what is none."""
         return numpy_helper.to_array(self.constants[name]) if name in self.constants else None
 
-    @functools.cached_property
+    @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The values of all constants."""
+        """The values of all constants, by name."""
         return {name: numpy_helper.to_array(tensor) for name, tensor in self.constants.items()}
 
     def constant(self, name: str, array: np.ndarray) -> str:
@@ -86,10 +85,11 @@ class Rewriter:
         """Let the model need this version of ONNX's operators, and no other operators."""
         _assign(self.model.opset_import, [helper.make_opsetid("", version)])
 
-    def finish(self) -> ModelProto:
+    def finish(self, check: bool = True) -> ModelProto:
         """Return the changed model without nodes, constants and inputs that nothing reads.
 
-        Raises onnx.checker.ValidationError or onnx.shape_inference.InferenceError for a graph that is not valid.
+        Raises onnx.checker.ValidationError or onnx.shape_inference.InferenceError for a graph that is not valid, unless
+        `check` is False.
         """
         graph = self.model.graph
         nodes = [other for node in self.nodes for other in self._instead.get(id(node), [node])]
@@ -101,7 +101,8 @@ class Rewriter:
         _assign(graph.input, [value for value in self.inputs.values() if value.name in needed])
         _assign(graph.output, list(self.outputs.values()))
         del graph.value_info[:]
-        onnx.checker.check_model(self.model, full_check=True)
+        if check:
+            onnx.checker.check_model(self.model, full_check=True)
         return self.model
 
 
@@ -145,9 +146,3 @@ def dims_of(value: ValueInfoProto) -> Dims:
     return tuple(
         dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim
     )
-
-
-def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
-    """Let a graph have these nodes instead, of which some may be its own."""
-    copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    _assign(graph.node, copies)

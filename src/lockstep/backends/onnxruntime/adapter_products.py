@@ -13,54 +13,51 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
-from lockstep.onnx_tools.rewriter import replace_nodes
+from lockstep.onnx_tools.rewriter import Rewriter
 
 PIECE = 128  # the least numbers that ONNX Runtime accumulates without a cut
 
 _CONTRIB = "com.microsoft"
 
 
-def keep_order(model: onnx.ModelProto) -> bool:
-    """Rewrite the products with adapters' matrices, in place; return False where there are none."""
-    graph, nodes, found = model.graph, [], False
-    inputs = {value.name: value.type.tensor_type for value in graph.input}
-    for node in graph.node:
-        matrix = node.input[1] if node.op_type == "Gemm" else ""
-        if matrix.endswith(B_SUFFIX):
+def keep_order(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model with its products with adapters' matrices rewritten; itself where it has none."""
+    graph = Rewriter(model)
+    products = [node for node in graph.nodes if node.op_type == "Gemm"]
+    shrinks = [node for node in products if node.input[1].endswith(A_SUFFIX)]
+    for node in products:
+        if node.input[1].endswith(B_SUFFIX):
             node.attribute.append(helper.make_attribute("alpha", 2.0))
-        if matrix.endswith(A_SUFFIX):
-            found = True
-            nodes += _in_pieces(graph, node, inputs[matrix])
-        else:
-            nodes.append(node)
-    if found:
-        replace_nodes(graph, nodes)
-        model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
-    return found
+    for node in shrinks:
+        graph.replace(node, *_in_pieces(graph, node))
+    if not shrinks:
+        return model
+    if _CONTRIB not in {entry.domain for entry in graph.model.opset_import}:
+        graph.model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
+    return graph.finish()
 
 
-def _in_pieces(graph: onnx.GraphProto, node: onnx.NodeProto, matrix: onnx.TypeProto.Tensor) -> list[onnx.NodeProto]:
+def _in_pieces(graph: Rewriter, node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Return nodes for half the product of rows [rows, size] and a matrix [size, columns], in float32."""
-    x, a, out = node.input[0], node.input[1], node.output[0]
-    size, columns = (dim.dim_value for dim in matrix.shape.dim)
+    (x, a), (out,) = node.input, node.output
+    (size, columns), element = graph.shape(a), graph.element(a)
     piece = max(number for number in range(1, PIECE + 1) if size % number == 0)
-    half = matrix.elem_type != TensorProto.FLOAT
-    nodes, wide = [], {x: f"{out}/x", a: f"{out}/a"}
-    for name in (x, a) if half else ():
-        nodes.append(helper.make_node("Cast", [name], [wide[name]], to=TensorProto.FLOAT))
+    is_half = element != TensorProto.FLOAT
+    wide_x, wide_a, total = (f"{out}/x", f"{out}/a", f"{out}/total") if is_half else (x, a, out)
+    casts = [(x, wide_x, TensorProto.FLOAT), (a, wide_a, TensorProto.FLOAT), (total, out, element)]
+    nodes = [helper.make_node("Cast", [name], [to], to=dtype) for name, to, dtype in casts] if is_half else []
     shapes = {"rows": [-1, size // piece, piece], "pieces": [size // piece, piece, columns], "axis": [0]}
     for label, shape in shapes.items():
-        graph.initializer.append(numpy_helper.from_array(np.array(shape, np.int64), f"{out}/{label}"))
-    source = wide if half else {x: x, a: a}
-    total = f"{out}/total" if half else out
-    nodes += [
-        helper.make_node("Reshape", [source[x], f"{out}/rows"], [f"{out}/x3"]),
+        graph.constant(f"{out}/{label}", np.array(shape, np.int64))
+    return [
+        *nodes[:2],
+        helper.make_node("Reshape", [wide_x, f"{out}/rows"], [f"{out}/x3"]),
         helper.make_node("Transpose", [f"{out}/x3"], [f"{out}/xt"], perm=[1, 0, 2]),
-        helper.make_node("Reshape", [source[a], f"{out}/pieces"], [f"{out}/a3"]),
+        helper.make_node("Reshape", [wide_a, f"{out}/pieces"], [f"{out}/a3"]),
         helper.make_node("FusedMatMul", [f"{out}/xt", f"{out}/a3"], [f"{out}/parts"], domain=_CONTRIB, alpha=0.5),
         helper.make_node("ReduceSum", [f"{out}/parts", f"{out}/axis"], [total], keepdims=0),
+        *nodes[2:],
     ]
-    return [*nodes, helper.make_node("Cast", [total], [out], to=matrix.elem_type)] if half else nodes

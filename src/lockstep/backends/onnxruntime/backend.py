@@ -72,8 +72,8 @@ class OnnxRuntimeBackend(HostBackend):
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
-            changed = [pad_angles(model), keep_order(model), split_activations(model)]
-            source = model.SerializeToString() if any(changed) else str(graph_path)
+            rewritten = split_activations(keep_order(pad_angles(model)))
+            source = str(graph_path) if rewritten is model else rewritten.SerializeToString()
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
             except CheckError:

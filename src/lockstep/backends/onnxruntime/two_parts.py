@@ -15,77 +15,60 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
-from lockstep.onnx_tools.rewriter import replace_nodes
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 _LEVELS = 127.0  # of int8, on each side of zero
 _TINY = 1e-30  # the step of a group of zeros
 
 
-def split_activations(model: onnx.ModelProto) -> bool:
-    """Rewrite the products with quantised weights, in place; return False where there are none."""
-    rewriter = _Rewriter(model.graph)
-    nodes: list[onnx.NodeProto] = []
-    for node in model.graph.node:
-        nodes += rewriter.product(node) if node.op_type == "MatMulNBits" else [node]
-    replace_nodes(model.graph, nodes)
-    return bool(rewriter.parts)
-
-
-class _Rewriter:
-    def __init__(self, graph: onnx.GraphProto):
-        self._graph = graph
-        self._constants: set[str] = set()
-        self.parts: dict[tuple[str, int], str] = {}  # {(activation, group size): both its parts, one behind the other}
-
-    def product(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        sizes = {entry.name: entry.i for entry in node.attribute if entry.name in ("K", "N", "block_size")}
-        columns, group_size = sizes["K"], sizes["block_size"]
-        activation, out = node.input[0], node.output[0]
-        made = [] if (activation, group_size) in self.parts else self._split(activation, columns, group_size)
-        product = onnx.NodeProto()
-        product.CopyFrom(node)
-        product.input[0], product.output[0] = self.parts[activation, group_size], f"{out}/parts"
-        product.attribute.append(helper.make_attribute("accuracy_level", 4))
-        pair, axis = self._ints("pair", [2, -1, sizes["N"]]), self._ints("first_axis", [0])
-        return [
-            *made,
-            product,
+def split_activations(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model with its products with quantised weights rewritten; itself where it has none."""
+    graph = Rewriter(model)
+    products = [node for node in graph.nodes if node.op_type == "MatMulNBits"]
+    parts: dict[tuple[str, int], str] = {}  # {(activation, group size): both its parts, one behind the other}
+    for node in products:
+        sizes, activation, (out,) = attributes_of(node), node.input[0], node.output
+        split: list[onnx.NodeProto] = []
+        if (activation, sizes["block_size"]) not in parts:
+            split = _split(graph, activation, sizes["K"], sizes["block_size"])
+            parts[activation, sizes["block_size"]] = split[-1].output[0]
+        node.input[0], node.output[0] = parts[activation, sizes["block_size"]], f"{out}/parts"
+        node.attribute.append(helper.make_attribute("accuracy_level", 4))
+        pair, axis = _ints(graph, "pair", [2, -1, sizes["N"]]), _ints(graph, "first_axis", [0])
+        graph.replace(
+            node,
+            *split,
+            node,
             helper.make_node("Reshape", [f"{out}/parts", pair], [f"{out}/pair"]),
             helper.make_node("ReduceSum", [f"{out}/pair", axis], [out], keepdims=0),
-        ]
-
-    def _split(self, activation: str, columns: int, group_size: int) -> list[onnx.NodeProto]:
-        stem = f"{activation}/{group_size}"
-        self.parts[activation, group_size] = f"{stem}/parts"
-        in_groups = self._ints("groups", [-1, columns // group_size, group_size])
-        in_rows, last = self._ints("rows", [-1, columns]), self._ints("last_axis", [-1])
-        levels, tiny = self._float("levels", 1 / _LEVELS), self._float("tiny", _TINY)
-        steps: Sequence[tuple[str, Sequence[str], str]] = (
-            ("Reshape", [activation, in_groups], "groups"),
-            ("Abs", [f"{stem}/groups"], "magnitudes"),
-            ("ReduceMax", [f"{stem}/magnitudes", last], "largest"),
-            ("Mul", [f"{stem}/largest", levels], "step"),
-            ("Max", [f"{stem}/step", tiny], "positive_step"),
-            ("Div", [f"{stem}/groups", f"{stem}/positive_step"], "quotients"),
-            ("Round", [f"{stem}/quotients"], "integers"),
-            ("Mul", [f"{stem}/integers", f"{stem}/positive_step"], "high"),
-            ("Sub", [f"{stem}/groups", f"{stem}/high"], "low"),
-            ("Concat", [f"{stem}/high", f"{stem}/low"], "both"),
-            ("Reshape", [f"{stem}/both", in_rows], "parts"),
         )
-        attributes: dict[str, dict[str, Any]] = {"ReduceMax": {"keepdims": 1}, "Concat": {"axis": 0}}
-        return [helper.make_node(op, inputs, [f"{stem}/{out}"], **attributes.get(op, {})) for op, inputs, out in steps]
+    return graph.finish() if products else model
 
-    def _ints(self, what: str, values: Sequence[int]) -> str:
-        return self._constant(f"two_parts/{what}/{'x'.join(map(str, values))}", np.array(values, np.int64))
 
-    def _float(self, what: str, value: float) -> str:
-        return self._constant(f"two_parts/{what}", np.array(value, np.float32))
+def _split(graph: Rewriter, activation: str, columns: int, group_size: int) -> list[onnx.NodeProto]:
+    stem = f"{activation}/{group_size}"
+    in_groups = _ints(graph, "groups", [-1, columns // group_size, group_size])
+    in_rows, last = _ints(graph, "rows", [-1, columns]), _ints(graph, "last_axis", [-1])
+    levels = graph.constant("two_parts/levels", np.array(1 / _LEVELS, np.float32))
+    tiny = graph.constant("two_parts/tiny", np.array(_TINY, np.float32))
+    steps: Sequence[tuple[str, Sequence[str], str]] = (
+        ("Reshape", [activation, in_groups], "groups"),
+        ("Abs", [f"{stem}/groups"], "magnitudes"),
+        ("ReduceMax", [f"{stem}/magnitudes", last], "largest"),
+        ("Mul", [f"{stem}/largest", levels], "step"),
+        ("Max", [f"{stem}/step", tiny], "positive_step"),
+        ("Div", [f"{stem}/groups", f"{stem}/positive_step"], "quotients"),
+        ("Round", [f"{stem}/quotients"], "integers"),
+        ("Mul", [f"{stem}/integers", f"{stem}/positive_step"], "high"),
+        ("Sub", [f"{stem}/groups", f"{stem}/high"], "low"),
+        ("Concat", [f"{stem}/high", f"{stem}/low"], "both"),
+        ("Reshape", [f"{stem}/both", in_rows], "parts"),
+    )
+    attributes: dict[str, dict[str, Any]] = {"ReduceMax": {"keepdims": 1}, "Concat": {"axis": 0}}
+    return [helper.make_node(op, inputs, [f"{stem}/{out}"], **attributes.get(op, {})) for op, inputs, out in steps]
 
-    def _constant(self, name: str, array: np.ndarray) -> str:
-        if name not in self._constants:
-            self._constants.add(name)
-            self._graph.initializer.append(numpy_helper.from_array(array, name))
-        return name
+
+def _ints(graph: Rewriter, what: str, values: Sequence[int]) -> str:
+    return graph.constant(f"two_parts/{what}/{'x'.join(map(str, values))}", np.array(values, np.int64))

@@ -20,7 +20,7 @@ from onnx import helper
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace
 from lockstep.backends.openvino.quantized import compress, expand
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.rewriter import replace_nodes
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 XML, BIN = "model.xml", "model.bin"
 _DATE = (1980, 1, 1, 0, 0, 0)  # the first that an archive can hold
@@ -28,9 +28,9 @@ _opset = openvino.opset13
 
 
 def convert(graph: onnx.ModelProto, where: str) -> Any:
-    """Return the graph, which is changed, as a model of OpenVINO. Raises CheckError where it is refused."""
-    weights = expand(graph, where)
-    _plain_products(graph.graph)
+    """Return the graph as a model of OpenVINO. Raises CheckError where it is refused."""
+    expanded, weights = expand(graph, where)
+    graph = _plain_products(expanded)
     try:
         model = CORE.read_model(graph.SerializeToString())
     except RuntimeError as error:
@@ -66,25 +66,22 @@ def from_file(path: Path) -> Any:
         ) from error
 
 
-def _plain_products(graph: onnx.GraphProto) -> None:
+def _plain_products(model: onnx.ModelProto) -> onnx.ModelProto:
     """Write each Gemm as MatMul, Transpose and Add: OpenVINO reads factors and absent biases as nodes, too."""
-    nodes = []
-    for node in graph.node:
-        settings = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
-        plain = settings.get("alpha", 1.0) == settings.get("beta", 1.0) == 1.0 and not settings.get("transA")
-        if node.op_type != "Gemm" or not plain:
-            nodes.append(node)
+    graph = Rewriter(model)
+    for node in graph.nodes:
+        settings = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0, **attributes_of(node)}
+        if node.op_type != "Gemm" or (settings["alpha"], settings["beta"], settings["transA"]) != (1.0, 1.0, 0):
             continue
-        x, weight, *bias = node.input
-        out = node.output[0]
-        if settings.get("transB"):
-            weight = f"{out}/transposed"
-            nodes.append(helper.make_node("Transpose", [node.input[1]], [weight], perm=[1, 0]))
-        product = f"{out}/product" if bias else out
-        nodes.append(helper.make_node("MatMul", [x, weight], [product]))
-        if bias:
-            nodes.append(helper.make_node("Add", [product, *bias], [out]))
-    replace_nodes(graph, nodes)
+        (x, weight, *bias), (out,) = node.input, node.output
+        transposed, product = f"{out}/transposed" if settings["transB"] else weight, f"{out}/product" if bias else out
+        graph.replace(
+            node,
+            *([helper.make_node("Transpose", [weight], [transposed], perm=[1, 0])] if settings["transB"] else []),
+            helper.make_node("MatMul", [x, transposed], [product]),
+            *([helper.make_node("Add", [product, *bias], [out])] if bias else []),
+        )
+    return graph.finish()
 
 
 def _name_outputs(model: Any, names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from lockstep.artifacts.quantized import data_name
 from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.openvino.library import openvino, replace, tensor_on
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.rewriter import replace_nodes
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 _opset = openvino.opset13
 
@@ -38,37 +38,22 @@ class Weight:
     bits: int
 
 
-def expand(graph: onnx.ModelProto, where: str) -> list[Weight]:
-    """Let products read full weights, as inputs; return the quantised ones. Raises CheckError for others."""
-    split_activations(graph)
-    weights: list[Weight] = []
-    nodes = []
-    for node in graph.graph.node:
+def expand(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[Weight]]:
+    """Let products read full weights, as inputs; return the quantised ones, too. Raises CheckError for others."""
+    graph, weights = Rewriter(split_activations(model)), list[Weight]()
+    for node in graph.nodes:
         if node.op_type != "MatMulNBits":
-            nodes.append(node)
             continue
-        size = {entry.name: entry.i for entry in node.attribute}
-        x, data, scales, *more = node.input
-        if more or not {data, scales} <= {value.name for value in graph.graph.input}:
+        size, (x, data, scales, *more) = attributes_of(node), node.input
+        if more or not {data, scales} <= graph.inputs.keys():
             raise CheckError(
                 f"{where}: {node.name or 'MatMulNBits'}: expected integers and scales that are inputs, and no zero "
                 f"points, found {', '.join(node.input)}; export again"
             )
-        weight = Weight(f"{data}/full", data, scales, size["N"], size["K"], size["block_size"], size["bits"])
-        weights.append(weight)
-        nodes.append(helper.make_node("Gemm", [x, weight.full], [node.output[0]], transB=1))
-    if weights:
-        slots = {name for weight in weights for name in (weight.data, weight.scales)}
-        kept = [value for value in graph.graph.input if value.name not in slots]
-        added = [
-            helper.make_tensor_value_info(weight.full, TensorProto.FLOAT, [weight.rows, weight.columns])
-            for weight in weights
-        ]
-        kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in kept]
-        replace_nodes(graph.graph, nodes)
-        del graph.graph.input[:]
-        graph.graph.input.extend([*kept, *added])
-    return weights
+        full = graph.input(f"{data}/full", TensorProto.FLOAT, [size["N"], size["K"]])
+        weights.append(Weight(full, data, scales, size["N"], size["K"], size["block_size"], size["bits"]))
+        graph.replace(node, helper.make_node("Gemm", [x, full], node.output, transB=1))
+    return graph.finish(), weights
 
 
 def compress(model: Any, weights: list[Weight]) -> None:

@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.rewriter import replace_nodes
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 # What kernels begin with that are launched with `cuda.Launch.overlaps`: the next one may be brought onto the device
 # while this one runs, and what the one before has written, or still reads, is touched behind `wait_for_previous` alone.
@@ -399,7 +399,7 @@ class _Writer:
 
     def _gathered(self, node: onnx.NodeProto, index: _Index, row: str) -> tuple[str, bool]:
         """Read rows of another number of rows, or of a weight, by an input of integers."""
-        axis = {each.name: helper.get_attribute_value(each) for each in node.attribute}.get("axis", 0)
+        axis = attributes_of(node).get("axis", 0)
         source, ids = node.input
         _refuse_if(axis or ids not in self._index or len(self._dims(ids)) != 1 or row != "row")
         key = (ids, _Index("", False), row)
@@ -420,7 +420,7 @@ class _Writer:
     def _part(self, node: onnx.NodeProto, name: str, index: _Index) -> _Index:
         """Return where in the input of a Split or Slice a number of its output is."""
         source, value = self._value(node.input[0]), self._value(name)
-        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        attributes = attributes_of(node)
         _refuse_if(not source.rows)
         if node.op_type == "Split":
             axis = _axis_of_row(attributes.get("axis", 0), source)
@@ -466,7 +466,7 @@ class _Writer:
     def _sum(self, node: onnx.NodeProto) -> None:
         """Accumulate over the last dimensions: over the row by all threads, over a part of it by a warp."""
         source, (name,) = self._value(node.input[0]), node.output
-        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        attributes = attributes_of(node)
         axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
         rank = len(source.sizes) + 1
         last = sorted(axis % rank - 1 for axis in axes)
@@ -514,37 +514,29 @@ def _axis_of_row(axis: int, value: _Value) -> int:
 
 def _plain_norms(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with LayerNormalization over the last dimension as the operators it is made of."""
-    norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
-    if not norms:
-        return model
-    copy, nodes = onnx.ModelProto(), list[onnx.NodeProto]()
-    copy.CopyFrom(model)
-    for node in model.graph.node:
-        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
-        if node not in norms or attributes.get("axis", -1) != -1 or len(node.output) != 1:
-            nodes.append(node)
+    graph = Rewriter(model)
+    norms = [node for node in graph.nodes if node.op_type == "LayerNormalization"]
+    for node in norms:
+        attributes, (out, *more) = attributes_of(node), node.output
+        if attributes.get("axis", -1) != -1 or more:
             continue
-        (out,) = node.output
-        axes, epsilon = f"{out}/axes", f"{out}/epsilon"
+        axes = graph.constant(f"{out}/axes", np.array([-1], np.int64))
         small = np.array(attributes.get("epsilon", 1e-5), np.float32)  # which fp16 may not have
-        for name, value in ((axes, np.array([-1], np.int64)), (epsilon, small)):
-            copy.graph.initializer.append(numpy_helper.from_array(value, name))
+        epsilon = graph.constant(f"{out}/epsilon", small)
+        (x, gain, *bias) = node.input
         mean, off, square, variance, shifted, root, scaled, weighted = (
             f"{out}/{what}" for what in ("mean", "off", "square", "variance", "shifted", "root", "scaled", "weighted")
         )
-        made = [
-            ("ReduceMean", [node.input[0], axes], mean),
-            ("Sub", [node.input[0], mean], off),
+        steps = [
+            ("ReduceMean", [x, axes], mean),
+            ("Sub", [x, mean], off),
             ("Mul", [off, off], square),
             ("ReduceMean", [square, axes], variance),
             ("Add", [variance, epsilon], shifted),
             ("Sqrt", [shifted], root),
             ("Div", [off, root], scaled),
-            ("Mul", [scaled, node.input[1]], weighted if len(node.input) > 2 else out),
+            ("Mul", [scaled, gain], weighted if bias else out),
+            *([("Add", [weighted, *bias], out)] if bias else []),
         ]
-        if len(node.input) > 2:
-            made.append(("Add", [weighted, node.input[2]], out))
-        nodes += [helper.make_node(kind, inputs, [name]) for kind, inputs, name in made]
-    replace_nodes(copy.graph, nodes)
-    del copy.graph.value_info[:]
-    return copy
+        graph.replace(node, *(helper.make_node(operator, inputs, [name]) for operator, inputs, name in steps))
+    return graph.finish(check=False) if norms else model  # whose epsilon is float32 in a float16 graph
