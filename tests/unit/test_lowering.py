@@ -11,7 +11,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
 from lockstep.onnx_tools.prepare import Prepared, check_same
-from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.show import layer_table, show
 
 pytestmark = pytest.mark.exports
@@ -67,11 +67,6 @@ def inputs_of(model, seed=0):
     return feeds
 
 
-def run(model, feeds):
-    session = open_session(model.SerializeToString())
-    return dict(zip([value.name for value in session.get_outputs()], session.run(None, feeds), strict=True))
-
-
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.long] * name.startswith(("gpt2", "phi"))) for name in FAMILIES]
 )
@@ -82,7 +77,7 @@ def test_lowered_graphs_compute_the_same(graphs, family):
             ("", 17)
         ] and not lowered.functions, name
         feeds = inputs_of(model)
-        expected, found = run(model, feeds), run(lowered, feeds)
+        expected, found = compute(model, feeds), compute(lowered, feeds)
         assert expected.keys() == found.keys()
         for output in expected:
             # the same operators on the same numbers, but for Gelu, which is written out: a few units in the last place
@@ -125,8 +120,8 @@ def test_fused_projections_compute_the_same(graphs, family, products):
     assert sorted(part for parts in mapping.values() for part in parts) == sorted(slots)
     feeds = inputs_of(model)
     rows = {slot: np.concatenate([feeds[part] for part in parts]) for slot, parts in mapping.items()}
-    expected = run(model, feeds)
-    found = run(fused, {name: feeds[name] for name in ("hidden", "attention")} | rows)
+    expected = compute(model, feeds)
+    found = compute(fused, {name: feeds[name] for name in ("hidden", "attention")} | rows)
     for output in expected:
         # sums of 32 products of size 0.1 in another blocking: fp32 1e-6; in fp16 one unit in the last place of values
         # up to 1

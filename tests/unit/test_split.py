@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.export import export
+from lockstep.export import export, unique_layers
+from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.flow import Flow
 from lockstep.export.run import assemble
-from lockstep.export.tracer import meta_model
+from lockstep.export.tracer import layer_list, meta_model
 from lockstep.export.unique_layers import parts_of
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.weights import Weights, convert
@@ -186,10 +187,25 @@ MIXED = {
 def test_unique_and_fully_traced_files_are_the_same_bytes(config):
     config = {**TINY, "num_key_value_heads": 2, **config}
     meta = meta_model(config, "fp32")
-    unique, traced = assemble(meta, config, "fp32"), assemble(meta, config, "fp32", trace_unique_layers=False)
-    assert unique == traced
+    unique = assemble(meta, config, "fp32")
+    assert unique == assemble(meta, config, "fp32", parts=traced_whole(meta))
     more = {"middle_2", "exit_2"} if config["model_type"] == "qwen3_moe" else set()
     assert set(unique[1].classes) == {"entry", "middle", "exit", "embedding", *more}
+
+
+def traced_whole(meta) -> unique_layers.TracedModel:
+    """Trace the model at each of its depths, each as a whole."""
+    depth, prefix = len(unique_layers.signatures(meta)), layer_list(meta)[0]
+    traced, layout = [unique_layers._cut(meta, range(n), False) for n in range(1, depth + 1)], checkpoint_layout(meta)
+    layers = []
+    for index, (block, batchless) in enumerate(zip(traced[-1].cut.blocks, traced[-1].cut.batchless, strict=True)):
+        exit = traced[index].cut.exit
+        slots = [unique_layers._bind(graph, index + n, prefix, layout) for n, graph in enumerate((block, exit))]
+        layers.append(unique_layers.Layer(block, slots[0], batchless, exit, slots[1]))
+    embedding = traced[-1].embedding
+    return unique_layers.TracedModel(
+        tuple(layers), embedding, {slot.name: layout[slot.name] for slot in embedding.signature.slots}
+    )
 
 
 def run(path, feeds, weights):

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import BatchlessGraph
-from lockstep.export.known import dtype_of, shape_of
+from lockstep.export.known import constant, dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
 # the position of a cache row that holds nothing yet; fits int32 too, which some backends use
@@ -102,14 +102,8 @@ class _Builder:
         return node.outputs[0]
 
     def const(self, value: np.ndarray | np.generic) -> ir.Value:
-        array = np.asarray(value)
         self.count += 1
-        initializer = ir.Value(
-            name=f"attention_const_{self.count}",
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-            const_value=ir.tensor(array),
-        )
+        initializer = constant(f"attention_const_{self.count}", np.asarray(value))
         self.graph.register_initializer(initializer)
         return initializer
 
@@ -120,15 +114,15 @@ class _Builder:
         """Add the cache inputs past_key, past_value and past_lengths, and return them."""
         count = int(requests) if requests.isdigit() else requests
         heads, batchless = self.batchless.num_kv_heads, self.batchless
-        made = []
+        inputs = []
         for name, shape, dtype in (
             ("past_key", [count, heads, "past_capacity", batchless.head_dim], self.dtype),
             ("past_value", [count, heads, "past_capacity", batchless.value_head_dim], self.dtype),
             ("past_lengths", [count], ir.DataType.INT64),
         ):
-            made.append(ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype)))
-        self.graph.inputs.extend(made)
-        return made[0], made[1], made[2]
+            inputs.append(ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype)))
+        self.graph.inputs.extend(inputs)
+        return inputs[0], inputs[1], inputs[2]
 
     def capacity(self, past_key: ir.Value) -> ir.Value:
         """Return past_capacity as a scalar."""

@@ -222,12 +222,12 @@ def unpacked() -> Iterator[None]:
     transformers takes positions that do not follow one another for several sequences, and makes masks of their values;
     a trace has no values, and the graphs get one sequence after another.
     """
-    found = masking_utils.find_packed_sequence_indices
+    original = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        masking_utils.find_packed_sequence_indices = original
 
 
 AttentionInterface.register(HOOK, _attention_hook)

@@ -105,9 +105,8 @@ def _tell_unknown(meta: PreTrainedModel, known: Collection[str], tensors: Collec
     ignored = getattr(meta, "_keys_to_ignore_on_load_unexpected", None) or ()
     names = {*known, *(getattr(meta, "all_tied_weights_keys", None) or {})}
     names |= {name.partition(".")[2] for name in names}  # as checkpoints of a bare decoder have them
-    unknown = [
-        name for name in sorted(tensors) if name not in names and not any(re.search(each, name) for each in ignored)
-    ]
+    unknown = [name for name in sorted(tensors) if name not in names]
+    unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         note(f"{folder}: tensors that the model of config.json does not have, left out: {unknown[0]}{more}")

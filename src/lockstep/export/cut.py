@@ -11,13 +11,14 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import convenience
 
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.flow import Flow, layout_of
-from lockstep.export.known import number, required, shape_of
+from lockstep.export.known import constant, node_of, number, required, shape_of, upstream
 from lockstep.export.simplify import merge_movement
 from lockstep.export.tracer import DOMAIN
 
@@ -78,7 +79,8 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
             name = "exit"
             _pick_rows(part)
         slots = {weight: _slot(weight, layer, layer_prefix) for weight in part.initializers if weight in weights}
-        blocks.append(canonical(part, name, (*INPUT_ORDER, *_carried(inputs)), slots))
+        carried = sorted(carry for carry in inputs.values() if carry not in INPUT_ORDER)
+        blocks.append(canonical(part, name, (*INPUT_ORDER, *carried), slots))
     return Cut(tuple(blocks[:-1]), blocks[-1], batchless)
 
 
@@ -87,8 +89,8 @@ def _flatten_attention(graph: ir.Graph) -> None:
     for marker in [node for node in graph if node.domain == DOMAIN]:
         out = marker.outputs[0]
         tokens, heads, width = shape_of(out)[0], number(shape_of(out)[1]), number(shape_of(out)[2])
-        split = ir.Node("", "Reshape", [out, _shape(graph, f"{out.name}/heads", -1, heads, width)], num_outputs=1)
-        split.outputs[0].shape, split.outputs[0].type = out.shape, out.type
+        target = _shape(graph, f"{out.name}/heads", -1, heads, width)
+        split = node_of("Reshape", [out, target], out.shape, out.dtype)
         out.shape = ir.Shape([tokens, heads * width])
         out.replace_all_uses_with(split.outputs[0])
         split.replace_input_with(0, out)
@@ -144,8 +146,7 @@ def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers:
         attributes: Sequence[ir.Attr] = (),
     ) -> ir.Value:
         nonlocal last
-        node = ir.Node("", op_type, inputs, list(attributes), num_outputs=1)
-        node.outputs[0].shape, node.outputs[0].type = ir.Shape(shape), value.type
+        node = node_of(op_type, inputs, shape, value.dtype, attributes)
         graph.insert_after(last, node)
         flow.tokens.add(node.outputs[0])
         last = node
@@ -166,9 +167,7 @@ def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
     """Add an initializer that a Reshape takes its target from."""
     while name in graph.initializers:
         name += "_"
-    value = ir.Value(
-        name=name, const_value=ir.tensor(list(dims)), shape=ir.Shape([len(dims)]), type=ir.TensorType(ir.DataType.INT64)
-    )
+    value = constant(name, np.array(dims, np.int64))
     graph.register_initializer(value)
     return value
 
@@ -242,15 +241,13 @@ def _spans(
                 raise InputError(
                     "cannot be split: the layers after the first read the embedding in another place than the first"
                 )
-        if flow.positions is not None and _needs_positions(outputs.values(), set(inputs), flow.positions):
+        if flow.positions is not None and flow.positions in upstream(outputs.values(), inputs):
             inputs[flow.positions] = "position_ids"
         spans.append((inputs, outputs))
     return spans
 
 
-def _put_behind(
-    index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value], batchless: Collection[ir.Node]
-) -> None:
+def _put_behind(index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value], batchless: set[ir.Node]) -> None:
     """Move a parallel MLP from the block before an attention to the one behind.
 
     It is what attention `index` does not need from the block before it, and is moved where no more values cross the cut
@@ -258,18 +255,10 @@ def _put_behind(
     its logits.
     """
 
-    def upstream(values: Iterable[ir.Value]) -> set[ir.Value]:
+    def here(values: Iterable[ir.Value]) -> set[ir.Value]:
         """Return `values` of this block, and those that they are made of in it."""
-        found: set[ir.Value] = set()
-        stack: list[ir.Value | None] = [*values]
-        while stack:
-            value = stack.pop()
-            node = value.producer() if value is not None else None
-            if value is not None and node is not None and value not in found and stage.get(value) == index:
-                if node not in batchless:
-                    found.add(value)
-                    stack.extend(node.inputs)
-        return found
+        stops = batchless | {value for value, at in stage.items() if at != index}
+        return {v for v in upstream(values, stops) if stage.get(v) == index and v.producer() is not None}
 
     def crossing(moved: Collection[ir.Value]) -> set[ir.Value]:
         """Return what the blocks behind the attention read of those before it."""
@@ -285,29 +274,10 @@ def _put_behind(
         }
 
     now = crossing(())
-    free = upstream(now) - upstream(cuts)
+    free = here(now) - here(cuts)
     then = crossing(free)
     if len(then) <= len(now) and not any(value.producer() in batchless for value in then):
         stage.update(dict.fromkeys(free, index + 1))
-
-
-def _needs_positions(outputs: Iterable[ir.Value], stops: set[ir.Value], positions: ir.Value) -> bool:
-    stack: list[ir.Value | None] = list(outputs)
-    seen: set[ir.Value] = set()
-    while stack:
-        value = stack.pop()
-        if value is positions:
-            return True
-        if value is None or value in seen or value in stops:
-            continue
-        seen.add(value)
-        if (node := value.producer()) is not None:
-            stack.extend(node.inputs)
-    return False
-
-
-def _carried(inputs: dict[ir.Value, str]) -> list[str]:
-    return sorted(name for name in inputs.values() if name not in INPUT_ORDER)
 
 
 def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> BatchlessGraph:
@@ -335,8 +305,8 @@ def _pick_rows(part: ir.Graph) -> None:
     rows = ir.Value(name="logit_rows", shape=ir.Shape(["num_requests"]), type=ir.TensorType(ir.DataType.INT64))
     first = next(iter(part))
     for value in list(part.inputs):
-        pick = ir.Node("", "Gather", [value, rows], [ir.AttrInt64("axis", 0)], num_outputs=1)
-        pick.outputs[0].shape, pick.outputs[0].type = ir.Shape(["num_requests", *shape_of(value)[1:]]), value.type
+        shape = ["num_requests", *shape_of(value)[1:]]
+        pick = node_of("Gather", [value, rows], shape, value.dtype, [ir.AttrInt64("axis", 0)])
         value.replace_all_uses_with(pick.outputs[0])
         pick.replace_input_with(0, value)
         part.insert_before(first, pick)

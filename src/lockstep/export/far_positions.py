@@ -54,7 +54,7 @@ def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
     windows = sorted({variant.window for variant in assembly.variants.values() if variant.window})
     near = [*_LENGTHS, *((window - 2,) for window in windows if 2 < window <= LONGEST)]
     clipped = dict.fromkeys(tuple(dict.fromkeys(min(length, limit) for length in lengths)) for lengths in near)
-    found = [Context(lengths, lengths) for lengths in clipped if min(lengths) > 0]
+    near_contexts = [Context(lengths, lengths) for lengths in clipped if min(lengths) > 0]
     # A cache index stands for a position in a window, so that a gap would be another model: far positions then have no
     # cache before them.
     cached = 0 if windows else _SHORT
@@ -62,7 +62,7 @@ def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
         {at for original in originals for at in (original - 2, 2 * original) if LONGEST < at <= limit}
         | ({limit} if limit > LONGEST else set())
     )
-    return found + ([Context((cached,) * len(far), tuple(far))] if far else [])
+    return near_contexts + ([Context((cached,) * len(far), tuple(far))] if far else [])
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ AttentionInterface.register(_BEHIND, _attend_behind)
 AttentionMaskInterface.register(_BEHIND, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-def expected(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
+def reference_logits(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
     """Return transformers' logits of all new tokens, [NEW + 1, vocab_size] for each request, which runs alone."""
-    results, own = [], model.config._attn_implementation
+    results, implementation = [], model.config._attn_implementation
     model.config._attn_implementation = _BEHIND
     try:
         with torch.no_grad():
@@ -176,11 +176,11 @@ def expected(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
                     rows.append(output.logits[0].numpy())
                 results.append(np.concatenate(rows))
     finally:
-        model.config._attn_implementation = own
+        model.config._attn_implementation = implementation
     return results
 
 
-def found(run: ReferenceRunner, filled: Filled) -> list[np.ndarray]:
+def split_logits(run: ReferenceRunner, filled: Filled) -> list[np.ndarray]:
     """Return the split form's logits, [NEW + 1, vocab_size] a request: each prefills, then all decode one together."""
     lengths = filled.context.lengths
     capacity = max(lengths) + NEW + 2

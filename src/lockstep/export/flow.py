@@ -58,7 +58,7 @@ class Flow:
 
     def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
         """Return the token values that `value` is made of by positions and movement alone, and the nodes in between."""
-        found: list[ir.Value] = []
+        sources: list[ir.Value] = []
         between: set[ir.Node] = set()
         seen: set[ir.Value] = set()
         stack: list[ir.Value | None] = [value]
@@ -76,8 +76,8 @@ class Flow:
                 between.add(node)
                 stack.extend(node.inputs)
             elif reached in self.tokens:
-                found.append(reached)
-        return found, between
+                sources.append(reached)
+        return sources, between
 
     def cut_value(self, value: ir.Value) -> ir.Value:
         """Return where to cut for one input of an attention.
@@ -89,16 +89,17 @@ class Flow:
         """
         width = number(shape_of(value)[1]) * number(shape_of(value)[2])
         _, between = self.walk(value)
-        made = {output for node in between for output in node.outputs} | {
-            v for node in between for v in node.inputs if v is not None
+        candidates = {
+            operand
+            for node in between
+            for operand in (*node.outputs, *node.inputs)
+            if operand is not None and operand in self.tokens and operand not in self.positional
         }
-        candidates = [
-            v for v in made if v in self.tokens and v not in self.positional and layout_of(v, width) is not None
-        ]
+        fitting = [candidate for candidate in candidates if layout_of(candidate, width) is not None]
         order = {output: index for index, node in enumerate(self.graph) for output in node.outputs}
-        for candidate in sorted(candidates, key=lambda v: (dtype_of(v).itemsize, order.get(v, -1))):
-            found, _ = self.walk(value, stops={candidate})
-            if found == [candidate]:
+        for candidate in sorted(fitting, key=lambda v: (dtype_of(v).itemsize, order.get(v, -1))):
+            sources, _ = self.walk(value, stops={candidate})
+            if sources == [candidate]:
                 return candidate
         return value
 

@@ -56,9 +56,8 @@ def check_independence(graph: ir.Graph, domain: str, model_type: str) -> None:
                 tokens.update(sizes.follow(node))
         except _Mixes as reason:
             raise InputError(
-                f"model type {model_type!r} cannot be split: outside attention its {node.op_type} {reason}; "
-                f"a request's result would depend on the "
-                "requests beside it, and on how its prompt is cut"
+                f"model type {model_type!r} cannot be split: outside attention its {node.op_type} {reason}; a "
+                "request's result would depend on the requests beside it, and on how its prompt is cut"
             ) from None
 
 
@@ -116,10 +115,10 @@ def _known(value: ir.Value | None) -> ir.Shape:
 
 def _axis(value: ir.Value) -> int:
     """Return the axis of the tokens in a value that depends on them."""
-    found = [axis for axis, dim in enumerate(_known(value)) if not isinstance(dim, int)]
-    if len(found) != 1:
-        raise _Mixes("combines all tokens into one value" if not found else "combines each token with each other")
-    return found[0]
+    axes = [axis for axis, dim in enumerate(_known(value)) if not isinstance(dim, int)]
+    if len(axes) != 1:
+        raise _Mixes("combines all tokens into one value" if not axes else "combines each token with each other")
+    return axes[0]
 
 
 def _moving(node: ir.Node, tokens: set[ir.Value]) -> list[tuple[int, ir.Value, int]]:

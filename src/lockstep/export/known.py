@@ -1,10 +1,10 @@
-"""Shapes and types, which onnx_ir leaves optional, of the values of a trace.
-
-There they are always set.
-"""
+"""What passes over onnx_ir graphs share: shapes and types, which a trace always has, and new values and nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
 import onnx_ir as ir
 
 from lockstep.errors import InputError
@@ -33,3 +33,38 @@ def number(dim: int | ir.SymbolicDim) -> int:
     if not isinstance(dim, int):
         raise InputError(f"cannot be split: expected a dimension of one size, found {dim}")
     return dim
+
+
+def constant(name: str, array: np.ndarray) -> ir.Value:
+    """Return a constant, which is not registered in a graph yet."""
+    dtype, tensor = ir.DataType.from_numpy(array.dtype), ir.tensor(array, name=name)
+    return ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)
+
+
+def node_of(
+    op_type: str,
+    inputs: Sequence[ir.Value],
+    shape: Iterable[int | ir.SymbolicDim | str | None] | None,
+    dtype: ir.DataType | None,
+    attributes: Sequence[ir.Attr] = (),
+) -> ir.Node:
+    """Return a node, in no graph yet, with one output of this shape and type."""
+    node = ir.Node("", op_type, inputs, attributes, num_outputs=1)
+    node.outputs[0].shape = ir.Shape(shape) if shape is not None else None
+    node.outputs[0].type = ir.TensorType(dtype) if dtype is not None else None
+    return node
+
+
+def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] = ()) -> set[ir.Value]:
+    """Return values and all that they are made of, but not what values in `stops` are, or what nodes in it make."""
+    reached: set[ir.Value] = set()
+    stack: list[ir.Value | None] = [*values]
+    while stack:
+        value = stack.pop()
+        if value is None or value in reached or value.producer() in stops:
+            continue
+        reached.add(value)
+        node = value.producer()
+        if node is not None and value not in stops:
+            stack.extend(node.inputs)
+    return reached

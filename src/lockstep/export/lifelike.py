@@ -25,8 +25,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.artifacts.files import write_json
 from lockstep.export.quiet import quiet
-from lockstep.export.random_model import byte_tokenizer
-from lockstep.export.torch_model import cut_config
+from lockstep.export.random_model import write_byte_tokenizer
+from lockstep.export.torch_model import cut_config, draw_weights
 
 _OUTLIERS = (60.0, -150.0)  # of all tokens, in units of the other channels
 _FIRST = 300.0  # of the first token alone, in a channel of its own
@@ -72,19 +72,18 @@ def write(config: Mapping[str, Any], seed: int, folder: Path, change: Change = n
     made._experts_implementation = "eager"  # the one that also runs in fp64
     with quiet():
         model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
-        found = draw(model, seed, change)
+        statistics = draw(model, seed, change)
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         saved = revert_weight_conversion(model, {k: v for k, v in model.state_dict().items() if k not in tied})
     save_file({name: tensor.contiguous() for name, tensor in saved.items()}, folder / "model.safetensors")
     write_without_weights(config, folder)
-    return found
+    return statistics
 
 
 def write_without_weights(config: Mapping[str, Any], folder: Path) -> None:
     """Write the checkpoint without its weights: config and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    write_byte_tokenizer(folder)
     write_json(folder / "config.json", {**config, "dtype": "float32"})
 
 
@@ -97,13 +96,7 @@ def draw(model: PreTrainedModel, seed: int, change: Change = no_change) -> Stati
     generator = torch.Generator().manual_seed(seed)
     hidden = _table(model).shape[1]
     channels = torch.randperm(hidden, generator=generator)[: len(_OUTLIERS) + 1].tolist()
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=generator)
-            if tensor.dim() > 1:
-                tensor.copy_(noise / tensor.shape[-1] ** 0.5)
-            else:
-                tensor.copy_(0.2 * noise + (0.0 if "bias" in name else 1.0))
+    draw_weights(model, generator)
     start = first_token(model)
     ids = torch.randint(0, _table(model).shape[0], (1, _TOKENS), generator=generator)
     ids[0, 0] = start
@@ -218,11 +211,11 @@ def _scale_logits(
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     target = min(_LOGITS, cap / 3) if cap else _LOGITS
     for _ in range(4):  # a soft cap bends the line
-        found = _forward(model, ids).logits.float().std()
-        if found.isfinite() and found > 0:
+        deviation = _forward(model, ids).logits.float().std()
+        if deviation.isfinite() and deviation > 0:
             for number, tensor in enumerate(scaled):
                 begin = 0.0 if number else zero
-                tensor.sub_(begin).mul_(target / found).add_(begin)
+                tensor.sub_(begin).mul_(target / deviation).add_(begin)
 
 
 def _measure(model: PreTrainedModel, ids: torch.Tensor) -> Statistics:

@@ -32,6 +32,7 @@ from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import define_frequencies, rope_settings
 from lockstep.export.small_configs import shallow_config, small_configs
+from lockstep.export.torch_model import draw_weights
 from lockstep.export.tracer import build_config, meta_model
 from lockstep.export.unique_layers import signatures
 from lockstep.onnx_tools.metrics import max_abs_error
@@ -79,12 +80,12 @@ def prove(
     refusal = f"model type {config['model_type']!r} cannot be split: "
     errors: list[float] = []
     for draw in DRAWS:
-        found = measure(small, draw)
-        if found.own > _OWN_TOLERANCE:
+        measured = measure(small, draw)
+        if measured.own > _OWN_TOLERANCE:
             continue
-        if found.error <= TOLERANCE:
-            return found.error
-        errors.append(found.error)
+        if measured.error <= TOLERANCE:
+            return measured.error
+        errors.append(measured.error)
         if len(errors) == _DRAWS_THAT_COUNT:
             break
     if not errors:
@@ -94,9 +95,8 @@ def prove(
     if reason := known_reason(meta):
         raise InputError(refusal + reason)
     raise InputError(
-        f"{refusal}its split form differs from transformers by {min(errors):.1e} of the logits' standard "
-        f"deviation on a small model of its kind, "
-        f"expected at most {TOLERANCE:.0e}; please report it"
+        f"{refusal}its split form differs from transformers by {min(errors):.1e} of the logits' standard deviation on "
+        f"a small model of its kind, expected at most {TOLERANCE:.0e}; please report it"
     )
 
 
@@ -121,8 +121,8 @@ def make_small(
             _compare_variants(found[1], assembly)
             fault = _graph_difference(found, (files, assembly))
             if fault and assembly.precision != "fp32":  # some operators have other names there (Min, and Clip)
-                own = assemble(meta_model(candidate, assembly.precision), candidate, assembly.precision)
-                fault = _graph_difference(own, (files, assembly))
+                same_precision = assemble(meta_model(candidate, assembly.precision), candidate, assembly.precision)
+                fault = _graph_difference(same_precision, (files, assembly))
             if fault:
                 raise InputError(fault)
             return Small(candidate, *found)
@@ -221,12 +221,6 @@ class Measured:
     own: float
 
 
-def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
-    """Measure the errors of two requests' tokens under random weights. Raises InputError where nothing runs."""
-    with _one_thread():
-        return _measure(small, draw)
-
-
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """Let torch compute with one thread: products this small take longer to share than to compute."""
@@ -238,7 +232,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _measure(small: Small, draw: tuple[int, float]) -> Measured:
+@_one_thread()
+def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
+    """Measure the errors of two requests' tokens under random weights. Raises InputError where nothing runs."""
     model = reference_model(small.config, *draw)
     random = np.random.default_rng(draw[0])
     sequences = [random.integers(0, small.assembly.vocab_size, length) for length in LENGTHS]
@@ -249,21 +245,18 @@ def _measure(small: Small, draw: tuple[int, float]) -> Measured:
         raise InputError(f"{refusal}transformers gives logits with standard deviation {spread} on a small model")
     contexts = far_positions.contexts(small.assembly, _original_lengths(model.config.get_text_config()))
     filled = [far_positions.fill(context, small.assembly, random) for context in contexts]
-    expected_far = [far_positions.expected(model, each) for each in filled]
+    expected_far = [far_positions.reference_logits(model, context) for context in filled]
     try:
         run = ReferenceRunner(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1)
-        found, found_far = walk(run, sequences), [far_positions.found(run, each) for each in filled]
+        near, far = walk(run, sequences), [far_positions.split_logits(run, context) for context in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
-    near_error, far_error = (
-        _difference(found, expected),
-        max((_difference(*pair) for pair in zip(found_far, expected_far)), default=0.0),
-    )
+    near_error = _difference(near, expected)
+    far_error = max(map(_difference, far, expected_far), default=0.0)
     own = _difference(_forward(model.double(), sequences), expected)
     if far_error > TOLERANCE:  # is it ours? Only then is transformers' own error worth its time
-        own = max(
-            own, *(_difference(far_positions.expected(model, each), rows) for each, rows in zip(filled, expected_far))
-        )
+        exact = [far_positions.reference_logits(model, context) for context in filled]
+        own = max(own, *map(_difference, exact, expected_far))
     return Measured(max(near_error, far_error), own)
 
 
@@ -275,8 +268,8 @@ def _difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float
 
 def _original_lengths(config: Any) -> list[int]:
     """Return the lengths that a config's RoPE settings were made for, beyond which frequencies are stretched."""
-    found = [parameters.get("original_max_position_embeddings") for parameters in rope_settings(config)]
-    return [int(length) for length in found if length]
+    lengths = [parameters.get("original_max_position_embeddings") for parameters in rope_settings(config)]
+    return [int(length) for length in lengths if length]
 
 
 def _forward(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -301,20 +294,12 @@ def walk(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarr
 
 def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> PreTrainedModel:
     """Return transformers' own model with random weights, gains and biases too, in fp32 and eager."""
-    made = build_config(config)
-    made._experts_implementation = "eager"  # not what the trace needs, and it also runs in fp64
+    settings = build_config(config)
+    settings._experts_implementation = "eager"  # not what the trace needs, and it also runs in fp64
     with quiet(), float64_constants():  # the constants of the graphs: at far positions a last bit shows
-        model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32).eval()
     define_frequencies(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator)
-                if tensor.dim() > 1:
-                    tensor.copy_(noise / tensor.shape[-1] ** 0.5)
-                else:
-                    tensor.copy_(gain * (0.2 * noise + (0.0 if "bias" in name else 1.0)))
+    draw_weights(model, torch.Generator().manual_seed(seed), gain)
     return model
 
 

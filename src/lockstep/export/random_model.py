@@ -53,10 +53,7 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
         if beside.resolve() != (folder / "tokenizer.json").resolve():
             shutil.copyfile(beside, folder / "tokenizer.json")
     else:
-        with atomic_path(folder / "tokenizer.json") as temporary:
-            byte_tokenizer().save(str(temporary))
-        # Else transformers takes the class of the model's type, which looks for tokens that this one does not have.
-        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        write_byte_tokenizer(folder)
     write_json(folder / "config.json", config)  # last: a folder with a config.json is whole
     return folder
 
@@ -78,6 +75,14 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     from lockstep.export.tracer import meta_model
 
     return checkpoint_shapes(meta_model(config, "fp32"))
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write the files of `byte_tokenizer`."""
+    with atomic_path(folder / "tokenizer.json") as temporary:
+        byte_tokenizer().save(str(temporary))
+    # Else transformers takes the class of the model's type, which looks for tokens that this one does not have.
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def byte_tokenizer() -> Tokenizer:

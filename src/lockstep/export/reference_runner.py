@@ -80,7 +80,7 @@ class ReferenceRunner(GraphRunner):
         """Return the arrays that adapters are written to, of all blocks."""
         layers, slots = self.assembly.layers, self.assembly.adapters
         parts = (*(layer.block for layer in layers), layers[-1].exit)
-        return [each for part in parts for each in arrays_of(slots, part, self._lora[id(part)])] if slots else []
+        return [arrays for part in parts for arrays in arrays_of(slots, part, self._lora[id(part)])] if slots else []
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
         """Advance the requests by a step; return the logits of each part's tokens, [len(tokens), vocab_size]."""

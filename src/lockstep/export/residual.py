@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.flow import Flow
+from lockstep.export.known import constant, node_of
 from lockstep.export.tracer import DOMAIN
 from lockstep.onnx_tools.overflow import PRODUCTS
 
@@ -60,13 +61,13 @@ class _Widening:
 
     def _wide(self, hidden: ir.Value) -> set[ir.Value]:
         """Return the float16 values that are to be float32."""
-        found: set[ir.Value] = set()
+        wide: set[ir.Value] = set()
         stack: list[ir.Value] = [hidden]
         while stack:
             value = stack.pop()
-            if value in found:
+            if value in wide:
                 continue
-            found.add(value)
+            wide.add(value)
             readers = [node for node in value.consumers() if not self._narrow(node)]
             stack += [output for node in readers for output in node.outputs if output.dtype == _HALF]
             maker = value.producer()
@@ -75,7 +76,7 @@ class _Widening:
                     before = given.producer()
                     if before is not None and not self._narrow(before):
                         stack.append(given)
-        return found
+        return wide
 
     def _rewrite(self, node: ir.Node, wide: set[ir.Value]) -> None:
         """Let a node read what it computes in: float16 where it is narrow, else float32."""
@@ -92,30 +93,27 @@ class _Widening:
         """Return a value in another type: a constant of it, or one Cast for all that read it."""
         if (value, dtype) not in self._casts:
             if value.const_value is not None:
-                made = self._constant(value)
+                cast = self._constant(value)
             else:
-                node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(dtype))], num_outputs=1)
-                made, maker = node.outputs[0], value.producer()
-                made.shape, made.dtype = value.shape, dtype
+                node = node_of("Cast", [value], value.shape, dtype, [ir.AttrInt64("to", int(dtype))])
+                cast, maker = node.outputs[0], value.producer()
                 if maker is None:
                     self.graph.insert_before(self.graph[0], node)
                 else:
                     self.graph.insert_after(maker, node)
-            self._casts[value, dtype] = made
+            self._casts[value, dtype] = cast
         return self._casts[value, dtype]
 
     def _constant(self, value: ir.Value) -> ir.Value:
         assert value.const_value is not None  # as it was asked
-        name = f"{value.name}/wide"
-        tensor = ir.tensor(value.const_value.numpy().astype(np.float32), name=name)
-        made = ir.Value(name=name, const_value=tensor, shape=value.shape, type=ir.TensorType(_WIDE))
-        self.graph.register_initializer(made)
-        return made
+        wide = constant(f"{value.name}/wide", value.const_value.numpy().astype(np.float32))
+        self.graph.register_initializer(wide)
+        return wide
 
     def _drop_idle_casts(self) -> None:
         """Remove casts of what has their type already."""
         for node in [node for node in self.graph if node.op_type == "Cast"]:
-            given, made = node.inputs[0], node.outputs[0]
-            if given is not None and given.dtype == node.attributes["to"].as_int() and made not in self.graph.outputs:
-                made.replace_all_uses_with(given)
+            given, cast = node.inputs[0], node.outputs[0]
+            if given is not None and given.dtype == node.attributes["to"].as_int() and cast not in self.graph.outputs:
+                cast.replace_all_uses_with(given)
                 self.graph.remove(node, safe=True)

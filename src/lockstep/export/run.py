@@ -216,7 +216,6 @@ def assemble(
     meta: PreTrainedModel,
     config: Mapping[str, Any],
     precision: str,
-    trace_unique_layers: bool = True,
     tensor_parallel: int = 1,
     parts: TracedModel | None = None,
     residual: str | None = None,
@@ -225,7 +224,7 @@ def assemble(
 
     parts: of the model, where it is traced already. residual: the type of the residual stream where it is another.
     """
-    parts = parts or parts_of(meta, trace_unique_layers, residual is not None)
+    parts = parts or parts_of(meta, residual is not None)
     layers = parts.layers
     classes, variants = _Registry(), _Variants()
     entries = [
@@ -253,8 +252,8 @@ def assemble(
     if tensor_parallel > 1:
         batchless = [variants.batchless[entry.variant] for entry in entries]
         plan = getattr(meta.config, "base_model_tp_plan", None) or {}
-        made, ranks = shard(classes.graphs, variants.described, entries, batchless, plan, tensor_parallel)
-        files |= made
+        shard_files, ranks = shard(classes.graphs, variants.described, entries, batchless, plan, tensor_parallel)
+        files |= shard_files
     hidden = layers[0].block.signature.inputs[0]
     positions, limited_by = position_limit(meta.config)
     assembly = Assembly(

@@ -297,11 +297,11 @@ class _Finder:
 
     def _keeps_partial(self, node: onnx.NodeProto, partial: Collection[str]) -> bool:
         """Return whether a node may be applied before the sum over ranks, as linear operators may."""
-        found = [name for name in node.input if name in partial]
-        if not found:
+        operands = [name for name in node.input if name in partial]
+        if not operands:
             return False
         if node.op_type in ("ReduceSum", "Div"):
-            return found == [node.input[0]]
+            return operands == [node.input[0]]
         if node.op_type == "Add":
             return all(name in partial or name in self.slots for name in node.input)
-        return node.op_type in _LINEAR_MOVES or (node.op_type == "Mul" and len(found) == 1)
+        return node.op_type in _LINEAR_MOVES or (node.op_type == "Mul" and len(operands) == 1)

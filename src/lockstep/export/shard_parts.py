@@ -86,14 +86,14 @@ def reshaped(before: Sequence[int | str], after: Sequence[int | str], part: Shar
         targets = [_number(after[axis]) for axis in new]
         taken = [np.take(numbers, indices, old.index(part.axis)).reshape(-1) for indices in part.indices]
         for position, axis in enumerate(new):
-            rows = [np.unravel_index(each, targets)[position] for each in taken]
+            rows = [np.unravel_index(held, targets)[position] for held in taken]
             kept = [rows_of[np.sort(np.unique(rows_of, return_index=True)[1])] for rows_of in rows]
-            if len({len(each) for each in kept}) > 1:
+            if len({len(held) for held in kept}) > 1:
                 continue
             whole = np.arange(math.prod(targets)).reshape(targets)
             if all(
-                np.array_equal(np.take(whole, indices, position).reshape(-1), each)
-                for indices, each in zip(kept, taken, strict=True)
+                np.array_equal(np.take(whole, indices, position).reshape(-1), held)
+                for indices, held in zip(kept, taken, strict=True)
             ):
                 return ShardIndices(axis, np.stack(kept))
     raise NotSplit(f"a reshape of {list(before)} to {list(after)} does not keep the ranks' parts together")

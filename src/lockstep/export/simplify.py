@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from lockstep.export.known import required, shape_of
+from lockstep.export.known import constant, node_of, required, shape_of
 
 ELEMENTWISE = frozenset(
     "Abs Add And Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
@@ -96,13 +96,7 @@ class _Packer:
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self.constants:
             name = f"packed_const_{len(self.constants)}"
-            value = ir.Value(
-                name=name,
-                shape=ir.Shape(array.shape),
-                type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-                const_value=ir.tensor(array, name=name),
-            )
-            self.constants[key] = self.initializers[name] = value
+            self.constants[key] = self.initializers[name] = constant(name, array)
         return self.constants[key]
 
     def _emit(
@@ -112,11 +106,8 @@ class _Packer:
         shape: Iterable[int | ir.SymbolicDim] | None,
         dtype: ir.DataType | None,
     ) -> ir.Value:
-        node = ir.Node("", op_type, inputs, num_outputs=1)
-        self.nodes.append(node)
-        node.outputs[0].shape = ir.Shape(shape) if shape is not None else None
-        node.outputs[0].type = ir.TensorType(dtype) if dtype is not None else None
-        return node.outputs[0]
+        self.nodes.append(node_of(op_type, inputs, shape, dtype))
+        return self.nodes[-1].outputs[0]
 
     def _keep(self, node: ir.Node) -> None:
         new = ir.Node(
@@ -246,11 +237,11 @@ class _Packer:
         )
 
     def _unsqueeze(self, node: ir.Node) -> bool:
-        found = _constant(node.inputs[1])
-        if found is None:
+        numbers = _constant(node.inputs[1])
+        if numbers is None:
             return False
         data, out = required(node.inputs[0]), node.outputs[0]
-        axes = sorted(int(axis) % len(shape_of(out)) for axis in found)
+        axes = sorted(int(axis) % len(shape_of(out)) for axis in numbers)
         source = self._full(data) if 0 in axes else self._short(data)
         rest = [axis - 1 for axis in axes if axis != 0]
         self.short[out] = (

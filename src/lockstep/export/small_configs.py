@@ -48,17 +48,17 @@ def _small(
     config: Mapping[str, Any], depth: int, kv_heads: int | None, experts: bool, inner: bool = True
 ) -> dict[str, Any]:
     """Return the config of a smaller model; kv_heads: how many are left of them, None for all."""
-    made = build_config(config)
-    text = made.get_text_config()
+    settings = build_config(config)
+    text = settings.get_text_config()
     result = copy.deepcopy(dict(config))
-    for name in sorted(made.sub_configs):
-        part = getattr(made, name, None)
+    for name in sorted(settings.sub_configs):
+        part = getattr(settings, name, None)
         if part is not None:
             section = _Section(part, result.get(name) or {})
             section.shrink(depth if part is text else 1, kv_heads, experts, inner)
             result[name] = section.values
-    if text is made:
-        section = _Section(made, result)
+    if text is settings:
+        section = _Section(settings, result)
         section.shrink(depth, kv_heads, experts, inner)
         result = section.values
     return result

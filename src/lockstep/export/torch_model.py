@@ -42,9 +42,8 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
     """
     if config.get("model_type") not in CONFIG_MAPPING:
         raise InputError(
-            f"config.json: model_type: expected one that transformers {transformers.__version__} knows, "
-            f"found {config.get('model_type')!r}; "
-            "correct it, or install a newer transformers"
+            f"config.json: model_type: expected one that transformers {transformers.__version__} knows, found "
+            f"{config.get('model_type')!r}; correct it, or install a newer transformers"
         )
     with quiet(), _one_line("config.json: expected the config of a model"):
         made = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(without_packing(config)))
@@ -97,9 +96,8 @@ def keep_constants(model: PreTrainedModel) -> None:
                 isinstance(ours[key], (bool, int, str)) and ours[key] != theirs[key] and re.search(r"\.\d+(\.|$)", name)
             ):
                 raise InputError(
-                    f"layers: expected a model whose first layers are the same however many follow, found "
-                    f"one whose {name}.{key} is {theirs[key]!r} in the "
-                    f"whole model and {ours[key]!r} in one of "
+                    "layers: expected a model whose first layers are the same however many follow, found one whose "
+                    f"{name}.{key} is {theirs[key]!r} in the whole model and {ours[key]!r} in one of "
                     f"{model.config.get_text_config().num_hidden_layers} layers; use layers: all"
                 )
 
@@ -124,6 +122,18 @@ def float32_tensor(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "not writable": nothing writes to it
         return torch.from_numpy(array.astype(np.float32, copy=False) if is_float else array)
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, generator: torch.Generator, gain: float = 1.0) -> None:
+    """Give a model normal weights over sqrt(inputs), gains around `gain` and biases around 0, in place."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() > 1:
+                tensor.copy_(noise / tensor.shape[-1] ** 0.5)
+            else:
+                tensor.copy_(gain * (0.2 * noise + (0.0 if "bias" in name else 1.0)))
 
 
 def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrainedModel:

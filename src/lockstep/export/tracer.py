@@ -13,10 +13,11 @@ checkpoint layout.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -145,20 +146,25 @@ def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     model_type = config.get("model_type")
     if model_type not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise InputError(
-            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, "
-            f"found {model_type!r}; "
-            "encoder-decoders and models with code of their own cannot be used"
+            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, found "
+            f"{model_type!r}; encoder-decoders and models with code of their own cannot be used"
         )
     values = copy.deepcopy(without_packing(config))
     values["_experts_implementation"] = "batched_mm"
-    with quiet():
-        try:
-            return transformers.CONFIG_MAPPING[config["model_type"]].from_dict(values)
-        except Exception as error:  # each class checks its settings in its own way
-            raise InputError(
-                f"config.json: expected the config of a {model_type!r} model, found one that it refuses:"
-                f" {_root_cause(error)}"
-            ) from error
+    with quiet(), _refused_in_one_line(config["model_type"]):
+        return transformers.CONFIG_MAPPING[config["model_type"]].from_dict(values)
+
+
+@contextlib.contextmanager
+def _refused_in_one_line(model_type: str) -> Iterator[None]:
+    """Turn whatever a model's class raises, for a config that contradicts itself, say, into an InputError."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(
+            f"config.json: expected the config of a {model_type!r} model, found one that it refuses:"
+            f" {_root_cause(error)}"
+        ) from error
 
 
 def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
@@ -170,49 +176,36 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
     """
     settings, dtype = build_config(config), DTYPES[precision]
     with quiet():
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
-        except Exception as error:  # a config that contradicts itself fails anywhere in the model's code
-            raise InputError(
-                f"config.json: expected the config of a {settings.model_type!r} model, found one "
-                f"that it refuses: {_root_cause(error)}"
-            ) from error
+        with _refused_in_one_line(settings.model_type), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
         for module in model.modules():
-            computed = [
-                n
-                for n in sorted(module._non_persistent_buffers_set)
-                if module._buffers.get(n) is not None and module._buffers[n].is_meta
-            ]
-            for name in computed:
-                if (numbers := module._buffers[name].numel()) > _MAX_TABLE:
-                    raise InputError(
-                        f"config.json: expected sizes of a model, found ones that make {name} a table of {numbers}"
-                        " numbers; correct head_dim or max_position_embeddings"
-                    )
-                module._buffers[name] = torch.full(module._buffers[name].shape, math.nan).to(
-                    module._buffers[name].dtype
-                )
-            if computed:
-                try:
-                    with float64_constants():
-                        model._init_weights(module)
-                except AttributeError as error:  # a composite class looks for its language model's settings in itself
-                    raise InputError(
-                        f"model type {settings.model_type!r} cannot be split: transformers gives "
-                        f"no value for its buffers: {error}"
-                    ) from error
-                unset = [
-                    n for n in computed if module._buffers[n].is_floating_point() and module._buffers[n].isnan().any()
-                ]
-                if unset:
-                    raise InputError(
-                        f"model type {settings.model_type!r} cannot be split: transformers gives "
-                        f"no value for its buffers {unset}"
-                    )
+            _compute_buffers(model, module, settings.model_type)
     freeze_ropes(model)
     model.config._attn_implementation = HOOK
     return model.eval()
+
+
+def _compute_buffers(model: PreTrainedModel, module: torch.nn.Module, model_type: str) -> None:
+    """Give the buffers of a module that no checkpoint holds their values."""
+    buffers: dict[str, Any] = module._buffers
+    computed = [name for name in sorted(module._non_persistent_buffers_set) if getattr(buffers.get(name), "is_meta", 0)]
+    for name in computed:
+        if (numbers := buffers[name].numel()) > _MAX_TABLE:
+            raise InputError(
+                f"config.json: expected sizes of a model, found ones that make {name} a table of {numbers} numbers;"
+                " correct head_dim or max_position_embeddings"
+            )
+        buffers[name] = torch.full(buffers[name].shape, math.nan).to(buffers[name].dtype)
+    refusal = f"model type {model_type!r} cannot be split: transformers gives no value for its buffers"
+    if computed:
+        try:
+            with float64_constants():
+                model._init_weights(module)
+        except AttributeError as error:  # a composite class looks for its language model's settings in itself
+            raise InputError(f"{refusal}: {error}") from error
+    unset = [name for name in computed if buffers[name].is_floating_point() and buffers[name].isnan().any()]
+    if unset:
+        raise InputError(f"{refusal} {unset}")
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
@@ -259,20 +252,19 @@ NOT_PER_LAYER = frozenset({"architectures", "bos_token_id", "eos_token_id", "pad
 
 def _to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
     """Replace meta parameters and buffers by fake CPU ones; tied ones stay one object."""
-    made: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for store in stores:
             for name, tensor in store.items():
                 if tensor is None or not tensor.is_meta:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in fakes:
                     with mode:
                         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                        made[id(tensor)] = (
-                            torch.nn.Parameter(fake, requires_grad=False) if store is module._parameters else fake
-                        )
-                store[name] = made[id(tensor)]
+                        is_parameter = store is module._parameters
+                        fakes[id(tensor)] = torch.nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+                store[name] = fakes[id(tensor)]
 
 
 class _Packed(torch.nn.Module):
@@ -317,17 +309,14 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
     embedding.graph.outputs[0].name = "hidden"
     state = set(model.state_dict())
     weights = _name_weights(graph, state, ties)
-    found = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
-    if found != list(indices):
-        own = "computes attention in its own code" if not found else f"calls it for layers {found}"
-        raise InputError(
-            f"model type {model.config.model_type!r} cannot be split: "
-            + (
-                known_reason(model)
-                or f"it {own}; expected one attention for each layer through "
-                f"transformers' attention interface, in the order of the layers ({list(indices)})"
-            )
+    calls = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
+    if calls != list(indices):
+        how = f"calls it for layers {calls}" if calls else "computes attention in its own code"
+        reason = known_reason(model) or (
+            f"it {how}; expected one attention for each layer through transformers' attention interface, in the order "
+            f"of the layers ({list(indices)})"
         )
+        raise InputError(f"model type {model.config.model_type!r} cannot be split: {reason}")
     return Trace(graph, weights, prefix, embedding, _name_weights(embedding, state, ties))
 
 

@@ -49,85 +49,30 @@ class TracedModel:
     embedding_slots: dict[str, list[str]]
 
 
-def parts_of(meta: PreTrainedModel, trace_unique_layers: bool = True, wide_residual: bool = False) -> TracedModel:
-    """Trace all parts of a model.
+def parts_of(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
+    """Trace all parts of a model; wide_residual: of a float16 model the residual stream is float32."""
+    names = signatures(meta)
+    traced: dict[tuple[str, ...], _Traced] = {}
 
-    With `trace_unique_layers=False` every depth is traced whole (slow; the result is the same, a test holds it).
-    wide_residual: of a float16 model the residual stream is float32.
-    """
-    layer_signatures, prefix = signatures(meta), layer_list(meta)[0]
-    cuts = (
-        _Cuts(meta, layer_signatures, wide_residual)
-        if trace_unique_layers
-        else _FullCuts(meta, len(layer_signatures), wide_residual)
-    )
-    layout = checkpoint_layout(meta)
+    def trace_at(index: int) -> _Traced:
+        """Return the trace of a layer behind the one before it, or of two that look the same; the first is alone."""
+        indices = [index - 1, index] if index else [0]
+        key = tuple(names[number] for number in indices)
+        if key not in traced:
+            traced[key] = _cut(meta, indices, wide_residual)
+        return traced[key]
+
+    first = trace_at(min(1, len(names) - 1))
+    layout, prefix = checkpoint_layout(meta), layer_list(meta)[0]
     layers = []
-    for index in range(len(layer_signatures)):
-        block, batchless, exit = cuts.block(index), cuts.batchless(index), cuts.exit(index)
-        layers.append(
-            Layer(block, _bind(block, index, prefix, layout), batchless, exit, _bind(exit, index + 1, prefix, layout))
-        )
-    embedding = cuts.embedding()
-    return TracedModel(tuple(layers), embedding, {slot.name: layout[slot.name] for slot in embedding.signature.slots})
-
-
-class _Cuts:
-    """Cuts of two neighbours at a time, one for each pair of layer signatures."""
-
-    def __init__(self, meta: PreTrainedModel, layer_signatures: Sequence[str], wide_residual: bool):
-        self.meta, self.layer_signatures, self.wide_residual = meta, layer_signatures, wide_residual
-        self.pairs: dict[tuple[str, str], _Traced] = {}
-        self.single: _Traced | None = None
-
-    def pair(self, index: int) -> _Traced:
-        """Return the cut of layers index-1 and index, or of the first pair with their signatures."""
-        key = (self.layer_signatures[index - 1], self.layer_signatures[index])
-        if key not in self.pairs:
-            self.pairs[key] = _cut(self.meta, [index - 1, index], self.wide_residual)
-        return self.pairs[key]
-
-    def embedding(self) -> Graph:
-        return self._first().embedding
-
-    def block(self, index: int) -> Graph:
-        return self.pair(index).cut.blocks[1] if index else self._first().cut.blocks[0]
-
-    def batchless(self, index: int) -> BatchlessGraph:
-        return self.pair(index).cut.batchless[1] if index else self._first().cut.batchless[0]
-
-    def exit(self, index: int) -> Graph:
-        for later, signature in enumerate(self.layer_signatures):
-            if later and signature == self.layer_signatures[index]:
-                return self.pair(later).cut.exit
-        return self._single().cut.exit
-
-    def _first(self) -> _Traced:
-        return self.pair(1) if len(self.layer_signatures) > 1 else self._single()
-
-    def _single(self) -> _Traced:
-        if self.single is None:
-            self.single = _cut(self.meta, [0], self.wide_residual)
-        return self.single
-
-
-class _FullCuts:
-    """Cuts of the whole model, and for the exits of the model at each depth."""
-
-    def __init__(self, meta: PreTrainedModel, depth: int, wide_residual: bool):
-        self.cuts = [_cut(meta, range(number), wide_residual) for number in range(1, depth + 1)]
-
-    def embedding(self) -> Graph:
-        return self.cuts[-1].embedding
-
-    def block(self, index: int) -> Graph:
-        return self.cuts[-1].cut.blocks[index]
-
-    def batchless(self, index: int) -> BatchlessGraph:
-        return self.cuts[-1].cut.batchless[index]
-
-    def exit(self, index: int) -> Graph:
-        return self.cuts[index].cut.exit
+    for index, name in enumerate(names):
+        cut, place = (trace_at(index) if index else first).cut, min(1, index)
+        like = next((later for later, other in enumerate(names) if later and other == name), 0)
+        exit, block = trace_at(like).cut.exit, cut.blocks[place]
+        slots = _bind(block, index, prefix, layout), _bind(exit, index + 1, prefix, layout)
+        layers.append(Layer(block, slots[0], cut.batchless[place], exit, slots[1]))
+    embedding = {slot.name: layout[slot.name] for slot in first.embedding.signature.slots}
+    return TracedModel(tuple(layers), first.embedding, embedding)
 
 
 @dataclass(frozen=True)

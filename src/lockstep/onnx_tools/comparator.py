@@ -33,10 +33,10 @@ class BoundRunner(OnnxrtRunner):
 
 def metadata(inputs: Sequence[IO]) -> TensorMetadata:
     """Return declared inputs as Polygraphy takes them; named dimensions are of any size."""
-    found = TensorMetadata()
+    types = TensorMetadata()
     for io in inputs:
-        found.add(io.name, io.numpy_dtype, [None if isinstance(dim, str) else dim for dim in io.shape])
-    return found
+        types.add(io.name, io.numpy_dtype, [None if isinstance(dim, str) else dim for dim in io.shape])
+    return types
 
 
 @contextlib.contextmanager

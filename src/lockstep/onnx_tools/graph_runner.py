@@ -55,8 +55,8 @@ class GraphRunner(abc.ABC):
 
             def run(piece: str, rank: int, known: Arrays) -> Arrays:
                 names = [slot.name for slot in graphs[piece].signature.slots]
-                own = {name: np.ascontiguousarray(sharded.take_weight(name, weights[name], rank)) for name in names}
-                return self.run_graph(piece, known, own)
+                taken = {name: np.ascontiguousarray(sharded.take_weight(name, weights[name], rank)) for name in names}
+                return self.run_graph(piece, known, taken)
 
             inputs = {io.name: env[io.name] for io in signature.inputs}
             outputs = run_sharded_block(sharded, signature, ranks.degree, inputs, run)

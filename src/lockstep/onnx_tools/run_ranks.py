@@ -27,9 +27,9 @@ def run_sharded_block(
         for rank, known in enumerate(ranks):
             known.update(run(piece.graph, rank, known))
         for partial, total in piece.sums.items():
-            found = add_up([known[partial] for known in ranks])
+            summed = add_up([known[partial] for known in ranks])
             for known in ranks:
-                known[total] = found
+                known[total] = summed
     outputs = {}
     for io in signature.outputs:
         shard = sharded.values.get(io.name)

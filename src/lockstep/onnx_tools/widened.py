@@ -14,12 +14,12 @@ from onnx import TensorProto, numpy_helper
 
 def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.ModelProto:
     """Return the same graph with float32 wherever it has the type `narrow`; `model` itself where it has none."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    changed = _graph(made.graph, narrow) + sum(
-        _node(node, narrow) for function in made.functions for node in function.node
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+    changed = _graph(wide.graph, narrow) + sum(
+        _node(node, narrow) for function in wide.functions for node in function.node
     )
-    return made if changed else model
+    return wide if changed else model
 
 
 def widened_dtype(dtype: str) -> str:
@@ -29,10 +29,10 @@ def widened_dtype(dtype: str) -> str:
 
 def _graph(graph: onnx.GraphProto, narrow: int) -> int:
     types = [value.type.tensor_type for value in (*graph.input, *graph.output, *graph.value_info)]
-    found = [kind for kind in types if kind.elem_type == narrow]
-    for kind in found:
+    narrow_types = [kind for kind in types if kind.elem_type == narrow]
+    for kind in narrow_types:
         kind.elem_type = TensorProto.FLOAT
-    changed = len(found) + sum(_tensor(tensor, narrow) for tensor in graph.initializer)
+    changed = len(narrow_types) + sum(_tensor(tensor, narrow) for tensor in graph.initializer)
     return changed + sum(_node(node, narrow) for node in graph.node)
 
 
