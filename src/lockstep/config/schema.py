@@ -58,7 +58,7 @@ class Config(Section):
     limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
     tolerances: Tolerances = Field(default=Tolerances(), description="The errors that pass, by precision.")
     compare_seconds: int = Field(
-        default=120,
+        default=30,
         ge=0,
         description="For each engine, how long it is compared with its graph at sizes besides those it is tuned for "
         "(docs/checks.md). The demo's engines take two seconds for all sizes.",
