@@ -47,7 +47,7 @@ class User:
         (self.folder / "config.json").write_text(json.dumps({"models": {"m": model}}))
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         variables = {"HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, "PYTHONPATH": str(ROOT / "src")}
-        arguments = (command, "--config", "config.json")
+        arguments = ("stage", command, "--config", "config.json")
         return fork_server.run("lockstep", arguments, self.folder, {**kept, **variables, **environment}, 120)
 
     def error(self, *arguments: str, **environment: str) -> str:

@@ -91,17 +91,17 @@ def lockstep(tmp_path, monkeypatch):
 
 def test_commands_say_so_before_any_work(lockstep, tmp_path):
     (tmp_path / "file").touch()
-    code, said = lockstep("resolve", "--config", "my.yaml", "--results", "file")
+    code, said = lockstep("stage", "resolve", "--config", "my.yaml", "--results", "file")
     assert code == 2 and "Directory 'file' is a file." in said
     (tmp_path / "results" / "m" / "fp32" / "graphs" / "assembly.json").mkdir(parents=True)
-    code, said = lockstep("export", "--config", "my.yaml")
+    code, said = lockstep("stage", "export", "--config", "my.yaml")
     assert code == 2 and said == (
         "lockstep: error: results/m/fp32/graphs/assembly.json: expected to write a file here, found a "
         "folder; remove or rename it, or choose another place\n"
     )
     code, said = lockstep("bundle", "m/fp32/all", "--out", str(tmp_path))
     assert code == 2 and f"File '{tmp_path}' is a directory." in said
-    code, said = lockstep("resolve", "--config", str(tmp_path))
+    code, said = lockstep("stage", "resolve", "--config", str(tmp_path))
     assert code == 2 and said == f"lockstep: error: {tmp_path}: expected a readable config file; found Is a directory\n"
 
 

@@ -21,12 +21,14 @@ import pytest
 from huggingface_hub import constants, file_download
 from safetensors.numpy import save
 
+import fork_server
 from calls import call
 from hub_server import HubServer
 from lockstep.artifacts import formats
 from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import sha256_file
 from lockstep.checkpoint import resolve_fetched
+from lockstep.config.load import load
 from lockstep.errors import InputError
 from lockstep.export.random_model import byte_tokenizer
 from lockstep.manifests.manifest_files import lost_files
@@ -67,7 +69,7 @@ class User:
     def command(self, source: str = f"hf:{NAME}", layers: int = 2, *options: str) -> tuple[str, ...]:
         config = {"models": {"m": {"source": source, "layers": [layers], "golden": {"prompts": [{"text": "Hello"}]}}}}
         (self.folder / "config.json").write_text(json.dumps(config))
-        return ("fetch", "--config", "config.json", *options)
+        return ("stage", "fetch", "--config", "config.json", *options)
 
     def environment(self, **changes: str) -> dict[str, str]:
         kept = {
@@ -242,6 +244,23 @@ def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
         f"hf:{NAME}: expected commit {first}, at which it was found before, found it gone from {NAME}; "
         "take what is there now with `lockstep stage fetch --newest`, not locked"
     )  # fmt: skip
+
+
+def test_a_first_config_of_a_model_on_the_hub_asks_for_its_config_alone(user: User, hub: HubServer) -> None:
+    hub.model(NAME, model())
+    for source in (f"hf:{NAME}", f"hf:{NAME}@main"):
+        process = fork_server.run(
+            "lockstep", ("init", source, "--out", "my.yaml"), user.folder, user.environment(), 120
+        )
+        assert process.returncode == 0, process.stderr
+        config = load(user.folder / "my.yaml")
+        assert config.models["tiny"].source == source and config.limits.max_seq_len == 256
+        (user.folder / "my.yaml").unlink()
+    asked = {request.path.rpartition("/")[2] for request in hub.requests if "/resolve/" in request.path}
+    assert asked == {"config.json"}
+    process = fork_server.run("lockstep", ("init", "hf:acme/none"), user.folder, user.environment(), 120)
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert "hf:acme/none: expected a model on" in process.stderr and not list(user.folder.glob("*.yaml"))
 
 
 def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> None:
