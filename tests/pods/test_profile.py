@@ -119,12 +119,12 @@ def test_the_line_of_a_job_that_failed_reaches_the_user(cluster: Cluster) -> Non
     assert "lockstep: error: prompt 'San Francisco is a', text: expected 'no such text'" in said
 
 
-def test_a_mistake_of_the_user_ends_with_exit_code_2(cluster: Cluster) -> None:
+def test_a_mistake_of_the_user_ends_with_its_line_and_exit_code_1(cluster: Cluster) -> None:
     """And the run has called nothing that the Role of the manifests does not allow, which allows nothing else."""
     cluster.checkout.append("resources/demo-llama/tokenizer.json", "}")
     ran = cluster.run()
     said = ran.stdout + ran.stderr
-    assert ran.returncode == 2 and "Traceback" not in said, failure(ran)
+    assert ran.returncode == 1 and "Traceback" not in said, failure(ran)
     assert "lockstep: error: resources/demo-llama/tokenizer.json" in said
     parts = yaml.safe_load_all((MANIFESTS / "workflow" / "rights.yaml").read_text())
     (role,) = [part for part in parts if part["kind"] == "Role"]
