@@ -941,6 +941,22 @@ def test_cudnn_9_is_taken(monkeypatch):
     assert require_cudnn() is sys.modules["cudnn"]
 
 
+def test_cudnn_does_not_bring_torch_along(tmp_path: Path) -> None:
+    """Its module takes torch's tensors where there is a torch, and imports it: seconds of a server's start."""
+    (tmp_path / "torch.py").write_text("")
+    (tmp_path / "cudnn.py").write_text(
+        "try:\n    import torch\nexcept ImportError:\n    torch = None\n"
+        "backend_version = lambda: 90100\ncreate_handle = lambda: None\ndestroy_handle = lambda handle: None\n"
+    )
+    code = (
+        "import sys; from lockstep.gpu.libraries import library_versions, require_cudnn\n"
+        "assert require_cudnn().torch is None and 'torch' not in sys.modules; library_versions(); import torch"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_without_nvrtc_no_engines_are_opened(monkeypatch):
     bindings = ModuleType("cuda.bindings")
     bindings.nvrtc = SimpleNamespace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ def require_cudnn(instead: str = "") -> Any:
     """Return the module `cudnn`. Raises InputError without it, or cuDNN 9; instead: what one may do then."""
     instead = f", or {instead}" if instead else ""
     try:
-        import cudnn
-
+        with _without_torch():
+            import cudnn
         version = cudnn.backend_version()
     # found without the library, it can be imported; with two of them it asserts
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
@@ -37,6 +37,19 @@ def require_cudnn(instead: str = "") -> Any:
             f"{_CUDNN}, found one that does not start: {_line(error)}; install one for this driver{instead}"
         ) from None
     return cudnn
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """Keep cuDNN's module, which takes torch's tensors too, from importing torch: seconds before a model is ready."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` raises ModuleNotFoundError
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def require_capability(device: Mapping[str, Any], instead: str) -> None:
@@ -84,8 +97,8 @@ def library_versions() -> dict[str, str]:
         found["cublas"] = _cublas_version(require_cublas())
     # cuDNN has no version before its package, and NVRTC none before its library is found
     with contextlib.suppress(ImportError, OSError, RuntimeError, AssertionError):
-        import cudnn
-
+        with _without_torch():
+            import cudnn
         number = cudnn.backend_version()
         found["cudnn"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
     with contextlib.suppress(ImportError, OSError, RuntimeError):
