@@ -91,14 +91,14 @@ def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed) -> TensorErrors:
 
     embed, noisy: give what torch has for token ids, and that in fp16.
     """
-    found = []
+    pieces = []
     for first in range(0, graphs.assembly.vocab_size, _PIECE):
         token_ids = np.arange(first, min(first + _PIECE, graphs.assembly.vocab_size), dtype=np.int64)
         outputs = graphs.run_block(graphs.embedding, {"token_ids": token_ids})
-        found.append(TensorErrors.measure(embed(token_ids), outputs["hidden"], noisy(token_ids)))
-    worst = max(found, key=lambda each: math.inf if each.of.max_abs_error is None else each.error.largest)
+        pieces.append(TensorErrors.measure(embed(token_ids), outputs["hidden"], noisy(token_ids)))
+    worst = max(pieces, key=lambda piece: math.inf if piece.of.max_abs_error is None else piece.error.largest)
     return replace(
-        worst, noise=Spread(max(each.noise.largest for each in found), max(each.noise.rms for each in found))
+        worst, noise=Spread(max(piece.noise.largest for piece in pieces), max(piece.noise.rms for piece in pieces))
     )
 
 
@@ -178,7 +178,7 @@ def _variant_errors(
 
     Whole prompts, prompts whose second half comes behind a cache, and last tokens as one decode step.
     """
-    found = _Found()
+    phases = _Phases()
     for (layer, noisy), span in zip(layers, spans):
         count = span.stop - span.start
         for phase, start in (("prefill", 0), ("chunked", count // 2)):
@@ -189,7 +189,7 @@ def _variant_errors(
                 variant, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past}
             )
             rows = slice(start, count)
-            found.add(phase, outputs, _expected(layer, rows), _expected(noisy, rows))
+            phases.add(phase, outputs, _expected(layer, rows), _expected(noisy, rows))
     last = np.array([span.stop - 1 for span in spans])
     lengths = [span.stop - span.start - 1 for span in spans]
     outputs = graphs.run_attention(
@@ -198,8 +198,8 @@ def _variant_errors(
     for row, ((layer, noisy), length) in enumerate(zip(layers, lengths)):
         token = slice(length, length + 1)
         one = {name: array[row : row + 1] for name, array in outputs.items()}
-        found.add("decode", one, _expected(layer, token), _expected(noisy, token))
-    return found.errors()
+        phases.add("decode", one, _expected(layer, token), _expected(noisy, token))
+    return phases.errors()
 
 
 def _variant_errors_behind(
@@ -220,14 +220,14 @@ def _variant_errors_behind(
         name: (array * np.float32(scale.get(name, 1))).astype(array.dtype)
         for name, array in _rows(env, slice(None)).items()
     }
-    count, found = len(rows["query"]), _Found()
+    count, phases = len(rows["query"]), _Phases()
     expected, noise = (_expected(record, slice(0, count), num_past) for record in (layer, noisy))
     chunk = graphs.run_attention(variant, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)})
-    found.add("chunked", chunk, expected, noise)
+    phases.add("chunked", chunk, expected, noise)
     lengths = [num_past + token for token in range(count)]
     each = graphs.run_attention(variant, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)})
-    found.add("decode", each, expected, noise)
-    return found.errors()
+    phases.add("decode", each, expected, noise)
+    return phases.errors()
 
 
 @np.errstate(over="ignore")
@@ -236,7 +236,7 @@ def _narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return array.astype(dtype)
 
 
-class _Found:
+class _Phases:
     """What a layer's attention graphs gave, what was expected, and that in fp16, by phase."""
 
     def __init__(self) -> None:
@@ -258,13 +258,13 @@ class _Found:
 
         The first phase has all rows: where noise is larger there, a phase of some of them is held to that.
         """
-        found: dict[str, TensorErrors] = {}
+        errors: dict[str, TensorErrors] = {}
         usual: dict[str, Spread] = {}
         for (phase, name), arrays in self._arrays.items():
             error = TensorErrors.measure(*(np.concatenate(side) for side in zip(*arrays)))
             noise = usual.setdefault(name, error.noise)
-            found[f"{phase}.{name}"] = replace(error, noise=error.noise | noise)
-        return found
+            errors[f"{phase}.{name}"] = replace(error, noise=error.noise | noise)
+        return errors
 
 
 def _past(

@@ -57,19 +57,19 @@ _TEXT = "The river comes down from the hills, and the town lies where it is wide
 
 
 @dataclass
-class _Found:
+class _Notes:
     """The report so far, which a check that fails writes too."""
 
     report: ValidationReport
 
-    def note(self, **found: Any) -> None:
-        self.report = replace(self.report, **found)
+    def note(self, **entries: Any) -> None:
+        self.report = replace(self.report, **entries)
 
-    def note_graph(self, name: str, **found: Any) -> None:
+    def note_graph(self, name: str, **entries: Any) -> None:
         """Note what a check gave of the graph `name`, under the name of that check."""
         checks = self.report.checks
         assert checks is not None  # it begins with none of any graph
-        added = {check: {**getattr(checks, check), name: result} for check, result in found.items()}
+        added = {check: {**getattr(checks, check), name: result} for check, result in entries.items()}
         self.note(checks=replace(checks, **added))
 
 
@@ -103,27 +103,27 @@ def run(
         tolerance = replace(tolerance, rounding=ROUNDING["fp32"])
     if assembly.tensor_parallel is not None:  # a sum over ranks rounds each rank's part, and then all: twice as often
         tolerance = replace(tolerance, rounding=math.sqrt(2) * tolerance.rounding)
-    found = _Found(ValidationReport(result=PASS, target=target, first_failing_layer=None))
+    notes = _Notes(ValidationReport(result=PASS, target=target, first_failing_layer=None))
     try:
         graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
-        found.note(
+        notes.note(
             unused_tensors=tuple(graphs.weights.unused(_bound_tensors(assembly))), checks=GraphChecks({}, {}, {})
         )
         for name, graph in graphs.graphs().items():
-            _check_graph(name, graph, found)
+            _check_graph(name, graph, notes)
         torch_model = TorchModel(checkpoint.config, graphs.weights, layers)
         records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
-        _check_layers(graphs, torch_model, records, tolerance, found)
+        _check_layers(graphs, torch_model, records, tolerance, notes)
         check_adapter_slots(graphs, torch_model, records, tolerance)
         check_magnitudes(graphs, torch_model, records[-1])
-        _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance, found)
+        _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance, notes)
         uncut = graphs.uncut(threads)
         if uncut is not None:
-            _check_graph("batchful", uncut, found)
-        _check_forward(graphs, uncut, torch_model, records, tolerance, found)
+            _check_graph("batchful", uncut, notes)
+        _check_forward(graphs, uncut, torch_model, records, tolerance, notes)
     except CheckError as error:
-        return finish(out, found.report, str(error))
-    return finish(out, found.report, None)
+        return finish(out, notes.report, str(error))
+    return finish(out, notes.report, None)
 
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
@@ -135,23 +135,23 @@ def _bound_tensors(assembly: Assembly) -> list[str]:
     return [name for part in parts for names in part.slots.values() for name in names]
 
 
-def _check_graph(name: str, graph: Graph, found: _Found) -> None:
+def _check_graph(name: str, graph: Graph, notes: _Notes) -> None:
     """Run checker, inspect and lint on one graph."""
     inputs = [*graph.inputs, *graph.slots]
     check_model(graph.path, graph.model)
-    found.note_graph(name, checker=PASS)
-    found.note_graph(name, inspect=inspect(graph.path, graph.computed, inputs, graph.outputs))
+    notes.note_graph(name, checker=PASS)
+    notes.note_graph(name, inspect=inspect(graph.path, graph.computed, inputs, graph.outputs))
     with graph.computed_file() as file:
-        found.note_graph(name, lint=lint(graph.path, file, inputs))
+        notes.note_graph(name, lint=lint(graph.path, file, inputs))
 
 
 def _check_layers(
-    graphs: Graphs, torch_model: TorchModel, records: list[Record], tolerance: Tolerances, found: _Found
+    graphs: Graphs, torch_model: TorchModel, records: list[Record], tolerance: Tolerances, notes: _Notes
 ) -> None:
     """Check the embedding on the whole vocabulary, and each layer, teacher-forced. Raises CheckError."""
     embedding = embedding_error(graphs, torch_model.embed, torch_model.noisy_embed)
     errors, logits = layer_errors(graphs, [(record, torch_model.noisy(record)) for record in records])
-    found.note(
+    notes.note(
         embedding=BlockErrors(graphs.embedding.graph, {"hidden": _entry("hidden", embedding, tolerance)}),
         blocks=tuple(_layer_entry(entry, tolerance) for entry in errors),
         exit=BlockErrors(graphs.exit.graph, {"logits": _entry("logits", logits, tolerance)}, graphs.num_layers - 1),
@@ -164,11 +164,11 @@ def _check_layers(
         raise CheckError(f"embedding ({graphs.embedding.graph}): {wrong}")
     for entry in errors:
         if entry.overflow:
-            found.note(first_failing_layer=entry.layer)
+            notes.note(first_failing_layer=entry.layer)
             raise CheckError(entry.overflow)
-    _check_errors(errors, tolerance, "", found)
+    _check_errors(errors, tolerance, "", notes)
     if wrong := logits.wrong("logits", tolerance):
-        found.note(first_failing_layer=graphs.num_layers - 1)
+        notes.note(first_failing_layer=graphs.num_layers - 1)
         where = f"layer {graphs.num_layers - 1} (block {graphs.exit.graph}, behind the last attention)"
         raise CheckError(f"{where}: {wrong}")
 
@@ -180,7 +180,7 @@ def _check_long_contexts(
     config: Mapping[str, Any],
     max_seq_len: int,
     tolerance: Tolerances,
-    found: _Found,
+    notes: _Notes,
 ) -> None:
     """Check each kind of layer behind long synthetic caches, teacher-forced.
 
@@ -194,7 +194,7 @@ def _check_long_contexts(
     lengths = config_lengths(config) | windows
     random = np.random.default_rng(0)
     caches: list[CacheError] = []
-    found.note(long_context=LongContext(max_seq_len, count, ()))
+    notes.note(long_context=LongContext(max_seq_len, count, ()))
     with torch_model.first_layers(count):
         for number, num_past in enumerate(
             sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})
@@ -209,8 +209,8 @@ def _check_long_contexts(
             noisy = torch_model.noisy(record, past)
             errors = errors_behind(graphs, record, noisy, max_seq_len if number % 2 else 0)
             caches.append(_worst(num_past, errors, tolerance))
-            found.note(long_context=LongContext(max_seq_len, count, tuple(caches)))
-            _check_errors(errors, tolerance, f"behind {num_past} cached tokens, ", found)
+            notes.note(long_context=LongContext(max_seq_len, count, tuple(caches)))
+            _check_errors(errors, tolerance, f"behind {num_past} cached tokens, ", notes)
 
 
 def _worst(num_past: int, errors: list[LayerErrors], tolerance: Tolerances) -> CacheError:
@@ -222,7 +222,7 @@ def _worst(num_past: int, errors: list[LayerErrors], tolerance: Tolerances) -> C
     return CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance)
 
 
-def _check_errors(errors: list[LayerErrors], tolerance: Tolerances, where: str, found: _Found) -> None:
+def _check_errors(errors: list[LayerErrors], tolerance: Tolerances, where: str, notes: _Notes) -> None:
     """Check each tensor of each layer.
 
     Raises CheckError for the first that is off by too much, and notes its layer.
@@ -230,7 +230,7 @@ def _check_errors(errors: list[LayerErrors], tolerance: Tolerances, where: str, 
     for entry in errors:
         for name, error in entry.tensors.items():
             if wrong := error.wrong(name, tolerance):
-                found.note(first_failing_layer=entry.layer)
+                notes.note(first_failing_layer=entry.layer)
                 raise CheckError(f"{entry.where}: {where}{wrong}")
 
 
@@ -250,7 +250,7 @@ def _check_forward(
     torch_model: TorchModel,
     records: list[Record],
     tolerance: Tolerances,
-    found: _Found,
+    notes: _Notes,
 ) -> None:
     """Check whole sequences, free, through Polygraphy.
 
@@ -281,7 +281,7 @@ def _check_forward(
     ]
     noise, bound = _forward_noise(torch_model, feeds, tolerance)
     errors = compare(runners, inputs, feeds, bound, noise)
-    found.note(forward=errors)
+    notes.note(forward=errors)
     for runner, error in errors.items():
         if not error.passed:
             raise CheckError(
@@ -308,13 +308,13 @@ def _layer_entry(errors: LayerErrors, tolerance: Tolerances) -> BlockErrors:
     return BlockErrors(errors.block, tensors, errors.layer, errors.variant)
 
 
-def _entry(name: str, found: TensorErrors, tolerance: Tolerances) -> TensorError:
-    bound, noise = found.bound(name, tolerance), found.noise * tolerance.rounding
+def _entry(name: str, errors: TensorErrors, tolerance: Tolerances) -> TensorError:
+    bound, noise = errors.bound(name, tolerance), errors.noise * tolerance.rounding
     return TensorError(
-        max_abs_error=found.of.max_abs_error,
-        relative_error=finite(found.error.largest),
-        rms_error=finite(found.error.rms),
-        cosine=found.of.cosine,
+        max_abs_error=errors.of.max_abs_error,
+        relative_error=finite(errors.error.largest),
+        rms_error=finite(errors.error.rms),
+        cosine=errors.of.cosine,
         noise=noise.largest,
         rms_noise=noise.rms,
         tolerance=bound.largest,
