@@ -7,14 +7,14 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from test_lowering import BASE, inputs_of, run
+from test_lowering import BASE, inputs_of
 
 from lockstep.backends.tensorrt.v8_6 import one_region
 from lockstep.backends.tensorrt.v8_6.one_region import as_one_region
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
-from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.sessions import compute, open_session
 
 pytestmark = pytest.mark.exports
 
@@ -84,7 +84,7 @@ def test_not_a_bit_changes(graphs, family):
             "logits" if name == "exit" else "hidden" if name == "embedding" else "value"
         ]
         feeds = inputs_of(model)
-        expected, found = run(model, feeds), run(whole, feeds)
+        expected, found = compute(model, feeds), compute(whole, feeds)
         for output, values in expected.items():
             assert (
                 values.dtype == found[output].dtype
@@ -169,7 +169,7 @@ def test_a_weight_takes_part_at_every_rank_that_it_is_broadcast_to():
     random = np.random.default_rng(0)
     shapes = {"x": (3, 4), "z": (2, 3, 4), "w": (4,), "w2": (1, 4), "w3": (2, 4), "x2": (4, 3), "scale": (3,)}
     feeds = {name: random.standard_normal(shape).astype("f2") for name, shape in shapes.items()}
-    for before, after in zip(run(model, feeds).values(), run(region, feeds).values(), strict=True):
+    for before, after in zip(compute(model, feeds).values(), compute(region, feeds).values(), strict=True):
         np.testing.assert_array_equal(before.view("u2"), after.view("u2"))
 
 
