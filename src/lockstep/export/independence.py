@@ -21,6 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.errors import InputError
+from lockstep.export.known import array_of, axis_of
 from lockstep.export.simplify import ELEMENTWISE, REDUCTIONS
 
 
@@ -161,7 +162,7 @@ def _reduction(node: ir.Node, moving: list) -> None:
 
 def _attribute_axis(default: int) -> Callable[[ir.Node, list], None]:
     def rule(node: ir.Node, moving: list) -> None:
-        _along(node, moving, [_axis_attribute(node, default)])
+        _along(node, moving, [axis_of(node, default)])
 
     return rule
 
@@ -169,7 +170,7 @@ def _attribute_axis(default: int) -> Callable[[ir.Node, list], None]:
 def _from_axis_on(node: ir.Node, moving: list) -> None:
     """Check a normalisation over an axis and all that follow."""
     rank = len(_known(node.inputs[0]))
-    _along(node, moving, list(range(_axis_attribute(node, -1) % rank, rank)))
+    _along(node, moving, list(range(axis_of(node, -1) % rank, rank)))
 
 
 def _slice(node: ir.Node, moving: list) -> None:
@@ -183,7 +184,7 @@ def _slice(node: ir.Node, moving: list) -> None:
 
 def _concat(node: ir.Node, moving: list) -> None:
     rank = len(_known(node.outputs[0]))
-    if len({axis for _, _, axis in moving}) != 1 or moving[0][2] == _axis_attribute(node, 0) % rank:
+    if len({axis for _, _, axis in moving}) != 1 or moving[0][2] == axis_of(node, 0) % rank:
         raise _Mixes("puts tokens beside others")
 
 
@@ -226,9 +227,7 @@ def _gemm(node: ir.Node, moving: list) -> None:
 
 def _gather(node: ir.Node, moving: list) -> None:
     """Check a Gather: tokens choose rows of a table, not of tokens; fixed columns may be taken of each token."""
-    if len(moving) != 1 or (
-        moving[0][0] == 0 and moving[0][2] == _axis_attribute(node, 0) % len(_known(node.inputs[0]))
-    ):
+    if len(moving) != 1 or (moving[0][0] == 0 and moving[0][2] == axis_of(node, 0) % len(_known(node.inputs[0]))):
         raise _Mixes("takes tokens by their number")
 
 
@@ -242,7 +241,7 @@ def _gather_nd(node: ir.Node, moving: list) -> None:
 
 def _by_element(node: ir.Node, moving: list) -> None:
     """Check an operator on elements along one axis: in the others indices and values lie at the same place."""
-    axis = _axis_attribute(node, 0) % len(_known(node.inputs[0]))
+    axis = axis_of(node, 0) % len(_known(node.inputs[0]))
     if node.op_type == "GatherElements" and [(position, found) for position, _, found in moving] == [(1, axis)]:
         return
     if len({found for _, _, found in moving}) != 1 or moving[0][2] == axis:
@@ -297,15 +296,10 @@ _RULES: dict[str, Callable[[ir.Node, list], None]] = {
 }
 
 
-def _axis_attribute(node: ir.Node, default: int) -> int:
-    return node.attributes["axis"].as_int() if "axis" in node.attributes else default
-
-
 def _ints(node: ir.Node, position: int) -> list[int] | None:
     """Return a constant input as numbers; None where it is absent or no constant."""
-    value = node.inputs[position] if len(node.inputs) > position else None
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else np.atleast_1d(tensor.numpy()).tolist()
+    array = array_of(node.inputs[position] if len(node.inputs) > position else None)
+    return None if array is None else np.atleast_1d(array).tolist()
 
 
 def _product(dims: Iterable[int | ir.SymbolicDim]) -> int | ir.SymbolicDim:

@@ -35,6 +35,17 @@ def number(dim: int | ir.SymbolicDim) -> int:
     return dim
 
 
+def axis_of(node: ir.Node, default: int) -> int:
+    """Return the attribute `axis` of a node; default: what its operator takes without one."""
+    return node.attributes["axis"].as_int() if "axis" in node.attributes else default
+
+
+def array_of(value: ir.Value | None) -> np.ndarray | None:
+    """Return the value of a constant, also of one that a node makes; None for what is none."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
 def constant(name: str, array: np.ndarray) -> ir.Value:
     """Return a constant, which is not registered in a graph yet."""
     dtype, tensor = ir.DataType.from_numpy(array.dtype), ir.tensor(array, name=name)

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from lockstep.export.known import constant, node_of, required, shape_of
+from lockstep.export.known import array_of, axis_of, constant, node_of, required, shape_of
 
 ELEMENTWISE = frozenset(
     "Abs Add And Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
@@ -82,7 +82,7 @@ class _Packer:
 
     def _short(self, value: ir.Value) -> ir.Value:
         if value not in self.short:
-            array = _constant(value)
+            array = array_of(value)
             if array is not None:
                 self.short[value] = self._const(array[0])
             else:
@@ -190,7 +190,7 @@ class _Packer:
         for value in node.inputs:
             if value is None or len(shape_of(value)) < rank:
                 inputs.append(None if value is None else self._full(value))
-            elif self._leads(value) or (_constant(value) is not None and shape_of(value)[0] == 1):
+            elif self._leads(value) or (array_of(value) is not None and shape_of(value)[0] == 1):
                 inputs.append(self._short(value))
             else:
                 return False
@@ -199,7 +199,7 @@ class _Packer:
     def _by_axes_input(self, node: ir.Node) -> bool:
         """Emit a reduction or Slice, whose axes are its second or fourth input; they are counted from the end."""
         position, rank = 3 if node.op_type == "Slice" else 1, len(shape_of(node.inputs[0]))
-        axes = _constant(node.inputs[position]) if len(node.inputs) > position else None
+        axes = array_of(node.inputs[position]) if len(node.inputs) > position else None
         keepdims = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
         if axes is None or not axes.size or any(axis % rank == 0 for axis in axes) or not keepdims:
             return False
@@ -211,7 +211,7 @@ class _Packer:
         self, node: ir.Node, default: int, rest: Sequence[ir.Value | None] = (), short_all: bool = False
     ) -> bool:
         rank = len(shape_of(node.inputs[0]))
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else default
+        axis = axis_of(node, default)
         if axis % rank == 0:
             return False
         inputs = (
@@ -224,9 +224,8 @@ class _Packer:
 
     def _gather(self, node: ir.Node) -> bool:
         data, out = required(node.inputs[0]), node.outputs[0]
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-        axis %= len(shape_of(data))
-        index = _constant(node.inputs[1])
+        axis = axis_of(node, 0) % len(shape_of(data))
+        index = array_of(node.inputs[1])
         if axis == 0 and index is not None and index.ndim == 0 and index == 0:  # x[0]
             self.full[out] = self._short(data)
             return True
@@ -237,7 +236,7 @@ class _Packer:
         )
 
     def _unsqueeze(self, node: ir.Node) -> bool:
-        numbers = _constant(node.inputs[1])
+        numbers = array_of(node.inputs[1])
         if numbers is None:
             return False
         data, out = required(node.inputs[0]), node.outputs[0]
@@ -252,7 +251,7 @@ class _Packer:
     def _reshape(self, node: ir.Node) -> bool:
         """Emit a reshape, which keeps the element order: it may read and write short forms."""
         data, out = required(node.inputs[0]), node.outputs[0]
-        target = _constant(node.inputs[1])
+        target = array_of(node.inputs[1])
         if target is None or not (self._leads(data) or self._leads(out)):
             return False
         source = self._short(data) if self._leads(data) else self._full(data)
@@ -266,13 +265,6 @@ class _Packer:
             return False
         store[out] = self._emit("Reshape", [source, self._const(static)], shape, out.dtype)
         return True
-
-
-def _constant(value: ir.Value | None) -> np.ndarray | None:
-    if value is None or not (value.is_initializer() or value.producer() is not None):
-        return None
-    tensor = ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
 
 
 def _same(one: Iterable[object], other: Iterable[object]) -> bool:
@@ -291,7 +283,7 @@ def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
         if source is None:
             continue
         if node.op_type == "Reshape":
-            target = _constant(node.inputs[1])
+            target = array_of(node.inputs[1])
             if target is not None and 0 not in target:
                 while (
                     source not in keep and (producer := source.producer()) is not None and producer.op_type == "Reshape"
