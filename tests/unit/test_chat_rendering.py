@@ -14,6 +14,7 @@ from demo_model import DEMO
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.artifacts.chat_template import ChatTemplate
+from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import Chat, ChatError
 from lockstep.serve.messages import _messages
 from lockstep.serve.stream import StreamError
@@ -203,11 +204,11 @@ def test_arguments_are_what_the_template_wants(theirs: Any, inner: str) -> None:
         assert render(template, _messages(given)) == expected
 
 
-def test_arguments_that_are_no_object_stay_as_they_are() -> None:
-    template = "{{ messages[1].tool_calls[0].function.arguments }}"
-    for text in ('"x"', "[1]", "7", "{}"):
-        assert render(template, _messages(called(text))) == text
-    assert render(template, _messages(called(""))) == "{}"
+def test_arguments_that_are_no_object_are_refused() -> None:
+    for text in ('"x"', "[1]", "7", "null"):
+        with pytest.raises(BadRequest, match=r"tool_calls\[0\].function.arguments: expected JSON of an object"):
+            _messages(called(text))
+    assert render("{{ messages[1].tool_calls[0].function.arguments }}", _messages(called(""))) == "{}"
 
 
 def test_what_a_template_says_of_the_messages_is_the_line() -> None:

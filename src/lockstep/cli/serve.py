@@ -65,6 +65,7 @@ class _Serve(GroupedCommand):
             "--served-model-name",
             "--allow-adapter-loading",
             "--fold-token-ids",
+            "--tool-call-parser",
             "--max-queue",
             "--max-queue-tokens",
             "--queue-timeout",
@@ -189,6 +190,11 @@ class _Serve(GroupedCommand):
     default=EngineOptions.grammar_seconds,
     show_default=True,
     help="Seconds that a grammar may take to compile.",
+)
+@click.option(
+    "--tool-call-parser",
+    metavar="NAME",
+    help="How the model writes tool calls; json: plain JSON, none: no tools.  [default: as its chat template tells]",
 )
 @click.option("--max-body", type=_Bytes(), default="4M", show_default=True, help="Largest body of a request.")
 @click.option("--body-timeout", type=_POSITIVE, default=30.0, show_default=True, help="Seconds that one may take.")

@@ -56,6 +56,7 @@ class ServeOptions:
     queue_timeout: float
     slow_reader: float
     grammar_timeout: float
+    tool_call_parser: str | None
     max_body: int
     body_timeout: float
     drain: float
@@ -158,7 +159,16 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     python = options.python or found.python
     tokenizer = Tokenizer.open(place.assembly)
     service = Service(
-        name, tokenizer, python, engine_options, limits, prefix, template, request_log=log, adapter_root=root
+        name,
+        tokenizer,
+        python,
+        engine_options,
+        limits,
+        prefix,
+        template,
+        request_log=log,
+        adapter_root=root,
+        tool_call_parser=options.tool_call_parser,
     )
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()

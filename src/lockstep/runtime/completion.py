@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,15 +71,17 @@ class Collector:
         stop: Sequence[str] = (),
         min_stop_tokens: int = 0,
         echo: bool = False,
+        shown: Mapping[int, str] = {},
     ):
         """Begin a completion without tokens.
 
         min_stop_tokens: of an answer, in whose text no stop string may end, as vLLM's min_tokens. echo: whether the
         answers come behind `Tokenizer.text` of the prompt, and so have all of a character that it leaves unfinished.
+        shown: as of `TextStream`.
         """
         self._min_stop_tokens = min_stop_tokens
         self.completion = Completion(len(prompt_ids), [Choice() for _ in range(n)])
-        self._streams = [tokenizer.stream(prompt_ids, echo) for _ in range(n)]
+        self._streams = [tokenizer.stream(prompt_ids, echo, shown) for _ in range(n)]
         self._filters = [StopFilter(stop) for _ in range(n)]
 
     def push(self, made: Token) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,13 +17,20 @@ class TextStream:
     character are held back, three at most. A token costs the same however many came before.
     """
 
-    def __init__(self, pieces: Pieces, context: Sequence[int] | np.ndarray = (), owed: bool = False):
+    def __init__(
+        self,
+        pieces: Pieces,
+        context: Sequence[int] | np.ndarray = (),
+        owed: bool = False,
+        shown: Mapping[int, str] = {},
+    ):
         """Begin behind a context.
 
-        owed: where the context leaves a character unfinished and the tokens do not finish it, a replacement character
-        stands for it. Else that is a part of the context's text.
+        shown: names of special tokens that are part of the text. owed: where the context leaves a character unfinished
+        and the tokens do not finish it, a replacement character stands for it. Else that is a part of the context's
+        text.
         """
-        self._pieces, self._decoder = pieces, pieces.decoder()
+        self._pieces, self._decoder, self._shown = pieces, pieces.decoder(), shown
         behind = map(int, reversed(context))
         self._before = next((token for token in behind if not pieces.is_silent(token)), None)
         unfinished = pieces.unfinished(context)
@@ -36,6 +43,8 @@ class TextStream:
         It is empty in the middle of a character.
         """
         token, pieces = int(token), self._pieces
+        if (name := self._shown.get(token)) is not None:
+            return self.finish() + name
         if pieces.is_silent(token):
             return ""
         piece = pieces.first(token) if self._before is None else pieces.behind(token, self._before)

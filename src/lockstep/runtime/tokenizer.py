@@ -218,9 +218,20 @@ class Tokenizer:
             found.append(behind[len(before) :])
         return [tokens for tokens in dict.fromkeys(found) if tokens]
 
-    def stream(self, context: Sequence[int] | np.ndarray = (), owed: bool = False) -> TextStream:
+    def token_id(self, name: str) -> int | None:
+        """Return the token whose name in the vocabulary is `name`; None where there is none."""
+        return self._tokenizer.token_to_id(name)
+
+    def silent(self, names: Iterable[str]) -> dict[int, str]:
+        """Return those of some names that are special tokens, which a text leaves out, by id."""
+        found = {token: name for name in names if (token := self.token_id(name)) is not None}
+        return {token: name for token, name in found.items() if self.pieces.is_silent(token)}
+
+    def stream(
+        self, context: Sequence[int] | np.ndarray = (), owed: bool = False, shown: Mapping[int, str] = {}
+    ) -> TextStream:
         """Return a fresh stream for the tokens behind a context, as `TextStream` says."""
-        return TextStream(self.pieces, context, owed)
+        return TextStream(self.pieces, context, owed, shown)
 
     def text(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens, without a character that they leave unfinished."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.serve.bodies import BadRequest
@@ -13,13 +13,26 @@ from lockstep.serve.service import Service
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # fields by type of part
+_INSTRUCTIONS = (
+    "You can call these functions: {functions}\nTo call one, answer with nothing but JSON: "
+    '{{"name": NAME, "arguments": {{...}}}}, or a list of such objects for several calls.'
+)
 _GIVEN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
 async def chat_text(
-    service: Service, messages: Any, opens: bool | None, continues: bool, variables: Mapping[str, Any]
+    service: Service,
+    messages: Any,
+    opens: bool | None,
+    continues: bool,
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+    instructs: bool = False,
 ) -> str:
-    """Return a chat's text by the template; opens: None: unless it `continues`. Raises BadRequest."""
+    """Return a chat's text by the template; opens: None: unless it `continues`.
+
+    tools: for the template, or where it `instructs` for a system message that describes them. Raises BadRequest.
+    """
     if service.chat.fault is not None:
         raise BadRequest(f"messages: {service.chat.fault}; use /v1/completions", "messages")
     if continues and opens:
@@ -31,6 +44,10 @@ async def chat_text(
     found = _messages(messages)
     if continues and not isinstance(found[-1].get("content"), str):
         raise BadRequest("messages: expected a text to go on from in the last one, found none", "messages")
+    if instructs:
+        found = plain_messages(found, tools)
+    elif tools:
+        variables = {**variables, "tools": tools}
     try:
         return await service.chat.render(found, not continues if opens is None else opens, continues, variables)
     except ChatError as error:
@@ -43,12 +60,14 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not 1 <= len(value) <= _MOST_MESSAGES:
         found = f"{len(value)} of them" if isinstance(value, list) else "no list"
         raise BadRequest(f"messages: expected 1 to {_MOST_MESSAGES} messages, found {found}", "messages")
-    messages = []
+    messages: list[dict[str, Any]] = []
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in _ROLES:
             raise _wrong(where, f"an object with a role: {', '.join(_ROLES)}", role)
+        if role == "tool":
+            _check_result(message, messages, where)
         kept = {name: entry for name, entry in message.items() if entry is not None}
         if role == "developer":  # OpenAI's newer name of it, which templates do not know
             kept["role"] = "system"
@@ -82,17 +101,59 @@ def _part(part: Any, where: str) -> str:
     return text
 
 
+def _check_result(message: Mapping[str, Any], before: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise BadRequest for a tool's result without a call of an assistant before it."""
+    nobody: Mapping[str, Any] = {}
+    calling = next((each for each in reversed(before) if each["role"] != "tool"), nobody)
+    calls = calling.get("tool_calls") if calling.get("role") == "assistant" else None
+    if not calls:
+        raise _wrong(where, "a tool's result after an assistant's message with tool_calls", "none before it")
+    ids, id = [call.get("id") for call in calls], message.get("tool_call_id")
+    if id is not None and id not in ids and None not in ids:
+        raise _wrong(f"{where}.tool_call_id", "the id of one of the tool_calls before it", id)
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for a template that knows no tools: a system message describes them, and calls are text."""
+    functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    said = _INSTRUCTIONS.format(functions=functions)
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            result = {"tool_call_id": message.get("tool_call_id"), "result": message["content"]}
+            plain.append({"role": "user", "content": json.dumps(result, ensure_ascii=False)})
+        elif calls := message.get("tool_calls"):
+            calls = [_plain_call(call) for call in calls]
+            text = json.dumps(calls if len(calls) > 1 else calls[0], ensure_ascii=False)
+            plain.append({"role": "assistant", "content": text})
+        else:
+            plain.append(dict(message))
+    if plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{said}"}, *plain[1:]]
+    return [{"role": "system", "content": said}, *plain]
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments") or {}
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {"name": function.get("name"), "arguments": arguments, "id": call.get("id")}
+
+
 def _check_tool_calls(value: Any, where: str) -> None:
-    """Raise BadRequest for what are no tool calls, and for arguments that are no JSON in a text, as OpenAI has them."""
+    """Raise BadRequest for what are no tool calls, and for arguments that are no object, as JSON or as its text."""
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
         raise _wrong(where, "a list of objects", value)
     for index, call in enumerate(value):
         function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                raise _wrong(f"{where}[{index}].function.arguments", "JSON", function["arguments"]) from None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        arguments = {} if arguments is None else arguments
+        try:
+            given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            raise _wrong(f"{where}[{index}].function.arguments", "JSON", arguments) from None
+        if not isinstance(given, dict):
+            raise _wrong(f"{where}[{index}].function.arguments", "JSON of an object", arguments)
 
 
 def _wrong(where: str, expected: str, found: Any) -> BadRequest:

@@ -76,6 +76,9 @@ class Metrics:
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
         self.prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")
         self.generation_tokens = self._make(Counter, "generation_tokens", "Tokens that were made.")
+        self.tool_calls = self._make(Counter, "tool_calls", "Tool calls in answers of chats.")
+        malformed = "Beginnings of tool calls that could not be read, and are content."
+        self.malformed_tool_calls = self._make(Counter, "malformed_tool_calls", malformed)
         self._success = self._make(Counter, "request_success", "Answers that ended, by reason.", ["finished_reason"])
         self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to admission.")
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")

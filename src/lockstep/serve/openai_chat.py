@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from lockstep.runtime.completion import Choice
+from lockstep.serve.answer_reader import AnswerPlan, AnswerReader, Part, joined
 from lockstep.serve.bodies import BadRequest, Unsupported
 from lockstep.serve.frames import finite
 from lockstep.serve.messages import chat_text
@@ -13,14 +16,13 @@ from lockstep.serve.openai_answers import AnswerFormat, reason
 from lockstep.serve.openai_parameters import Parameters, longest_prompt, prompt_requests
 from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
-from lockstep.serve.stream import AnswerDelta, PromptRequest
+from lockstep.serve.stream import AnswerDelta, PromptRequest, Stream
+from lockstep.serve.tools import Tools, calling_format, held_grammar, tools_of
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 
 _UNSUPPORTED: Unsupported = {
     **Parameters.UNSUPPORTED,
     "echo": (None, False),
-    "tools": (None, []),
-    "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),
     "modalities": (None, ["text"]),
@@ -41,6 +43,9 @@ class ChatBody(Parameters, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None  # see `tools_of`, and for the next two
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = True
 
     @property
     def num_logprobs(self) -> int | None:
@@ -56,12 +61,39 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
         found = f"{body.top_logprobs} with logprobs {str(bool(body.logprobs)).lower()}"
         said = f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {found}"
         raise BadRequest(said, "top_logprobs")
+    tools, format = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls), service.tool_format
+    if tools is not None and format is None:
+        said = "expected none, for the model's chat template tells no known format of tool calls; start the server"
+        raise BadRequest(f"tools: {said} with --tool-call-parser NAME (json: plain JSON)", "tools")
     continues, variables = bool(body.continue_final_message), body.chat_template_kwargs or {}
-    text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
+    text = await chat_text(
+        service,
+        body.messages,
+        body.add_generation_prompt,
+        continues,
+        variables,
+        tools.given if tools else (),
+        tools is not None and format is not None and format.instructs,
+    )
     # Without the tokens that the tokenizer puts before a text: the template has written them.
     special = bool(body.add_special_tokens)
     prompts = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
-    return prompt_requests(body, prompts, "messages", service)
+    requests = prompt_requests(body, prompts, "messages", service)
+    plan = _plan(tools, service)
+    tokenizer = service.tokenizer
+    for prompt in requests:
+        grammar = held_grammar(tools, plan.format, prompt.request.grammar, plan.reasoning, plan.opened, tokenizer)
+        prompt.request = replace(prompt.request, grammar=grammar)
+        prompt.plan, prompt.shown = plan, tokenizer.silent(plan.marks)
+    return requests
+
+
+def _plan(tools: Tools | None, service: Service) -> AnswerPlan:
+    """Return how answers are read."""
+    if tools is None or tools.choice == "none" or service.tool_format is None:
+        return AnswerPlan()
+    format = calling_format(service.tool_format, tools)
+    return AnswerPlan(format=format, tools=tools.schemas, single=tools.single, held=tools.must_call)
 
 
 class ChatFormat(AnswerFormat):
@@ -69,22 +101,63 @@ class ChatFormat(AnswerFormat):
 
     ID, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, body: ChatBody, service: Service, stream: Stream, request_id: str):
+        super().__init__(body, service, stream, request_id)
+        self._plan, self._request_id = stream.prompts[0].plan, request_id
+        self._readers = [self._plan.reader(live=True) for _ in stream.choices]
+
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text}
+        reader = self._plan.reader(live=False)
+        answer = joined([*reader.push(choice.text), *reader.finish()])
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.calls:
+            message["content"] = answer.content or None
+            message["tool_calls"] = [
+                {"id": self._call_id(index, number), "type": "function", "function": {"name": name, "arguments": text}}
+                for number, (name, text) in enumerate(answer.calls)
+            ]
         found = self._token_logprobs(choice.token_ids, choice.logprobs)
-        return {"index": index, "message": message, "logprobs": found, "finish_reason": reason(choice.finish)}
+        finish = self._finish(reader, choice.finish)
+        return {"index": index, "message": message, "logprobs": found, "finish_reason": finish}
+
+    def _call_id(self, index: int, number: int) -> str:
+        """Return a call's id, which is the same for the same request id."""
+        digest = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
+        length = self._plan.format.id_length if self._plan.format else 0
+        return digest[:length] if length < 24 else f"call_{digest[:length]}"  # Mistral's templates take no underscore
+
+    def _finish(self, reader: AnswerReader, finish: str | None) -> str | None:
+        """Return why an answer ended, and count its calls."""
+        self._service.metrics.tool_calls.inc(reader.num_calls)
+        self._service.metrics.malformed_tool_calls.inc(reader.num_malformed)
+        found = reason(finish)
+        return "tool_calls" if found == "stop" and reader.num_calls else found
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._stream.choices)):
             yield _chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        if delta.text or delta.logprobs:
-            yield _chunk(
-                delta.index, {"content": delta.text}, logprobs=self._token_logprobs(delta.token_ids, delta.logprobs)
-            )
+        reader = self._readers[delta.index]
+        parts = reader.push(delta.text) + (reader.finish() if delta.finish else [])
+        deltas = [self._delta(delta.index, part) for part in parts]
+        logprobs = self._token_logprobs(delta.token_ids, delta.logprobs)
+        if delta.logprobs and not deltas:
+            deltas = [{"content": ""}]
+        for each in deltas:
+            yield _chunk(delta.index, each, logprobs=logprobs)
+            logprobs = None
         if delta.finish:
-            yield _chunk(delta.index, {}, reason(delta.finish))
+            yield _chunk(delta.index, {}, self._finish(reader, delta.finish))
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if part.kind == "content":
+            return {"content": part.text}
+        call: dict[str, Any] = {"index": part.call, "function": {"arguments": part.text}}
+        if part.kind == "name":
+            function = {"name": part.text, "arguments": ""}
+            call = {"index": part.call, "id": self._call_id(index, part.call), "type": "function", "function": function}
+        return {"tool_calls": [call]}
 
     def _token_logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         if not self._logprobs:

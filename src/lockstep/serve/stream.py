@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from lockstep.runtime.completion import Choice, Collector
 from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.answer_reader import AnswerPlan
 from lockstep.step.sampling import Logprobs
 
 # Whose request it is that this task is at: prefixes are shared with nobody else.
@@ -31,13 +32,16 @@ class PromptRequest:
     """A prompt of an HTTP request, from its front end to the end of its answers.
 
     request: what the engine computes. stop: the strings that end its text. echo: the text that the answer begins with,
-    where the prompt is to be repeated. min_stop_tokens: as of `Collector`. The rest is there once it is submitted.
+    where the prompt is to be repeated. min_stop_tokens, shown: as of `Collector`. plan: how a chat's answers are read.
+    The rest is there once it is submitted.
     """
 
     request: Request
     stop: tuple[str, ...] = ()
     echo: str | None = None
     min_stop_tokens: int = 0
+    shown: Mapping[int, str] = field(default_factory=dict)
+    plan: AnswerPlan = AnswerPlan()
     stream: Stream = field(init=False)
     collector: Collector = field(init=False)
     arrived: float = field(init=False)
@@ -89,7 +93,7 @@ class Stream:
         self.prompts, first = prompts, 0
         for prompt in prompts:
             n, ids, echoes = prompt.request.n, prompt.request.prompt_ids, prompt.echo is not None
-            prompt.collector = Collector(tokenizer, ids, n, prompt.stop, prompt.min_stop_tokens, echoes)
+            prompt.collector = Collector(tokenizer, ids, n, prompt.stop, prompt.min_stop_tokens, echoes, prompt.shown)
             prompt.stream, prompt.arrived, prompt.first, prompt.choices = self, self.began, first, set(range(n))
             first += n
         self._pending: dict[int, AnswerDelta] = {}

@@ -167,9 +167,7 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     text = function["arguments"] or "{}"
-    value = json.loads(text)
-    # JSON that is no object stays as it was sent.
-    return {**call, "function": {**function, "arguments": _Arguments(value, text) if isinstance(value, dict) else text}}
+    return {**call, "function": {**function, "arguments": _Arguments(json.loads(text), text)}}
 
 
 def _opened(text: str, final: str) -> str:

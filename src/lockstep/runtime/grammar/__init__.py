@@ -16,9 +16,11 @@ class Grammar:
     """The form that an answer must have.
 
     text: a JSON schema, a regular expression that the whole answer matches, or a grammar in llguidance's dialect of
-    Lark; "json_object" has none. name: of the field that asked for it, for errors.
+    Lark; "json_object" has none. name: of the field that asked for it, for errors. around: a grammar in that dialect,
+    in which the answer's form stands as `@answer`; "": the form is all of the answer.
     """
 
     kind: Kind
     text: str = ""
     name: str = field(default="grammar", compare=False)
+    around: str = ""

@@ -110,7 +110,7 @@ class Compiler:
                 if job.grammar not in self._known:
                     assert self._text is not None
                     trial = trial or TrialProcess(self._text, self._vocab_size, self._eos_token_ids)
-                    trial.check(job.grammar.kind, job.grammar.text, self._seconds)
+                    trial.check(job.grammar.kind, job.grammar.text, self._seconds, job.grammar.around)
                 outcome: Matcher | str = self._matcher(tokenizer, job)
             except Refusal as refusal:
                 outcome = f"{job.grammar.name}: expected {refusal}"
@@ -135,7 +135,7 @@ class Compiler:
 
     def _matcher(self, tokenizer: Any, job: _Job) -> Matcher:
         assert self._masks is not None
-        matcher = compiled(tokenizer, job.grammar.kind, job.grammar.text)
+        matcher = compiled(tokenizer, job.grammar.kind, job.grammar.text, job.grammar.around)
         if job.answer_ids and not matcher.consume_tokens(list(job.answer_ids)):
             raise Refusal("answer_ids that the grammar allows, found others")
         made = Matcher(matcher, self._vocab_size, self._masks)

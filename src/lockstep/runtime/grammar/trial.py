@@ -38,7 +38,7 @@ class TrialProcess:
         self._terms = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def check(self, kind: str, text: str, seconds: float) -> None:
+    def check(self, kind: str, text: str, seconds: float, around: str = "") -> None:
         """Check that a grammar compiles within `seconds`. Raises Refusal."""
         if self._process is None:
             self._process = subprocess.Popen(
@@ -49,7 +49,7 @@ class TrialProcess:
             except Refusal:
                 self.close()
                 raise
-        self._ask({"kind": kind, "text": text, "seconds": seconds}, seconds)
+        self._ask({"kind": kind, "text": text, "around": around, "seconds": seconds}, seconds)
 
     def close(self) -> None:
         """End the process."""
@@ -104,18 +104,21 @@ def open_tokenizer(text: str, vocab_size: int, eos_token_ids: Sequence[int]) -> 
         raise Refusal(f"a tokenizer.json that llguidance can read, found {_line(error)}") from None
 
 
-def compiled(tokenizer: Any, kind: str, text: str) -> Any:
-    """Return the matcher of a grammar. Raises Refusal."""
+def compiled(tokenizer: Any, kind: str, text: str, around: str = "") -> Any:
+    """Return the matcher of a grammar; around: as of `Grammar`. Raises Refusal."""
     import llguidance
 
     try:
         if kind == "regex":
-            program = llguidance.LLMatcher.grammar_from_regex(text)
+            made = json.loads(llguidance.LLMatcher.grammar_from_regex(text))
+            program = json.dumps({"grammars": [{"lark_grammar": made["grammars"][0]["lark_grammar"]}]})
         elif kind == "lark":
             program = json.dumps({"grammars": [{"lark_grammar": text}]})
         else:  # put together as text: llguidance's own way reads a schema while all other threads wait
-            schema = _bounded(text if kind == "json_schema" else '{"type": "object"}')
+            schema = bounded(text if kind == "json_schema" else '{"type": "object"}')
             program = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
+        if around:
+            program = _inside(around, program)
         matcher = llguidance.LLMatcher(tokenizer, program, log_level=0)
     except (ValueError, TypeError, RecursionError) as error:
         raise Refusal(f"a grammar that llguidance takes, found {_line(error)}") from None
@@ -124,7 +127,14 @@ def compiled(tokenizer: Any, kind: str, text: str) -> Any:
     return matcher
 
 
-def _bounded(text: str) -> str:
+def _inside(around: str, program: str) -> str:
+    """Return a program whose grammar stands as `@answer` in another one."""
+    first, _, rest = program.partition('{"grammars": [{')
+    assert not first, "a program is a list of grammars"
+    return f'{{"grammars": [{{"lark_grammar": {json.dumps(around)}}}, {{"name": "answer", {rest}'
+
+
+def bounded(text: str, white_space: str = _WHITE_SPACE) -> str:
     """Return a schema that allows white space of a bounded length, unless it says itself what it allows.
 
     Without an end, a model that has nothing to say would go on with white space for as long as it may.
@@ -135,7 +145,7 @@ def _bounded(text: str) -> str:
     options = schema.get(_OPTIONS, {}) if isinstance(schema, dict) else None
     if not isinstance(options, dict) or options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
         return text
-    return json.dumps({**schema, _OPTIONS: {**options, "whitespace_pattern": _WHITE_SPACE}})
+    return json.dumps({**schema, _OPTIONS: {**options, "whitespace_pattern": white_space}})
 
 
 def _line(error: object) -> str:
@@ -163,7 +173,7 @@ def _main() -> None:
 def _try(tokenizer: Any, asked: Mapping[str, Any], answer: dict[str, str]) -> None:
     def work() -> None:
         try:
-            matcher = compiled(tokenizer, asked["kind"], asked["text"])
+            matcher = compiled(tokenizer, asked["kind"], asked["text"], asked["around"])
             matcher.deep_copy().compute_bitmask()
         except Refusal as refusal:
             answer["error"] = str(refusal)

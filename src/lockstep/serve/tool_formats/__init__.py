@@ -1,0 +1,31 @@
+"""Formats of tool calls: each a small file; an answer's text in, calls out."""
+
+from __future__ import annotations
+
+from lockstep.errors import InputError
+from lockstep.serve.tool_formats.base import ToolFormat
+from lockstep.serve.tool_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from lockstep.serve.tool_formats.granite import GRANITE
+from lockstep.serve.tool_formats.hermes import HERMES
+from lockstep.serve.tool_formats.mistral import MISTRAL, MISTRAL_ARGS
+from lockstep.serve.tool_formats.plain_json import JSON, LLAMA3
+from lockstep.serve.tool_formats.pythonic import PYTHONIC
+from lockstep.serve.tool_formats.tagged import GLM, QWEN3_CODER
+
+# In the order in which a template is looked at: what tells more comes first.
+_ALL = (*(MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, GLM, QWEN3_CODER, GRANITE, HERMES, PYTHONIC, LLAMA3), JSON)
+FORMATS = {each.name: each for each in _ALL}
+
+
+def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
+    """Return the format of a name, else the one that a chat template tells; None where it tells none, or for "none".
+
+    Raises InputError for an unknown name.
+    """
+    if named is not None:
+        if named != "none" and named not in FORMATS:
+            names = ", ".join(sorted(FORMATS))
+            raise InputError(f"--tool-call-parser: expected none or one of {names}; found {named!r}")
+        return FORMATS.get(named)
+    known = (each for each in _ALL if each.template)
+    return next((each for each in known if all(text in (template or "") for text in each.template)), None)

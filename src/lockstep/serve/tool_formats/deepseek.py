@@ -1,0 +1,52 @@
+"""DeepSeek V3, R1 and V3.1: calls between marks of the tokenizer's own."""
+
+from __future__ import annotations
+
+from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Event, Reading, Source, ToolFormat
+
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SEPARATOR, _FENCE = "<｜tool▁sep｜>", "```"
+_MARKS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
+
+
+def _read(source: Source) -> Reading[None]:
+    yield from source.expect(_CALLS)
+    yield from source.expect(_CALL)
+    while True:
+        head = yield from source.until(_SEPARATOR)
+        yield from source.follows(_SEPARATOR)
+        if head.strip() == "function":  # V3 and R1: the name, then JSON in a fence
+            name = yield from source.until("\n")
+            yield Event("name", source.known(name.strip()))
+            yield from source.expect(f"{_FENCE}json")
+            yield from source.json("{", sends=True)
+            yield from source.expect(_FENCE)
+        else:
+            yield Event("name", source.known(head.strip()))
+            yield from source.json("{", sends=True)
+        yield from source.close(_CALL_END)
+        yield from source.space()
+        if not (yield from source.follows(_CALL)):
+            break
+    yield from source.close(_CALLS_END)
+
+
+DEEPSEEK_V3 = ToolFormat(
+    name="deepseek_v3",
+    template=(_CALLS, "```json"),
+    starts=(_CALLS,),
+    read=_read,
+    marks=_MARKS,
+    call=(_CALL, "function", _SEPARATOR, NAME, "\n```json\n", ARGUMENTS, "\n```", _CALL_END),
+    around=((_CALLS,), ("\n",), (_CALLS_END,)),
+)
+DEEPSEEK_V31 = ToolFormat(
+    name="deepseek_v31",
+    template=(_CALLS,),
+    starts=(_CALLS,),
+    read=_read,
+    marks=_MARKS,
+    call=(_CALL, NAME, _SEPARATOR, ARGUMENTS, _CALL_END),
+    around=((_CALLS,), (), (_CALLS_END,)),
+)

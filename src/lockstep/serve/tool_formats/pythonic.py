@@ -1,0 +1,82 @@
+"""Llama 3.2 and 4: `[name(argument="value"), other()]`, Python that is read and never run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from lockstep.serve.tool_formats.base import Event, Malformed, Reading, Source, ToolFormat
+
+_BEGIN, _END = "<|python_start|>", "<|python_end|>"
+_HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+_HALF_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?")
+_PART = re.compile(r"""[^"'()\[\]{}]*""")
+_STRING = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
+_DEEPEST = 64
+
+
+def _read(source: Source) -> Reading[None]:
+    marked = yield from source.follows(_BEGIN)
+    yield from source.space()
+    while _HEAD.match(source.text, source.at) is None:
+        if _HALF_HEAD.fullmatch(source.text, source.at) is None:
+            raise Malformed
+        yield from source.more()
+    start = source.at
+    yield from _skip(source)
+    for name, arguments in _calls(source.text[start : source.at]):
+        yield Event("name", source.known(name))
+        yield Event("arguments", arguments)
+    if marked:
+        yield from source.close(_END)
+
+
+def _skip(source: Source) -> Reading[None]:
+    """Read to the bracket that closes the first one, outside of strings."""
+    depth, quote = 0, ""
+    while True:
+        found = (_STRING[quote] if quote else _PART).match(source.text, source.at)
+        assert found is not None
+        source.at = found.end()
+        character = source.text[source.at : source.at + 1]
+        if not character or (quote and character == "\\"):
+            yield from source.more()
+            continue
+        source.at += 1
+        if character in "\"'":
+            quote = "" if quote else character
+        else:
+            depth += 1 if character in "([{" else -1
+            if depth == 0:
+                return
+            if depth > _DEEPEST:
+                raise Malformed
+
+
+def _calls(text: str) -> list[tuple[str, str]]:
+    """Return names and arguments. Raises Malformed for Python that is no list of calls with plain values."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List):
+            raise Malformed
+        return [_call(node) for node in tree.elts]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise Malformed from None
+
+
+def _call(node: ast.expr) -> tuple[str, str]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise Malformed
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise Malformed
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+PYTHONIC = ToolFormat(
+    name="pythonic", template=("func_name1(",), starts=(_BEGIN,), read=_read, opening="[", marks=(_BEGIN, _END)
+)

@@ -1,0 +1,219 @@
+"""The tools of a chat: what a client may ask for, checked; how answers are read, and the grammar that holds them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.runtime.grammar import Grammar
+from lockstep.runtime.grammar.trial import bounded
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.reasoning import ReasoningFormat
+from lockstep.serve.tool_formats import FORMATS
+from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, ToolFormat
+
+_MOST_TOOLS, _MOST_CALLS = 128, 32  # of a request; of an answer that a grammar holds
+_DEEPEST, _LONGEST = 32, 1 << 17  # levels and characters of a schema
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_CHOICES = ("none", "auto", "required")
+_TEXT = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request.
+
+    given: as the client sent them, for the template. schemas: of arguments, by name. strict: names of functions whose
+    calls must follow their schema. choice: "none", "auto", "required", or a function's name with `named`.
+    """
+
+    given: Sequence[Mapping[str, Any]]
+    schemas: Mapping[str, Mapping[str, Any]]
+    strict: frozenset[str]
+    choice: str
+    named: bool = False
+    single: bool = False
+
+    @property
+    def must_call(self) -> bool:
+        return self.named or self.choice == "required"
+
+
+def tools_of(given: Any, choice: Any, parallel: bool | None) -> Tools | None:
+    """Return the tools of a body's fields of these names; None for none. Raises BadRequest."""
+    if not given:
+        if choice not in (None, "none"):
+            raise BadRequest("tool_choice: expected none without tools, found another value", "tool_choice")
+        return None
+    if not isinstance(given, list) or len(given) > _MOST_TOOLS:
+        found = f"{len(given)} of them" if isinstance(given, list) else "no list"
+        raise BadRequest(f"tools: expected up to {_MOST_TOOLS} tools, found {found}", "tools")
+    schemas: dict[str, Mapping[str, Any]] = {}
+    strict = set()
+    for index, tool in enumerate(given):
+        name, schema, is_strict = _function(tool, f"tools[{index}]")
+        if name in schemas:
+            raise BadRequest(f"tools[{index}].function.name: expected each name once, found {name!r} twice", "tools")
+        schemas[name] = schema
+        if is_strict:
+            strict.add(name)
+    name, named = _chosen(choice, schemas)
+    return Tools(given, schemas, frozenset(strict), name, named, parallel is False)
+
+
+def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any], bool]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type", "function") != "function":
+        found = tool.get("type") if isinstance(tool, dict) else "no object"
+        raise BadRequest(f"{where}: expected an object of type function, found {ascii(found)[:60]}", "tools")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        expected = "1 to 64 letters, digits, _, . or -"
+        raise BadRequest(f"{where}.function.name: expected {expected}, found {ascii(name)[:80]}", "tools")
+    schema = function.get("parameters")
+    schema = {"type": "object", "properties": {}} if schema is None else schema
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise BadRequest(f"{where}.function.parameters: expected the JSON schema of an object, found another", "tools")
+    if (depth := _depth(schema)) > _DEEPEST:
+        raise BadRequest(f"{where}.function.parameters: expected up to {_DEEPEST} levels, found {depth}", "tools")
+    if (size := len(json.dumps(schema))) > _LONGEST:
+        raise BadRequest(f"{where}.function.parameters: expected up to {_LONGEST} characters, found {size}", "tools")
+    if not isinstance(is_strict := function.get("strict") or False, bool):
+        raise BadRequest(f"{where}.function.strict: expected true or false, found another value", "tools")
+    return name, schema, is_strict
+
+
+def _depth(value: Any) -> int:
+    """Return the levels of objects and lists; Python's own stack is not used, for they may be many."""
+    deepest, waiting = 0, [(value, 0)]
+    while waiting:
+        each, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        if isinstance(each, dict | list):
+            inner: Iterable[Any] = each.values() if isinstance(each, dict) else each
+            waiting += [(other, depth + 1) for other in inner]
+    return deepest
+
+
+def _chosen(choice: Any, schemas: Mapping[str, Any]) -> tuple[str, bool]:
+    if choice is None or (isinstance(choice, str) and choice in _CHOICES):
+        return choice or "auto", False
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        expected = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+        raise BadRequest(f"tool_choice: expected {expected}; found {ascii(choice)[:80]}", "tool_choice")
+    if name not in schemas:
+        raise BadRequest(f"tool_choice: expected the name of one of tools, found {name[:64]!r}", "tool_choice")
+    return name, True
+
+
+def calling_format(format: ToolFormat, tools: Tools) -> ToolFormat:
+    """Return the format that answers are read in: where calls are held, one that a grammar can be made of."""
+    return format if format.call or not tools.must_call else FORMATS["json"]
+
+
+def held_grammar(
+    tools: Tools | None,
+    format: ToolFormat | None,
+    grammar: Grammar | None,
+    reasoning: ReasoningFormat | None,
+    opened: bool,
+    tokenizer: Tokenizer,
+) -> Grammar | None:
+    """Return the grammar of an answer: of calls, of the form that was asked for, both of them behind the reasoning.
+
+    format: of the calls, None where none are read. grammar: of the form, None where none was asked for. Raises
+    BadRequest where `strict` asks for what the format cannot be held to.
+    """
+    lark = _Lark(tokenizer)
+    answer = None
+    if tools is not None and format is not None and tools.must_call:
+        names = [tools.choice] if tools.named else list(tools.schemas)
+        answer = lark.calls(format, {name: tools.schemas[name] for name in names}, tools.single or tools.named)
+        grammar = None
+    elif tools is not None and format is not None and (tools.strict or grammar is not None):
+        if not format.call:
+            said = f"expected a tool_choice that requires a call, for {format.name} is read and not held to a schema"
+            raise BadRequest(f"tools: strict: {said}; or leave out strict and response_format", "tools")
+        anything = {"type": "object"}
+        schemas = {name: schema if name in tools.strict else anything for name, schema in tools.schemas.items()}
+        answer = lark.calls_or(format, schemas, tools.single, grammar is not None)
+    elif grammar is not None:
+        answer = "@answer"
+    if answer is None:
+        return None
+    if reasoning is not None:
+        answer = f"{lark.reasoning(reasoning, opened)} ({answer})"
+    elif answer == "@answer":
+        return grammar
+    around = "\n".join([f"start: {answer}", *lark.rules])
+    if grammar is None:
+        return Grammar("lark", around, "tools")
+    return Grammar(grammar.kind, grammar.text, grammar.name, around)
+
+
+class _Lark:
+    """Rules of a grammar in llguidance's dialect of Lark; the methods return expressions."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.rules: list[str] = []
+
+    def _mark(self, text: str) -> str:
+        """Return a mark: where it is one token, that token, as llguidance takes its text for another thing."""
+        token = self._tokenizer.token_id(text)
+        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
+
+    def _parts(self, format: ToolFormat, parts: Sequence[str], name: str = "", arguments: str = "") -> str:
+        values = {NAME: json.dumps(name), ARGUMENTS: arguments}
+        return " ".join(
+            values.get(part) or (self._mark(part) if part in format.marks else json.dumps(part, ensure_ascii=False))
+            for part in parts
+        )
+
+    def calls(self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool) -> str:
+        names = []
+        for number, (name, schema) in enumerate(schemas.items()):
+            names.append(f"call_{number}")
+            self.rules.append(f"arguments_{number}: %json {bounded(json.dumps({'type': 'object', **schema}), ' ?')}")
+            self.rules.append(f"call_{number}: {self._parts(format, format.call, name, f'arguments_{number}')}")
+        self.rules.append(f"call: {' | '.join(names)}")
+        begin, between, end = (self._parts(format, parts) for parts in format.around)
+        more = "" if single else f"({between} call){{0,{_MOST_CALLS - 1}}}"
+        return f"{begin} call {more} {end}".strip()
+
+    def calls_or(
+        self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool, has_form: bool
+    ) -> str:
+        """Return calls, or text without any; has_form: instead of text, what the client asked for."""
+        calls = self.calls(format, schemas, single)
+        if has_form:
+            return f"{calls} | @answer"
+        self.rules.append(f"TEXT: {_TEXT}")
+        if format.opening:
+            characters = re.escape(format.opening)
+            self.rules.append(rf"OTHER: /([^\s{characters}](.|\n)*)?/")
+            return f"{calls} | OTHER"
+        start = format.starts[0]
+        if self._tokenizer.token_id(start) is not None:  # no text has it
+            return f"TEXT | TEXT {calls} TEXT"
+        escaped = re.escape(start).replace("/", r"\/")
+        self.rules.append(rf"BEFORE: /(.|\n)*/ & ~/(.|\n)*{escaped}(.|\n)*/")
+        return f"BEFORE | BEFORE {calls} BEFORE"
+
+    def reasoning(self, format: ReasoningFormat, opened: bool) -> str:
+        """Return the reasoning, which ends at the first end mark; opened: the prompt has its beginning."""
+        self.rules.append(r"SPACE: /\s{0,16}/")
+        if self._tokenizer.token_id(format.end) is not None:
+            self.rules.append(f"THOUGHT: {_TEXT}")
+            inside = f"THOUGHT {self._mark(format.end)} SPACE"
+        else:
+            escaped = re.escape(format.end).replace("/", r"\/")
+            self.rules.append(rf"thought[lazy]: /(.|\n)*{escaped}/")
+            inside = "thought SPACE"
+        return inside if opened else f"(SPACE {self._mark(format.begin)} {inside})?"

@@ -1,0 +1,289 @@
+"""Tools and reasoning of chats: `lockstep serve`, the real one, of a model that says what a script tells it to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import scripted_model
+from demo_model import DEMO
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from lockstep.runtime import Tokenizer
+from lockstep.targets import Results
+from real_server import RealServer
+from shared import Shared
+
+pytestmark = pytest.mark.exports
+
+# A prompt is the users' messages; where one asks for it, the template shows what it was given.
+TEMPLATE = """\
+{%- if shown %}{{ raise_exception(tools | tojson) }}{% endif %}
+{%- for message in messages %}
+{%- if message.role in ('user', 'tool') %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or () %}{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt and thinks %}<think>{% endif %}
+{#- <tool_call> <think> #}"""
+PARIS, BERLIN = '{"city": "Paris"}', '{"city": "Berlin", "days": [1, 2]}'
+
+
+def calls(*given: tuple[str, str]) -> str:
+    return "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>' for name, text in given)
+
+
+# What the model answers, by the number of tokens of the prompt.
+TWO_CALLS = f"Let me look. {calls(('weather', PARIS), ('weather', BERLIN))}"
+ANSWERS = {
+    20: TWO_CALLS,
+    140: "<tool_call>\nnone</tool_call>",
+    200: f"[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]time{{}}",
+    260: "<think>\nI <b>think.\n</think>\n\nParis.",
+    310: f"<think>Look.</think>{calls(('time', '{}'))}",
+    360: "still thinking</think>Done.",
+    400: f'{{"name": "weather", "arguments": {PARIS}}}',
+    460: "The time is known.",
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tell the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Berlin"]}, "days": {"type": "array", "maxItems": 0}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME = {
+    "type": "function",
+    "function": {"name": "time", "parameters": {"type": "object", "additionalProperties": False}},
+}
+TOOLS = [WEATHER, TIME]
+ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]")
+
+
+@pytest.fixture(scope="module")
+def results(shared: Shared) -> Results:
+    def make(folder: Path) -> None:
+        library = Library.from_file(str(DEMO / "tokenizer.json"))
+        library.add_tokens([AddedToken(name, normalized=False, special=False) for name in ADDED])
+        library.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
+        library.save(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer(folder / "tokenizer.json")
+        script: dict[int, int] = {}
+        for length, text in ANSWERS.items():
+            ids = [*tokenizer.encode(text).tolist(), 0]
+            places = range(length - 1, length - 1 + len(ids))
+            assert not script.keys() & set(places)
+            script |= dict(zip(places, ids))
+        config = {"chat_template": TEMPLATE, "eos_token": "<eos>"}
+        checkpoint = scripted_model.write(
+            folder / "checkpoint", folder / "tokenizer.json", script, config, eos_token_id=0
+        )
+        scripted_model.results(checkpoint, folder / "results")
+
+    return Results(shared.folder("scripted-tools", make) / "results")
+
+
+@pytest.fixture(scope="module")
+def server(results: Results) -> Iterator[RealServer]:
+    with RealServer(results.root, target=scripted_model.TARGET) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RealServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def prompt(text: str, less: int = 0) -> str:
+    """Return the prompt that is answered with a text; less: tokens that come from elsewhere."""
+    length = next(length for length, answer in ANSWERS.items() if answer == text)
+    return "\n" * (length - less)
+
+
+def asked(text: str, **given: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": prompt(text)}]
+    return {"model": "scripted", "temperature": 0, "messages": messages, **given}
+
+
+def ask(client: openai.OpenAI, text: str, **given: Any) -> Any:
+    return client.chat.completions.create(**asked(text, **given)).choices[0]
+
+
+def streamed(client: openai.OpenAI, text: str, **given: Any) -> Any:
+    """Return the choice that the package itself makes of a stream."""
+    with client.chat.completions.stream(**asked(text, **given)) as stream:
+        return stream.get_final_completion().choices[0]
+
+
+def made(choice: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+
+
+def test_calls_of_an_answer(client: openai.OpenAI) -> None:
+    choice = ask(client, TWO_CALLS, tools=TOOLS)
+    assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
+    assert made(choice) == [("weather", PARIS), ("weather", BERLIN)]
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2 and all(id.startswith("call_") for id in ids)
+    assert made(ask(client, TWO_CALLS, tools=TOOLS, parallel_tool_calls=False)) == [("weather", PARIS)]
+    plain = ask(client, TWO_CALLS, tools=TOOLS, tool_choice="none")
+    assert plain.message.content == TWO_CALLS and plain.finish_reason == "stop" and not plain.message.tool_calls
+
+
+def test_streamed_calls_have_the_name_first(client: openai.OpenAI) -> None:
+    whole, joined = ask(client, TWO_CALLS, tools=TOOLS), streamed(client, TWO_CALLS, tools=TOOLS)
+    assert joined.message.content == whole.message.content and joined.finish_reason == "tool_calls"
+    assert made(joined) == made(whole)
+    chunks = client.chat.completions.create(**asked(TWO_CALLS, tools=TOOLS, stream=True))
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
+    names = [delta for delta in deltas if delta.id]
+    assert [(each.index, each.function.name, each.function.arguments) for each in names] == [
+        (0, "weather", ""),
+        (1, "weather", ""),
+    ]
+
+
+def test_two_requests_of_one_id_have_the_same_calls(server: RealServer) -> None:
+    body, header = asked(TWO_CALLS, tools=TOOLS), {"X-Request-Id": "mine"}
+    answers = [json.loads(server.request("POST", "/v1/chat/completions", body, header)[2]) for _ in range(2)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
+def test_what_is_no_call_is_content_and_counted(server: RealServer, client: openai.OpenAI) -> None:
+    def count(name: str) -> float:
+        text = server.request("GET", "/metrics")[2].decode()
+        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"lockstep:{name}_total"))
+
+    text, before = ANSWERS[140], count("malformed_tool_calls")
+    choice = ask(client, text, tools=TOOLS)
+    assert (choice.message.content, choice.finish_reason) == (text, "stop") and not choice.message.tool_calls
+    assert streamed(client, text, tools=TOOLS).message.content == text
+    assert count("malformed_tool_calls") == before + 2 and count("tool_calls") > 0
+    cut = ask(client, TWO_CALLS, tools=TOOLS, max_tokens=30)
+    assert cut.finish_reason == "length" and TWO_CALLS.startswith(cut.message.content) and not cut.message.tool_calls
+
+
+def test_a_loop_gives_results_to_the_template(server: RealServer, client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": PARIS}}
+    turns = [
+        {"role": "user", "content": "\n" * 9},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    count = server.post("/tokenize", prompt="\n" * 9 + "weatherParisrain")["count"]
+    answer = client.chat.completions.create(**asked(TWO_CALLS, messages=turns, tools=TOOLS, max_tokens=1))
+    assert answer.usage.prompt_tokens == count
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, TWO_CALLS, tools=TOOLS, extra_body={"chat_template_kwargs": {"shown": True}})
+    assert json.dumps(TOOLS)[:150] in caught.value.message
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_asked_for_is_held_to_the_schema(client: openai.OpenAI, choice: Any) -> None:
+    for ask_for in (ask, streamed):  # the model would say words
+        answer = ask_for(client, ANSWERS[460], tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
+        ((name, arguments),) = made(answer)
+        assert name == "weather" and json.loads(arguments)["city"] in ("Paris", "Berlin")
+        assert answer.finish_reason == "tool_calls" and not answer.message.content
+
+
+def test_a_strict_function_is_held_from_where_the_call_begins(client: openai.OpenAI) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    answer = ask(client, ANSWERS[460], tools=[strict, TIME])
+    assert answer.message.content == ANSWERS[460] and answer.finish_reason == "stop"
+    answer = ask(client, TWO_CALLS, tools=[strict, TIME], max_tokens=110)
+    found = made(answer)
+    assert found[0] == ("weather", PARIS)
+    # The schema allows no days.
+    assert all(not json.loads(arguments).get("days") for _, arguments in found)
+
+
+@pytest.fixture(scope="module")
+def mistral(results: Results) -> Iterator[RealServer]:
+    with RealServer(results.root, "--tool-call-parser", "mistral_args", target=scripted_model.TARGET) as server:
+        yield server
+
+
+def test_marks_that_are_special_tokens_are_read(mistral: RealServer) -> None:
+    body = asked(ANSWERS[200], tools=TOOLS)
+    (choice,) = mistral.post("/v1/chat/completions", **body)["choices"]
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+    assert found == [("weather", PARIS), ("time", "{}")] and choice["message"]["content"] is None
+    assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in choice["message"]["tool_calls"])
+    (plain,) = mistral.post("/v1/chat/completions", **asked(ANSWERS[200]))["choices"]
+    assert plain["message"]["content"] == f"weather{PARIS}time{{}}"
+    body = asked(ANSWERS[460], tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+    (choice,) = mistral.post("/v1/chat/completions", **body)["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(40):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+
+
+def function(name: Any = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "time", "arguments": "{}"}}]}
+USER = {"role": "user", "content": "x"}
+REFUSED = {
+    "no list": ({"tools": {"a": 1}}, "tools", "expected up to 128 tools, found no list"),
+    "another type": ({"tools": [{"type": "retrieval"}]}, "tools", "found 'retrieval'"),
+    "no name": ({"tools": [function(None)]}, "tools", "tools[0].function.name: expected 1 to 64"),
+    "a name with a space": ({"tools": [function("a b")]}, "tools", "found 'a b'"),
+    "a name twice": ({"tools": [function(), function()]}, "tools", "tools[1].function.name: expected each name once"),
+    "too many": ({"tools": [function(f"f{number}") for number in range(129)]}, "tools", "found 129 of them"),
+    "a deep schema": ({"tools": [function(parameters=DEEP)]}, "tools", "expected up to 32 levels, found 80"),
+    "a large schema": ({"tools": [function(parameters={"title": "a" * 140_000})]}, "tools", "characters, found 140"),
+    "a schema of a list": ({"tools": [function(parameters={"type": "array"})]}, "tools", "schema of an object"),
+    "a schema that is none": (
+        {"tools": [function(parameters={"properties": 3})], "tool_choice": "required"},
+        "tools",
+        "tools: expected a grammar",
+    ),
+    "strict that is none": ({"tools": [function(strict="yes")]}, "tools", "strict: expected true or false"),
+    "a choice without tools": ({"tool_choice": "auto"}, "tool_choice", "expected none without tools"),
+    "a choice that is none": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "found 'maybe'"),
+    "a choice of another": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "expected the name of one of tools, found 'g'",
+    ),
+    "a result without a call": (
+        {"messages": [USER, {"role": "tool", "content": "a"}]},
+        "messages",
+        "messages[1]: expected a tool's result after an assistant's message with tool_calls",
+    ),
+    "a result of another call": (
+        {"messages": [USER, CALLED, {"role": "tool", "tool_call_id": "b", "content": "a"}]},
+        "messages",
+        "messages[2].tool_call_id: expected the id of one of the tool_calls before it; found 'b'",
+    ),
+    "arguments that are no object": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+        "messages",
+        "messages[1].tool_calls[0].function.arguments: expected JSON of an object",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "param", "line"), REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_is_named(server: RealServer, given: dict, param: str, line: str) -> None:
+    status, _, data = server.request("POST", "/v1/chat/completions", asked(TWO_CALLS, **{"max_tokens": 4, **given}))
+    error = json.loads(data)["error"]
+    assert (status, error["param"]) == (400, param) and line in error["message"] and "\n" not in error["message"]

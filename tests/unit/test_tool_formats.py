@@ -1,0 +1,211 @@
+"""Texts of answers to reasoning, content and tool calls: by format, whole and in any pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import InputError
+from lockstep.serve.answer_reader import AnswerPlan, Message, joined
+from lockstep.serve.reasoning import FORMATS as REASONING
+from lockstep.serve.reasoning import reasoning_format
+from lockstep.serve.tool_formats import FORMATS, tool_format
+
+TOOLS: dict[str, Any] = {"f": {"properties": {"s": {"type": "string"}}}, "g": {}}
+NESTED = {"q": 'she said "{[\\"]}" \\ and left', "ü": ["😀", "</tool_call", {"deep": [1.5, None, True]}]}
+QUOTED = json.dumps(NESTED, ensure_ascii=False)
+F, G = ("f", QUOTED), ("g", "{}")
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+PYTHON = f"f(q={NESTED['q']!r}, ü={NESTED['ü']!r})"
+GLM = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n<arg_key>n</arg_key><arg_value>[12]</arg_value>\n"
+CODER = "<tool_call>\n<function=f>\n<parameter=s>\n12\n\n3\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
+
+
+def call(name: str, arguments: str, key: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+def hermes(*calls: tuple[str, str]) -> str:
+    return "\n".join(f"<tool_call>\n{call(*each)}\n</tool_call>" for each in calls)
+
+
+# Format, an answer, its content, its calls.
+WHOLE = [
+    ("hermes", hermes(F), "", [F]),
+    ("hermes", f"  Let me look.\n{hermes(F, G)}\n", "  Let me look.", [F, G]),
+    ("hermes", f"before {hermes(G)} after \n", "before\nafter \n", [G]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "id": [3, "x"], "name": "g"}</tool_call>', "", [("g", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "g", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("g", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "g"}', "", [G]),
+    ("json", f" {call(*F, key='parameters')}\n", "", [F]),
+    ("json", f"[{call(*F)}, {call(*G)}]", "", [F, G]),
+    ("llama3_json", call(*F, key="parameters"), "", [F]),
+    ("llama3_json", f"<|python_tag|>{call(*F, key='parameters')}; {call(*G)}", "", [F, G]),
+    ("mistral", f"Well. [TOOL_CALLS] [{call(*F)}, {call(*G)}]", "Well.", [F, G]),
+    ("mistral", f"[TOOL_CALLS]f{QUOTED}", "", [F]),
+    ("mistral_args", f"Well.[TOOL_CALLS]f[ARGS]{QUOTED}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{{}}", "Well.", [F, G]),
+    ("deepseek_v3", f"<｜tool▁calls▁begin｜>{V3.format(*F)}\n{V3.format(*G)}<｜tool▁calls▁end｜>", "", [F, G]),
+    (
+        "deepseek_v31",
+        f"Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{QUOTED}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Hm",
+        [F],
+    ),
+    ("granite", f"<|tool_call|>[{call(*F)}, {call(*G)}]", "", [F, G]),
+    ("pythonic", f"[{PYTHON}, g()]", "", [F, G]),
+    ("pythonic", "<|python_start|>[g()]<|python_end|>", "", [G]),
+    ("glm", f"I see.\n{GLM}</tool_call>", "I see.", [("f", '{"s": "12", "n": [12]}')]),
+    ("qwen3_coder", f"I see.\n{CODER}</tool_call>", "I see.", [("f", '{"s": "12\\n\\n3", "n": 3}')]),
+]
+# Format, an answer that is content, as nothing in it is a call.
+NOT_CALLS = [
+    ("hermes", "just words, < and <tool and </tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": '),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "1"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", "<tool_call>" + '{"name": "f", "arguments": ' + '{"a":' * 99),
+    ("json", 'Here: {"name": "f"}'),
+    ("json", '{"name": "f", "arguments": {}} and more'),
+    ("json", '{"answer": 42}'),
+    ("llama3_json", "{}"),
+    ("mistral", "[TOOL_CALLS] none"),
+    ("mistral_args", '[TOOL_CALLS]f[ARGS]{"a"'),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜> f"),
+    ("granite", "<|tool_call|>[]"),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "[f(open)]"),
+    ("pythonic", "[f(a=open())]"),
+    ("pythonic", "[f(a=1, a=2)]"),
+    ("pythonic", "[f(a=1"),
+    ("glm", "<tool_call>f\n<arg_key>a</arg_key>"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>1"),
+]
+
+
+def read(plan: AnswerPlan, pieces: list[str], live: bool = False) -> tuple[Message, int]:
+    """Return the message of an answer that comes in pieces, and how many beginnings of calls were none."""
+    reader = plan.reader(live)
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    assert all(part.text or part.kind == "name" for part in parts)
+    message = joined(parts)
+    assert reader.num_calls == len(message.calls)
+    return message, reader.num_malformed
+
+
+def plan(name: str, **fields: Any) -> AnswerPlan:
+    return AnswerPlan(format=FORMATS[name], tools=TOOLS, **fields)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WHOLE)
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
+def test_calls_are_read_in_any_pieces(name: str, text: str, content: str, calls: list, size: int) -> None:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    for live in (False, True):
+        message, malformed = read(plan(name, held=True), pieces, live)
+        assert message == Message("", content, calls) and not malformed
+
+
+@pytest.mark.parametrize(("name", "text"), NOT_CALLS)
+@pytest.mark.parametrize("size", [1, 5, 10_000])
+def test_what_is_no_call_is_content_to_the_character(name: str, text: str, size: int) -> None:
+    message, malformed = read(plan(name), [text[at : at + size] for at in range(0, len(text), size)])
+    assert message == Message("", text, [])
+    begins = any(start in text for start in FORMATS[name].starts) or text[0] in (FORMATS[name].opening or "\0")
+    assert malformed == begins
+
+
+def test_a_call_after_one_that_is_none_is_read() -> None:
+    text = f'<tool_call>{{"name": "f", <tool_call>{hermes(G)}'
+    message, malformed = read(plan("hermes"), [text])
+    assert message == Message("", '<tool_call>{"name": "f", <tool_call>', [G]) and malformed == 2
+
+
+def test_only_the_first_call_counts_where_one_is_asked_for() -> None:
+    assert read(plan("hermes", single=True), [hermes(F, G)])[0].calls == [F]
+
+
+def test_a_held_call_is_given_out_as_it_comes_and_a_free_one_when_it_is_whole() -> None:
+    text = hermes(F)
+    for live, first in ((True, text.index('"arguments"')), (False, len(text))):
+        reader = plan("hermes", held=True).reader(live)
+        came = next(at for at in range(1, len(text) + 1) if reader.push(text[at - 1 : at]))
+        assert came <= first and (live or came == first)
+
+
+def test_a_held_call_that_is_cut_short_ends_where_it_does() -> None:
+    text = hermes(F)[:40]
+    message, _ = read(plan("hermes", held=True), [text], live=True)
+    assert message.calls == [("f", QUOTED[: len(message.calls[0][1])])] and not message.content
+    assert read(plan("hermes", held=True), [text])[0] == Message("", text, [])
+
+
+REASONED = [
+    ("<think>\nI think {x}.\n</think>\n\nYes. ", False, "I think {x}.", "Yes. "),
+    ("I think.</think>Yes.", True, "I think.", "Yes."),
+    ("No thought, <think> none", False, "", "No thought, <think> none"),
+    ("<think>never ends < /think>", False, "never ends < /think>", ""),
+    ("", True, "", ""),
+    ("<thin", False, "", "<thin"),
+    ("  <think></think>", False, "", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "opened", "reasoning", "content"), REASONED)
+@pytest.mark.parametrize("size", [1, 4, 10_000])
+def test_reasoning_is_parted_from_content(text: str, opened: bool, reasoning: str, content: str, size: int) -> None:
+    asked = AnswerPlan(reasoning=REASONING["think"], opened=opened)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert read(asked, pieces)[0] == Message(reasoning, content, [])
+
+
+def test_a_call_in_the_reasoning_is_none() -> None:
+    asked = plan("hermes", reasoning=REASONING["think"])
+    message, _ = read(asked, [f"<think>{hermes(G)}</think>\n{hermes(F)}"])
+    assert message == Message(hermes(G), "", [F])
+
+
+ALPHABET = sorted({piece for _, text, *_ in WHOLE for piece in (text, text[: len(text) // 2])})
+MARKS = sorted({start for each in FORMATS.values() for start in (*each.starts, *each.marks)})
+TEXTS = st.lists(
+    st.one_of(st.sampled_from(ALPHABET), st.sampled_from(MARKS), st.text('{}[]"\\<>:, \n\ttool_callé😀', max_size=8)),
+    max_size=6,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), TEXTS, st.lists(st.integers(1, 60), max_size=30), st.booleans(), st.booleans())
+def test_the_pieces_do_not_matter(name: str, text: str, sizes: list[int], opened: bool, thinks: bool) -> None:
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(text[at : at + size])
+        at += size
+    asked = plan(name, reasoning=REASONING["think"] if thinks else None, opened=opened)
+    whole = read(asked, [text])
+    assert read(asked, [*pieces, text[at:]]) == whole
+    for _, arguments in whole[0].calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+def test_formats_are_recognised_by_the_template() -> None:
+    hermes = "{{ '<tool_call>' }}"
+    glm = f"{hermes} <arg_key>"
+    for template, name in ((hermes, "hermes"), (glm, "glm"), ("[TOOL_CALLS]", "mistral"), ("{{ messages }}", None)):
+        format = tool_format(None, template)
+        assert (format and format.name) == name
+    named = tool_format("granite", hermes)
+    assert named is FORMATS["granite"] and tool_format("none", hermes) is None and tool_format(None, None) is None
+    with pytest.raises(InputError, match="--tool-call-parser: expected none or one of deepseek_v3, .*; found 'hermit'"):
+        tool_format("hermit", None)
+    assert reasoning_format(None, "</think>") is REASONING["think"] and reasoning_format("none", "</think>") is None
+    with pytest.raises(InputError, match="--reasoning-parser: expected none or one of cohere, .*; found 'thin'"):
+        reasoning_format("thin", None)
