@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from lockstep.runtime import Tokenizer
+from lockstep.serve.messages import plain_messages
 from lockstep.targets import Results
 from real_server import RealServer
 from shared import Shared
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.exports
 # A prompt is the users' messages; where one asks for it, the template shows what it was given.
 TEMPLATE = """\
 {%- if shown %}{{ raise_exception(tools | tojson) }}{% endif %}
+{%- if effort_shown %}{{ raise_exception('effort ' ~ reasoning_effort ~ enable_thinking | default('') | lower) }}
+{%- endif %}
 {%- for message in messages %}
 {%- if message.role in ('user', 'tool') %}{{ message.content }}{% endif %}
 {%- for call in message.tool_calls or () %}{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}
@@ -193,8 +196,8 @@ def test_a_loop_gives_results_to_the_template(server: RealServer, client: openai
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_is_asked_for_is_held_to_the_schema(client: openai.OpenAI, choice: Any) -> None:
-    for ask_for in (ask, streamed):  # the model would say words
-        answer = ask_for(client, ANSWERS[460], tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
+    for ask_for in (ask, streamed):  # the model would go on with other words
+        answer = ask_for(client, ANSWERS[140], tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
         ((name, arguments),) = made(answer)
         assert name == "weather" and json.loads(arguments)["city"] in ("Paris", "Berlin")
         assert answer.finish_reason == "tool_calls" and not answer.message.content
@@ -225,9 +228,61 @@ def test_marks_that_are_special_tokens_are_read(mistral: RealServer) -> None:
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in choice["message"]["tool_calls"])
     (plain,) = mistral.post("/v1/chat/completions", **asked(ANSWERS[200]))["choices"]
     assert plain["message"]["content"] == f"weather{PARIS}time{{}}"
-    body = asked(ANSWERS[460], tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+    body = asked(ANSWERS[200], tools=[TIME], tool_choice="required", parallel_tool_calls=False)  # no weather
     (choice,) = mistral.post("/v1/chat/completions", **body)["choices"]
-    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["time"]
+
+
+def test_reasoning_is_a_field_of_its_own(client: openai.OpenAI) -> None:
+    for ask_for in (ask, streamed):
+        message = ask_for(client, ANSWERS[260]).message
+        # Whoever sends content to another turn must not send the reasoning.
+        assert (message.content, message.reasoning, message.reasoning_content) == ("Paris.", *["I <b>think."] * 2)
+    assert ask(client, ANSWERS[460]).message.reasoning is None
+    answer = ask(client, ANSWERS[310], tools=TOOLS)
+    assert made(answer) == [("time", "{}")] and answer.message.reasoning == "Look." and answer.message.content is None
+
+
+def test_reasoning_that_the_prompt_opens(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": prompt(ANSWERS[360], less=1)}]
+    for ask_for in (ask, streamed):
+        extra = {"chat_template_kwargs": {"thinks": True}}
+        message = ask_for(client, ANSWERS[360], messages=messages, extra_body=extra).message
+        assert (message.content, message.reasoning) == ("Done.", "still thinking")
+
+
+def test_a_grammar_begins_after_the_reasoning(client: openai.OpenAI) -> None:
+    forms = [
+        {"guided_choice": ["Paris!", "Paris?"]},
+        {"guided_regex": "Paris[!?]"},
+        {"guided_grammar": 'start: "Paris" /[!?]/'},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["Paris!", "Paris?"]}}}},
+    ]
+    for form in forms:
+        message = ask(client, ANSWERS[260], extra_body=form).message
+        assert message.reasoning == "I <b>think." and message.content.strip('"') in ("Paris!", "Paris?")
+    messages = [{"role": "user", "content": prompt(ANSWERS[360], less=1)}]
+    extra = {"chat_template_kwargs": {"thinks": True}, "guided_choice": ["Done!"]}
+    message = ask(client, ANSWERS[360], messages=messages, extra_body=extra).message
+    assert (message.content, message.reasoning) == ("Done!", "still thinking")
+
+
+def test_reasoning_effort_goes_to_the_template(client: openai.OpenAI) -> None:
+    for effort, thinks in (("none", "nonefalse"), ("low", "low")):
+        with pytest.raises(openai.BadRequestError, match=rf"found: effort {thinks}\b"):
+            ask(client, TWO_CALLS, reasoning_effort=effort, extra_body={"chat_template_kwargs": {"effort_shown": True}})
+
+
+def test_the_plain_convention_is_told_to_the_model() -> None:
+    calling = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "time", "arguments": "{}"}}]}
+    turns = [USER, calling, {"role": "tool", "tool_call_id": "a", "content": "noon"}]
+    system, *others = plain_messages(turns, TOOLS)
+    assert json.dumps(WEATHER["function"]) in system["content"] and system["role"] == "system"
+    assert [message["role"] for message in others] == ["user", "assistant", "user"]
+    assert json.loads(others[1]["content"]) == {"name": "time", "arguments": {}, "id": "a"}
+    assert json.loads(others[2]["content"]) == {"tool_call_id": "a", "result": "noon"}
+    (first,) = plain_messages([{"role": "system", "content": "Be brief."}], TOOLS)
+    assert first["content"].startswith("Be brief.\n\nYou can call")
 
 
 DEEP: dict[str, Any] = {}
@@ -256,6 +311,7 @@ REFUSED = {
         "tools",
         "tools: expected a grammar",
     ),
+    "an effort that is none": ({"reasoning_effort": "most"}, "reasoning_effort", "found 'most'"),
     "strict that is none": ({"tools": [function(strict="yes")]}, "tools", "strict: expected true or false"),
     "a choice without tools": ({"tool_choice": "auto"}, "tool_choice", "expected none without tools"),
     "a choice that is none": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "found 'maybe'"),

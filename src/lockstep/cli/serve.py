@@ -66,6 +66,7 @@ class _Serve(GroupedCommand):
             "--allow-adapter-loading",
             "--fold-token-ids",
             "--tool-call-parser",
+            "--reasoning-parser",
             "--max-queue",
             "--max-queue-tokens",
             "--queue-timeout",
@@ -195,6 +196,11 @@ class _Serve(GroupedCommand):
     "--tool-call-parser",
     metavar="NAME",
     help="How the model writes tool calls; json: plain JSON, none: no tools.  [default: as its chat template tells]",
+)
+@click.option(
+    "--reasoning-parser",
+    metavar="NAME",
+    help="How the model marks its reasoning; none: it stays in the content.  [default: as its chat template tells]",
 )
 @click.option("--max-body", type=_Bytes(), default="4M", show_default=True, help="Largest body of a request.")
 @click.option("--body-timeout", type=_POSITIVE, default=30.0, show_default=True, help="Seconds that one may take.")

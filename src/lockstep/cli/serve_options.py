@@ -57,6 +57,7 @@ class ServeOptions:
     slow_reader: float
     grammar_timeout: float
     tool_call_parser: str | None
+    reasoning_parser: str | None
     max_body: int
     body_timeout: float
     drain: float
@@ -169,6 +170,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
         request_log=log,
         adapter_root=root,
         tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
     )
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()

@@ -30,6 +30,7 @@ _UNSUPPORTED: Unsupported = {
     "documents": (None, []),
     "chat_template": (None,),  # a program of whoever sends it
 }
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class ChatBody(Parameters, kw_only=True):
@@ -46,6 +47,7 @@ class ChatBody(Parameters, kw_only=True):
     tools: Any = None  # see `tools_of`, and for the next two
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
+    reasoning_effort: str | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -65,7 +67,7 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     if tools is not None and format is None:
         said = "expected none, for the model's chat template tells no known format of tool calls; start the server"
         raise BadRequest(f"tools: {said} with --tool-call-parser NAME (json: plain JSON)", "tools")
-    continues, variables = bool(body.continue_final_message), body.chat_template_kwargs or {}
+    continues, variables = bool(body.continue_final_message), _variables(body)
     text = await chat_text(
         service,
         body.messages,
@@ -79,7 +81,7 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     special = bool(body.add_special_tokens)
     prompts = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
     requests = prompt_requests(body, prompts, "messages", service)
-    plan = _plan(tools, service)
+    plan = _plan(tools, service, text)
     tokenizer = service.tokenizer
     for prompt in requests:
         grammar = held_grammar(tools, plan.format, prompt.request.grammar, plan.reasoning, plan.opened, tokenizer)
@@ -88,12 +90,26 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     return requests
 
 
-def _plan(tools: Tools | None, service: Service) -> AnswerPlan:
-    """Return how answers are read."""
+def _variables(body: ChatBody) -> dict[str, Any]:
+    """Return the template's variables. `reasoning_effort` "none" is what templates know as `enable_thinking` false."""
+    if body.reasoning_effort is None:
+        return body.chat_template_kwargs or {}
+    if body.reasoning_effort not in _EFFORTS:
+        found = ascii(body.reasoning_effort)[:60]
+        raise BadRequest(f"reasoning_effort: expected {', '.join(_EFFORTS)}; found {found}", "reasoning_effort")
+    given = {"reasoning_effort": body.reasoning_effort}
+    thinks = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+    return {**given, **thinks, **(body.chat_template_kwargs or {})}
+
+
+def _plan(tools: Tools | None, service: Service, prompt: str) -> AnswerPlan:
+    """Return how the answers to a prompt are read."""
+    reasoning = service.reasoning_format
+    opened = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
     if tools is None or tools.choice == "none" or service.tool_format is None:
-        return AnswerPlan()
+        return AnswerPlan(reasoning, opened)
     format = calling_format(service.tool_format, tools)
-    return AnswerPlan(format=format, tools=tools.schemas, single=tools.single, held=tools.must_call)
+    return AnswerPlan(reasoning, opened, format, tools.schemas, tools.single, tools.must_call)
 
 
 class ChatFormat(AnswerFormat):
@@ -110,6 +126,8 @@ class ChatFormat(AnswerFormat):
         reader = self._plan.reader(live=False)
         answer = joined([*reader.push(choice.text), *reader.finish()])
         message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if self._plan.reasoning is not None:
+            message |= _reasoning(answer.reasoning or None)
         if answer.calls:
             message["content"] = answer.content or None
             message["tool_calls"] = [
@@ -153,6 +171,8 @@ class ChatFormat(AnswerFormat):
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         if part.kind == "content":
             return {"content": part.text}
+        if part.kind == "reasoning":
+            return _reasoning(part.text)
         call: dict[str, Any] = {"index": part.call, "function": {"arguments": part.text}}
         if part.kind == "name":
             function = {"name": part.text, "arguments": ""}
@@ -171,6 +191,11 @@ class ChatFormat(AnswerFormat):
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, piece = self._tokenizer.token_text(token), self._tokenizer.token_bytes(token)
         return {"token": text, "bytes": list(piece), "logprob": finite(logprob)}
+
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Return the fields of reasoning: vLLM's, and its older name."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:

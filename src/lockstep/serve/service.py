@@ -20,6 +20,7 @@ from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Metrics
+from lockstep.serve.reasoning import reasoning_format
 from lockstep.serve.say import fault_of, say
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.serve.stream import TENANT, PromptRequest, Stream, StreamError
@@ -51,17 +52,20 @@ class Service:
         request_log: RequestLog | None = None,
         adapter_root: Path | None = None,
         tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ):
         """Describe the service; `start` starts its engine.
 
         name: of the model, in requests. python, engine_options: of the engine process (see `EngineLink.start`).
         chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
-        again. request_log: gets what front ends say of each request. adapter_root: as of `Adapters`. tool_call_parser:
-        the name of a format; None: as the chat template tells. Raises InputError for an unknown one.
+        again. request_log: gets what front ends say of each request. adapter_root: as of `Adapters`. tool_call_parser,
+        reasoning_parser: names of formats; None: as the chat template tells. Raises InputError for an unknown one.
         """
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.chat = Chat(chat_template)
-        self.tool_format = tool_format(tool_call_parser, chat_template.template if chat_template else None)
+        template = chat_template.template if chat_template else None
+        self.tool_format = tool_format(tool_call_parser, template)
+        self.reasoning_format = reasoning_format(reasoning_parser, template)
         self._ready: Ready | None = None
         self.counters: Frame = {}  # its last
         self._earlier: dict[str, int] = dict.fromkeys(_TOTALS, 0)  # what engines that died had counted
