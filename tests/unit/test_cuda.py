@@ -70,7 +70,11 @@ def test_tolerances_are_those_of_fp16_activations():
 @pytest.mark.parametrize(
     # 8 bits run with gemma below
     "precision, layers",
-    [pytest.param("w8a16", 2, marks=pytest.mark.long), ("w4a16", "all")],
+    [
+        pytest.param("w8a16", 2, marks=pytest.mark.long),
+        ("w4a16", 2),
+        pytest.param("w4a16", "all", marks=pytest.mark.long),
+    ],
 )
 def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, precision, layers):
     results = demo(shared, precision)
@@ -209,7 +213,7 @@ def test_attention_with_a_soft_cap_is_refused_by_name(shared, tmp_path):
         built(results, "w8a16", tmp_path, LIMIT)
 
 
-@pytest.mark.parametrize("layers", [pytest.param(2, marks=pytest.mark.long), "all"])
+@pytest.mark.parametrize("layers", [2, pytest.param("all", marks=pytest.mark.long)])
 def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path, layers):
     results, name, tolerance = references, "demo-llama", CONFIG.tolerance("demo-llama", "fp16", "cuda")
     engines = built(results, "fp16", tmp_path, model=name)
