@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import scripted_model
-from demo_model import DEMO
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Library
+from scripted_chats import ANSWERS, BERLIN, PARIS, TIME, TOOLS, TWO_CALLS, WEATHER, asked, prompt, scripted_chats
 
-from lockstep.runtime import Tokenizer
 from lockstep.serve.messages import plain_messages
 from lockstep.targets import Results
 from real_server import RealServer
@@ -22,79 +18,10 @@ from shared import Shared
 
 pytestmark = pytest.mark.exports
 
-# A prompt is the users' messages; where one asks for it, the template shows what it was given.
-TEMPLATE = """\
-{%- if shown %}{{ raise_exception(tools | tojson) }}{% endif %}
-{%- if effort_shown %}{{ raise_exception('effort ' ~ reasoning_effort ~ enable_thinking | default('') | lower) }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role in ('user', 'tool') %}{{ message.content }}{% endif %}
-{%- for call in message.tool_calls or () %}{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}
-{%- endfor %}
-{%- if add_generation_prompt and thinks %}<think>{% endif %}
-{#- <tool_call> <think> #}"""
-PARIS, BERLIN = '{"city": "Paris"}', '{"city": "Berlin", "days": [1, 2]}'
-
-
-def calls(*given: tuple[str, str]) -> str:
-    return "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>' for name, text in given)
-
-
-# What the model answers, by the number of tokens of the prompt.
-TWO_CALLS = f"Let me look. {calls(('weather', PARIS), ('weather', BERLIN))}"
-ANSWERS = {
-    20: TWO_CALLS,
-    140: "<tool_call>\nnone</tool_call>",
-    200: f"[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]time{{}}",
-    260: "<think>\nI <b>think.\n</think>\n\nParis.",
-    310: f"<think>Look.</think>{calls(('time', '{}'))}",
-    360: "still thinking</think>Done.",
-    400: f'{{"name": "weather", "arguments": {PARIS}}}',
-    460: "The time is known.",
-}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tell the weather.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Berlin"]}, "days": {"type": "array", "maxItems": 0}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-TIME = {
-    "type": "function",
-    "function": {"name": "time", "parameters": {"type": "object", "additionalProperties": False}},
-}
-TOOLS = [WEATHER, TIME]
-ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]")
-
 
 @pytest.fixture(scope="module")
 def results(shared: Shared) -> Results:
-    def make(folder: Path) -> None:
-        library = Library.from_file(str(DEMO / "tokenizer.json"))
-        library.add_tokens([AddedToken(name, normalized=False, special=False) for name in ADDED])
-        library.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
-        library.save(str(folder / "tokenizer.json"))
-        tokenizer = Tokenizer(folder / "tokenizer.json")
-        script: dict[int, int] = {}
-        for length, text in ANSWERS.items():
-            ids = [*tokenizer.encode(text).tolist(), 0]
-            places = range(length - 1, length - 1 + len(ids))
-            assert not script.keys() & set(places)
-            script |= dict(zip(places, ids))
-        config = {"chat_template": TEMPLATE, "eos_token": "<eos>"}
-        checkpoint = scripted_model.write(
-            folder / "checkpoint", folder / "tokenizer.json", script, config, eos_token_id=0
-        )
-        scripted_model.results(checkpoint, folder / "results")
-
-    return Results(shared.folder("scripted-tools", make) / "results")
+    return scripted_chats(shared)
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +34,6 @@ def server(results: Results) -> Iterator[RealServer]:
 def client(server: RealServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
-
-
-def prompt(text: str, less: int = 0) -> str:
-    """Return the prompt that is answered with a text; less: tokens that come from elsewhere."""
-    length = next(length for length, answer in ANSWERS.items() if answer == text)
-    return "\n" * (length - less)
-
-
-def asked(text: str, **given: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": prompt(text)}]
-    return {"model": "scripted", "temperature": 0, "messages": messages, **given}
 
 
 def ask(client: openai.OpenAI, text: str, **given: Any) -> Any:

@@ -7,6 +7,7 @@ content.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,12 @@ class AnswerPlan:
         """Return what a tokenizer may have as special tokens, which are to be in the text."""
         calls = (*self.format.marks, *self.format.starts) if self.format else ()
         return calls if self.reasoning is None else (*calls, self.reasoning.begin, self.reasoning.end)
+
+    def call_id(self, answer: str, number: int) -> str:
+        """Return a call's id, which is the same for the same id of the answer."""
+        digest = hashlib.sha256(f"{answer}/{number}".encode()).hexdigest()
+        length = self.format.id_length if self.format else 0
+        return digest[:length] if length < 24 else f"call_{digest[:length]}"  # Mistral's templates take no underscore
 
     def reader(self, live: bool) -> AnswerReader:
         """Return a reader of one answer; live: calls that are held to a grammar go out before they are whole."""

@@ -17,16 +17,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from lockstep.serve.anthropic import MessagesAnswer, MessagesBody, anthropic_error, limited_messages_chat, messages_chat
+from lockstep.serve.blocks import renamed
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, json_response, read_body
 from lockstep.serve.kserve import kserve_routes
 from lockstep.serve.kserve import refused as triton_error
 from lockstep.serve.metrics import CONTENT_TYPE
 from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_requests
 from lockstep.serve.openai_answers import AnswerFormat
-from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_requests
+from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_prompt, chat_requests
 from lockstep.serve.openai_parameters import request_id
 from lockstep.serve.page import page
 from lockstep.serve.request_log import note
+from lockstep.serve.responses import ResponsesAnswer, ResponsesBody, responses_chat
 from lockstep.serve.service import Service
 from lockstep.serve.stream import TENANT, StreamError
 from lockstep.serve.tokenization import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
@@ -79,6 +82,27 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
             return form_of(body, service, stream, id)
 
         return handle
+
+    def chatting(kind: Any, chat_of: Callable[[Any], ChatBody], form_of: Callable[..., Any]) -> Any:
+        async def handle(request: Request) -> Any:
+            body = await decoded(await read_body(request, access), kind)
+            chat = chat_of(body)
+            id = request_id(chat, request.headers.get("x-request-id"))
+            try:
+                stream = service.submit(await chat_requests(chat, service))
+            except BadRequest as error:
+                raise renamed(error, body.NAMES) from None
+            return form_of(body, chat, service, stream, id)
+
+        return handle
+
+    async def count_tokens(request: Request) -> Any:
+        body = await decoded(await read_body(request, access), MessagesBody)
+        try:
+            _, _, ids = await chat_prompt(messages_chat(body), service)
+        except BadRequest as error:
+            raise renamed(error, body.NAMES) from None
+        return json_response({"input_tokens": len(ids)})
 
     async def tokenize(request: Request) -> Any:
         body = await decoded(await read_body(request, access), TokenizeBody)
@@ -135,6 +159,14 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         routes=[
             route("/v1/completions", completing(CompletionBody, completion_requests, CompletionFormat), "POST"),
             route("/v1/chat/completions", completing(ChatBody, chat_requests, ChatFormat), "POST"),
+            route("/v1/responses", chatting(ResponsesBody, responses_chat, ResponsesAnswer), "POST"),
+            route(
+                "/v1/messages",
+                chatting(MessagesBody, limited_messages_chat, MessagesAnswer),
+                "POST",
+                refuse=anthropic_error,
+            ),
+            route("/v1/messages/count_tokens", count_tokens, "POST", refuse=anthropic_error),
             telling("/v1/models", models),
             telling("/v1/models/{name:path}", lambda request: _model(service, request.path_params["name"])),
             route("/v1/load_lora_adapter", load_adapter, "POST"),
@@ -187,7 +219,10 @@ def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None)
             status=403,
         )
     if not is_open:
-        check_key(request.headers.get("authorization", ""), keys)
+        authorization = request.headers.get("authorization", "")
+        if not authorization and request.url.path.startswith("/v1/messages"):  # Anthropic's clients send it so
+            authorization = f"Bearer {key}" if (key := request.headers.get("x-api-key")) else ""
+        check_key(authorization, keys)
 
 
 def check_key(authorization: str, keys: Sequence[bytes]) -> None:

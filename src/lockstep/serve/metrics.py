@@ -76,9 +76,9 @@ class Metrics:
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
         self.prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")
         self.generation_tokens = self._make(Counter, "generation_tokens", "Tokens that were made.")
-        self.tool_calls = self._make(Counter, "tool_calls", "Tool calls in answers of chats.")
+        self._tool_calls = self._make(Counter, "tool_calls", "Tool calls in answers of chats.")
         malformed = "Beginnings of tool calls that could not be read, and are content."
-        self.malformed_tool_calls = self._make(Counter, "malformed_tool_calls", malformed)
+        self._malformed_tool_calls = self._make(Counter, "malformed_tool_calls", malformed)
         self._success = self._make(Counter, "request_success", "Answers that ended, by reason.", ["finished_reason"])
         self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to admission.")
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
@@ -101,6 +101,11 @@ class Metrics:
             self._ttft.observe(now - prompt.arrived)
         elif len(prompt.choices) == 1:  # of several choices, tokens come together
             self._itl.observe(now - prompt.last_token)
+
+    def called(self, num_calls: int, num_malformed: int) -> None:
+        """Count the tool calls of an answer, and what began like some and was none."""
+        self._tool_calls.inc(num_calls)
+        self._malformed_tool_calls.inc(num_malformed)
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, FINISH_REASONS.get(reason, reason)).inc()

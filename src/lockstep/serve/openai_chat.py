@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -54,15 +53,10 @@ class ChatBody(Parameters, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]:
-    """Return the prompt of a body. Raises BadRequest."""
+async def chat_prompt(body: ChatBody, service: Service) -> tuple[Tools | None, str, list[int]]:
+    """Return the tools of a body, its prompt's text and that's token ids. Raises BadRequest."""
     await service.adapters.bring(body.lora)
     service.adapters.named(body.model, body.lora)
-    # 0 without logprobs asks for nothing.
-    if body.top_logprobs and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
-        found = f"{body.top_logprobs} with logprobs {str(bool(body.logprobs)).lower()}"
-        said = f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {found}"
-        raise BadRequest(said, "top_logprobs")
     tools, format = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls), service.tool_format
     if tools is not None and format is None:
         said = "expected none, for the model's chat template tells no known format of tool calls; start the server"
@@ -79,8 +73,19 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     )
     # Without the tokens that the tokenizer puts before a text: the template has written them.
     special = bool(body.add_special_tokens)
-    prompts = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
-    requests = prompt_requests(body, prompts, "messages", service)
+    (ids,) = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
+    return tools, text, ids
+
+
+async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]:
+    """Return the prompt of a body. Raises BadRequest."""
+    # 0 without logprobs asks for nothing.
+    if body.top_logprobs and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
+        found = f"{body.top_logprobs} with logprobs {str(bool(body.logprobs)).lower()}"
+        said = f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {found}"
+        raise BadRequest(said, "top_logprobs")
+    tools, text, ids = await chat_prompt(body, service)
+    requests = prompt_requests(body, [ids], "messages", service)
     plan = _plan(tools, service, text)
     tokenizer = service.tokenizer
     for prompt in requests:
@@ -139,15 +144,11 @@ class ChatFormat(AnswerFormat):
         return {"index": index, "message": message, "logprobs": found, "finish_reason": finish}
 
     def _call_id(self, index: int, number: int) -> str:
-        """Return a call's id, which is the same for the same request id."""
-        digest = hashlib.sha256(f"{self._request_id}/{index}/{number}".encode()).hexdigest()
-        length = self._plan.format.id_length if self._plan.format else 0
-        return digest[:length] if length < 24 else f"call_{digest[:length]}"  # Mistral's templates take no underscore
+        return self._plan.call_id(f"{self._request_id}/{index}", number)
 
     def _finish(self, reader: AnswerReader, finish: str | None) -> str | None:
         """Return why an answer ended, and count its calls."""
-        self._service.metrics.tool_calls.inc(reader.num_calls)
-        self._service.metrics.malformed_tool_calls.inc(reader.num_malformed)
+        self._service.metrics.called(reader.num_calls, reader.num_malformed)
         found = reason(finish)
         return "tool_calls" if found == "stop" and reader.num_calls else found
 

@@ -1,0 +1,250 @@
+"""Anthropic's Messages API, as an adapter to chats: bodies in; answers of blocks, whole or as events.
+
+Fields and events are those of Anthropic's documentation of the API, version 2023-06-01.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import msgspec
+from starlette.responses import Response
+
+from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent
+from lockstep.serve.bodies import BadRequest, Unsupported, error_response
+from lockstep.serve.openai_chat import ChatBody
+from lockstep.serve.service import Service
+from lockstep.serve.stream import Stream, StreamError
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_THINKING = ("enabled", "adaptive", "disabled")
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessagesBody(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/messages and, but for what an answer needs, of /v1/messages/count_tokens."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"mcp_servers": (None, []), "container": (None,)}
+    NAMES: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences", "messages": "messages"}
+
+    messages: Any
+    model: str | None = None
+    max_tokens: int | None = None
+    system: Any = None
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    metadata: Any = None
+
+    @property
+    def thinks(self) -> bool:
+        return self.thinking is not None and self.thinking.get("type") != "disabled"
+
+
+def limited_messages_chat(body: MessagesBody) -> ChatBody:
+    """Return `messages_chat` of a body that asks for an answer. Raises BadRequest."""
+    if body.max_tokens is None:
+        raise BadRequest("max_tokens: expected a value, found none", "max_tokens")
+    return messages_chat(body)
+
+
+def messages_chat(body: MessagesBody) -> ChatBody:
+    """Return a body as that of a chat. Raises BadRequest."""
+    if body.thinking is not None and body.thinking.get("type") not in _THINKING:
+        found = ascii(body.thinking.get("type"))[:60]
+        raise BadRequest(f"thinking: expected type {', '.join(_THINKING)}; found {found}", "thinking")
+    if not isinstance(body.messages, list):
+        raise BadRequest("messages: expected a list, found another value", "messages")
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for index, message in enumerate(body.messages):
+        messages += _messages(message, f"messages[{index}]")
+    choice, parallel = _choice(body.tool_choice)
+    return ChatBody(
+        messages=messages,
+        model=body.model,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+        stream=body.stream,
+        tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())],
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
+        chat_template_kwargs={"enable_thinking": body.thinks},
+    )
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        found = ascii(tool["type"])[:60]
+        raise BadRequest(f"{where}: expected a tool of the client's own, of type custom; found {found}", "tools")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    kept = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": {**function, **kept}}
+
+
+def _choice(value: Mapping[str, Any] | None) -> tuple[Any, bool]:
+    """Return the chat's tool_choice, and whether several calls may come."""
+    if value is None:
+        return None, True
+    kind, parallel = value.get("type"), not value.get("disable_parallel_tool_use")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": value.get("name")}}, parallel
+    if kind not in _CHOICES:
+        raise BadRequest(f"tool_choice: expected type auto, any, tool or none; found {ascii(kind)[:60]}", "tool_choice")
+    return _CHOICES[kind], parallel
+
+
+def _messages(message: Any, where: str) -> list[dict[str, Any]]:
+    """Return the messages of a chat that one of Anthropic's stands for: results of tools are messages of their own."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise _wrong(where, "an object with the role user or assistant", role)
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise _wrong(f"{where}.content", "a text or a list of blocks", content)
+    results: list[dict[str, Any]] = []
+    texts, thoughts, calls = [], [], []
+    for index, block in enumerate(content):
+        place = f"{where}.content[{index}]"
+        kind = block.get("type") if isinstance(block, dict) else block
+        if kind == "text":
+            texts.append(_text([block], place))
+        elif kind == "tool_result" and role == "user":
+            text = _text(block.get("content") or "", f"{place}.content")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"), ensure_ascii=False)}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            raise _wrong(place, "a block of text, tool_use, tool_result or thinking: this model reads text only", kind)
+    if role == "user" and results and not texts:
+        return results
+    found: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if thoughts:
+        found["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        found |= {"content": found["content"] or None, "tool_calls": calls}
+    return [*results, found]
+
+
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong(where, "a text or a list of blocks of type text", value)
+    texts = []
+    for block in value:
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        if not isinstance(text, str):
+            kind = block.get("type") if isinstance(block, dict) else block
+            raise _wrong(where, "blocks of type text: this model reads text only", kind)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _wrong(where: str, expected: str, found: Any) -> BadRequest:
+    param = where.partition("[")[0].partition(".")[0]
+    return BadRequest(f"{where}: expected {expected}; found {ascii(found)[:80]}", param)
+
+
+def anthropic_error(error: StreamError) -> Response:
+    """Return the response to a request that is refused, or failed before any answer."""
+    response = error_response(error)
+    response.body = json.dumps(_error(error)).encode()
+    response.headers["content-length"] = str(len(response.body))
+    return response
+
+
+def _error(error: StreamError) -> dict[str, Any]:
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class MessagesAnswer(BlockAnswer):
+    """The answer to POST /v1/messages."""
+
+    ID = "msg"
+    refuse = staticmethod(anthropic_error)
+
+    def __init__(self, body: MessagesBody, chat: ChatBody, service: Service, stream: Stream, request_id: str):
+        super().__init__(chat, service, stream, request_id, body.thinks)
+
+    def value(self) -> dict[str, Any]:
+        return {**self._message([_block(block) for block in self.blocks]), **self._end_of_message()}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        prompt, answer = self.usage
+        usage = {"input_tokens": prompt, "output_tokens": answer}
+        common = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        return {**common, "stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _end_of_message(self) -> dict[str, Any]:
+        choice = self._stream.choices[0]
+        found = "end_turn"
+        if self.finish in ("max_new_tokens", "max_seq_len"):
+            found = "max_tokens"
+        elif choice.stop is not None:
+            found = "stop_sequence"
+        elif self.has_calls:
+            found = "tool_use"
+        return {"stop_reason": found, "stop_sequence": choice.stop}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_start", "message": self._message([])}
+
+    def block_events(self, event: BlockEvent) -> Iterator[dict[str, Any]]:
+        block = event.block
+        if event.kind == "begin":
+            started = _block(block)
+            yield {"type": "content_block_start", "index": block.number, "content_block": started}
+            return
+        if event.kind == "end":
+            yield {"type": "content_block_stop", "index": block.number}
+            return
+        delta = {"type": "text_delta", "text": event.text}
+        if block.kind == "reasoning":
+            delta = {"type": "thinking_delta", "thinking": event.text}
+        elif block.kind == "call":
+            delta = {"type": "input_json_delta", "partial_json": event.text}
+        yield {"type": "content_block_delta", "index": block.number, "delta": delta}
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        prompt, answer = self.usage
+        usage = {"input_tokens": prompt, "output_tokens": answer}
+        yield {"type": "message_delta", "delta": self._end_of_message(), "usage": usage}
+        yield {"type": "message_stop"}
+
+    def failing(self, error: StreamError) -> dict[str, Any]:
+        return _error(error)
+
+
+def _block(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "call":
+        value = json.loads(block.text) if block.text else {}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": value}
+    return {"type": "text", "text": block.text}

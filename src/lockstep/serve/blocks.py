@@ -1,0 +1,172 @@
+"""Answers as a list of blocks, for the APIs that have them: an adapter from chats, whose stream and plan it takes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from starlette.responses import Response
+
+from lockstep.serve.answer_reader import AnswerReader, Part
+from lockstep.serve.bodies import BadRequest, json_response
+from lockstep.serve.openai_chat import ChatBody
+from lockstep.serve.response import TokenResponse
+from lockstep.serve.service import Service
+from lockstep.serve.stream import Stream, StreamError
+
+
+@dataclass
+class Block:
+    """A part of an answer: reasoning, text, or a call with its name and arguments; number: its place."""
+
+    number: int
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    name: str = ""
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class BlockEvent:
+    """A block begins, has more text, or ends."""
+
+    kind: Literal["begin", "more", "end"]
+    block: Block
+    text: str = ""
+
+
+def renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
+    """Return the error of a chat with the names of another API."""
+    name = error.param or ""
+    if name not in names:
+        return error
+    said = error.message.replace(name, names[name], 1)
+    if error.message.startswith(f"{name}["):  # the numbers of a chat's messages may be others
+        said = f"{names[name]}: as a chat: {error.message}"
+    return BadRequest(said, names[name], error.status)
+
+
+class BlockAnswer(TokenResponse):
+    """The answer to a request of an API with blocks; each derives `value` and the events."""
+
+    ID: ClassVar[str]  # what ids begin with
+    _stream: Stream  # there always is one
+
+    def __init__(self, chat: ChatBody, service: Service, stream: Stream, request_id: str, with_reasoning: bool = True):
+        super().__init__(f"{self.ID}_{request_id}", stream, bool(chat.stream))
+        self._service, self._request_id, self._with_reasoning = service, request_id, with_reasoning
+        self._plan = stream.prompts[0].plan
+        self.model = service.name if chat.model is None else chat.model
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+
+    @property
+    def finish(self) -> str | None:
+        """Return why the answer ended, as the engine says."""
+        return self._stream.choices[0].finish
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block.kind == "call" for block in self.blocks)
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Return the numbers of tokens of prompt and answer."""
+        return self._stream.num_prompt_tokens, self._stream.num_answer_tokens
+
+    def close(self) -> None:
+        self._service.cancel(self._stream)
+
+    def value(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Return the events before the first block."""
+        raise NotImplementedError
+
+    def block_events(self, event: BlockEvent) -> Iterator[dict[str, Any]]:
+        """Return the API's events for one of a block."""
+        raise NotImplementedError
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Return the events after the last block."""
+        raise NotImplementedError
+
+    def failing(self, error: StreamError) -> dict[str, Any]:
+        """Return the event of an answer that fails after its first event."""
+        raise NotImplementedError
+
+    async def whole(self) -> Response:
+        async for _ in self._stream:
+            pass
+        reader = self._plan.reader(live=False)
+        for part in [*reader.push(self._stream.choices[0].text), *reader.finish()]:
+            list(self._take(part))
+        self._ended(reader)
+        return json_response(self.value())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        reader = self._plan.reader(live=True)
+        try:
+            yield _encoded(self.opening())
+            async for deltas in self._stream:
+                for delta in deltas:
+                    parts = reader.push(delta.text) + (reader.finish() if delta.finish else [])
+                    if found := list(self._events_of(parts, bool(delta.finish))):
+                        yield _encoded(found)
+            self._ended(reader)
+            yield _encoded(self.closing())
+        except StreamError as error:
+            yield _encoded([self.failing(error)])
+
+    def _events_of(self, parts: list[Part], ends: bool) -> Iterator[dict[str, Any]]:
+        """Return the API's events for parts; each is made before its block goes on."""
+        for part in parts:
+            for event in self._take(part):
+                yield from self.block_events(event)
+        for event in self._end() if ends else ():
+            yield from self.block_events(event)
+
+    def _ended(self, reader: AnswerReader) -> None:
+        self._service.metrics.called(reader.num_calls, reader.num_malformed)
+
+    def _take(self, part: Part) -> Iterator[BlockEvent]:
+        """Add a part to the blocks."""
+        if part.kind == "reasoning" and not self._with_reasoning:
+            return
+        if part.kind == "name":
+            call_id = self._plan.call_id(f"{self._request_id}/0", part.call)
+            yield from self._begin(Block(len(self.blocks), "call", name=part.text, call_id=call_id))
+            return
+        kind: Literal["reasoning", "text", "call"] = "text"
+        if part.kind != "content":
+            kind = "call" if part.kind == "arguments" else "reasoning"
+        text = part.text
+        if self._open is None or self._open.kind != kind:
+            if self.blocks and not (text := text.lstrip()):
+                return
+            yield from self._begin(Block(len(self.blocks), kind))
+        assert self._open is not None
+        self._open.text += text
+        yield BlockEvent("more", self._open, text)
+
+    def _begin(self, block: Block) -> Iterator[BlockEvent]:
+        yield from self._end()
+        self._open = block
+        self.blocks.append(block)
+        yield BlockEvent("begin", block)
+
+    def _end(self) -> Iterator[BlockEvent]:
+        block, self._open = self._open, None
+        if block is not None:
+            yield BlockEvent("end", block)
+
+
+def _encoded(events: Any) -> bytes:
+    """Return server-sent events, each with its type as its name."""
+    return b"".join(
+        b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n" for event in events
+    )

@@ -1,0 +1,273 @@
+"""Anthropic's Messages API and OpenAI's Responses API of `lockstep serve`, the real one, of a model with a script.
+
+The openai package is the judge of the latter; of the former, what Anthropic's documentation says, as plain JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import scripted_model
+from scripted_chats import ANSWERS, BERLIN, PARIS, TIME, TWO_CALLS, WEATHER, prompt, scripted_chats
+
+from lockstep.targets import Results
+from real_server import RealServer
+from shared import Shared
+
+pytestmark = pytest.mark.exports
+
+FUNCTIONS = [tool["function"] for tool in (WEATHER, TIME)]
+FLAT = [{"type": "function", **function} for function in FUNCTIONS]
+TOOLS = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]
+TWO = [("weather", json.loads(PARIS)), ("weather", json.loads(BERLIN))]
+
+
+@pytest.fixture(scope="module")
+def results(shared: Shared) -> Results:
+    return scripted_chats(shared)
+
+
+@pytest.fixture(scope="module")
+def server(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("a-key\n")
+    with RealServer(results.root, "--api-key-file", keys, target=scripted_model.TARGET) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RealServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="a-key", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def send(server: RealServer, path: str, body: dict[str, Any], key: str = "a-key") -> tuple[int, bytes]:
+    headers = {"x-api-key": key, "anthropic-version": "2023-06-01", "X-Request-Id": "mine"}
+    status, _, data = server.request("POST", path, body, headers)
+    return status, data
+
+
+def message(text: str, **given: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": [{"type": "text", "text": prompt(text), "cache_control": {}}]}]
+    return {"model": "scripted", "max_tokens": 128, "temperature": 0, "messages": messages, **given}
+
+
+def answer(server: RealServer, text: str, **given: Any) -> dict[str, Any]:
+    """Return an answer of Anthropic's API, after a look whether its stream makes the same one."""
+    status, data = send(server, "/v1/messages", message(text, **given))
+    assert status == 200, data
+    whole = json.loads(data)
+    status, data = send(server, "/v1/messages", message(text, stream=True, **given))
+    assert status == 200, data
+    streamed = joined(data)
+    assert streamed == whole
+    return whole
+
+
+def joined(data: bytes) -> dict[str, Any]:
+    """Return the message that events make, as Anthropic's documentation says."""
+    events = []
+    for event in data.decode().split("\n\n")[:-1]:
+        head, line = event.split("\n")
+        events.append(json.loads(line.removeprefix("data: ")))
+        assert head == f"event: {events[-1]['type']}"
+    first, *blocks, end, last = events
+    assert (first["type"], end["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
+    made, arguments = first["message"], ""
+    assert made["content"] == [] and made["stop_reason"] is None
+    is_open = False
+    for event in blocks:
+        if event["type"] == "content_block_start":
+            assert not is_open and event["index"] == len(made["content"])
+            made["content"].append(event["content_block"])
+            arguments, is_open = "", True
+        assert is_open and event["index"] == len(made["content"]) - 1
+        block = made["content"][-1]
+        if event["type"] == "content_block_stop":
+            is_open = False
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(arguments)
+        elif event["type"] == "content_block_delta":
+            kind, field = {
+                "text": ("text_delta", "text"),
+                "thinking": ("thinking_delta", "thinking"),
+                "tool_use": ("input_json_delta", "partial_json"),
+            }[block["type"]]
+            assert event["delta"]["type"] == kind
+            if block["type"] == "tool_use":
+                arguments += event["delta"][field]
+            else:
+                block[field] += event["delta"][field]
+    assert not is_open
+    return {**made, **end["delta"], "usage": end["usage"]}
+
+
+def test_a_message_of_text(server: RealServer) -> None:
+    found = answer(server, ANSWERS[460])
+    assert found["id"].startswith("msg_") and (found["type"], found["role"]) == ("message", "assistant")
+    assert found["content"] == [{"type": "text", "text": ANSWERS[460]}] and found["model"] == "scripted"
+    assert (found["stop_reason"], found["stop_sequence"], found["usage"]["input_tokens"]) == ("end_turn", None, 460)
+    assert answer(server, ANSWERS[460], max_tokens=2)["stop_reason"] == "max_tokens"
+    found = answer(server, ANSWERS[460], stop_sequences=["known"])
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "known")
+
+
+def test_a_message_with_calls(server: RealServer) -> None:
+    found = answer(server, TWO_CALLS, tools=TOOLS)
+    text, *calls = found["content"]
+    assert text == {"type": "text", "text": "Let me look."} and found["stop_reason"] == "tool_use"
+    assert [(call["type"], call["name"], call["input"]) for call in calls] == [("tool_use", *each) for each in TWO]
+    choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    (call,) = answer(server, ANSWERS[140], tools=TOOLS, tool_choice=choice)["content"]
+    assert call["name"] == "weather" and call["input"]["city"] in ("Paris", "Berlin")
+    (text,) = answer(server, TWO_CALLS, tools=TOOLS, tool_choice={"type": "none"})["content"]
+    assert text["text"] == TWO_CALLS
+
+
+def test_thinking_comes_where_it_is_asked_for(server: RealServer) -> None:
+    thinking, text = answer(server, ANSWERS[260], thinking={"type": "enabled", "budget_tokens": 1024})["content"]
+    assert (thinking["type"], thinking["thinking"], text["text"]) == ("thinking", "I <b>think.", "Paris.")
+    assert [block["type"] for block in answer(server, ANSWERS[260])["content"]] == ["text"]
+
+
+def test_results_of_tools_go_to_the_template_and_tokens_are_counted(server: RealServer) -> None:
+    turns = [
+        {"role": "user", "content": "\n" * 9},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Paris"}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "rain"}]},
+    ]
+    body = {"model": "scripted", "messages": turns, "tools": TOOLS, "system": "not shown"}
+    status, data = send(server, "/v1/messages/count_tokens", body)
+    header = {"Authorization": "Bearer a-key"}
+    text = {"prompt": "\n" * 9 + "weatherParisrain"}
+    expected = json.loads(server.request("POST", "/tokenize", text, header)[2])["count"]
+    assert (status, json.loads(data)) == (200, {"input_tokens": expected})
+    status, data = send(server, "/v1/messages", {**body, "max_tokens": 1})
+    assert json.loads(data)["usage"] == {"input_tokens": expected, "output_tokens": 1}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no length": ({"max_tokens": None}, "max_tokens: expected a value"),
+    "a tool of the provider": ({"tools": [{"type": "web_search_20250305", "name": "web"}]}, "of the client's own"),
+    "a choice that is none": ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "tool_choice: expected type auto"),
+    "a thinking that is none": ({"thinking": {"type": "deep"}}, "thinking: expected type enabled"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "messages[0].content[0]: expected a block of text",
+    ),
+    "a result without a call": (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]}]},
+        "messages: as a chat: messages[0]: expected a tool's result after",
+    ),
+    "servers of others": ({"mcp_servers": [{"url": "a"}]}, "mcp_servers: not supported"),
+}
+
+
+@pytest.mark.parametrize(("given", "line"), REFUSED.values(), ids=REFUSED)
+def test_errors_of_messages_are_anthropics(server: RealServer, given: dict, line: str) -> None:
+    status, data = send(server, "/v1/messages", message(TWO_CALLS, **given))
+    error = json.loads(data)
+    assert (status, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert line in error["error"]["message"] and "\n" not in error["error"]["message"]
+
+
+def test_a_wrong_key_is_refused_in_anthropics_words(server: RealServer) -> None:
+    status, data = send(server, "/v1/messages", message(TWO_CALLS), key="wrong")
+    assert (status, json.loads(data)["error"]["type"]) == (401, "authentication_error")
+
+
+def respond(client: openai.OpenAI, text: str, **given: Any) -> Any:
+    """Return a response, after a look whether its stream makes the same one."""
+    body = {"model": "scripted", "input": prompt(text), "temperature": 0, **given}
+    whole = client.responses.create(**body)
+    events = list(client.responses.create(**body, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    streamed = events[-1].response
+    if streamed.status == "completed":
+        with client.responses.stream(**body) as stream:
+            assert plain(stream.get_final_response()) == plain(streamed)
+    assert plain(streamed) == plain(whole)
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == whole.output_text
+    return whole
+
+
+def plain(response: Any) -> Any:
+    """Return the output without what differs from one request to the next."""
+    items = [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
+    for item in items:
+        for part in item.get("content") or ():
+            part.pop("parsed", None)  # of the package
+        item.pop("parsed_arguments", None)
+    return response.status, items, response.usage
+
+
+def test_a_response_of_text(client: openai.OpenAI) -> None:
+    found = respond(client, ANSWERS[460])
+    assert (found.output_text, found.status, found.store) == (ANSWERS[460], "completed", False)
+    assert (found.usage.input_tokens, found.usage.total_tokens) == (460, 460 + found.usage.output_tokens)
+    assert found.id.startswith("resp_")
+    cut = respond(client, ANSWERS[460], max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_response_with_calls_and_their_results(client: openai.OpenAI) -> None:
+    found = respond(client, TWO_CALLS, tools=FLAT)
+    text, *calls = found.output
+    assert text.content[0].text == "Let me look." and {call.type for call in calls} == {"function_call"}
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == TWO
+    turns = [
+        {"role": "user", "content": [{"type": "input_text", "text": "\n" * 9}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": PARIS},
+        {"type": "function_call_output", "call_id": "a", "output": "rain"},
+    ]
+    count = client.completions.create(model="scripted", prompt="\n" * 9 + "weatherParisrain", max_tokens=1).usage
+    again = client.responses.create(model="scripted", input=turns, tools=FLAT, max_output_tokens=1)
+    assert again.usage.input_tokens == count.prompt_tokens
+    choice = {"type": "function", "name": "weather"}
+    (call,) = respond(client, ANSWERS[140], tools=FLAT, tool_choice=choice, parallel_tool_calls=False).output
+    assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Paris", "Berlin")
+
+
+def test_a_response_with_reasoning_and_a_form(client: openai.OpenAI) -> None:
+    reasoning, text = respond(client, ANSWERS[260], reasoning={"effort": "low"}).output
+    assert reasoning.content[0].text == "I <b>think." and text.content[0].text == "Paris."
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "form", "schema": schema, "strict": True}}
+    found = client.responses.create(model="scripted", input=prompt(ANSWERS[260]), temperature=0, text=form)
+    assert json.loads(found.output_text) == {"a": "b"}
+
+
+STATE = {"store": True, "previous_response_id": "resp_1", "conversation": "conv_1", "background": True}
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    **{name: ({name: value}, name, "keeps nothing between requests") for name, value in STATE.items()},
+    "what to include": ({"include": ["file_search_call.results"]}, "include", "found 'file_search_call.results'"),
+    "a tool of the provider": ({"tools": [{"type": "web_search"}]}, "tools", "found 'web_search': this server runs"),
+    "an item that is none": ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "found 'item_reference'"),
+    "a result without a call": (
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
+        "input",
+        "input: as a chat: messages[0]: expected a tool's result after",
+    ),
+    "too many tokens": ({"max_output_tokens": 9999}, "max_output_tokens", "max_output_tokens: expected 1 to"),
+    "truncation": ({"truncation": "auto"}, "truncation", "not supported"),
+    "a form that is none": ({"text": {"format": {"type": "xml"}}}, "text", "found 'xml'"),
+}
+
+
+@pytest.mark.parametrize(("given", "param", "line"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_in_a_response_is_named(client: openai.OpenAI, given: dict, param: str, line: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**{"model": "scripted", "input": "x", **given})
+    assert caught.value.param == param and line in caught.value.message
