@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,22 @@ def completion(server: RealServer, **body: object) -> dict:
     status, answer = post(server, "/v1/completions", asked)
     assert status == 200, answer
     return answer
+
+
+def test_schedulers_see_which_adapters_run(server: RealServer) -> None:
+    def seen() -> dict[str, str]:
+        text = server.request("GET", "/metrics")[2].decode()
+        line = next(line for line in text.splitlines() if line.startswith("lockstep:lora_requests_info"))
+        return dict(re.findall(r'(\w+)="([^"]*)"', line))
+
+    labels = {"model_name": "demo-lora", "max_lora": "2"}
+    idle = {**labels, "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert seen() == idle
+    with server.opened("Light", 200, model="demo-lora:captain", ignore_eos=True) as events:
+        next(iter(events))
+        assert seen() == {**idle, "running_lora_adapters": "captain"}
+    server.wait_idle()
+    assert seen() == idle
 
 
 def test_an_adapter_is_a_model(server: RealServer) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import lockstep
 from lockstep.serve.bodies import is_near
 from lockstep.serve.openai import CompletionBody
 from lockstep.serve.openai_chat import ChatBody
@@ -473,6 +474,16 @@ def test_metrics_count_what_was_asked_and_made(server: RealServer) -> None:
     assert after["lockstep:kv_cache_usage_perc"] == 0 and after["lockstep:engine_up"] == 1
 
 
+def test_what_schedulers_ask_of_a_server(server: RealServer) -> None:
+    assert server.get("/version") == {"version": lockstep.__version__}
+    assert [server.request(method, "/ping")[::2] for method in ("GET", "POST")] == [(200, b"")] * 2
+    pages = server.get("/status")["pages"]["total"]
+    series = f'lockstep:cache_config_info{{block_size="64",num_gpu_blocks="{pages}"}}'
+    (name,) = [name for name in numbers(server) if "cache_config" in name]
+    assert name.replace("{,", "{") == series and numbers(server)[name] == 1
+    assert not [name for name in numbers(server) if "lora" in name]
+
+
 def test_a_request_that_is_refused_is_in_no_series(server: RealServer) -> None:
     before = numbers(server)
     status, _, data = server.request("POST", "/v1/completions", {**GOOD, "guided_grammar": "start: ("})
@@ -494,7 +505,7 @@ def test_the_dashboard_asks_for_the_series_that_there_are(server: RealServer) ->
     there = {name.partition("{")[0] for name in numbers(server)}
     assert series <= there
     # and none is forgotten
-    assert {name for name in there if not name.endswith(("_created", "_sum", "_count"))} == series
+    assert {name for name in there if not name.endswith(("_created", "_sum", "_count", "_info"))} == series
 
 
 def numbers(server: RealServer) -> dict[str, float]:

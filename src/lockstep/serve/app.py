@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+import lockstep
 from lockstep.serve.anthropic import MessagesAnswer, MessagesBody, anthropic_error, limited_messages_chat, messages_chat
 from lockstep.serve.blocks import renamed
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, json_response, read_body
@@ -36,7 +37,15 @@ from lockstep.serve.tokenization import DetokenizeBody, TokenizeBody, detokenize
 from lockstep.serve.triton import generate_routes
 from lockstep.serve.triton_infer import Triton
 
-_OPEN = ("/", "/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")  # without a key
+_OPEN = (
+    "/",
+    "/ping",
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/v2/health/live",
+    "/v2/health/ready",
+)  # without a key
 
 
 class LoadAdapterBody(msgspec.Struct):
@@ -134,6 +143,9 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
     async def metrics(request: Request) -> Any:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
+    async def ping(request: Request) -> Any:
+        return Response(status_code=200 if service.is_live else 503)
+
     async def front(request: Request) -> Any:
         content, headers = page()
         return Response(content, headers=headers)
@@ -178,6 +190,8 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
             telling("/health/live", lambda request: _health(service), lambda: service.is_live),
             telling("/health/ready", lambda request: _health(service), lambda: service.is_ready and service.is_live),
             route("/metrics", metrics),
+            telling("/version", lambda request: {"version": lockstep.__version__}),
+            route("/ping", ping, "GET", "POST"),
             telling("/status", lambda request: _status(service)),
             route("/", front),
             *kserve_routes(route, triton, access),

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -17,7 +17,7 @@ from lockstep.serve.stream import FINISH_REASONS, PromptRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-
+Infos = Mapping[str, Callable[[], tuple[Mapping[str, str], float] | None]]
 
 _GAUGES = {
     "num_requests_running": "Answers that hold a slot.",
@@ -47,6 +47,27 @@ class _EngineCounters(Collector):
             yield family
 
 
+_INFOS = {
+    "cache_config_info": "Tokens of a block of the KV cache, and how many blocks there are.",
+    "lora_requests_info": "Adapters whose requests run or wait; the value is the time in seconds since 1970.",
+}
+
+
+class _Infos(Collector):
+    """Series whose labels tell something, as schedulers in front of servers read them."""
+
+    def __init__(self, model: str, infos: Infos, prefix: str):
+        self._model, self._infos, self._prefix = model, infos, prefix
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, text in _INFOS.items():
+            if (found := self._infos[name]()) is not None:
+                labels, value = {"model_name": self._model, **found[0]}, found[1]
+                family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(labels))
+                family.add_metric(list(labels.values()), value)
+                yield family
+
+
 class _TokenTimes(Collector):
     """A histogram of each token's seconds: prometheus_client's has a lock for each of its numbers."""
 
@@ -68,9 +89,13 @@ class _TokenTimes(Collector):
 
 
 class Metrics:
-    """The series of one server; read: by name gauges and the engine's counters, read when the metrics are."""
+    """The series of one server.
 
-    def __init__(self, model: str, read: Mapping[str, Callable[[], float]], prefix: str = "lockstep"):
+    read: by name gauges and the engine's counters, read when the metrics are. infos: by name labels and a value, or
+    None where there is nothing to tell.
+    """
+
+    def __init__(self, model: str, read: Mapping[str, Callable[[], float]], infos: Infos, prefix: str = "lockstep"):
         self._prefix, self._model = prefix, model
         self._registry = CollectorRegistry()
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
@@ -88,6 +113,7 @@ class Metrics:
             self._make(Gauge, name, text).set_function(read[name])
         self._registry.register(self._itl)
         self._registry.register(_EngineCounters(model, read, prefix))
+        self._registry.register(_Infos(model, infos, prefix))
 
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
         made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)

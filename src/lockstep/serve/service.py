@@ -19,12 +19,13 @@ from lockstep.serve.adapters import Adapters
 from lockstep.serve.chat import Chat
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
-from lockstep.serve.metrics import Metrics
+from lockstep.serve.metrics import Infos, Metrics
 from lockstep.serve.reasoning import reasoning_format
 from lockstep.serve.say import fault_of, say
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.serve.stream import TENANT, PromptRequest, Stream, StreamError
 from lockstep.serve.tool_formats import tool_format
+from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Service:
         self.draining = False
         self.restarts = 0
         self.created = int(time.time())
-        self.metrics = Metrics(name, self._read(), metrics_prefix)
+        self.metrics = Metrics(name, self._read(), self._infos(), metrics_prefix)
         self.request_log = request_log
         self._python, self._engine_options, self._log = python, engine_options, log
         self.adapters = Adapters(name, adapter_root, self._is_used)
@@ -172,6 +173,27 @@ class Service:
             "prefix_cache_queries": lambda: self.total("prefix_queries"),
             "prefix_cache_hits": lambda: self.total("prefix_hits"),
         }
+
+    def _infos(self) -> Infos:
+        """Return what the metrics tell by labels, by the name of its series."""
+        return {"cache_config_info": self._cache_config, "lora_requests_info": self._used_adapters}
+
+    def _cache_config(self) -> tuple[dict[str, str], float] | None:
+        if self._ready is None:
+            return None
+        return {"block_size": str(PAGE_SIZE), "num_gpu_blocks": str(self._ready.num_pages)}, 1.0
+
+    def _used_adapters(self) -> tuple[dict[str, str], float] | None:
+        most = len(self.adapters.model_names) - 1
+        if not most:
+            return None
+        prompts = [prompt for stream in self._streams for prompt in stream.prompts if prompt.request.adapter]
+        running, waiting = (
+            ",".join(sorted({str(each.request.adapter) for each in prompts if (each.admitted is None) == waits}))
+            for waits in (False, True)
+        )
+        labels = {"max_lora": str(most), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        return labels, time.time()
 
     def _used_pages(self) -> float:
         free = self.counters.get("free_pages")
