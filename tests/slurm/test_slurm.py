@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkout import TIMEOUT, Checkout, failure
+from checkout import TIMEOUT, Checkout
 from cluster import NODES, Cluster
 
 # A cluster without accounting; nodes of two CPUs; jobs of seconds, of which a user's profile would not ask so often.
@@ -153,10 +153,14 @@ def started(checkout: Checkout, *arguments: str) -> Iterator[Run]:
 
 
 def finish(checkout: Checkout, *arguments: str) -> str:
-    """Run it on the cluster to its end; gives what was printed."""
-    process = checkout.snakemake(*PROFILE, *arguments, check=False)
-    assert process.returncode == 0, failure(process)
-    return process.stdout + process.stderr
+    """Run it on the cluster to its end; gives what was printed.
+
+    In a process of its own: a forked one knows the plugins of the folder that its server was started with.
+    """
+    with started(checkout, *arguments) as run:
+        pass
+    assert run.returncode == 0, run.output
+    return run.output
 
 
 def path_of(checkout: Checkout, folder: Path) -> str:
