@@ -115,6 +115,21 @@ def test_a_tokenizer_that_transformers_cannot_load_is_one_line(tmp_path: Path) -
 
 
 @pytest.mark.exports
+def test_a_class_whose_unknown_token_the_file_lacks_is_one_line(tmp_path: Path) -> None:
+    """Its native code fails on the first text, not when it is loaded."""
+    folder = checkpoint(tmp_path / "model", {})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]})
+    )
+    with (
+        pytest.raises(TokenizerError, match=r"loads as \w+, which fails on .*; name the right tokenizer_class"),
+        quiet(),
+    ):
+        load_auto(folder)
+
+
+@pytest.mark.exports
 def test_chat_tokens_and_all_ends_reach_graphs_and_reference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,7 +55,8 @@ class Made:
         for name, data in files.items():
             (out / name).write_bytes(data)
         tokenizer = FileEntry("tokenizer.json", sha256_file(out / "tokenizer.json"))
-        replace(assembly, tokenizer=tokenizer, eos_token_ids=(config["eos_token_id"],)).save(out / "assembly.json")
+        ends = tuple(read_json(self.results.reference(MODEL, "all"))["eos_token_ids"])
+        replace(assembly, tokenizer=tokenizer, eos_token_ids=ends).save(out / "assembly.json")
         return out / "assembly.json"
 
 

@@ -120,7 +120,8 @@ def test_other_architectures_pass(tmp_path, name):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name]())
     model.save_pretrained(tmp_path / "model")
-    shutil.copy(DEMO / "tokenizer.json", tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, tmp_path / "model")
     checkpoint = resolve(str(tmp_path / "model"), tmp_path / "model", tmp_path / "checkpoint.json")
     assembly = export(checkpoint, "fp32", tmp_path / "graphs" / "assembly.json")
     weights = convert(checkpoint, "fp32", tmp_path / "weights.json")

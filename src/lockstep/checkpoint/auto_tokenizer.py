@@ -109,7 +109,14 @@ def _texts(tokens: Sequence[str]) -> Iterator[str]:
 
 
 def _ids(auto: Any, text: str, special: bool) -> list[int]:
-    return auto(text, add_special_tokens=special)["input_ids"]
+    try:
+        return auto(text, add_special_tokens=special)["input_ids"]
+    except Exception as error:  # of its native code, such as for an unknown token that its class names
+        said = " ".join(str(error).split())[:300]
+        raise TokenizerError(
+            f"found one that transformers loads as {type(auto).__name__}, which fails on {text!r}: {said}; name the "
+            "right tokenizer_class in tokenizer_config.json (PreTrainedTokenizerFast takes tokenizer.json as it is)"
+        ) from None
 
 
 def _decoded(auto: Any, ids: Sequence[int], skips: bool = True) -> str:
