@@ -26,6 +26,7 @@ _OF_EACH_RUN = (
     "Assuming unrestricted shared filesystem",
     "Building DAG of jobs",
     "CalledProcessError in file",
+    "Cannot restore ",
     "Complete log(s)",
     "Conda environments: ignored",
     "Config file ",

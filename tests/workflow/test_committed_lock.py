@@ -86,7 +86,7 @@ def test_other_precisions_and_backends_are_what_is_locked(
     if precision != "fp16":  # which is there
         asked += [folder / "weights.json", folder / "graphs" / "assembly.json"]
         for stage in ("export", "convert"):
-            demo.call("lockstep", stage, target)
+            demo.call("lockstep", "stage", stage, target)
     for backend in backends:
         demo.call("lockstep", "stage", "build", f"{target}/all/{backend}")
     lock = Lock.load(REPOSITORY / LOCK)
@@ -155,7 +155,7 @@ def run_under_lock(first_run: Checkout, shared: Shared) -> Checkout:
         lock = json.loads((REPOSITORY / LOCK).read_text())
         if engines_of(checkout.results, "fp16").where[-1] not in devices_of(lock):
             for stage in ("export", "convert", "build"):
-                checkout.call("lockstep", stage, SMALL)
+                checkout.call("lockstep", "stage", stage, SMALL)
             made = engines_of(checkout.results, "w8a16")
             lock["locked"]["/".join(made.where)] = dict(made.items)
             shutil.rmtree(checkout.results / SMALL)

@@ -51,13 +51,13 @@ def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkou
         with open(filler, "wb", buffering=0) as file:
             file.write(b"x" * (shutil.disk_usage(demo.results).free + 1))
         assert shutil.disk_usage(demo.results).free == 0
-        process = demo.run("lockstep", stage, target, check=False)
+        process = demo.run("lockstep", "stage", stage, target, check=False)
         assert process.returncode == 2 and len(process.stderr.splitlines()) == 1, process.stderr
         assert "No space left on device" in process.stderr or "bytes free" in process.stderr
         assert not (demo.results / manifest).exists()
         assert not [path for path in demo.results.rglob("*") if path.name.endswith(".tmp")]
         filler.unlink()
-        demo.run("lockstep", stage, target)
+        demo.run("lockstep", "stage", stage, target)
         assert demo.call("lockstep", "verify").returncode == 0
 
 

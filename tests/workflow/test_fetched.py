@@ -108,7 +108,7 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     assert user.digests() == before and not user.would_run(*BUILT, *CONFIG)
 
     for stage in CHECKS:
-        user.call("lockstep", stage, "hub/fp32/all", "--config", "own.yaml")
+        user.call("lockstep", "stage", stage, "hub/fp32/all", "--config", "own.yaml")
     assert json.loads((user.results / "hub/fp32/golden/onnxruntime/all.json").read_text())["result"] == "pass"
     assert not user.would_run(*TARGETS, *CONFIG)
     before = user.digests()

@@ -231,7 +231,7 @@ def test_a_check_that_fails_by_hand_is_a_row(demo: Checkout) -> None:
 @pytest.mark.long  # test_committed_lock.py makes other precisions by hand
 def test_stages_by_hand_make_what_the_workflow_makes(finished: Checkout, fresh: Checkout) -> None:
     for stage in ("resolve", "convert", "export", "build"):
-        fresh.call("lockstep", stage, "demo-llama/fp16")
+        fresh.call("lockstep", "stage", stage, "demo-llama/fp16")
     made = fresh.digests()
     assert len(made) > 10
     assert made == {name: digest for name, digest in finished.digests().items() if name in made}

@@ -94,7 +94,7 @@ def test_a_stage_is_two_files_and_a_rule(counted: Checkout) -> None:
     assert "cache: count demo-llama/fp16 is taken from" in said_of(demo)
     made.unlink()
     assert "count demo-llama/fp16" in demo.run("lockstep", "explain", "demo-llama/fp16/2").stdout
-    assert COUNT in demo.run("lockstep", "count", "demo-llama/fp16").stdout
+    assert COUNT in demo.run("lockstep", "stage", "count", "demo-llama/fp16").stdout
     assert not demo.would_run(COUNT, *cached)
     demo.finish("--forcerun", "count", "--", COUNT)
     demo.append("src/lockstep/stages/count.py", "EDITED = 1\n")
@@ -116,6 +116,6 @@ def test_what_a_toy_stage_makes_is_locked(counted: Checkout) -> None:
     demo.run("lockstep", "verify")
 
     made.unlink()
-    demo.run("lockstep", "count", "--locked", "demo-llama/fp16")
+    demo.run("lockstep", "stage", "count", "--locked", "demo-llama/fp16")
     process = demo.run("lockstep", "stage", "golden", "--locked", "demo-llama/fp16/2")
     assert process.returncode == 0

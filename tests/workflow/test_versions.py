@@ -58,7 +58,10 @@ def test_another_transformers_is_one_line_at_start(fresh: Checkout, tmp_path: Pa
     tested = read_pins()["transformers"]
     line = f"transformers 5.17.0 is installed, {tested} is tested: what it exports may differ, or be refused"
     fresh.variables = {"PYTHONPATH": os.pathsep.join([str(about.parent), str(fresh.folder / "src")])}
-    for module, arguments in (("snakemake", ("-n", "--quiet", "all")), ("lockstep", ("export", "demo-llama/fp32"))):
+    for module, arguments in (
+        ("snakemake", ("-n", "--quiet", "all")),
+        ("lockstep", ("stage", "export", "demo-llama/fp32")),
+    ):
         process = subprocess.run(
             [sys.executable, "-m", module, *arguments],
             cwd=fresh.folder,

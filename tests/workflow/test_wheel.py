@@ -53,13 +53,15 @@ def installed(wheel: Path) -> Path:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0].partition("-")[0] for name in names} == {"lockstep"}, "no benchmarks, no tests"
+    packages = {"lockstep", "snakemake_logger_plugin_lockstep"}
+    assert {name.split("/")[0].partition("-")[0] for name in names} == packages, "no benchmarks, no tests"
     expected = {
         path.relative_to(REPOSITORY / "src").as_posix()
-        for path in (REPOSITORY / "src" / "lockstep").rglob("*")
+        for package in packages
+        for path in (REPOSITORY / "src" / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert expected == {name for name in names if name.startswith("lockstep/")}
+    assert expected == {name for name in names if name.split("/")[0] in packages}
     assert "lockstep/py.typed" in names
     assert any(name.endswith("/LICENSE") for name in names)
 

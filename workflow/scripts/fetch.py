@@ -1,15 +1,12 @@
 """A model on the hub -> source.json and its folder."""
 
-import os
-
 from job import lock_file, logged, run_job
 
 from lockstep.artifacts.files import read_json
 from lockstep.config.load import load
 from lockstep.provenance.locked import fetch_terms
 
-terminal = os.fdopen(os.dup(2), "w")  # the progress bar stays there; all else goes to the log
 with logged(snakemake):
     config = load(read_json(snakemake.input.config))
     terms = fetch_terms(config, snakemake.wildcards.model, lock_file(snakemake))
-    run_job("fetch", snakemake, terminal=terminal, **terms)
+    run_job("fetch", snakemake, **terms)
