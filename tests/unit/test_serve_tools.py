@@ -215,7 +215,7 @@ USER = {"role": "user", "content": "x"}
 REFUSED = {
     "no list": ({"tools": {"a": 1}}, "tools", "expected up to 128 tools, found no list"),
     "another type": ({"tools": [{"type": "retrieval"}]}, "tools", "found 'retrieval'"),
-    "no name": ({"tools": [function(None)]}, "tools", "tools[0].function.name: expected 1 to 64"),
+    "no name": ({"tools": [function(None)]}, "tools", "tools[0].function.name: expected 1 to 128"),
     "a name with a space": ({"tools": [function("a b")]}, "tools", "found 'a b'"),
     "a name twice": ({"tools": [function(), function()]}, "tools", "tools[1].function.name: expected each name once"),
     "too many": ({"tools": [function(f"f{number}") for number in range(129)]}, "tools", "found 129 of them"),

@@ -14,13 +14,13 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.reasoning import ReasoningFormat
 from lockstep.serve.tool_formats import FORMATS
-from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, ToolFormat
+from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, VALUE, ToolFormat, is_text
 
 _MOST_TOOLS, _MOST_CALLS = 128, 32  # of a request; of an answer that a grammar holds
 _DEEPEST, _LONGEST = 32, 1 << 17  # levels and characters of a schema
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _CHOICES = ("none", "auto", "required")
-_TEXT = r"/(.|\n)*/"
+_TEXT, _ANY_KEY = r"/(.|\n)*/", r"/[^<>\n]{1,64}/"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any], bool]:
         raise BadRequest(f"{where}: expected an object of type function, found {ascii(found)[:60]}", "tools")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        expected = "1 to 64 letters, digits, _, . or -"
+        expected = "1 to 128 letters, digits, _, . or -"
         raise BadRequest(f"{where}.function.name: expected {expected}, found {ascii(name)[:80]}", "tools")
     schema = function.get("parameters")
     schema = {"type": "object", "properties": {}} if schema is None else schema
@@ -157,6 +157,19 @@ def held_grammar(
     return Grammar(grammar.kind, grammar.text, grammar.name, around)
 
 
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {bounded(json.dumps(schema), ' ?')}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """Return a text for a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
 class _Lark:
     """Rules of a grammar in llguidance's dialect of Lark; the methods return expressions."""
 
@@ -167,53 +180,98 @@ class _Lark:
     def _mark(self, text: str) -> str:
         """Return a mark: where it is one token, that token, as llguidance takes its text for another thing."""
         token = self._tokenizer.token_id(text)
-        return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
+        return _quoted(text) if token is None else f"<[{token}]>"
 
-    def _parts(self, format: ToolFormat, parts: Sequence[str], name: str = "", arguments: str = "") -> str:
-        values = {NAME: json.dumps(name), ARGUMENTS: arguments}
-        return " ".join(
-            values.get(part) or (self._mark(part) if part in format.marks else json.dumps(part, ensure_ascii=False))
-            for part in parts
-        )
+    def _parts(self, format: ToolFormat, parts: Sequence[str], values: Mapping[str, str] = {}) -> str:
+        """Return parts of a format; values: expressions for the variable ones."""
+        return " ".join(values[part] if part[0] == "\0" else self._part(format, part) for part in parts)
 
-    def calls(self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool) -> str:
-        names = []
+    def _part(self, format: ToolFormat, part: str) -> str:
+        return self._mark(part) if part in format.marks else _quoted(part)
+
+    def _rule(self, expression: str) -> str:
+        """Add a rule and return its name."""
+        name = f"rule_{len(self.rules)}"
+        self.rules.append(f"{name}: {expression}")
+        return name
+
+    def _until(self, mark: str) -> str:
+        """Return any text up to the first mark, and the mark."""
+        number = len(self.rules)
+        if self._tokenizer.token_id(mark) is not None:  # no text has it
+            self.rules.append(f"ANY_{number}: {_TEXT}")
+            return f"ANY_{number} {self._mark(mark)}"
+        self.rules.append(rf"any_{number}[lazy]: /(.|\n)*{_escaped(mark)}/")
+        return f"any_{number}"
+
+    def _arguments(self, format: ToolFormat, schema: Mapping[str, Any]) -> str:
+        if not format.argument:
+            return _json({"type": "object", **schema})
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):  # nothing is known of them
+            return f"({self._argument(format, _ANY_KEY, None)})*"
+        found = []
+        for key, value in properties.items():
+            shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            inner = {**shared, **value} if isinstance(value, Mapping) else {}
+            if is_text(schema, key) and not inner.keys() & {"enum", "const"}:
+                argument = self._argument(format, _quoted(key), None)
+            else:
+                argument = self._argument(format, _quoted(key), self._inner(inner, is_text(schema, key)))
+            found.append(argument if key in schema.get("required", ()) else f"({argument})?")
+        return " ".join(found) or '""'
+
+    def _argument(self, format: ToolFormat, key: str, value: str | None) -> str:
+        """Return an argument; value: an expression, None for any text."""
+        at = format.argument.index(VALUE)
+        end, *rest = format.argument[at + 1 :]
+        parts = [self._until(end) if value is None else f"{value} {self._part(format, end)}"]
+        head = self._parts(format, format.argument[:at], {KEY: key})
+        return " ".join([head, *parts, *(self._part(format, part) for part in rest)])
+
+    def _inner(self, schema: Mapping[str, Any], is_text: bool) -> str:
+        """Return a value: JSON, or one of the schema's texts as it is."""
+        if not is_text:
+            return self._rule(_json(schema))
+        return self._rule(" | ".join(_quoted(str(each)) for each in schema.get("enum", [schema.get("const")])))
+
+    def calls(
+        self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool, headless: bool = False
+    ) -> str:
+        """Return calls of functions; headless: without the mark that begins them."""
+        begin, between, end = format.around
+        values = []
         for number, (name, schema) in enumerate(schemas.items()):
-            names.append(f"call_{number}")
-            self.rules.append(f"arguments_{number}: %json {bounded(json.dumps({'type': 'object', **schema}), ' ?')}")
-            self.rules.append(f"call_{number}: {self._parts(format, format.call, name, f'arguments_{number}')}")
-        self.rules.append(f"call: {' | '.join(names)}")
-        begin, between, end = (self._parts(format, parts) for parts in format.around)
-        more = "" if single else f"({between} call){{0,{_MOST_CALLS - 1}}}"
-        return f"{begin} call {more} {end}".strip()
+            self.rules.append(f"arguments_{number}: {self._arguments(format, schema)}")
+            values.append({NAME: json.dumps(name), ARGUMENTS: f"arguments_{number}"})
+        call = self._rule(" | ".join(self._parts(format, format.call, each) for each in values))
+        first = call
+        if headless and not begin:
+            first = self._rule(" | ".join(self._parts(format, format.call[1:], each) for each in values))
+        more = "" if single else f"({self._parts(format, between)} {call}){{0,{_MOST_CALLS - 1}}}"
+        head = self._parts(format, begin[1:] if headless else begin)
+        return f"{head} {first} {more} {self._parts(format, end)}".strip()
 
     def calls_or(
         self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool, has_form: bool
     ) -> str:
         """Return calls, or text without any; has_form: instead of text, what the client asked for."""
-        calls = self.calls(format, schemas, single)
         if has_form:
-            return f"{calls} | @answer"
-        self.rules.append(f"TEXT: {_TEXT}")
+            return f"{self.calls(format, schemas, single)} | @answer"
         if format.opening:
-            characters = re.escape(format.opening)
-            self.rules.append(rf"OTHER: /([^\s{characters}](.|\n)*)?/")
-            return f"{calls} | OTHER"
+            self.rules.append(rf"OTHER: /([^\s{re.escape(format.opening)}](.|\n)*)?/")
+            return f"{self.calls(format, schemas, single)} | OTHER"
         start = format.starts[0]
-        if self._tokenizer.token_id(start) is not None:  # no text has it
-            return f"TEXT | TEXT {calls} TEXT"
-        escaped = re.escape(start).replace("/", r"\/")
-        self.rules.append(rf"BEFORE: /(.|\n)*/ & ~/(.|\n)*{escaped}(.|\n)*/")
-        return f"BEFORE | BEFORE {calls} BEFORE"
+        text = f"~/(.|\\n)*{_escaped(start)}(.|\\n)*/"
+        if self._tokenizer.token_id(start) is not None:
+            text = _TEXT  # which has no such token
+        self.rules.append(f"TEXT: {text}")
+        # Where each call has a mark of its own, one is looked for again behind each call.
+        calls = self.calls(format, schemas, single or not format.around[0], headless=True)
+        return f"TEXT | ({self._until(start)} {calls}){{1,{1 if single else _MOST_CALLS}}} TEXT"
 
     def reasoning(self, format: ReasoningFormat, opened: bool) -> str:
         """Return the reasoning, which ends at the first end mark; opened: the prompt has its beginning."""
         self.rules.append(r"SPACE: /\s{0,16}/")
-        if self._tokenizer.token_id(format.end) is not None:
-            self.rules.append(f"THOUGHT: {_TEXT}")
-            inside = f"THOUGHT {self._mark(format.end)} SPACE"
-        else:
-            escaped = re.escape(format.end).replace("/", r"\/")
-            self.rules.append(rf"thought[lazy]: /(.|\n)*{escaped}/")
-            inside = "thought SPACE"
+        inside = f"{self._until(format.end)} SPACE"
         return inside if opened else f"(SPACE {self._mark(format.begin)} {inside})?"

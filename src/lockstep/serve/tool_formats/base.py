@@ -18,6 +18,7 @@ _INSIDE = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # of a string
 _SCALAR = re.compile(r"[\w.+-]*")
 _Value = TypeVar("_Value")
 NAME, ARGUMENTS = "\0name", "\0arguments"  # of `ToolFormat.call`
+KEY, VALUE = "\0key", "\0value"  # of `ToolFormat.argument`
 
 
 class Malformed(Exception):
@@ -105,12 +106,6 @@ class Source:
         if name not in self.tools:
             raise Malformed
         return name
-
-    def is_text(self, name: str, argument: str) -> bool:
-        """Return whether a function's schema has a text as this argument."""
-        properties = self.tools[name].get("properties")
-        schema = properties.get(argument) if isinstance(properties, Mapping) else None
-        return isinstance(schema, Mapping) and schema.get("type") == "string"
 
     def json(self, opening: str, sends: bool = False) -> Reading[str]:
         """Read JSON that begins with `opening`: {, [ or ". sends: its pieces are arguments of the call."""
@@ -224,6 +219,13 @@ def decoded(text: str) -> Any:
         raise Malformed from None
 
 
+def is_text(schema: Mapping[str, Any], argument: str) -> bool:
+    """Return whether a function's schema has a text as this argument."""
+    properties = schema.get("properties")
+    found = properties.get(argument) if isinstance(properties, Mapping) else None
+    return isinstance(found, Mapping) and found.get("type") == "string"
+
+
 def _refuse(constant: str) -> None:
     raise ValueError(constant)  # NaN and Infinity, which clients' JSON does not have
 
@@ -237,8 +239,9 @@ class ToolFormat:
     that begin them at the answer's own beginning; "" for none. read: reads the calls that begin together. marks: of
     `call`, those that a tokenizer may have as one token. call: the parts of one call as the model is trained to write
     it, with NAME and ARGUMENTS, for grammars; none: a grammar holds the model to the plain JSON convention. around:
-    what begins and ends several calls, and what parts them. id_length: characters of a call's id. instructs: the chat
-    template knows no tools, so that a system message describes them.
+    what begins and ends several calls, and what parts them. argument: the parts of one argument, with KEY and VALUE,
+    where arguments are no JSON object; what follows VALUE ends a text. id_length: characters of a call's id. instructs:
+    the chat template knows no tools, so that a system message describes them.
     """
 
     name: str
@@ -249,5 +252,6 @@ class ToolFormat:
     marks: tuple[str, ...] = ()
     call: tuple[str, ...] = ()
     around: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
+    argument: tuple[str, ...] = ()
     id_length: int = 24
     instructs: bool = False

@@ -5,7 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lockstep.serve.tool_formats.base import Event, Malformed, Reading, Source, ToolFormat, decoded
+from lockstep.serve.tool_formats.base import (
+    ARGUMENTS,
+    KEY,
+    NAME,
+    VALUE,
+    Event,
+    Malformed,
+    Reading,
+    Source,
+    ToolFormat,
+    decoded,
+    is_text,
+)
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
@@ -63,10 +75,26 @@ def _read_qwen(source: Source) -> Reading[None]:
 def _add(source: Source, function: str, arguments: dict[str, Any], key: str, text: str) -> None:
     if not key or key in arguments:
         raise Malformed
-    arguments[key] = text if source.is_text(function, key) else _value(text)
+    arguments[key] = text if is_text(source.tools[function], key) else _value(text)
 
 
-GLM = ToolFormat(name="glm", template=(_KEY,), starts=(_BEGIN,), read=_read_glm, marks=(_BEGIN, _END))
+GLM = ToolFormat(
+    name="glm",
+    template=(_KEY,),
+    starts=(_BEGIN,),
+    read=_read_glm,
+    marks=(_BEGIN, _END, _KEY, _KEY_END, _VALUE, _VALUE_END),
+    call=(_BEGIN, NAME, "\n", ARGUMENTS, _END),
+    around=((), ("\n",), ()),
+    argument=(_KEY, KEY, _KEY_END, "\n", _VALUE, VALUE, _VALUE_END, "\n"),
+)
 QWEN3_CODER = ToolFormat(
-    name="qwen3_coder", template=(_FUNCTION, _PARAMETER), starts=(_BEGIN,), read=_read_qwen, marks=(_BEGIN, _END)
+    name="qwen3_coder",
+    template=(_FUNCTION, _PARAMETER),
+    starts=(_BEGIN,),
+    read=_read_qwen,
+    marks=(_BEGIN, _END),
+    call=(_BEGIN, f"\n{_FUNCTION}", NAME, ">\n", ARGUMENTS, f"{_FUNCTION_END}\n", _END),
+    around=((), ("\n",), ()),
+    argument=(_PARAMETER, KEY, ">\n", VALUE, f"\n{_PARAMETER_END}\n"),
 )

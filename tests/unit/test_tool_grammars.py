@@ -1,0 +1,144 @@
+"""Grammars of tool calls in llguidance itself: what each format's hold, and that the format reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_model import DEMO
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from lockstep.runtime import Tokenizer
+from lockstep.runtime.grammar import Grammar
+from lockstep.runtime.grammar.trial import compiled, open_tokenizer
+from lockstep.serve.answer_reader import AnswerPlan, joined
+from lockstep.serve.bodies import BadRequest
+from lockstep.serve.reasoning import FORMATS as REASONING
+from lockstep.serve.tool_formats import FORMATS
+from lockstep.serve.tools import Tools, calling_format, held_grammar, tools_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "c": {"type": "string", "enum": ["x", "y/z"]},
+        "n": {"type": "array", "items": {"$ref": "#/$defs/item"}},
+    },
+    "required": ["s", "n"],
+    "additionalProperties": False,
+    "$defs": {"item": {"type": "integer"}},
+}
+GIVEN = [
+    {"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g"}},
+    {"type": "function", "function": {"name": "h", "parameters": {"type": "object"}}},
+]
+ARGUMENTS = {"s": 'a <b>\n"é', "c": "y/z", "n": [1, 2]}
+HELD = sorted(name for name, format in FORMATS.items() if format.call)
+
+
+class Setup:
+    """A tokenizer, and whether its llguidance takes texts."""
+
+    def __init__(self, folder: Path, has_marks: bool) -> None:
+        library = Library.from_file(str(DEMO / "tokenizer.json"))
+        marks = {mark for format in FORMATS.values() for mark in (*format.marks, *format.starts)} | {
+            "<think>",
+            "</think>",
+        }
+        if has_marks:
+            library.add_tokens([AddedToken(mark, normalized=False) for mark in sorted(marks)])
+        path = folder / "tokenizer.json"
+        library.save(str(path))
+        self.tokenizer = Tokenizer(path)
+        self._guide = open_tokenizer(path.read_text(), 1, [0])
+
+    def takes(self, grammar: Grammar | None, text: str) -> bool:
+        """Return whether a text is all of an answer that follows a grammar."""
+        assert grammar is not None
+        matcher = compiled(self._guide, grammar.kind, grammar.text, grammar.around)
+        ids = self.tokenizer.encode(text).tolist()
+        return all(matcher.consume_token(token) for token in ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["marks as text", "marks as tokens"])
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    return Setup(tmp_path_factory.mktemp("marks"), request.param)
+
+
+def asked(choice: Any) -> Tools:
+    tools = tools_of(GIVEN, choice, True)
+    assert tools is not None
+    return tools
+
+
+def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """Return calls as a model writes them, by the format's own table."""
+    format, texts = FORMATS[name], []
+    for function, arguments in calls:
+        text = json.dumps(arguments, ensure_ascii=False)  # llguidance takes no other spelling of a character
+        if format.argument:
+            values = {key: each if isinstance(each, str) else json.dumps(each) for key, each in arguments.items()}
+            parts = [part for key in values for part in filled(format.argument, {"\0key": key, "\0value": values[key]})]
+            text = "".join(parts)
+        texts.append("".join(filled(format.call, {"\0name": function, "\0arguments": text})))
+    begin, between, end = ("".join(parts) for parts in format.around)
+    return begin + between.join(texts) + end
+
+
+def filled(parts: tuple[str, ...], values: dict[str, str]) -> list[str]:
+    return [values.get(part, part) for part in parts]
+
+
+@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Setup, name: str, choice: str) -> None:
+    tools, format = asked(choice), FORMATS[name]
+    grammar = held_grammar(tools, format, None, None, False, setup.tokenizer)
+    good = [("f", ARGUMENTS)], [("f", ARGUMENTS), ("g", {})], [("g", {})]
+    for calls in good:
+        text = written(name, calls)
+        assert setup.takes(grammar, text)
+        reader = AnswerPlan(format=format, tools=tools.schemas).reader(False)
+        found = joined(reader.push(text) + reader.finish()).calls
+        assert [(function, json.loads(arguments)) for function, arguments in found] == calls
+    for wrong in ({**ARGUMENTS, "n": ["a"]}, {**ARGUMENTS, "c": "z"}, {"s": "a"}):
+        assert not setup.takes(grammar, written(name, [("f", wrong)]))
+    assert not setup.takes(grammar, written(name, [("unknown", {})]))
+    assert setup.takes(grammar, "just a < text") == (choice == "auto")
+    if not format.opening:
+        before = "Let me [look] < here.\n"
+        assert setup.takes(grammar, before + written(name, [("f", ARGUMENTS)])) == (choice == "auto")
+    # Of a function that is not strict any object will do, where no call is required.
+    assert choice == "required" or setup.takes(grammar, written(name, [("h", {"a": "b"})]))
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_named_function_is_called_once(setup: Setup, name: str) -> None:
+    tools = asked({"type": "function", "function": {"name": "f"}})
+    grammar = held_grammar(tools, FORMATS[name], None, None, False, setup.tokenizer)
+    assert setup.takes(grammar, written(name, [("f", ARGUMENTS)]))
+    assert not setup.takes(grammar, written(name, [("g", {})]))
+    assert not setup.takes(grammar, written(name, [("f", ARGUMENTS), ("f", ARGUMENTS)]))
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> None:
+    think, form = REASONING["think"], Grammar("json_schema", '{"type": "integer"}', "response_format")
+    call = written(name, [("f", ARGUMENTS)])
+    for opened, before in ((True, ""), (False, "<think>")):
+        grammar = held_grammar(asked("auto"), FORMATS[name], form, think, opened, setup.tokenizer)
+        assert setup.takes(grammar, f"{before}free {{text</think>\n\n{call}")
+        assert setup.takes(grammar, f"{before}free {{text</think>12")
+        assert not setup.takes(grammar, f"{before}free {{text</think>\n\nwords")
+        assert setup.takes(grammar, "12") == (not opened)
+
+
+def test_a_format_without_a_grammar_is_plain_json_where_a_call_is_required(setup: Setup) -> None:
+    assert calling_format(FORMATS["pythonic"], asked("required")) is FORMATS["json"]
+    assert calling_format(FORMATS["pythonic"], asked("auto")) is FORMATS["pythonic"]
+    with pytest.raises(BadRequest, match="strict: expected a tool_choice that requires a call, for pythonic is read"):
+        held_grammar(asked("auto"), FORMATS["pythonic"], None, None, False, setup.tokenizer)
