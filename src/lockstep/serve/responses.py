@@ -206,7 +206,9 @@ class ResponsesAnswer(BlockAnswer):
         return f"{begins}_{self._request_id}_{block.number}"
 
     def _item(self, block: Block, begins: bool = False) -> dict[str, Any]:
-        status = "in_progress" if begins else self._status() if block is self.blocks[-1] else "completed"
+        status = self._status() if block is self.blocks[-1] else "completed"
+        if begins:
+            status = "in_progress"
         common = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
