@@ -210,6 +210,16 @@ def test_an_example_is_asked_at_a_click(server: ScriptedServer, shown: Browser, 
     assert shown.run("document.querySelectorAll('.empty button').length") == 3
 
 
+def test_reasoning_is_shown_and_not_sent_again(server: ScriptedServer, shown: Browser) -> None:
+    thought = {"choices": [{"index": 0, "delta": {"reasoning": "I see. ", "reasoning_content": "I see. "}}]}
+    server.script = lambda body, number: iter((thought, "Ice."))
+    ask(shown, "Hello")
+    shown.wait("at('stop').hidden && " + ANSWER + " === 'I see. Ice.'")
+    ask(shown, "And?")
+    shown.wait("document.querySelectorAll('.assistant').length === 2 && at('stop').hidden")
+    assert server.bodies[1]["messages"][1]["content"] == "Ice."
+
+
 def test_the_first_line_of_a_chats_answer_is_not_indented(server: ScriptedServer, shown: Browser) -> None:
     server.script = lambda body, number: iter((" ", " \n Ice", " floats."))
     ask(shown, "Hello")

@@ -199,6 +199,13 @@ class Source:
             yield Event("arguments", text)
         return text
 
+    def call_or_list(self) -> Reading[None]:
+        """Read one `call_object`, or a list of them."""
+        yield from self.space()
+        while self.at == len(self.text):
+            yield from self.more()
+        yield from self.call_list() if self.text[self.at] == "[" else self.call_object()
+
     def call_list(self) -> Reading[None]:
         """Read a list of `call_object`."""
         yield from self.expect("[")

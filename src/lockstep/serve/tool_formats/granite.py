@@ -1,15 +1,16 @@
-"""Granite 3: `<|tool_call|>[{"name": ..., "arguments": {...}}]`; Granite 4 writes as Hermes does."""
+"""Granite 3: `<|tool_call|>[{"name": ..., "arguments": {...}}]`, and Phi 4 with an end mark; Granite 4 is Hermes'."""
 
 from __future__ import annotations
 
 from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Reading, Source, ToolFormat
 
-_BEGIN = "<|tool_call|>"
+_BEGIN, _END = "<|tool_call|>", "<|/tool_call|>"
 
 
 def _read(source: Source) -> Reading[None]:
     yield from source.expect(_BEGIN)
     yield from source.call_list()
+    yield from source.follows(_END)
 
 
 GRANITE = ToolFormat(
@@ -17,7 +18,7 @@ GRANITE = ToolFormat(
     template=(_BEGIN,),
     starts=(_BEGIN,),
     read=_read,
-    marks=(_BEGIN,),
+    marks=(_BEGIN, _END),
     call=('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}"),
     around=((_BEGIN, "["), (", ",), ("]",)),
 )

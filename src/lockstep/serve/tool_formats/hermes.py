@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; SmolLM2 writes a list between them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 def _read(source: Source) -> Reading[None]:
     yield from source.expect(_BEGIN)
-    yield from source.space()
-    yield from source.call_object()
+    yield from source.call_or_list()
     yield from source.close(_END)
 
 

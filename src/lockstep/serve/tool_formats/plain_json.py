@@ -8,10 +8,7 @@ _TAG = "<|python_tag|>"
 
 
 def _read_one_or_list(source: Source) -> Reading[None]:
-    if source.text[source.at] == "[":
-        yield from source.call_list()
-    else:
-        yield from source.call_object()
+    yield from source.call_or_list()
     yield from source.finish()  # what goes on after JSON is an answer about JSON, and no call
 
 
