@@ -261,6 +261,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "input: as a chat: messages[0]: expected a tool's result after",
     ),
     "too many tokens": ({"max_output_tokens": 9999}, "max_output_tokens", "max_output_tokens: expected 1 to"),
+    "a schema that is none": (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}},
+        "text",
+        "text: expected a grammar that llguidance takes",
+    ),
     "truncation": ({"truncation": "auto"}, "truncation", "not supported"),
     "a form that is none": ({"text": {"format": {"type": "xml"}}}, "text", "found 'xml'"),
 }

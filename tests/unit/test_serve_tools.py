@@ -222,8 +222,13 @@ REFUSED = {
     "a deep schema": ({"tools": [function(parameters=DEEP)]}, "tools", "expected up to 32 levels, found 80"),
     "a large schema": ({"tools": [function(parameters={"title": "a" * 140_000})]}, "tools", "characters, found 140"),
     "a schema of a list": ({"tools": [function(parameters={"type": "array"})]}, "tools", "schema of an object"),
+    "properties that are none": (
+        {"tools": [function(parameters={"properties": 3})]},
+        "tools",
+        "tools[0].function.parameters.properties: expected an object, found 3",
+    ),
     "a schema that is none": (
-        {"tools": [function(parameters={"properties": 3})], "tool_choice": "required"},
+        {"tools": [function(parameters={"properties": {"a": 3}})], "tool_choice": "required"},
         "tools",
         "tools: expected a grammar",
     ),

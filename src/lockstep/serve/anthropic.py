@@ -108,7 +108,7 @@ def _choice(value: Mapping[str, Any] | None) -> tuple[Any, bool]:
     kind, parallel = value.get("type"), not value.get("disable_parallel_tool_use")
     if kind == "tool":
         return {"type": "function", "function": {"name": value.get("name")}}, parallel
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise BadRequest(f"tool_choice: expected type auto, any, tool or none; found {ascii(kind)[:60]}", "tool_choice")
     return _CHOICES[kind], parallel
 

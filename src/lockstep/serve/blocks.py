@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from lockstep.serve.answer_reader import AnswerReader, Part
-from lockstep.serve.bodies import BadRequest, json_response
+from lockstep.serve.bodies import json_response
 from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.response import TokenResponse
 from lockstep.serve.service import Service
@@ -37,15 +37,16 @@ class BlockEvent:
     text: str = ""
 
 
-def renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
-    """Return the error of a chat with the names of another API."""
+def renamed(error: StreamError, names: Mapping[str, str]) -> StreamError:
+    """Return the error of a chat, with the names of another API in it."""
     name = error.param or ""
-    if name not in names:
-        return error
-    said = error.message.replace(name, names[name], 1)
-    if error.message.startswith(f"{name}["):  # the numbers of a chat's messages may be others
-        said = f"{names[name]}: as a chat: {error.message}"
-    return BadRequest(said, names[name], error.status)
+    if name in names:
+        error.param = names[name]
+        if error.message.startswith(f"{name}["):  # the numbers of a chat's messages may be others
+            error.message = f"{names[name]}: as a chat: {error.message}"
+        else:
+            error.message = error.message.replace(name, names[name], 1)
+    return error
 
 
 class BlockAnswer(TokenResponse):

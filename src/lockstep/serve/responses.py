@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent
-from lockstep.serve.bodies import BadRequest, Unsupported
+from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent, renamed
+from lockstep.serve.bodies import BadRequest, Unsupported, error_response
 from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.service import Service
 from lockstep.serve.stream import Stream, StreamError
@@ -157,6 +157,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def __init__(self, body: ResponsesBody, chat: ChatBody, service: Service, stream: Stream, request_id: str):
         super().__init__(chat, service, stream, request_id)
+        self.refuse = lambda error: error_response(renamed(error, body.NAMES))
         self._body, self._created, self._number = body, int(time.time()), 0
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:

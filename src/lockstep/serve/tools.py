@@ -78,6 +78,10 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any], bool]:
     schema = {"type": "object", "properties": {}} if schema is None else schema
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise BadRequest(f"{where}.function.parameters: expected the JSON schema of an object, found another", "tools")
+    for key, kind, expected in (("properties", dict, "an object"), ("required", list, "a list")):
+        if not isinstance(schema.get(key, kind()), kind):
+            said = f"expected {expected}, found {ascii(schema[key])[:60]}"
+            raise BadRequest(f"{where}.function.parameters.{key}: {said}", "tools")
     if (depth := _depth(schema)) > _DEEPEST:
         raise BadRequest(f"{where}.function.parameters: expected up to {_DEEPEST} levels, found {depth}", "tools")
     if (size := len(json.dumps(schema))) > _LONGEST:
@@ -233,7 +237,10 @@ class _Lark:
         """Return a value: JSON, or one of the schema's texts as it is."""
         if not is_text:
             return self._rule(_json(schema))
-        return self._rule(" | ".join(_quoted(str(each)) for each in schema.get("enum", [schema.get("const")])))
+        choices = schema.get("enum")
+        if not isinstance(choices, list) or not choices:
+            choices = [schema.get("const")]
+        return self._rule(" | ".join(_quoted(str(each)) for each in choices))
 
     def calls(
         self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool, headless: bool = False
