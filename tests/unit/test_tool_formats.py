@@ -200,8 +200,21 @@ def test_the_pieces_do_not_matter(name: str, text: str, sizes: list[int], opened
 
 def test_formats_are_recognised_by_the_template() -> None:
     hermes = "{{ '<tool_call>' }}"
-    glm = f"{hermes} <arg_key>"
-    for template, name in ((hermes, "hermes"), (glm, "glm"), ("[TOOL_CALLS]", "mistral"), ("{{ messages }}", None)):
+    # What tells a family, as its templates have it.
+    templates = {
+        hermes: "hermes",
+        f"{hermes} <arg_key>{{{{ key }}}}</arg_key>": "glm",
+        f"{hermes} <function=example><parameter=value>": "qwen3_coder",
+        "[AVAILABLE_TOOLS] {{ '[TOOL_CALLS] [' }}": "mistral",
+        "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}": "mistral_args",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json": "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>": "deepseek_v31",
+        "start your answer with <|tool_call|> and a JSON list": "granite",
+        "<|start_header_id|> [func_name1(params_name1=params_value1, ...)]": "pythonic",
+        '<|start_header_id|> Respond in the format {"name": function name, "parameters": dictionary}': "llama3_json",
+        "<|start_header_id|>{{ messages }}": None,
+    }
+    for template, name in templates.items():
         format = tool_format(None, template)
         assert (format and format.name) == name
     named = tool_format("granite", hermes)
