@@ -427,6 +427,7 @@ def test_a_graph_that_openvino_refuses_is_one_line(tmp_path):
 def test_weights_with_zero_points_are_refused(tmp_path):
     graph = product(np.zeros((4, 2, 16), np.uint8), np.ones((4, 2), np.float32), 32, 8)
     graph.graph.node[0].input.append("zero_points")
+    graph.graph.input.append(onnx.helper.make_tensor_value_info("zero_points", onnx.TensorProto.UINT8, [4, 2]))
     onnx.save(graph, tmp_path / "g.onnx")
     line = refusal(get_backend(BACKEND).build, tmp_path / "g.onnx", tmp_path / "g.ir.zip", {})
     assert line.startswith(f"{tmp_path}/g.onnx: MatMulNBits: expected integers and scales that are inputs, and no zero")

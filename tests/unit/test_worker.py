@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -12,14 +10,12 @@ from pathlib import Path
 import pytest
 from demo_model import GOLDEN, LIMITS
 
-from lockstep.artifacts.files import read_json
 from lockstep.config import backends
 from lockstep.errors import CheckError, InputError
 from lockstep.stages import Job, worker
 from lockstep.targets import Results
 
 IDENTITY = "lockstep.backends.identity:identity"
-INSPECT = "lockstep.backends.engine_set:inspect"
 
 
 @pytest.fixture
@@ -56,20 +52,6 @@ def test_another_interpreter_builds_the_same(demo: Results, tmp_path: Path) -> N
 
 def test_another_interpreter_answers_the_same() -> None:
     assert worker.ask(sys.executable, IDENTITY, name="onnxruntime") == worker.ask(None, IDENTITY, name="onnxruntime")
-
-
-def test_engines_are_looked_at_in_the_interpreter_that_runs_them(demo: Results, tmp_path: Path) -> None:
-    """What `lockstep reproduce` compares: another Python than this one's may have the library."""
-    engines, assembly = demo.engines("demo-llama", "fp16", "onnxruntime"), demo.assembly("demo-llama", "fp16")
-    here, there = (
-        worker.ask(python, INSPECT, engines=str(engines), assembly=str(assembly)) for python in (None, sys.executable)
-    )
-    assert json.loads(json.dumps(here)) == there and set(there["engines"]) == set(read_json(engines)["engines"])
-    copy = Path(shutil.copytree(engines.parent, tmp_path / "engines")) / engines.name
-    (copy.parent / "middle.onnx").write_bytes(b"no engine")
-    for python in (None, sys.executable):
-        with pytest.raises(CheckError, match="middle.onnx: sha256: made for .*, found .*; the file is damaged"):
-            worker.ask(python, INSPECT, engines=str(copy), assembly=str(assembly))
 
 
 @pytest.mark.parametrize("interpreter", [None, sys.executable])

@@ -29,8 +29,13 @@ _opset = openvino.opset13
 
 def convert(graph: onnx.ModelProto, where: str) -> Any:
     """Return the graph as a model of OpenVINO. Raises CheckError where it is refused."""
-    expanded, weights = expand(graph, where)
-    graph = _plain_products(expanded)
+    try:
+        expanded, weights = expand(graph, where)
+        graph = _plain_products(expanded)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise CheckError(
+            f"{where}: OpenVINO {VERSION} is not given a graph that is not valid: {one_line(error)}"
+        ) from error
     try:
         model = CORE.read_model(graph.SerializeToString())
     except RuntimeError as error:

@@ -24,7 +24,8 @@ from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden.decoding import DecodingCheck, open_model
-from lockstep.verify.golden.prompts import Decoded, Prompt, prompts_of, read_logits
+from lockstep.verify.golden.logits_file import read_logits
+from lockstep.verify.golden.prompts import Decoded, Prompt, prompts_of
 from lockstep.verify.metrics import finish, largest
 
 _FEW = 3  # tokens with an adapter in every slot: one behind the prompt, and decoding

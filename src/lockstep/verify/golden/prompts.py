@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.dtypes import numpy_dtype
-from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt
 from lockstep.artifacts.reports import TokenDifference
-from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
 from lockstep.targets import Tolerances
 from lockstep.verify.golden.forced import Forced
+from lockstep.verify.golden.logits_file import read_logits
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.noise import LogitBounds, LogitNoise
 
@@ -144,21 +142,6 @@ def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray], toler
     bounds = _bounds(counts, logits["long.noise"], tolerances)
     prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], gaps, bounds, None)
     return Long(prompt, entry.edges, dict(zip(entry.counts, logits["long.prompt"], strict=True)))
-
-
-def read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
-    """Return the arrays of the safetensors file beside a reference.
-
-    Raises InputError where it is not the recorded one.
-    """
-    if not path.is_file() or sha256_file(path) != sha256:
-        found = "other bytes" if path.is_file() else "no file"
-        raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")
-    data = np.fromfile(path, np.uint8)
-    return {
-        name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
-        for name, record in read_header(path).items()
-    }
 
 
 def first_difference(

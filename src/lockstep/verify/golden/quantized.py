@@ -25,7 +25,7 @@ from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
 from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_tensors
 from lockstep.onnx_tools.metrics import max_abs_error
-from lockstep.verify.golden.prompts import read_logits
+from lockstep.verify.golden.logits_file import read_logits
 from lockstep.verify.golden.reference import (
     answer,
     load_checkpoint,
