@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -117,6 +119,13 @@ def test_doctor_says_of_each_backend_what_it_can_do_and_what_is_missing() -> Non
             assert f"{name}: {reason}" in text
     assert facts["backends"]["onnxruntime"]["not_run"] is None
     assert facts["memory_bytes"] > 0 and facts["disk_bytes"] > 0 and facts["versions"]["onnxruntime"]
+
+
+def test_doctor_takes_a_module_without_a_file_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`importlib.util.find_spec` raises for a module that is imported and has no spec."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", ModuleType("prometheus_client"))
+    code, text = run("doctor")
+    assert code == 0 and "prometheus_client" not in text
 
 
 def test_doctor_sizes_a_model_as_the_rules_do() -> None:

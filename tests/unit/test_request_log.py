@@ -124,6 +124,7 @@ def test_a_full_queue_and_a_client_that_left_are_told_apart(server: RealServer, 
     assert (left["status"], left["finish_reasons"], left["error"]) == (499, ["abort", "abort"], None)
     assert left["queue_seconds"] is None and left["ttft_seconds"] is None
     assert (full["status"], full["error"]) == (429, "queue_full")
+    log.lines(4)  # of the two that were answered, too: the next test's log begins after them
 
 
 def test_what_the_engine_refuses_has_the_code_of_its_error(server: RealServer, log: Log) -> None:

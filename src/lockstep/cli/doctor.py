@@ -68,6 +68,8 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of a package above it
         return False
+    except ValueError:  # it is imported, and has no file
+        return True
 
 
 def _backends() -> dict[str, dict[str, Any]]:
