@@ -128,6 +128,7 @@ class AnswerReader:
         self._state: Literal["before", "reasoning", "answer"] = "answer"
         if plan.reasoning is not None:
             self._state = "reasoning" if plan.opened else "before"
+            self._end = re.compile(re.escape(plan.reasoning.end))
         self._reasoning, self._content = _Trimmed(True), _Trimmed(False)
         self._source = Source(plan.tools)
         self._reading: Reading[None] | None = None
@@ -150,7 +151,7 @@ class AnswerReader:
 
     def _parts(self, ended: bool) -> Iterator[Part]:
         if self._state == "before":
-            yield from self._before(ended)
+            self._before(ended)
         if self._state == "reasoning":
             yield from self._in_reasoning(ended)
         if self._state == "answer":
@@ -164,7 +165,7 @@ class AnswerReader:
             if ended and (rest := self._content.rest()):
                 yield Part("content", rest)
 
-    def _before(self, ended: bool) -> Iterator[Part]:
+    def _before(self, ended: bool) -> None:
         """Look whether the answer begins with reasoning."""
         assert self._plan.reasoning is not None
         text, begin = self._buffer.lstrip(), self._plan.reasoning.begin
@@ -172,12 +173,11 @@ class AnswerReader:
             self._buffer, self._state = text[len(begin) :], "reasoning"
         elif ended or not begin.startswith(text):
             self._state = "answer"
-        return iter(())
 
     def _in_reasoning(self, ended: bool) -> Iterator[Part]:
         assert self._plan.reasoning is not None
         end = self._plan.reasoning.end
-        at, behind = _split(self._buffer, re.compile(re.escape(end)), len(end))
+        at, behind = _split(self._buffer, self._end, len(end))
         at = len(self._buffer) if ended and behind < 0 else at
         if text := self._reasoning.push(self._buffer[:at]):
             yield Part("reasoning", text)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lockstep.errors import InputError
+
+AnyFormat = TypeVar("AnyFormat")
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,19 @@ FORMATS = {
 }
 
 
+def named_format(option: str, named: str, formats: Mapping[str, AnyFormat]) -> AnyFormat | None:
+    """Return the format of a name that an option gives; None for "none". Raises InputError for an unknown name."""
+    if named != "none" and named not in formats:
+        raise InputError(f"{option}: expected none or one of {', '.join(sorted(formats))}; found {named!r}")
+    return formats.get(named)
+
+
 def reasoning_format(named: str | None, template: str | None) -> ReasoningFormat | None:
     """Return the format of a name, else the one whose marks a chat template has; None for neither, or for "none".
 
     Raises InputError for an unknown name.
     """
     if named is not None:
-        if named != "none" and named not in FORMATS:
-            names = ", ".join(sorted(FORMATS))
-            raise InputError(f"--reasoning-parser: expected none or one of {names}; found {named!r}")
-        return FORMATS.get(named)
+        return named_format("--reasoning-parser", named, FORMATS)
     text = template or ""
     return next((each for each in FORMATS.values() if each.begin in text or each.end in text), None)

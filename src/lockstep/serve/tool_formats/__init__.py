@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import InputError
+from lockstep.serve.reasoning import named_format
 from lockstep.serve.tool_formats.base import ToolFormat
 from lockstep.serve.tool_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from lockstep.serve.tool_formats.granite import GRANITE
@@ -23,9 +23,6 @@ def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
     Raises InputError for an unknown name.
     """
     if named is not None:
-        if named != "none" and named not in FORMATS:
-            names = ", ".join(sorted(FORMATS))
-            raise InputError(f"--tool-call-parser: expected none or one of {names}; found {named!r}")
-        return FORMATS.get(named)
+        return named_format("--tool-call-parser", named, FORMATS)
     known = (each for each in _ALL if each.template)
     return next((each for each in known if all(text in (template or "") for text in each.template)), None)
