@@ -3,6 +3,8 @@
 # needs: CONFIG, WEIGHT_FILES, PLACE, NOT_RUN
 # makes: the functions `memory`, `minutes`, `gpus` and `gpus_of_ranks` for `resources:`
 
+import functools
+
 from lockstep.artifacts.fetched import folder_of
 from lockstep.config.sources import GgufSource
 
@@ -22,6 +24,7 @@ WEIGHT_BYTES = {
 }
 
 
+@functools.cache
 def expected_bytes(model):
     """What weights will weigh in 16 bits that a job brings or makes."""
     if KINDS[model] is GgufSource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 
 from lockstep.cli.extras import EXTRAS
 from lockstep.cli.terminal import JSON, echo_json
+from lockstep.targets import is_quantized
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -36,7 +36,7 @@ def doctor(config: Path | None, as_json: bool) -> None:
 
     facts = _machine()
     if config is not None:
-        facts["models"] = _models(load(config), facts)
+        facts["models"] = _models(load(config))
     if as_json:
         return echo_json(facts)
     for line in _lines(facts):
@@ -46,12 +46,13 @@ def doctor(config: Path | None, as_json: bool) -> None:
 def _machine() -> dict[str, Any]:
     from lockstep.backends.cpu import describe_cpu
     from lockstep.backends.identity import versions
+    from lockstep.config.backends import is_installed
     from lockstep.step.host_memory import total_bytes
 
     cpu = describe_cpu()
     extras: dict[str, list[str]] = {}
     for module, extra in EXTRAS.items():
-        if not _is_there(module):
+        if not is_installed(module):
             extras.setdefault(extra, []).append(module)
     return {
         "versions": versions(list(_VERSIONS)),
@@ -61,15 +62,6 @@ def _machine() -> dict[str, Any]:
         "backends": _backends(),
         "missing_extras": extras,
     }
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
-    except ValueError:  # it is imported, and has no file
-        return True
 
 
 def _backends() -> dict[str, dict[str, Any]]:
@@ -90,7 +82,7 @@ def _backends() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _models(config: Config, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _models(config: Config) -> dict[str, dict[str, Any]]:
     """Return what each model of the config needs; without numbers where it must be fetched first."""
     from lockstep.config.sources import read_shape
 
@@ -100,7 +92,7 @@ def _models(config: Config, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
         parameters = read_shape(place).num_parameters
         if parameters is None:
             continue
-        factor = _QUANTIZED_PER_BYTE if any(one.startswith("w") for one in model.all_precisions()) else _JOB_PER_BYTE
+        factor = _QUANTIZED_PER_BYTE if any(map(is_quantized, model.all_precisions())) else _JOB_PER_BYTE
         found[name] = {
             "parameters": parameters,
             "memory_bytes": round(_JOB_BYTES + factor * 2 * parameters),

@@ -52,10 +52,6 @@ def _shape_file(source: str) -> Path:
 
         return fetch_config(source)
     try:
-        if isinstance(kind, sources.GgufSource):
-            return sources.resolve_gguf(kind)
-        if isinstance(kind, sources.RandomSource):
-            return sources.resolve_random(kind)
-        return sources.resolve_source(source)
+        return sources.resolve_here(kind)
     except InputError as error:
         raise InputError(f"init: {error}") from None

@@ -89,11 +89,18 @@ class BackendSettings:
 
 def not_installed(module: str, package: str, install: str) -> str | None:
     """Return why a backend is missing: its package, and how it is installed. None where it is there."""
+    there = is_installed(module)
+    return None if there else f"the Python package {package} is not installed for this Python: {install}"
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported by this Python; it is not loaded."""
     try:
-        is_there = importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
     except ValueError:  # it is imported, and has no file
-        is_there = True
-    return None if is_there else f"the Python package {package} is not installed for this Python: {install}"
+        return True
 
 
 @functools.cache

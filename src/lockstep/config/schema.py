@@ -22,17 +22,7 @@ from lockstep.config.consistency import (
 )
 from lockstep.config.messages import Problem, Problems, describe, join, nearest
 from lockstep.config.section import Flag, PathText, Section
-from lockstep.config.sources import (
-    FolderSource,
-    GgufSource,
-    HubSource,
-    RandomSource,
-    parse_source,
-    places_of,
-    resolve_gguf,
-    resolve_random,
-    resolve_source,
-)
+from lockstep.config.sources import FolderSource, HubSource, parse_source, places_of, resolve_here
 from lockstep.config.types import (
     COMPARED_PRECISIONS,
     Backends,
@@ -452,11 +442,7 @@ def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: P
     None for a model on the hub that was not fetched yet.
     """
     kind = parse_source(source)
-    if isinstance(kind, FolderSource):
-        return resolve_source(source, folders)
-    if isinstance(kind, RandomSource):
-        return resolve_random(kind, folders)
-    if isinstance(kind, GgufSource):
-        return resolve_gguf(kind, folders)
+    if not isinstance(kind, HubSource):
+        return resolve_here(kind, folders)
     fetched = known(manifest, source)
     return folder_of(manifest) if fetched and (folder_of(manifest) / "config.json").is_file() else None

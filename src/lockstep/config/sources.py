@@ -196,6 +196,20 @@ def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | 
     return path
 
 
+def resolve_here(
+    source: FolderSource | GgufSource | RandomSource, folders: Sequence[str | os.PathLike] | None = None
+) -> Path:
+    """Return what holds the shape of a model that is here: its folder, its config.json or its GGUF file.
+
+    It is looked up as `resolve_source` does. Raises InputError when it is not there.
+    """
+    if isinstance(source, GgufSource):
+        return resolve_gguf(source, folders)
+    if isinstance(source, RandomSource):
+        return resolve_random(source, folders)
+    return resolve_source(source.path, folders)
+
+
 def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
     """Return where a relative path is looked up, in order.
 
