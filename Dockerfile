@@ -1,7 +1,7 @@
 # Snakemake with the workflow, and `lockstep serve`: every package of envs/requirements.txt, envs/kubernetes.txt and envs/openvino.txt.
 #
-#   docker build --tag lockstep:0.1.0 .
-#   docker build --tag lockstep:0.1.0 --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=... .
+#   docker build --tag lockstep:0.2.0 .
+#   docker build --tag lockstep:0.2.0 --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=... .
 #
 # docs/clusters.md says how to run it; docs/install.md which build of PyTorch to take.
 ARG PYTHON=3.11.14-slim-bookworm

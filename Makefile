@@ -145,6 +145,7 @@ $(VENV)/.pinned: $(PINS) envs/openvino.txt envs/tokenizers.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
+	@$(PIP) uninstall --quiet --yes lockstep 2> /dev/null  # its name before 0.2.0
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # What other packages would send of their own accord, off: before they are imported, and in every process started from
 # this one. A value that the user has set stands. docs/network.md lists what each package does.

@@ -21,6 +21,11 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra; on the package index `lockstep` is another project."""
+    return f'pip install "lockstep-engines[{extra}]"'
+
+
 def note(line: str) -> None:
     """Tell a user on stderr what is no error: something that was decided for them."""
     print(f"{NOTE}{line}", file=sys.stderr, flush=True)

@@ -54,7 +54,7 @@ def test_what_kustomize_makes_is_valid(folder: Path, version: str) -> None:
         if document["kind"] in ("Deployment", "Job")
         for container in document["spec"]["template"]["spec"]["containers"]
     }
-    assert all(image.endswith(":0.1.0") for image in images) and images
+    assert all(image.endswith(":0.2.0") for image in images) and images
 
 
 def change(path: str, value: Any) -> Callable[[Any], None]:

@@ -54,7 +54,8 @@ def installed(wheel: Path) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     packages = {"lockstep", "snakemake_logger_plugin_lockstep"}
-    assert {name.split("/")[0].partition("-")[0] for name in names} == packages, "no benchmarks, no tests"
+    folders = {name.split("/")[0].partition("-")[0] for name in names}
+    assert folders == {*packages, "lockstep_engines"}, "no benchmarks, no tests"
     expected = {
         path.relative_to(REPOSITORY / "src").as_posix()
         for package in packages
@@ -144,7 +145,7 @@ def test_each_extra_of_pyproject_is_in_the_table() -> None:
         names = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
         names = {name for name in names if name in imported or not name.startswith("nvidia-")}  # libraries alone
         if extra != "test":
-            extras[extra] = {imported.get(name, name.replace("-", "_")) for name in names if name != "lockstep"}
+            extras[extra] = {imported.get(name, name.replace("-", "_")) for name in names if name != "lockstep-engines"}
     assert set(EXTRAS) == set().union(*extras.values())
     assert not [module for module, extra in EXTRAS.items() if module not in extras[extra]]
     assert not set(EXTRAS) & set(project["dependencies"])
@@ -167,7 +168,7 @@ def test_a_command_names_the_extra_that_it_needs(command: str, installed: Path, 
         assert "Python package" not in line
     else:
         assert line.startswith(f"lockstep: error: {command}: needs the Python package '")
-        assert line.endswith(f'which is not installed here; pip install "lockstep[{extra}]"')
+        assert line.endswith(f'which is not installed here; pip install "lockstep-engines[{extra}]"')
 
 
 def test_the_program_explains_itself_without_any_extra(installed: Path, tmp_path: Path) -> None:

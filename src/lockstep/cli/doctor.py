@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep import __version__
 from lockstep.cli.extras import EXTRAS
 from lockstep.cli.terminal import JSON, echo_json
+from lockstep.errors import pip_install
 from lockstep.targets import is_quantized
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
-_VERSIONS = ("lockstep", "snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino", "tensorrt")
+_VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino", "tensorrt")
 _GB = 1e9
 # Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
 # bits (docs/clusters.md). A quantised target's graphs are checked beside its weights in fp32.
@@ -55,7 +57,7 @@ def _machine() -> dict[str, Any]:
         if not is_installed(module):
             extras.setdefault(extra, []).append(module)
     return {
-        "versions": versions(list(_VERSIONS)),
+        "versions": {"lockstep": __version__, **versions(list(_VERSIONS))},
         "cpu": {**cpu, "cores": len(os.sched_getaffinity(0))},
         "memory_bytes": total_bytes(),
         "disk_bytes": shutil.disk_usage(".").free,
@@ -119,7 +121,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         notes += [f"{name}: no {precision}: {reason}" for precision, reason in one["lacking"].items()]
     lines += ["", *notes]
     for extra, modules in sorted(facts["missing_extras"].items()):
-        lines.append(f'{extra}: {", ".join(modules)} not installed: pip install "lockstep[{extra}]"')
+        lines.append(f"{extra}: {', '.join(modules)} not installed: {pip_install(extra)}")
     for name, model in facts.get("models", {}).items():
         lines.append(_model_line(name, model, facts))
     return lines

@@ -5,7 +5,7 @@ For commands that need more than `dependencies`.
 
 from __future__ import annotations
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, pip_install
 
 # By the name that it is imported under. httptools is in `load` too, whose command names that one itself.
 EXTRAS = {
@@ -49,7 +49,7 @@ def missing_package(command: str | None, error: ModuleNotFoundError) -> InputErr
     if module.partition(".")[0] in ("", "lockstep"):
         return None
     found = [name for name in EXTRAS if f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")]
-    install = f'pip install "lockstep[{EXTRAS[found[0]]}]"' if found else "install it"
+    install = pip_install(EXTRAS[found[0]]) if found else "install it"
     return InputError(
         f"{command or 'lockstep'}: needs the Python package {module!r}, which is not installed here; {install}"
     )

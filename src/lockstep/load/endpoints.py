@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, pip_install
 from lockstep.load import triton, wire
 from lockstep.load.http import Client, clock
 from lockstep.load.records import Planned, Prompt, Record
@@ -63,7 +63,6 @@ def _grpc() -> Any:
         from lockstep.load import triton_grpc
     except ModuleNotFoundError as error:
         raise InputError(
-            f"load: -i grpc needs the Python package {error.name!r}, which is not installed here; pip install "
-            '"lockstep[grpc]"'
+            f"load: -i grpc needs the Python package {error.name!r}, which is not installed here; {pip_install('grpc')}"
         ) from None
     return triton_grpc

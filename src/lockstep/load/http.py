@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, pip_install
 
 clock = time.perf_counter
 # Seconds for which an idle connection is kept. Servers close theirs after 2 (gunicorn) or 5 (uvicorn): a request that
@@ -169,8 +169,7 @@ class Client:
             import httptools  # noqa: F401
         except ModuleNotFoundError:
             raise InputError(
-                "load: needs the Python package 'httptools', which is not installed here; pip install "
-                '"lockstep[load]"'
+                f"load: needs the Python package 'httptools', which is not installed here; {pip_install('load')}"
             ) from None
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from lockstep.backends.gpu import compute_capability, needs_gpu
+from lockstep.errors import pip_install
 
 PRECISIONS = ("fp16", "w8a16", "w4a16")
 _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
@@ -17,7 +18,7 @@ def why_not() -> str | None:
         return needs_gpu("8.0 or higher", found)
     missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]
     if missing:
-        return f"needs {' and '.join(missing)} in this Python, found none: pip install 'lockstep[cuda]'"
+        return f"needs {' and '.join(missing)} in this Python, found none: {pip_install('cuda')}"
     return None
 
 

@@ -92,7 +92,8 @@ def open_tokenizer(text: str, vocab_size: int, eos_token_ids: Sequence[int]) -> 
         import llguidance
     except ModuleNotFoundError as error:
         raise Refusal(
-            f"the Python package {error.name!r}, found that {sys.executable} has none; install lockstep[grammar] there"
+            f"the Python package {error.name!r}, found that {sys.executable} has none; install "
+            f"lockstep-engines[grammar] there"
         ) from None
     eos = list(eos_token_ids) or None
     try:

@@ -1,0 +1,62 @@
+"""The distribution's name and version, wherever they stand: on the package index `lockstep` is another project."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import tomllib
+import yaml
+
+from lockstep import __version__
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = (".ci", ".github", "benchmarks", "config", "docs", "envs", "examples", "profiles", "records", "resources")
+FILES = [
+    path
+    for folder in (*FOLDERS, "src", "tests", "workflow")
+    for path in (REPOSITORY / folder).rglob("*")
+    if path.is_file() and path != Path(__file__) and "__pycache__" not in path.parts and path.stat().st_size < 1 << 20
+] + [path for path in REPOSITORY.iterdir() if path.is_file() and path.suffix != ".lock"]
+# An extra of `lockstep`, and an install of it or of its wheel by that name.
+OTHER_PROJECT = re.compile(
+    r"(?<![\w./-])lockstep\[[a-z]"
+    r"|(?:pip|uv|pipx) (?:install|download)[^\n]*[\s'\"]lockstep(?:[\s'\"=\[]|$)"
+    r"|lockstep-\d+\.\d"
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["pip install 'lockstep[grammar]'", "pip install lockstep", "uv pip install lockstep==0.1", "./lockstep-0.1.0.whl"],
+)
+def test_the_pattern_sees_another_project(line: str) -> None:
+    assert OTHER_PROJECT.search(line)
+    assert not OTHER_PROJECT.search(line.replace("lockstep", "lockstep-engines").replace("-engines-", "_engines-"))
+
+
+def test_nothing_tells_a_user_to_install_another_project() -> None:
+    found = []
+    for path in FILES:
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(REPOSITORY)}: {line.strip()}" for line in lines if OTHER_PROJECT.search(line)]
+    assert found == []
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert (project["name"], project["version"], citation["version"]) == ("lockstep-engines", __version__, __version__)
+    dated = f"\n## {__version__}, {citation['date-released']:%Y-%m-%d}\n"
+    assert dated in (REPOSITORY / "CHANGELOG.md").read_text()
+    images = {
+        (path, version)
+        for path in FILES
+        if path.suffix in (".md", ".yaml") or path.name == "Dockerfile"
+        for version in re.findall(r"\blockstep:(\d+\.\d+\.\d+)|newTag: (\S+)", path.read_text())
+    }
+    assert images and {found for _, versions in images for found in versions if found} == {__version__}
