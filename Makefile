@@ -9,7 +9,7 @@
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps, fuzz; CI does at night
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
-#   make clients-test             runs aiperf and lm-eval on `lockstep serve` of the demo (tests/clients); CLIENTS_ENV names the folder that both are installed in
+#   make clients-test             runs aiperf, lm-eval and libraries for agents on `lockstep serve` (tests/clients); CLIENTS_ENV names the folder that they are installed in
 #   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
@@ -50,6 +50,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 .DEFAULT_GOAL := demo
 TRITON_ENV ?= .triton
 CLIENTS_ENV ?= .clients
+CLIENTS := agents aiperf lm-eval
 KUBERNETES_ENV ?= .kubernetes
 SLURM_ENV ?= .slurm
 OLDEST_ENV ?= .oldest
@@ -82,7 +83,7 @@ test-all: setup-test
 triton-test: setup-test $(TRITON_ENV)/.pinned
 	LOCKSTEP_TRITON=$(abspath $(TRITON_ENV)) $(BIN)/python -m pytest -n 0 tests/tritonserver $(ARGS)
 
-clients-test: setup-test $(CLIENTS_ENV)/aiperf/.pinned $(CLIENTS_ENV)/lm-eval/.pinned
+clients-test: setup-test $(CLIENTS:%=$(CLIENTS_ENV)/%/.pinned)
 	LOCKSTEP_CLIENTS=$(abspath $(CLIENTS_ENV)) $(BIN)/python -m pytest -n 0 tests/clients $(ARGS)
 
 kubernetes-test: setup-test $(KUBERNETES_ENV)/.pinned
@@ -159,7 +160,7 @@ $(TRITON_ENV)/.pinned: envs/triton.txt
 	$(TRITON_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r envs/triton.txt
 	@touch $@
 
-# An environment for each: the two want other versions than the project's, and than each other's.
+# An environment for each: they want other versions than the project's, and than each other's.
 $(CLIENTS_ENV)/%/.pinned: envs/%.txt
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r $<

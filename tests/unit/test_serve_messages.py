@@ -169,6 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]}]},
         "messages: as a chat: messages[0]: expected a tool's result after",
     ),
+    "an effort that is none": ({"output_config": {"effort": "most"}}, "output_config: expected none, minimal"),
     "servers of others": ({"mcp_servers": [{"url": "a"}]}, "mcp_servers: not supported"),
 }
 
@@ -179,6 +180,19 @@ def test_errors_of_messages_are_anthropics(server: RealServer, given: dict, line
     error = json.loads(data)
     assert (status, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
     assert line in error["error"]["message"] and "\n" not in error["error"]["message"]
+
+
+def test_a_thread_is_refused_as_the_package_expects(server: RealServer) -> None:
+    status, data = send(server, "/v1/messages", message(TWO_CALLS, thread={"type": "create"}))
+    error = json.loads(data)["error"]
+    assert (status, error["details"]["error_code"]) == (400, "thread_unsupported_request")
+    assert "thread: expected none, for this server keeps nothing" in error["message"]
+
+
+def test_a_message_in_a_form(server: RealServer) -> None:
+    form = {"format": {"type": "json_schema", "schema": {"enum": ["Paris!"]}}, "effort": "low"}
+    (text,) = answer(server, ANSWERS[260], output_config=form)["content"]
+    assert text == {"type": "text", "text": '"Paris!"'}
 
 
 def test_a_wrong_key_is_refused_in_anthropics_words(server: RealServer) -> None:

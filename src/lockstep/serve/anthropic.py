@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 from starlette.responses import Response
 
-from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent
+from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent, chat_form
 from lockstep.serve.bodies import BadRequest, Unsupported, error_response
 from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.service import Service
@@ -20,6 +20,7 @@ from lockstep.serve.stream import Stream, StreamError
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = ("enabled", "adaptive", "disabled")
+_NO_THREADS = "thread_unsupported_request"
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -34,7 +35,12 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     """The body of POST /v1/messages and, but for what an answer needs, of /v1/messages/count_tokens."""
 
     UNSUPPORTED: ClassVar[Unsupported] = {"mcp_servers": (None, []), "container": (None,)}
-    NAMES: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences", "messages": "messages"}
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "messages": "messages",
+        "response_format": "output_config",
+        "reasoning_effort": "output_config",
+    }
 
     messages: Any
     model: str | None = None
@@ -48,6 +54,8 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    thread: Any = None
     metadata: Any = None
 
     @property
@@ -63,7 +71,10 @@ def limited_messages_chat(body: MessagesBody) -> ChatBody:
 
 
 def messages_chat(body: MessagesBody) -> ChatBody:
-    """Return a body as that of a chat. Raises BadRequest."""
+    """Return a body as that of a chat. Raises StreamError."""
+    if body.thread is not None:
+        said = "expected none, for this server keeps nothing between requests; send all messages with each"
+        raise StreamError(f"thread: {said}", 400, _NO_THREADS, param="thread")
     if body.thinking is not None and body.thinking.get("type") not in _THINKING:
         found = ascii(body.thinking.get("type"))[:60]
         raise BadRequest(f"thinking: expected type {', '.join(_THINKING)}; found {found}", "thinking")
@@ -75,6 +86,7 @@ def messages_chat(body: MessagesBody) -> ChatBody:
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{index}]")
     choice, parallel = _choice(body.tool_choice)
+    config = body.output_config or {}
     return ChatBody(
         messages=messages,
         model=body.model,
@@ -88,6 +100,8 @@ def messages_chat(body: MessagesBody) -> ChatBody:
         tool_choice=choice,
         parallel_tool_calls=parallel,
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
+        response_format=chat_form(config.get("format")),
+        reasoning_effort=config.get("effort"),
         chat_template_kwargs={"enable_thinking": body.thinks},
     )
 
@@ -180,7 +194,10 @@ def anthropic_error(error: StreamError) -> Response:
 
 def _error(error: StreamError) -> dict[str, Any]:
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    # Anthropic's own client then goes on without a thread.
+    details = {"error_code": error.code, "unsupported": ["thread"]} if error.code == _NO_THREADS else None
+    found = {"type": kind, "message": error.message} | ({} if details is None else {"details": details})
+    return {"type": "error", "error": found}
 
 
 class MessagesAnswer(BlockAnswer):

@@ -49,6 +49,13 @@ def renamed(error: StreamError, names: Mapping[str, str]) -> StreamError:
     return error
 
 
+def chat_form(form: Any) -> Any:
+    """Return the form of an answer as a chat's response_format, which has a schema one level deeper."""
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+    return form
+
+
 class BlockAnswer(TokenResponse):
     """The answer to a request of an API with blocks; each derives `value` and the events."""
 

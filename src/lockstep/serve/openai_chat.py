@@ -29,7 +29,7 @@ _UNSUPPORTED: Unsupported = {
     "documents": (None, []),
     "chat_template": (None,),  # a program of whoever sends it
 }
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatBody(Parameters, kw_only=True):

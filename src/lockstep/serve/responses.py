@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent, renamed
+from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent, chat_form, renamed
 from lockstep.serve.bodies import BadRequest, Unsupported, error_response
 from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.service import Service
@@ -82,7 +82,7 @@ def responses_chat(body: ResponsesBody) -> ChatBody:
         tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())],
         tool_choice=_choice(body.tool_choice) if body.tools else None,
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=_form(body.text),
+        response_format=chat_form((body.text or {}).get("format")),
         reasoning_effort=(body.reasoning or {}).get("effort"),
     )
 
@@ -98,14 +98,6 @@ def _choice(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") == "function":
         return {"type": "function", "function": {"name": value.get("name")}}
     return value
-
-
-def _form(text: Mapping[str, Any] | None) -> Any:
-    """Return `text.format` as a chat's response_format."""
-    form = (text or {}).get("format")
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
-    return form
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
