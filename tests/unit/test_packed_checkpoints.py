@@ -3,6 +3,7 @@ line before anything long."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -233,9 +234,12 @@ def _second(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("layout", "change", "line"),
     [
-        (GPTQ, {"quant_method": "fp8"}, "expected gptq, awq or compressed-tensors, or no quantization_config where the "
-         "weights are in floating point as quantization_config.quant_method, found 'fp8'"),
-        (GPTQ, {"quant_method": "bitsandbytes"}, "quantization_config.quant_method, found 'bitsandbytes'"),
+        (GPTQ, {"quant_method": "hqq"}, "modelopt, bitsandbytes, or no quantization_config where the weights are in "
+         "floating point as quantization_config.quant_method, found 'hqq'"),
+        (GPTQ, {"quant_method": "auto-round", "packing_format": "auto_round:mlx"}, "auto_round:awq "
+         "as quantization_config.packing_format, found 'auto_round:mlx'"),
+        (GPTQ, {"quant_method": "auto-round", "extra_config": {"lm_head": {"bits": 8}}}, "expected layers of the same "
+         "bits, or in floating point as quantization_config.extra_config"),
         (GPTQ, {"bits": 3}, "expected 4 or 8 as quantization_config.bits, found 3"),
         (GPTQ, {"bits": "4"}, "expected 4 or 8 as quantization_config.bits, found '4'"),
         (GPTQ, {"group_size": 24}, "expected -1, or a multiple of 16 as quantization_config.group_size, found 24"),
@@ -247,14 +251,13 @@ def _second(settings: dict[str, Any]) -> None:
         (AWQ, {"bits": 8}, "expected 4 as quantization_config.bits, found 8"),
         (AWQ, {"zero_point": False}, "expected true as quantization_config.zero_point, found False"),
         (PACK, {"format": "float-quantized"}, "found 'float-quantized'"),
-        (PACK, {"kv_cache_scheme": {"num_bits": 8}}, "expected none as quantization_config.kv_cache_scheme"),
         (PACK, {"config_groups": {}}, "expected an object of groups as quantization_config.config_groups, found {}"),
         (PACK, _weights(symmetric="no"), "weights.symmetric, found 'no'"),
         (PACK, _weights(type="float"), "expected int or None as quantization_config.config_groups.group_0.weights.type"),  # noqa: E501
         (PACK, _weights(actorder="group"), "weights.actorder, found 'group'"),
         (PACK, _weights(strategy="tensor"), "expected group or channel as "),
         (PACK, _weights(num_bits=2), "weights.num_bits, found 2"),
-        (PACK, _group(input_activations={"num_bits": 8}), "expected null, for activations are not quantised here as"),
+        (PACK, _group(output_activations={"num_bits": 8}), "expected null, for activations are not quantised here as"),
         (PACK, _second, "expected groups of one format, of the same bits and group_size as"),
         (GPTQ, "gptq", "expected an object as quantization_config, found 'gptq'"),
     ],
@@ -273,6 +276,23 @@ def test_a_quantization_config_of_another_layout_is_refused(tmp_path, layout, ch
     found = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
     assert found.startswith(str(folder / "config.json")) and line in found
     assert not (tmp_path / "checkpoint.json").exists()
+
+
+def test_activations_and_caches_that_are_to_be_quantised_are_told_and_left(shared):
+    """Weights stay what they are: int8 W8A8 is read as w8a16."""
+    plain = INT8.config()
+    asked = copy.deepcopy(plain) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    _group(input_activations={"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True})(asked)
+    found, expected = (packing_of({"quantization_config": settings}) for settings in (asked, plain))
+    assert found == expected and not expected.described()
+    assert found.described() == "activations and KV caches, which config.json asks for, are not quantised"
+
+
+@pytest.mark.parametrize(("form", "layout"), [("auto_round:auto_gptq", GPTQ), ("auto_round:auto_awq", AWQ)])
+def test_auto_round_packs_as_gptq_and_awq_do(form, layout):
+    settings = {"quant_method": "auto-round", "bits": 4, "data_type": "int", "group_size": 16, "sym": True}
+    settings |= {"packing_format": form, "block_name_to_quantize": "model.layers", "extra_config": {"lm_head": {}}}
+    assert packing_of({"quantization_config": settings}) == packing_of({"quantization_config": layout.config()})
 
 
 PROJ = "model.layers.0.mlp.up_proj"
@@ -346,7 +366,7 @@ def _other_order(array: np.ndarray) -> np.ndarray:
     [
         (GPTQ, _set("scales", _nan), f"tensor '{PROJ}.scales' (F16 [9, 400]): expected finite numbers, found 1 NaN"),
         (GPTQ, _set("g_idx", _other_order), f"tensor '{PROJ}.g_idx' (I32 [144]): expected columns in the order of their "  # noqa: E501
-         "groups, found another (desc_act: true); use a checkpoint that was quantised without activation order"),
+         "groups, found another; correct config.json (desc_act: true)"),
         (GPTQ, _set("qzeros", np.zeros_like), "expected zero points of 8 (sym: true in config.json), found 1"),
         (ZEROS, _set("qzeros", lambda a: a | 15), "expected zero points of at most 15, found 16; readers of the format"),  # noqa: E501
         (PACK, _set("weight_shape", lambda a: a[::-1]), "expected [400, 144], found [144, 400]"),

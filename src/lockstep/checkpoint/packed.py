@@ -14,6 +14,7 @@ from pathlib import Path
 from lockstep.artifacts.dtypes import FLOAT_DTYPES, GROUP_SIZES
 from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
+from lockstep.checkpoint.coded import coded_weights, refuse
 from lockstep.checkpoint.source_files import shorten
 from lockstep.config.packing import Packing, largest_group
 from lockstep.errors import InputError
@@ -37,8 +38,8 @@ _REFUSED = {"weight_zero_point": "symmetric", "weight_g_idx": "actorder", "weigh
 class PackedWeight:
     """A weight [out_features, in_features] that the checkpoint holds packed.
 
-    place: of its integers. parts: names of the tensors that it is kept as, by role: data, scales, and as the layout has
-    them zero_points, order and shape.
+    place: of its integers or codes. parts: names of the tensors that it is kept as, by role: data, scales, and as the
+    layout has them zero_points, order, shape and those of `checkpoint.coded`.
     """
 
     shape: tuple[int, int]
@@ -61,6 +62,29 @@ def packed_weights(
     """
     if packing is None:
         return {}
+    found = (
+        _integers(packing, tensors, folder)
+        if packing.layout in _ROLES
+        else {
+            name: PackedWeight(shape, tensors[parts["data"]], parts)
+            for name, (shape, parts) in coded_weights(packing, tensors, folder).items()
+        }
+    )
+    if not found:
+        raise InputError(
+            f"{folder}: expected weights packed as {packing.layout} (quantization_config in config.json), found none; "
+            f"take the key out where they are in floating point"
+        )
+    for name, weight in found.items():
+        if name in tensors and name not in weight.parts.values():
+            raise InputError(
+                f"{folder / tensors[name].file}: expected {shorten(name)} packed or in floating point, found both; "
+                f"use a checkpoint that was saved once"
+            )
+    return found
+
+
+def _integers(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> dict[str, PackedWeight]:
     by_row = packing.layout in ("packed", "int8")
     roles = _ROLES[packing.layout] | (_ZERO_POINTS if by_row and packing.zero_points else {})
     optional = _OPTIONAL.get(packing.layout, {})
@@ -83,17 +107,6 @@ def packed_weights(
                 )
         parts |= {role: f"{module}.{suffix}" for role, suffix in optional.items() if f"{module}.{suffix}" in tensors}
         found[f"{module}.weight"] = _weight(packing, parts, tensors, folder)
-    if not found:
-        raise InputError(
-            f"{folder}: expected weights packed as {packing.layout} (quantization_config in config.json), found none; "
-            f"take the key out where they are in floating point"
-        )
-    for name, weight in found.items():
-        if name in tensors and name not in weight.parts.values():
-            raise InputError(
-                f"{folder / tensors[name].file}: expected {shorten(name)} packed or in floating point, found both; "
-                f"use a checkpoint that was saved once"
-            )
     return found
 
 
@@ -140,7 +153,7 @@ def _weight(
     word = 32 // bits
     by_row, dtypes = packing.layout in ("packed", "int8"), ("I8",) if packing.layout == "int8" else _INTS
     if place.dtype not in dtypes or len(place.shape) != 2 or 0 in place.shape:
-        _refuse(parts["data"], place, folder, f"{' or '.join(dtypes)} of two dimensions")
+        refuse(parts["data"], place, folder, f"{' or '.join(dtypes)} of two dimensions")
     first, second = place.shape
     if packing.layout == "int8":
         rows, columns = first, second
@@ -153,7 +166,7 @@ def _weight(
     groups, left = divmod(columns, packing.group_size or columns)
     if left or (rows % word and not by_row):
         expected = f"rows of a multiple of {packing.group_size} numbers, as group_size in config.json says"
-        _refuse(parts["data"], place, folder, expected if left else f"a multiple of {word} rows")
+        refuse(parts["data"], place, folder, expected if left else f"a multiple of {word} rows")
     expected_shapes: dict[str, tuple[Iterable[str], tuple[int, ...]]] = {
         "scales": (FLOAT_DTYPES, (rows, groups) if by_row else (groups, rows)),
         "zero_points": (dtypes, _zero_points_shape(packing, rows, groups)),
@@ -164,7 +177,7 @@ def _weight(
         if role in expected_shapes:
             allowed, wanted = expected_shapes[role]
             if tensors[name].dtype not in allowed or tensors[name].shape != wanted:
-                _refuse(name, tensors[name], folder, f"{' or '.join(allowed)} {list(wanted)}")
+                refuse(name, tensors[name], folder, f"{' or '.join(allowed)} {list(wanted)}")
     return PackedWeight((rows, columns), place, parts)
 
 
@@ -173,10 +186,3 @@ def _zero_points_shape(packing: Packing, rows: int, groups: int) -> tuple[int, i
         return rows, groups
     words = -(-rows * packing.bits // 32)
     return (words, groups) if packing.layout == "packed" else (groups, words)
-
-
-def _refuse(name: str, place: TensorPlace, folder: Path, expected: str) -> None:
-    raise InputError(
-        f"{folder / place.file}: tensor {shorten(name)}: expected {expected}, found {place.dtype} {list(place.shape)}; "
-        f"does config.json (quantization_config) belong to these weights?"
-    )

@@ -73,7 +73,9 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     manifest = _manifest(source, folder, out, weights=False)
     check_loads(folder / "tokenizer.json")
     tokenizer = load_as_transformers(folder)
-    for line in (tokenizer.note, described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))):
+    packing = packing_of(manifest.config)
+    read = packing.described() if packing else ""
+    for line in (read, tokenizer.note, described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))):
         if line:
             note(f"{folder}: {line}")
     return _save(manifest, out)
@@ -142,7 +144,7 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
         config=config,
         tensors=found.tensors,
         unindexed=found.unindexed,
-        quantization=quantized_tensors(packing, packed, folder) if packing else None,
+        quantization=quantized_tensors(packing, packed, folder) if packing and packing.stays else None,
     )
 
 

@@ -1,7 +1,8 @@
 """The packing of a checkpoint's weights that are quantised already.
 
-The `quantization_config` of its config.json says how they are packed. There are three families of layouts, as
-safetensors files of the hub have them. A weight is `(integer - zero point) * scale`, with a scale and a zero point for
+The `quantization_config` of its config.json says how they are packed, as safetensors files of the hub have them.
+
+Three families of layouts hold integers. A weight is `(integer - zero point) * scale`, with a scale and a zero point for
 each group of a row:
 
 - GPTQ: `qweight` int32 [in_features * bits / 32, out_features], `scales` [num_groups, out_features], `qzeros` int32
@@ -13,12 +14,23 @@ each group of a row:
   (int-quantized, naive-quantized), both signed, `weight_scale` [out_features, num_groups]; where they are not
   symmetric `weight_zero_point`, as signed: int32 [out_features * bits / 32 (rounded up), num_groups], or int8
   [out_features, num_groups].
+
+The others are read as the numbers that they stand for, as is GPTQ with activation order (`desc_act`), whose groups lie
+across a row:
+
+- fp8: `weight` e4m3 [out_features, in_features], times `weight_scale_inv` or `weight_scale`: one for the weight, for
+  each row, or for each block of `weight_block_size` (`block_structure`).
+- nvfp4: two e2m1 a byte, the first in the low half, [out_features, in_features / 2], with `weight_scale` e4m3
+  [out_features, in_features / 16] and a scale of the weight: compressed-tensors has `weight_packed` and divides by
+  `weight_global_scale`, modelopt has `weight` and multiplies by `weight_scale_2`.
+- bitsandbytes: places in a table of 16 (`weight.quant_map`), two a byte, the first in the high half, as one row, with
+  `weight.absmax` for each block of them, itself kept so in 8 bits as a rule; or `weight` int8 with `SCB` / 127 a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.artifacts.document import ValidationError
@@ -29,20 +41,46 @@ from lockstep.errors import InputError
 KEY = "quantization_config"
 _BITS = (4, 8)
 _PLAIN_INT8 = ("int-quantized", "naive-quantized")
+INTEGERS = ("gptq", "gptq_v2", "awq", "packed", "int8")  # layouts; others are codes of numbers
+# {format of compressed-tensors: bits, strategies and group sizes of its weights of type float}.
+_FP8_STRATEGIES = (8, ("tensor", "channel", "block"), (None,))
+_FLOAT_STYLES: dict[str, tuple[int, tuple[str, ...], tuple[int | None, ...]]] = {
+    "float-quantized": _FP8_STRATEGIES,
+    "naive-quantized": _FP8_STRATEGIES,
+    "nvfp4-pack-quantized": (4, ("tensor_group",), (16,)),
+}
+_METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes")
+_ACTIVATIONS, _CACHE = "activations", "KV caches"
 
 
 @dataclass(frozen=True)
 class Packing:
     """The layout of a checkpoint's packed weights.
 
-    layout: "gptq", "gptq_v2", "awq", "packed" or "int8" (of compressed-tensors). group_size: of the checkpoint; None:
-    one scale a row. zero_points: whether they may be others than the middle.
+    layout: "gptq", "gptq_v2", "awq", "packed" or "int8" (of compressed-tensors), or of codes "fp8", "nvfp4",
+    "modelopt_nvfp4", "bnb4" or "bnb8". group_size: of the checkpoint; None: one scale a row. zero_points: whether they
+    may be others than the middle. ordered: whether groups are of columns in another order. block: [rows, columns] that
+    share a scale of fp8. ignored: what config.json asks for that is not computed here.
     """
 
     layout: str
     bits: int
-    group_size: int | None
-    zero_points: bool
+    group_size: int | None = None
+    zero_points: bool = False
+    ordered: bool = False
+    block: tuple[int, int] | None = None
+    ignored: str = field(default="", compare=False)
+
+    @property
+    def stays(self) -> bool:
+        """Return whether graphs of w8a16 and w4a16 take the integers; else weights are the numbers they stand for."""
+        return self.layout in INTEGERS and not self.ordered
+
+    def described(self) -> str:
+        """Return what a user should know of how weights are read; empty where nothing is."""
+        how = "" if self.stays else f"weights packed as {self.layout} are read as the numbers that they stand for"
+        ignored = f"{self.ignored}, which config.json asks for, are not quantised" if self.ignored else ""
+        return "; ".join(filter(None, (how, ignored)))
 
 
 def largest_group(size: int) -> int | None:
@@ -88,14 +126,21 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
     if not isinstance(settings, Mapping):
         raise ValidationError(KEY, "an object", settings)
     method = settings.get("quant_method")
-    if method == "gptq":
-        return _gptq(settings)
-    if method == "awq":
-        return _awq(settings)
     if method in ("compressed-tensors", "compressed_tensors"):
         return _compressed(settings)
-    expected = "gptq, awq or compressed-tensors, or no quantization_config where the weights are in floating point"
-    raise ValidationError(f"{KEY}.quant_method", expected, method)
+    readers = {
+        "gptq": _gptq,
+        "awq": _awq,
+        "auto-round": _auto_round,
+        "fp8": _fp8,
+        "fbgemm_fp8": _fp8,
+        "modelopt": _modelopt,
+        "bitsandbytes": _bitsandbytes,
+    }
+    if method not in readers:
+        expected = f"{', '.join(_METHODS)}, or no quantization_config where the weights are in floating point"
+        raise ValidationError(f"{KEY}.quant_method", expected, method)
+    return readers[method](settings)
 
 
 def _gptq(settings: Mapping[str, Any]) -> Packing:
@@ -107,7 +152,58 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
     symmetric = settings.get("sym", True)
     if type(symmetric) is not bool:
         raise ValidationError(f"{KEY}.sym", "true or false", symmetric)
-    return Packing(layout, _bits(settings, "bits"), _group_size(settings, ""), not symmetric)
+    size = _group_size(settings, "")
+    ordered = settings.get("desc_act") is True and size is not None and settings.get("static_groups") is not True
+    return Packing(layout, _bits(settings, "bits"), size, not symmetric, ordered)
+
+
+def _auto_round(settings: Mapping[str, Any]) -> Packing:
+    packed = settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq"
+    known = {
+        "auto_round:auto_gptq": _gptq,
+        "auto_round:gptq": _gptq,
+        "auto_round:auto_awq": _awq,
+        "auto_round:awq": _awq,
+    }
+    if packed not in known:
+        raise ValidationError(f"{KEY}.packing_format", " or ".join(known), packed)
+    others = settings.get("extra_config") or {}
+    layers = others.values() if isinstance(others, Mapping) else [others]
+    same = (None, settings.get("bits"), 16, 32)
+    if not all(isinstance(layer, Mapping) and layer.get("bits") in same for layer in layers):
+        raise ValidationError(f"{KEY}.extra_config", "layers of the same bits, or in floating point", others)
+    return known[packed]({**settings, "checkpoint_format": None, "format": None, "version": None})
+
+
+def _fp8(settings: Mapping[str, Any]) -> Packing:
+    form = settings.get("fmt", "e4m3")
+    if form not in ("e4m3", "float8_e4m3fn"):
+        raise ValidationError(f"{KEY}.fmt", "e4m3", form)
+    return Packing("fp8", 8, block=_block(settings, "weight_block_size", ""), ignored=_ACTIVATIONS)
+
+
+def _modelopt(settings: Mapping[str, Any]) -> Packing:
+    algorithm = settings.get("quant_algo")
+    if algorithm not in ("FP8", "NVFP4"):
+        raise ValidationError(f"{KEY}.quant_algo", "FP8 or NVFP4", algorithm)
+    return Packing(*(("fp8", 8) if algorithm == "FP8" else ("modelopt_nvfp4", 4)), ignored=_ACTIVATIONS)
+
+
+def _bitsandbytes(settings: Mapping[str, Any]) -> Packing:
+    if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
+        return Packing("bnb4", 4)
+    if settings.get("load_in_8bit", settings.get("_load_in_8bit")):
+        return Packing("bnb8", 8, ignored=_ACTIVATIONS)
+    raise ValidationError(f"{KEY}.load_in_4bit", "true, or load_in_8bit", settings.get("load_in_4bit"))
+
+
+def _block(settings: Mapping[str, Any], key: str, where: str) -> tuple[int, int] | None:
+    sizes = settings.get(key)
+    if sizes is None:
+        return None
+    if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValidationError(_at(where, key), "two positive integers", sizes)
+    return sizes[0], sizes[1]
 
 
 def _awq(settings: Mapping[str, Any]) -> Packing:
@@ -122,9 +218,8 @@ def _awq(settings: Mapping[str, Any]) -> Packing:
 
 
 def _compressed(settings: Mapping[str, Any]) -> Packing:
-    for key in ("kv_cache_scheme", "transform_config"):
-        if settings.get(key):
-            raise ValidationError(f"{KEY}.{key}", "none", settings[key])
+    if settings.get("transform_config"):
+        raise ValidationError(f"{KEY}.transform_config", "none", settings["transform_config"])
     sparsity = settings.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise ValidationError(f"{KEY}.sparsity_config", "none", sparsity)
@@ -138,21 +233,26 @@ def _compressed(settings: Mapping[str, Any]) -> Packing:
             raise ValidationError(
                 f"{KEY}.config_groups.{name}", "groups of one format, of the same bits and group_size", packing
             )
-    return first
+    asked = [_CACHE] if settings.get("kv_cache_scheme") else []
+    if any(group.get("input_activations") for group in groups.values()):
+        asked.insert(0, _ACTIVATIONS)
+    return replace(first, ignored=" and ".join(asked))
 
 
 def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Packing:
     where = f"config_groups.{name}"
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise ValidationError(f"{KEY}.{where}", "an object with weights", group)
-    for key in ("input_activations", "output_activations"):
-        if group.get(key) is not None:
-            expected = "null, for activations are not quantised here"
-            raise ValidationError(f"{KEY}.{where}.{key}", expected, group[key])
+    if group.get("output_activations") is not None:
+        expected = "null, for activations are not quantised here"
+        raise ValidationError(f"{KEY}.{where}.output_activations", expected, group["output_activations"])
     weights, where = group["weights"], f"{where}.weights"
     style = group.get("format") or settings.get("format")
+    if style in _FLOAT_STYLES and weights.get("type") == "float":
+        return _compressed_floats(weights, where, style)
     if style not in ("pack-quantized", *_PLAIN_INT8):
-        raise ValidationError(f"{KEY}.format", ", ".join(("pack-quantized", *_PLAIN_INT8)), style)
+        known_styles = ("pack-quantized", *_PLAIN_INT8, "float-quantized", "nvfp4-pack-quantized")
+        raise ValidationError(f"{KEY}.format", ", ".join(known_styles), style)
     known: dict[str, tuple[Any, ...]] = {
         "type": ("int", None),
         "symmetric": (True, False, None),
@@ -170,6 +270,19 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
     group_size = _group_size(weights, where) if strategy == "group" else None
     layout = "int8" if style in _PLAIN_INT8 else "packed"
     return Packing(layout, bits, group_size, zero_points=weights.get("symmetric") is False)
+
+
+def _compressed_floats(weights: Mapping[str, Any], where: str, style: str) -> Packing:
+    """Return the layout of weights of type float: fp8, or nvfp4 in groups of 16."""
+    bits, strategies, size = _FLOAT_STYLES[style]
+    asked = {"num_bits": (bits,), "strategy": strategies, "group_size": size, "symmetric": (True, None)}
+    for key, choices in asked.items():
+        if weights.get(key) not in choices:
+            raise ValidationError(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights.get(key))
+    if bits == 4:
+        return Packing("nvfp4", 4)
+    block = _block(weights, "block_structure", where) if weights["strategy"] == "block" else None
+    return Packing("fp8", 8, block=block)
 
 
 def _bits(settings: Mapping[str, Any], key: str, where: str = "") -> int:

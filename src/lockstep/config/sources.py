@@ -225,7 +225,7 @@ class CheckpointShape:
     """The facts of a model that the config is held against.
 
     The model's depth, and how many positions it knows (None: it does not say), with the key that says so; the size of
-    its hidden state (None: it does not say); how weights that are quantised already are packed; and about how many
+    its hidden state (None: it does not say); how weights that stay quantised are packed; and about how many
     parameters it has (None: it does not say), experts not counted.
     """
 
@@ -257,14 +257,16 @@ def read_shape(path: Path) -> CheckpointShape:
     depth = model_config.setting(value, model_config.DEPTH_KEYS)
     if depth is None:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
+    packing = packing_of(value)
+    packing = packing if packing and packing.stays else None
     hidden = value.get("hidden_size")
     hidden = hidden if isinstance(hidden, int) else None
     parameters = num_parameters(depth, hidden, model_config.setting(value, ("vocab_size",)))
     positions, first = model_config.setting(value, model_config.POSITION_KEYS), _first_frequencies(value)
     if first is not None and (positions is None or first < positions):
         limit = "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
-        return CheckpointShape(depth, first, limit, hidden, packing_of(value), parameters)
-    return CheckpointShape(depth, positions, hidden_size=hidden, packing=packing_of(value), num_parameters=parameters)
+        return CheckpointShape(depth, first, limit, hidden, packing, parameters)
+    return CheckpointShape(depth, positions, hidden_size=hidden, packing=packing, num_parameters=parameters)
 
 
 def _gguf_shape(path: Path) -> CheckpointShape:

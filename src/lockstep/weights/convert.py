@@ -102,7 +102,7 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
                 f"group size {found.quantization.group_size}; choose another group_size or precision"
             )
     made = QuantizedTensors(found.quantization.group_size, bits, found.quantization.zero_points)
-    if source.packed:
+    if source.packing is not None and source.packing.stays:
         _check_packed(source, made, assembly_json)
     return made
 

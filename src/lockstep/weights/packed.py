@@ -42,9 +42,7 @@ class Packed:
 
     def blocks(self) -> Iterator[slice]:
         """Return the rows that are unpacked together, in order."""
-        rows, columns = self.shape
-        step = max(_ROWS, _BLOCK // columns // _ROWS * _ROWS)
-        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+        return row_blocks(self.shape)
 
     def integers(self, rows: slice) -> np.ndarray:
         """Return the integers of some rows, uint8 [rows, in_features].
@@ -91,20 +89,25 @@ class Packed:
 
         Each is rounded once, and not at all for scales of 16 bits.
         """
-        scales = self.scales(rows)
+        scales, zeros = self.scales(rows), self.zero_points(rows).astype(np.float32)
+        if self.packing.ordered and "order" in self.arrays:
+            order = self.arrays["order"]
+            return (self.integers(rows).astype(np.float32) - zeros[:, order]) * scales[:, order]
         groups = self.integers(rows).reshape(*scales.shape, -1).astype(np.float32)
-        found = (groups - self.zero_points(rows)[..., None].astype(np.float32)) * scales[..., None]
-        return found.reshape(-1, self.shape[1])
+        return ((groups - zeros[..., None]) * scales[..., None]).reshape(-1, self.shape[1])
 
     def check(self) -> None:
         """Raise PackedValues for what config.json says otherwise."""
         columns, middle = self.shape[1], 1 << self.packing.bits - 1
         if "order" in self.arrays:
-            in_order = np.arange(columns) // (self.packing.group_size or columns)
-            if not np.array_equal(self.arrays["order"], in_order):
+            order, size = self.arrays["order"], self.packing.group_size or columns
+            if self.packing.ordered and not 0 <= order.min() <= order.max() < columns // size:
+                found = f"{order.min()} to {order.max()}"
+                raise PackedValues("order", f"groups 0 to {columns // size - 1}", found, "download this file again")
+            if not self.packing.ordered and not np.array_equal(order, np.arange(columns) // size):
                 raise PackedValues(
-                    "order", "columns in the order of their groups", "another (desc_act: true)",
-                    "use a checkpoint that was quantised without activation order",
+                    "order", "columns in the order of their groups", "another",
+                    "correct config.json (desc_act: true)",
                 )  # fmt: skip
         if "shape" in self.arrays and self.arrays["shape"].tolist() != list(self.shape):
             found = str(self.arrays["shape"].tolist())
@@ -126,6 +129,13 @@ class Packed:
     def _repeated(self, values: np.ndarray, group_size: int | None) -> np.ndarray:
         ours = self.shape[1] // group_size if group_size else values.shape[1]
         return np.repeat(values, ours // values.shape[1], axis=1)
+
+
+def row_blocks(shape: tuple[int, int]) -> Iterator[slice]:
+    """Return the rows of a weight that are read together, in order: eight or a multiple, but for the last."""
+    rows, columns = shape
+    step = max(_ROWS, _BLOCK // columns // _ROWS * _ROWS)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def pack_zero_points(values: np.ndarray, bits: int) -> np.ndarray:

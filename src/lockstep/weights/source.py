@@ -16,15 +16,17 @@ from lockstep.artifacts.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES, 
 from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.packed import PackedWeight, packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
-from lockstep.config.packing import Packing, packing_of
+from lockstep.config.packing import INTEGERS, Packing, packing_of
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import check_stored
+from lockstep.weights.coded import Coded
 from lockstep.weights.packed import Packed, PackedValues
 from lockstep.weights.scan import NonFinite, count_non_finite, is_finite, largest_bits
 
 # Large enough that calls cost nothing, small enough that a piece is still in the cache when it is scanned, cast and
 # hashed.
 PIECE_BYTES = 4 << 20
+_CODES = ("F8_E4M3", "F8_E8M0")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Source:
         """Return the files that hold tensors, sorted."""
         return sorted({place.file for place in self.manifest.tensors.values()})
 
+    def stays_packed(self, name: str) -> bool:
+        """Return whether graphs take the integers of a tensor as the checkpoint has them."""
+        return name in self.packed and self.packing is not None and self.packing.stays
+
     def float_dtypes(self) -> set[str]:
         return {place.dtype for place in self.tensors.values() if place.dtype in FLOAT_DTYPES}
 
@@ -64,7 +70,7 @@ class Source:
         a SIGBUS.
         """
         if name in self.packed:
-            packed = self.open_packed(name)
+            packed = self._open(name)
             for rows in packed.blocks():
                 numbers = packed.numbers(rows).reshape(-1).view(np.uint8)
                 yield from (numbers[start : start + PIECE_BYTES] for start in range(0, numbers.size, PIECE_BYTES))
@@ -92,10 +98,17 @@ class Source:
 
         Raises InputError for scales that are not finite, and for values that config.json says otherwise.
         """
+        packed = self._open(name, *parts)
+        assert isinstance(packed, Packed)  # of integers that stay
+        return packed
+
+    def _open(self, name: str, *parts: str) -> Packed | Coded:
         assert self.packing is not None  # it says which are packed
-        weight, raw = self.packed[name], Source(self.folder, self.manifest, self.manifest.tensors)
+        weight, places = self.packed[name], self.manifest.tensors
+        of_weight = {tensor: _as_bytes(places[tensor]) for tensor in weight.parts.values()}
+        raw = Source(self.folder, self.manifest, of_weight)
         arrays = {part: raw.array(tensor) for part, tensor in weight.parts.items() if not parts or part in parts}
-        packed = Packed(self.packing, weight.shape, arrays)
+        packed = (Packed if self.packing.layout in INTEGERS else Coded)(self.packing, weight.shape, arrays)
         try:
             packed.check()
         except PackedValues as error:
@@ -140,6 +153,11 @@ class Source:
         )
 
 
+def _as_bytes(place: TensorPlace) -> TensorPlace:
+    """Return the place of a tensor whose type NumPy lacks as that of its codes, a byte each."""
+    return replace(place, dtype="U8") if place.dtype in _CODES else place
+
+
 def open_source(checkpoint_json: Path) -> Source:
     """Open a checkpoint by its manifest.
 
@@ -148,6 +166,9 @@ def open_source(checkpoint_json: Path) -> Source:
     manifest = CheckpointManifest.load(checkpoint_json)
     source = Source(manifest.folder_of(checkpoint_json), manifest, manifest.tensors)
     check_stored(manifest.files, source.folder, RESOLVE_AGAIN)
+    packing = packing_of(manifest.config)
+    packed = packed_weights(packing, manifest.tensors, source.folder)
+    parts = {part for weight in packed.values() for part in weight.parts.values()}
     headers = {file: read_header(source.folder / file) for file in source.files()}
     for name, place in sorted(source.tensors.items()):
         if headers[place.file].get(name) != place:
@@ -155,12 +176,10 @@ def open_source(checkpoint_json: Path) -> Source:
                 f"{source.words(name)}: expected it at bytes {place.offset}+{place.length}, found the "
                 f"file's header changed; resolve the checkpoint again"
             )
-        if place.dtype not in FLOAT_DTYPES + INTEGER_DTYPES:
+        if place.dtype not in FLOAT_DTYPES + INTEGER_DTYPES and name not in parts:
             known = f"{', '.join(FLOAT_DTYPES)} or integers"
             raise InputError(
                 f"{source.words(name)}: expected {known}, found {place.dtype}, which is not supported yet; "
                 f"use a checkpoint that is not quantized"
             )
-    packing = packing_of(manifest.config)
-    packed = packed_weights(packing, manifest.tensors, source.folder)
     return replace(source, tensors=unpacked_places(manifest.tensors, packed), packing=packing, packed=packed)

@@ -153,7 +153,7 @@ def _contents(
         name, found = entry.name, source.tensors[entry.name].dtype
         if entry.bits is not None:
             assert quantized is not None  # it says which they are
-            bring = _repack if name in source.packed else _quantize
+            bring = _repack if source.stays_packed(name) else _quantize
             yield from bring(source, entry, quantized.group_size, buffer)
         elif found in FLOAT_DTYPES and found != entry.dtype:
             yield from _cast(source, name, entry.dtype, buffer)

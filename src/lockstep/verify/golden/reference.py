@@ -30,6 +30,7 @@ from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
 from lockstep.checkpoint.stops import stop_ids
+from lockstep.config.packing import packing_of
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_folder, load_tensors
@@ -159,7 +160,7 @@ def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel
     """
     manifest = CheckpointManifest.load(checkpoint_json)
     folder, config = manifest.folder_of(checkpoint_json), cut_config(manifest.config, layers)
-    if manifest.quantization is None:
+    if packing_of(manifest.config) is None:
         return load_folder(folder, config)
     source = open_source(checkpoint_json)
     tensors = {name: float32_tensor(source.array(name)) for name in source.tensors if is_within(name, layers)}

@@ -1,0 +1,97 @@
+"""Read weights that a checkpoint holds as codes: the numbers that they stand for, float32, by rows.
+
+In: the tensors of one weight as they lie in the file, fp8 as its bytes. Out: the number of each code times its scale,
+in float32: exact for scales of 16 bits, else rounded once, as the libraries that write these layouts compute it. Scales
+that are themselves of two parts are rounded before. Layouts: `config.packing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from lockstep.checkpoint.coded import NVFP4_GROUP, BlockState
+from lockstep.config.packing import Packing
+from lockstep.weights.packed import PackedValues, row_blocks
+
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_OF_INT8 = np.float32(1 / 127)  # bitsandbytes: SCB is the largest magnitude of a row
+
+
+@cache
+def e4m3() -> np.ndarray:
+    """Return the number of each code of float8 e4m3fn, float32 [256]: no infinities, NaN at 127 and 255."""
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, (code & 7).astype(np.float64)
+    numbers = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    numbers[127] = np.nan
+    return np.concatenate([numbers, -numbers]).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A weight of `shape` [out_features, in_features] that is kept as codes.
+
+    arrays: its tensors by role (`checkpoint.packed.PackedWeight`).
+    """
+
+    packing: Packing
+    shape: tuple[int, int]
+    arrays: Mapping[str, np.ndarray]
+
+    def blocks(self) -> Iterator[slice]:
+        """Return the rows that are decoded together, in order."""
+        return row_blocks(self.shape)
+
+    def numbers(self, rows: slice) -> np.ndarray:
+        """Return the numbers that some rows stand for, float32 [rows, in_features]."""
+        decode = {"fp8": self._fp8, "bnb4": self._bnb4, "bnb8": self._bnb8}.get(self.packing.layout, self._nvfp4)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is read
+            return decode(rows)
+
+    def check(self) -> None:
+        """Raise PackedValues for what is kept in another way than is known here."""
+        if "format" in self.arrays and self.arrays["format"].any():
+            found = f"{self.arrays['format'].reshape(-1)[0]}"
+            raise PackedValues("format", "0, rows one after another", found, "save it with a newer bitsandbytes")
+
+    def _fp8(self, rows: slice) -> np.ndarray:
+        scales = self.arrays["scales"]
+        if scales.dtype == np.uint8:  # e8m0: a power of two
+            scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+        scales = scales.astype(np.float32)
+        if self.packing.block is None:
+            scales = scales.reshape(-1, 1)
+            scales = scales[rows] if len(scales) > 1 else scales
+        else:
+            high, wide = self.packing.block
+            scales = scales[np.arange(rows.start, rows.stop) // high].repeat(wide, axis=1)[:, : self.shape[1]]
+        return e4m3()[self.arrays["data"][rows]] * scales
+
+    def _nvfp4(self, rows: slice) -> np.ndarray:
+        scales, whole = e4m3()[self.arrays["scales"][rows]], self.arrays["whole"].astype(np.float32).reshape(-1)[0]
+        with np.errstate(divide="ignore"):
+            scales = scales * whole if self.packing.layout == "modelopt_nvfp4" else scales / whole
+        packed = self.arrays["data"][rows]
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+        return np.concatenate([_E2M1, -_E2M1])[codes] * scales.repeat(NVFP4_GROUP, axis=1)
+
+    def _bnb8(self, rows: slice) -> np.ndarray:
+        return self.arrays["data"][rows].astype(np.float32) * self.arrays["scales"][rows, None] * _OF_INT8
+
+    def _bnb4(self, rows: slice) -> np.ndarray:
+        state, columns = BlockState.parse(self.arrays["state"].tobytes()), self.shape[1]
+        start, stop = rows.start * columns, rows.stop * columns  # start is even: of eight rows
+        packed = self.arrays["data"].reshape(-1)[start // 2 : -(-stop // 2)]
+        codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[: stop - start]
+        blocks = np.arange(start // state.block_size, -(-stop // state.block_size))
+        scales = self.arrays["scales"][blocks]
+        if state.nested is not None:
+            size, offset = state.nested
+            table = self.arrays["nested_table"][scales] * self.arrays["nested_scales"][blocks // size]
+            scales = table + np.float32(offset)
+        block = np.arange(start, stop) // state.block_size - blocks[0]
+        return (self.arrays["table"][codes] * scales[block]).reshape(-1, columns)
