@@ -30,7 +30,8 @@ TOLERANCE = 0.1
 )
 def test_products_are_those_of_numpy(bits, group, outs, columns):
     from lockstep.gpu import cuda
-    from lockstep.gpu.kernels.products import SCALES_TIMES, Products, SmallWeight
+    from lockstep.gpu.kernels.products import Products, SmallWeight
+    from lockstep.gpu.kernels.row_kernels import SCALES_TIMES
 
     random, stream, total = np.random.default_rng(bits + group + columns), cuda.Stream(), sum(outs)
 

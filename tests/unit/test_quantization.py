@@ -35,7 +35,8 @@ from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.export.quantize import quantize
-from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.prepare import random_inputs
+from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
@@ -199,10 +200,27 @@ def test_what_is_quantised_and_what_stays(shared):
         assert (np.abs(array - exact) <= step * (1 + 1e-3)).all()
 
 
-def test_a_tied_head_stays_as_it_is(shared):
-    _, assembly = quantize(*shared.assembled(dict(FAMILIES["gemma2"].config), "fp32"), "w8a16", GROUP)
-    assert "model.embed_tokens.weight" not in assembly.quantization.bits
-    assert ["model.embed_tokens.weight"] in assembly.layers[-1].exit.slots.values()
+@pytest.mark.parametrize("head_bits", [8, 4])
+def test_a_tied_embedding_reads_rows_of_the_heads_integers(shared, head_bits):
+    """By ONNX Runtime's kernel, at both ends of the table; head and embedding are the same tensors."""
+    full = shared.assembled(dict(FAMILIES["gemma2"].config), "fp32")
+    files, assembly = quantize(*full, "w4a16", GROUP, head_bits=head_bits)
+    table = "model.embed_tokens.weight"
+    assert assembly.quantization.bits[table] == head_bits
+    parts = assembly.quantization.parts(table)
+    assert assembly.embedding.slots == {part: [part] for part in parts}
+    assert assembly.embedding.slots.items() <= assembly.layers[-1].exit.slots.items()
+    graph = onnx.ModelProto.FromString(files[assembly.classes[assembly.embedding.graph].file])
+    feeds = random_inputs(graph)
+    weight = dequantize(feeds[parts[0]], feeds[parts[1]], GROUP)
+    feeds["token_ids"] = np.array([7, 0, len(weight) - 1])
+    scale = np.float32(48**0.5)  # Gemma's
+    assert np.array_equal(compute(graph, feeds)["hidden"], weight[feeds["token_ids"]] * scale)
+
+
+def test_another_embedding_stays_as_it_is(shared):
+    assembly = Assembly.load(demo(shared, "w4a16").assembly("model", "w4a16"))
+    assert set(assembly.embedding.slots) == {"model.embed_tokens.weight"}
 
 
 def test_two_conversions_are_the_same_bytes(shared, tmp_path):

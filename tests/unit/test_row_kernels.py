@@ -12,7 +12,7 @@ from families import FAMILIES, some_families
 
 from fake_gpu import compiled
 from lockstep.errors import CheckError
-from lockstep.gpu.kernels.row_kernels import INDEX, PRELUDE, ROWS, RowKernel, row_kernel
+from lockstep.gpu.kernels.row_kernels import INDEX, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel, row_kernel
 from lockstep.onnx_tools.cut_products import cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
@@ -109,12 +109,23 @@ agraph (float16[num_tokens, W] a) => (float16[num_tokens, H] y, float16[num_toke
 }"""
 
 
+EMBEDDING = """
+agraph (int64[num_tokens] ids, uint8[96, GROUPS, BYTES] data, float16[96, GROUPS] scales) => (float16[num_tokens, W] y)
+<int64[1] last = {-1}, int64[2] flat = {-1, W}> {
+    wide = Cast<to = 1>(scales)
+    of_groups = Unsqueeze(wide, last)
+    groups = com.microsoft.GatherBlockQuantized<bits = BITS, block_size = 16, quantize_axis = 2>(data, ids, of_groups)
+    rows = Reshape(groups, flat)
+    y = Cast<to = 10>(rows)
+}"""
+
+
 def piece(text: str, width: int) -> onnx.ModelProto:
     """W: the width; H: half of it; D: a fourth."""
     for letter, size in (("W", width), ("H", width // 2), ("D", width // 4)):
         text = text.replace(f", {letter}]", f", {size}]").replace(f"[{letter}]", f"[{size}]")
         text = text.replace(f"{{{letter}", f"{{{size}").replace(f", {letter}}}", f", {size}}}")
-    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]>{text}')
+    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>{text}')
 
 
 def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -155,7 +166,8 @@ def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
     session = open_session(model.SerializeToString())
     names = [value.name for value in session.get_outputs()]
     expected = dict(zip(names, session.run(None, feeds)))
-    found = run(kernel, feeds, expected)
+    scales = {name: feeds[name] * np.float16(SCALES_TIMES) for name, kind in kernel.arguments if kind == SCALES}
+    found = run(kernel, feeds | scales, expected)
     for name, values in expected.items():
         np.testing.assert_allclose(
             found[name].astype(np.float32),
@@ -174,6 +186,13 @@ def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
     kernel = row_kernel(model, "kernel")
     assert ("load8" in kernel.source) == (width % 64 == 0)
     compare(model, kernel)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_embedding_reads_rows_of_integers(bits: int) -> None:
+    text = EMBEDDING.replace("GROUPS", "8").replace("BYTES", str(2 * bits)).replace("BITS", str(bits))
+    model = piece(text, 128)
+    compare(model, row_kernel(model, "kernel"))
 
 
 @pytest.mark.parametrize(

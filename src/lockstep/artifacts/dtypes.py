@@ -77,14 +77,15 @@ NAME_PRECISIONS = {name: precision for precision, name in PRECISION_NAMES.items(
 class Quantization:
     """A precision whose linear weights are integers with one scale per group.
 
-    bits: of the weights of layers. head_bits: of a weight behind the last layer, which makes the logits.
+    bits: of the weights of layers. activation_bits: of what they are multiplied with.
     """
 
     bits: int
-    head_bits: int
+    activation_bits: int
 
 
-QUANTIZATIONS = {"w8a16": Quantization(8, 8), "w4a16": Quantization(4, 8)}
+QUANTIZATIONS = {"w8a16": Quantization(8, 16), "w4a16": Quantization(4, 16)}
+HEAD_BITS = 8  # of the output head then, where nothing says another
 GROUP_SIZES = (16, 32, 64, 128)
 GROUP_SIZE = 32  # where nothing says another
 # {precision: name of the type that its graphs compute in and its other weights have}, of all precisions.

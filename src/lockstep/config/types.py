@@ -217,6 +217,11 @@ class ModelConfig(Section):
         "all linear weights, and the part of them that each of several ranks takes. None: 32, or of a checkpoint that "
         "is quantised already its own.",
     )
+    head_bits: Literal[4, 8] | None = Field(
+        default=None,
+        description="In w8a16 and w4a16: bits of the output head, and of an embedding that is tied to it. None: 8, or "
+        "in floating point as a checkpoint that is quantised already has it.",
+    )
     residual: Literal["float32"] | None = Field(
         default=None,
         description="In fp16: `float32` keeps the residual stream, which runs through all layers, in float32, for "

@@ -5,10 +5,12 @@ In: an assembly in fp32 and its graphs. Out: those of w8a16 or w4a16.
 Each `Gemm(transB=1)` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
 and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one, and of a checkpoint
 that was quantised with zero points of its own a third, `<slot>.zero_points`. The activations stay as they are:
-`accuracy_level` is left out, so what the graph says is a product with the dequantised weight.
+`accuracy_level` is left out, so what the graph says is a product with the dequantised weight. An embedding that is tied
+to such a weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`, on the same
+two tensors.
 
-In full precision stay what is no such weight (embeddings, norms, biases, stacks of experts, convolutions) and what a
-graph reads in another way too, such as an embedding that is tied to the output head.
+In full precision stay what is no such weight (other embeddings, norms, biases, stacks of experts, convolutions) and
+what a graph reads in another way too.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import helper
 
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, Uncut
-from lockstep.artifacts.dtypes import QUANTIZATIONS
+from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.errors import InputError
-from lockstep.onnx_tools.rewriter import Rewriter, is_linear
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear
 from lockstep.onnx_tools.signature import signature_of
 
 _DOMAIN = "com.microsoft"
@@ -42,6 +45,7 @@ class _Use:
     tensors: tuple[str, ...]
     bits: int | None
     columns: int
+    is_head: bool
 
 
 def quantize(
@@ -50,13 +54,15 @@ def quantize(
     precision: str,
     group_size: int,
     already: QuantizedTensors | None = None,
+    head_bits: int = HEAD_BITS,
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return the files and the assembly of `precision`, made of those in fp32.
 
-    already: what the checkpoint has quantised; then it is these tensors and no others. Raises InputError where no
-    weight can be quantised, or the rows of one are no multiple of `group_size`.
+    already: what the checkpoint has quantised; then it is these tensors and no others. head_bits: of the output head,
+    and of an embedding that is tied to it. Raises InputError where no weight of a layer can be quantised, or the rows
+    of one are no multiple of `group_size`.
     """
-    quantized = _choose(files, assembly, precision, group_size, already)
+    quantized = _choose(files, assembly, precision, group_size, already, head_bits)
     rewritten, classes = dict(files), {}
     for name, graph in assembly.classes.items():
         bits = _bits(_places(assembly, name), quantized)
@@ -75,7 +81,13 @@ def quantize(
     if ranks is not None:
         ranks = _of_ranks(files, assembly, ranks, quantized, rewritten)
     assembly = replace(
-        assembly, precision=precision, classes=classes, layers=layers, batchful=uncut, tensor_parallel=ranks
+        assembly,
+        precision=precision,
+        classes=classes,
+        embedding=part(assembly.embedding),
+        layers=layers,
+        batchful=uncut,
+        tensor_parallel=ranks,
     )
     adapters = assembly.adapters and _adapters_of(assembly.adapters, classes)
     return rewritten, replace(assembly, quantization=quantized, adapters=adapters)
@@ -141,17 +153,22 @@ def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
 
 
 def _choose(
-    files: Mapping[str, bytes], assembly: Assembly, precision: str, group_size: int, already: QuantizedTensors | None
+    files: Mapping[str, bytes],
+    assembly: Assembly,
+    precision: str,
+    group_size: int,
+    already: QuantizedTensors | None,
+    head_bits: int,
 ) -> QuantizedTensors:
     """Choose the tensors that are quantised: where all slots that take one can be, with all their tensors."""
-    uses = list(_uses(files, assembly, precision))
+    uses = list(_uses(files, assembly, precision, head_bits, already is not None and already.zero_points))
     if already is not None:
         uses = [replace(use, bits=_bits_already(use, already)) for use in uses]
     full = {tensor for use in uses if use.bits is None for tensor in use.tensors}
     while more := {name for use in uses if not full.isdisjoint(use.tensors) for name in use.tensors} - full:
         full |= more
     bits = {name: use.bits for use in uses for name in use.tensors if use.bits is not None and name not in full}
-    if not bits:
+    if not any(use.tensors[0] in bits and not use.is_head for use in uses):
         raise InputError(
             f"precision {precision}: expected linear weights that can be quantised, found none in a model of type "
             f"{assembly.model_type!r}; choose another precision"
@@ -171,15 +188,20 @@ def _bits_already(use: _Use, already: QuantizedTensors) -> int | None:
     return bits.pop() if use.bits is not None and len(bits) == 1 else None
 
 
-def _uses(files: Mapping[str, bytes], assembly: Assembly, precision: str) -> Iterator[_Use]:
-    chosen = QUANTIZATIONS[precision]
+def _uses(
+    files: Mapping[str, bytes], assembly: Assembly, precision: str, head_bits: int, embeds_in_full: bool
+) -> Iterator[_Use]:
+    """Yield the slots of all blocks; of embeddings, which read what products read as well as it is, only on request."""
     for name, graph in assembly.classes.items():
         columns = {slot.name: slot.sizes[-1] for slot in graph.signature.slots}
-        able = _products(Rewriter(onnx.ModelProto.FromString(files[graph.file])), columns)
+        rewriter = Rewriter(onnx.ModelProto.FromString(files[graph.file]))
+        able, follows = _products(rewriter, columns), () if embeds_in_full else _embeddings(rewriter, columns)
         for slots in _places(assembly, name):
             for slot, tensors in slots.items():
-                bits = chosen.bits if slot.startswith(_OF_LAYERS) else chosen.head_bits
-                yield _Use(tuple(tensors), bits if slot in able else None, columns[slot])
+                is_head = not slot.startswith(_OF_LAYERS)
+                bits = head_bits if is_head else QUANTIZATIONS[precision].bits
+                if slot not in follows:
+                    yield _Use(tuple(tensors), bits if slot in able else None, columns[slot], is_head)
 
 
 def _places(assembly: Assembly, name: str) -> list[Slots]:
@@ -216,6 +238,17 @@ def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodePro
     return products
 
 
+def _embeddings(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
+    """Return {slot: its Gather} of weights `[vocab_size, hidden_size]` of which one Gather alone reads rows."""
+    found = {}
+    for slot in slots:
+        readers = graph.consumers.get(slot, [])
+        is_gather = len(readers) == 1 and readers[0].op_type == "Gather" and readers[0].input[0] == slot
+        if is_gather and not attributes_of(readers[0]).get("axis", 0) and len(graph.shape(slot)) == 2:
+            found[slot] = readers[0]
+    return found
+
+
 def _rewritten(
     graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors
 ) -> tuple[GraphFile, bytes]:
@@ -224,7 +257,8 @@ def _rewritten(
         return graph, data
     rewriter = Rewriter(onnx.ModelProto.FromString(data))
     size = quantized.group_size
-    for slot, node in _products(rewriter, bits).items():
+    products, embeddings = _products(rewriter, bits), _embeddings(rewriter, bits)
+    for slot, node in {**products, **embeddings}.items():
         rows, columns = rewriter.shape(slot)
         types = [
             (onnx.TensorProto.UINT8, [rows, columns // size, size * bits[slot] // 8]),
@@ -236,17 +270,41 @@ def _rewritten(
             helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types)
         ]  # as many as there are parts
         rewriter.replace_input(slot, *inputs)
-        (out,), (activation, _, *bias) = node.output, node.input
-        product = f"{out}/product" if bias else out
-        sizes: dict[str, Any] = {"K": columns, "N": rows, "bits": bits[slot], "block_size": size}
-        rewriter.replace(
-            node,
-            helper.make_node("MatMulNBits", [activation, *parts], [product], node.name, domain=_DOMAIN, **sizes),
-            *([helper.make_node("Add", [product, *bias], [out], f"{node.name}/bias")] if bias else []),
-        )
+        sizes: dict[str, Any] = {"bits": bits[slot], "block_size": size}
+        if slot in products:
+            rewriter.replace(node, *_product(node, parts, sizes | {"K": columns, "N": rows}))
+        else:
+            rewriter.replace(node, *_embedding(rewriter, node, parts, sizes, columns))
     rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
     model = rewriter.finish()
     written = model.SerializeToString(deterministic=True)
     slots = {part for slot in bits for part in quantized.parts(slot)}
     slots |= {slot.name for slot in graph.signature.slots} - set(bits)
     return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(model.graph, slots)), written
+
+
+def _product(node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any]) -> list[onnx.NodeProto]:
+    (out,), (activation, _, *bias) = node.output, node.input
+    product = f"{out}/product" if bias else out
+    inputs = [activation, *parts]
+    return [
+        helper.make_node("MatMulNBits", inputs, [product], node.name, domain=_DOMAIN, **sizes),
+        *([helper.make_node("Add", [product, *bias], [out], f"{node.name}/bias")] if bias else []),
+    ]
+
+
+def _embedding(
+    graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any], columns: int
+) -> list[onnx.NodeProto]:
+    (out,), (data, scales) = node.output, parts
+    last, width = (
+        graph.constant(f"{out}/{name}", np.array(values, np.int64))
+        for name, values in (("last_axis", [-1]), ("width", [-1, columns]))
+    )
+    inputs = [data, node.input[1], f"{scales}/unsqueezed"]
+    axes: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2}
+    return [
+        helper.make_node("Unsqueeze", [scales, last], [inputs[2]], f"{node.name}/scales"),
+        helper.make_node("GatherBlockQuantized", inputs, [f"{out}/groups"], node.name, domain=_DOMAIN, **axes, **sizes),
+        helper.make_node("Reshape", [f"{out}/groups", width], [out], f"{node.name}/rows"),
+    ]

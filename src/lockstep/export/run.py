@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer, Uncut
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
-from lockstep.artifacts.dtypes import GROUP_SIZE, PRECISION_NAMES, QUANTIZATIONS, base_precision
+from lockstep.artifacts.dtypes import GROUP_SIZE, HEAD_BITS, PRECISION_NAMES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, write_bytes
 from lockstep.artifacts.graph_files import AttentionVariant, GraphFile
 from lockstep.artifacts.places import FileEntry
@@ -81,13 +81,14 @@ def export(
     adapters: Mapping[str, Any] | None = None,
     group_size: int | None = None,
     residual: str | None = None,
+    head_bits: int | None = None,
 ) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`.
 
     out: the path of assembly.json, which is returned; graphs lie beside it. tensor_parallel: for how many ranks.
     adapters: as of `lora.with_adapters`, for graphs that take adapters. group_size: numbers that share a scale in
-    w8a16 and w4a16; None: 32, or as the checkpoint has them. residual: "float32" keeps the residual stream of a
-    fp16 model in float32.
+    quantised precisions; None: 32, or as the checkpoint has them. residual: "float32" keeps the residual stream of a
+    fp16 model in float32. head_bits: of the output head in quantised precisions, 4 or 8; None: 8.
 
     Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
     groups.
@@ -105,7 +106,9 @@ def export(
         check_precision(quantized, precision, group_size, str(folder))
         group_size = quantized.group_size
     size = group_size or GROUP_SIZE
-    files, assembly = _proven(config, precision, folder, tensor_parallel, adapters, size, quantized, residual)
+    files, assembly = _proven(
+        config, precision, folder, tensor_parallel, adapters, size, quantized, residual, head_bits
+    )
     template = read_chat_template(folder)
     files["tokenizer.json"] = tokenizer.data or (folder / "tokenizer.json").read_bytes()
     if template:
@@ -171,6 +174,7 @@ def _proven(
     group_size: int,
     quantized: QuantizedTensors | None = None,
     residual: str | None = None,
+    head_bits: int | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return what `assemble` gives, once it is known to be right.
 
@@ -193,7 +197,7 @@ def _proven(
     if adapters:
         files, assembly = with_adapters(files, assembly, adapters, linear_layers(meta))
     if precision in QUANTIZATIONS:
-        return quantize(files, assembly, precision, group_size, quantized)
+        return quantize(files, assembly, precision, group_size, quantized, head_bits or HEAD_BITS)
     return files, assembly
 
 

@@ -76,8 +76,8 @@ class CutGraph:
 
 
 def has_quantized_products(model: onnx.ModelProto) -> bool:
-    """Return whether there is a product with a quantised weight."""
-    return any(node.op_type == "MatMulNBits" for node in model.graph.node)
+    """Return whether there is a product with a quantised weight, or an embedding that reads rows of one."""
+    return any(node.op_type in ("MatMulNBits", "GatherBlockQuantized") for node in model.graph.node)
 
 
 def cut_products(model: onnx.ModelProto) -> CutGraph:
@@ -146,7 +146,10 @@ class _Cut:
         piece.inputs = {name: self._value(name) for name in sorted(read, key=order.index)}
         piece.outputs = {name: self._value(name) for name in sorted(outputs, key=order.index)}
         piece.model.graph.name = f"{piece.model.graph.name}.{number}"
-        piece.set_opset(next(entry.version for entry in piece.model.opset_import if entry.domain in ("", "ai.onnx")))
+        if not any(node.op_type == "GatherBlockQuantized" for node in piece.nodes):
+            piece.set_opset(
+                next(entry.version for entry in piece.model.opset_import if entry.domain in ("", "ai.onnx"))
+            )
         return piece.finish()
 
     def _value(self, name: str) -> onnx.ValueInfoProto:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 Dims = tuple[int | str, ...]  # of a shape: numbers and names, "?" where neither is known
 
@@ -131,9 +131,23 @@ def is_linear(node: NodeProto) -> bool:
     return node.op_type == "Gemm" and {**defaults, **attributes_of(node)} == {**defaults, "transB": 1}
 
 
+def with_types(model: ModelProto) -> ModelProto:
+    """Return a copy with the types and shapes that ONNX's inference knows, also behind quantised embeddings."""
+    declared = ModelProto()
+    declared.CopyFrom(model)
+    graph = declared.graph
+    inputs = {value.name: value for value in graph.input}
+    for node in graph.node:
+        if node.op_type == "GatherBlockQuantized":  # which it does not know: rows [num_groups, group_size]
+            (data, ids, _), size = node.input, attributes_of(node)["block_size"]
+            shape = [*dims_of(inputs[ids]), dims_of(inputs[data])[1], size]
+            graph.value_info.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, shape))
+    return onnx.shape_inference.infer_shapes(declared, strict_mode=True, data_prop=True)
+
+
 def typed_values(model: ModelProto) -> dict[str, tuple[int, Dims]]:
     """Return {name: (element type, shape)} of all values that ONNX's shape inference knows, constants too."""
-    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
+    graph = with_types(model).graph
     values = {
         value.name: (value.type.tensor_type.elem_type, dims_of(value))
         for value in (*graph.input, *graph.value_info, *graph.output)

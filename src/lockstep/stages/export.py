@@ -38,6 +38,8 @@ class Export(Stage):
             }
         if is_quantized(names["precision"]):
             options["group_size"] = settings.group_size
+            if settings.head_bits is not None:
+                options["head_bits"] = settings.head_bits
         if settings.residual and names["precision"] == "fp16":
             options["residual"] = settings.residual
         return options

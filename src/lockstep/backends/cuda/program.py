@@ -13,8 +13,8 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
-from lockstep.gpu.kernels.products import SCALES_TIMES, Adapters, Products, SmallWeight, StridedView
-from lockstep.gpu.kernels.row_kernels import INDEX, PRELUDE, ROWS, WEIGHT, RowKernel
+from lockstep.gpu.kernels.products import Adapters, Products, SmallWeight, StridedView
+from lockstep.gpu.kernels.row_kernels import INDEX, INTEGERS, OF_WEIGHTS, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel
 from lockstep.gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep.gpu.tensor import Tensor
 from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
@@ -63,7 +63,7 @@ class KernelsProgram(GpuProgram):
         self.kernels = [step.kernel for step in block.steps if step.kernel is not None]
         self.groups = [step.products for step in block.steps if step.kernel is None]
         read = {slot for group in self.groups for product in group for slot in product.slots}
-        read |= {name for kernel in self.kernels for name, kind in kernel.arguments if kind == WEIGHT}
+        read |= {name for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
         check_inputs(self.slots, read, str(path))
         self.functions = self._compiled()
         tensors = {name: _tensor(name, True, *told) for name, told in block.inputs.items()}
@@ -89,8 +89,9 @@ class KernelsProgram(GpuProgram):
         self.device.use()
         store, rows = _Store(self, DeviceWeights.of(weights, self.device), weights, slots), dict[str, cuda.Array]()
         groups = {group: store.group(group, self.lies_beside(group), rows) for group in self.groups}
-        own = {name for kernel in self.kernels for name, kind in kernel.arguments if kind == WEIGHT}
-        return KernelsExecutable(self, groups, {name: store.plain(name) for name in own}, store.uploads, rows)
+        own = {name: kind for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
+        plain = {name: store.plain(name, kind) for name, kind in own.items()}
+        return KernelsExecutable(self, groups, plain, store.uploads, rows)
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
         """Return `shapes`: any size costs what it is."""
@@ -132,9 +133,10 @@ class _Store:
         self._program, self._store, self._weights, self._names = program, store, weights, slots
         self.uploads = store.uploads
 
-    def plain(self, slot: str) -> cuda.Array:
-        """Return a weight that kernels read, in fp16."""
-        return self._put([slot], self._program.slots[slot][0], self._cast(slot))
+    def plain(self, slot: str, kind: str) -> cuda.Array:
+        """Return a weight that kernels read, in fp16 or, of a quantised one, as products read it."""
+        cast = {INTEGERS: None, SCALES: _AS_SCALES}.get(kind, self._cast(slot))
+        return self._put([slot], self._program.slots[slot][0], cast)
 
     def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
         """Return the weights of a group's products in one array; rows: gets where A of adapters goes, transposed."""
@@ -233,7 +235,7 @@ class _Call:
     def _kernel(self, kernel: RowKernel) -> Step:
         arguments: list[cuda.Array | int] = []
         for name, kind in kernel.arguments:
-            if kind == WEIGHT:
+            if kind in OF_WEIGHTS:
                 arguments.append(self._run.weights[name])
                 continue
             view = self._values[name]

@@ -20,28 +20,30 @@ from lockstep.artifacts.quantized import data_name
 from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.openvino.library import openvino, replace, tensor_on
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.dequantized import IntegerWeight, embedding_of
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 _opset = openvino.opset13
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A quantised weight [rows, columns] of two slots; full: the input that stands for it until `compress`."""
+class Weight(IntegerWeight):
+    """full: the input that stands for the weight until `compress`."""
 
     full: str
-    data: str
-    scales: str
-    rows: int
-    columns: int
-    group_size: int
-    bits: int
 
 
 def expand(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[Weight]]:
-    """Let products read full weights, as inputs; return the quantised ones, too. Raises CheckError for others."""
+    """Let products and embeddings read full weights, as inputs; return the quantised ones, too.
+
+    Raises CheckError for others.
+    """
     graph, weights = Rewriter(split_activations(model)), list[Weight]()
     for node in graph.nodes:
+        if (embedding := embedding_of(graph, node)) is not None:
+            full = graph.input(f"{embedding.data}/full", TensorProto.FLOAT, [embedding.rows, embedding.columns])
+            weights.append(Weight(**vars(embedding), full=full))
+            graph.replace(node, helper.make_node("Gather", [full, node.input[1]], node.output, axis=0))
         if node.op_type != "MatMulNBits":
             continue
         size, (x, data, scales, *more) = attributes_of(node), node.input
@@ -51,7 +53,7 @@ def expand(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[We
                 f"points, found {', '.join(node.input)}; export again"
             )
         full = graph.input(f"{data}/full", TensorProto.FLOAT, [size["N"], size["K"]])
-        weights.append(Weight(full, data, scales, size["N"], size["K"], size["block_size"], size["bits"]))
+        weights.append(Weight(data, scales, size["N"], size["K"], size["block_size"], size["bits"], full))
         graph.replace(node, helper.make_node("Gemm", [x, full], node.output, transB=1))
     return graph.finish(), weights
 

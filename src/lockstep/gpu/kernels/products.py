@@ -20,7 +20,6 @@ from lockstep.gpu.kernels.row_kernels import COMMON, PRELUDE
 
 SOURCE = COMMON + Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
 LORA_SOURCE = PRELUDE + Path(__file__).with_name("lora_expand.cu").read_text(encoding="utf-8")
-SCALES_TIMES = 256.0  # what the kernels expect scales to be multiplied by
 _ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
 # Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
 MOST_ROWS = {4: 32, 8: 32, 16: 16}
@@ -74,7 +73,7 @@ class SmallWeight:
     """Weights [out_features[i], in_features] one behind the other, quantised or fp16.
 
     data: uint8 [sum of out_features, in_features * bits / 8], or fp16 at 16 bits. scales: fp16 [sum of out_features,
-    num_groups], `SCALES_TIMES` as large; at 16 bits data again, which is not read.
+    num_groups], `SCALES_TIMES` as large (row_kernels.py); at 16 bits data again, which is not read.
     """
 
     data: cuda.Array

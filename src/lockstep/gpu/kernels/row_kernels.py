@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, with_types
 
 # What kernels begin with that are launched with `cuda.Launch.overlaps`: the next one may be brought onto the device
 # while this one runs, and what the one before has written, or still reads, is touched behind `wait_for_previous` alone.
@@ -92,7 +92,9 @@ __device__ __forceinline__ long long integer(const void* values, int wide, long 
 }
 """
 )
-ROWS, INDEX, WEIGHT = "rows", "index", "weight"  # kinds of arguments
+ROWS, INDEX, WEIGHT, INTEGERS, SCALES = "rows", "index", "weight", "integers", "scales"  # kinds of arguments
+OF_WEIGHTS = (WEIGHT, INTEGERS, SCALES)
+SCALES_TIMES = 256.0  # what kernels expect scales of quantised weights to be multiplied by: few are too small for fp16
 _WIDE = 8  # fp16 numbers of 16 bytes
 _THREADS, _MOST_THREADS = 256, 1024
 _BINARY = {"Add": "{} + {}", "Sub": "{} - {}", "Mul": "{} * {}", "Div": "{} / {}"}
@@ -116,7 +118,8 @@ _POWERS = {1.0: "{0}", 2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "sqrtf({0}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _SHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _KNOWN = {*_BINARY, *_UNARY, *_SHAPING, "Gelu", "Pow", "Cast", "Constant", "Gather", "Split", "Slice"}
-_KNOWN |= {"ReduceMean", "ReduceSum", "LayerNormalization"}
+_KNOWN |= {"ReduceMean", "ReduceSum", "LayerNormalization", "GatherBlockQuantized"}
+_GATHERS = ("Gather", "GatherBlockQuantized")
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ class RowKernel:
     """A kernel of a piece, as CUDA C++, and its arguments.
 
     arguments: (name, kind) in order: of rows, an fp16 array [rows, ...] and how many numbers lie between two rows; an
-    index, integers [rows] and whether they are 64 bits wide; a weight, an fp16 array. outputs: as rows, behind them.
+    index, integers [rows] and whether they are 64 bits wide; a weight, an fp16 array; integers and scales of one that
+    is quantised, as products read them. outputs: as rows, behind them.
     rows: the name of the dimension that is their number. blocks: of threads, for each row.
     """
 
@@ -184,7 +188,7 @@ class _Writer:
     def __init__(self, given: onnx.ModelProto, name: str, wide: int):
         piece = _plain_norms(given)
         self._graph, self._name, self._wide = piece.graph, name, wide
-        graph = onnx.shape_inference.infer_shapes(piece, strict_mode=True).graph
+        graph = with_types(piece).graph
         self._declared = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
         self._given = {value.name for value in self._graph.input}
         self._maker = {out: node for node in self._graph.node for out in node.output}
@@ -193,8 +197,11 @@ class _Writer:
             if node.op_type == "Constant":
                 self._constants[node.output[0]] = numpy_helper.to_array(helper.get_attribute_value(node.attribute[0]))
         self._index = {
-            node.input[1] for node in self._graph.node if node.op_type == "Gather" and node.input[1] in self._given
+            node.input[1] for node in self._graph.node if node.op_type in _GATHERS and node.input[1] in self._given
         }
+        embeddings = [node for node in self._graph.node if node.op_type == "GatherBlockQuantized"]
+        self._integers = {node.input[0] for node in embeddings}
+        self._scales = {self._source(node.input[2]) for node in embeddings}
         self._values: dict[str, _Value] = {}
         self._used: dict[str, None] = {}
         self._sums: dict[str, str] = {}  # what is accumulated over a row, by name: how it is read
@@ -259,7 +266,7 @@ class _Writer:
         if name not in self._given:
             node = self._maker[name]
             rows = any(self._value(each).rows for each in node.input if each and self._is_number(each))
-            rows = rows or (node.op_type == "Gather" and node.input[1] in self._index)
+            rows = rows or (node.op_type in _GATHERS and node.input[1] in self._index)
         else:
             rows = not all(isinstance(size, int) for size in dims)
         sizes = dims[1:] if rows else dims
@@ -275,6 +282,8 @@ class _Writer:
     def _kind(self, name: str) -> str:
         if name in self._index:
             return INDEX
+        if name in self._integers or name in self._scales:
+            return INTEGERS if name in self._integers else SCALES
         return ROWS if self._value(name).rows else WEIGHT
 
     def _declared_as(self, outputs: Sequence[str]) -> str:
@@ -284,6 +293,8 @@ class _Writer:
             kinds = {
                 ROWS: f"{half}, int step{number}",
                 WEIGHT: half,
+                SCALES: half,
+                INTEGERS: f"const unsigned char* __restrict__ in{number}",
                 INDEX: f"const void* in{number}, int step{number}",
             }
             texts.append(kinds[self._kind(name)])
@@ -351,6 +362,8 @@ class _Writer:
             return self._sums[name].format(index.base), False
         if node.op_type == "Gather":
             return self._gathered(node, index, row)
+        if node.op_type == "GatherBlockQuantized":
+            return self._dequantized(node, index, row), index.unit
         if node.op_type in ("Split", "Slice"):
             return self._number(node.input[0], self._part(node, name, index), row)
         if node.op_type in _SHAPING:
@@ -399,15 +412,9 @@ class _Writer:
 
     def _gathered(self, node: onnx.NodeProto, index: _Index, row: str) -> tuple[str, bool]:
         """Read rows of another number of rows, or of a weight, by an input of integers."""
-        axis = attributes_of(node).get("axis", 0)
+        _refuse_if(attributes_of(node).get("axis", 0) or row != "row")
         source, ids = node.input
-        _refuse_if(axis or ids not in self._index or len(self._dims(ids)) != 1 or row != "row")
-        key = (ids, _Index("", False), row)
-        if key not in self._memo:
-            number, made = self._argument(ids), self._new()
-            self._lines.append(f"long long {made} = integer(in{number}, step{number}, row);")
-            self._memo[key] = made, False
-        at, _ = self._memo[key]
+        at = self._id(ids)
         if self._value(source).rows:
             return self._number(source, index, at)
         while source in self._maker and self._maker[source].op_type == "Cast":  # values are read as float32
@@ -416,6 +423,41 @@ class _Writer:
         width = math.prod(self._value(source).sizes[1:])
         _refuse_if(index.unit and width % self._wide)
         return self._load(source, _Index(f"{at} * {width} + {index.base}", index.unit), row)
+
+    def _id(self, ids: str) -> str:
+        """Read the row's number of an input of integers; return its variable."""
+        _refuse_if(ids not in self._index or len(self._dims(ids)) != 1)
+        key = (ids, _Index("", False), "row")
+        if key not in self._memo:
+            number, made = self._argument(ids), self._new()
+            self._lines.append(f"long long {made} = integer(in{number}, step{number}, row);")
+            self._memo[key] = made, False
+        return self._memo[key][0]
+
+    def _dequantized(self, node: onnx.NodeProto, index: _Index, row: str) -> str:
+        """Read a row of a quantised weight; return the variable of its numbers at `index`."""
+        sizes, (data, ids, scales) = attributes_of(node), node.input
+        _refuse_if(data not in self._given or row != "row")
+        at, width = self._id(ids), self._value(node.output[0]).width
+        integers, factors = self._argument(data), self._argument(self._source(scales))
+        place, scale, made = self._new(), self._new(), self._new()
+        byte = f"in{integers}[{place} + j]" if sizes["bits"] == 8 else f"in{integers}[({place} + j) / 2]"
+        number = byte if sizes["bits"] == 8 else f"({byte} >> ({place} + j) % 2 * 4 & 15)"
+        count = self._wide if index.unit else 1  # a group has more, and a whole number of them
+        self._lines += [
+            f"long long {place} = {at} * {width} + {index.base};",
+            f"float {scale} = number(in{factors}[{place} / {sizes['block_size']}]) * {1 / SCALES_TIMES}f;",
+            f"float {made}[{count}];",
+            "#pragma unroll",
+            f"for (int j = 0; j < {count}; j++) {made}[j] = ({number} - {1 << sizes['bits'] - 1}) * {scale};",
+        ]
+        return made if index.unit else f"{made}[0]"
+
+    def _source(self, name: str) -> str:
+        """Return the input that a weight is, whatever its shape and type there."""
+        while name in self._maker and self._maker[name].op_type in ("Cast", *_SHAPING):
+            name = self._maker[name].input[0]
+        return name
 
     def _part(self, node: onnx.NodeProto, name: str, index: _Index) -> _Index:
         """Return where in the input of a Split or Slice a number of its output is."""
