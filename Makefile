@@ -9,7 +9,7 @@
 #   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps, fuzz; CI does at night
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
-#   make clients-test             runs aiperf, lm-eval and libraries for agents on `lockstep serve` (tests/clients); CLIENTS_ENV names the folder that they are installed in
+#   make clients-test             runs aiperf, lm-eval, bfcl-eval and libraries for agents on `lockstep serve` (tests/clients); CLIENTS_ENV names the folder that they are installed in
 #   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
@@ -50,7 +50,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 .DEFAULT_GOAL := demo
 TRITON_ENV ?= .triton
 CLIENTS_ENV ?= .clients
-CLIENTS := agents aiperf lm-eval
+CLIENTS := agents aiperf bfcl lm-eval
 KUBERNETES_ENV ?= .kubernetes
 SLURM_ENV ?= .slurm
 OLDEST_ENV ?= .oldest
