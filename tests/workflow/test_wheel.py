@@ -127,6 +127,9 @@ NEEDS = {
     "reproduce": ("workflow", (TARGET,)),
     "serve": ("workflow", (TARGET,)),
     "load": ("load", ("http://127.0.0.1:9", "--token-norm-dist", "4,0,4,0")),
+    "push": (None, ("none.tar", "127.0.0.1:9/none")),
+    "pull": (None, ("127.0.0.1:9/none", "none.tar")),
+    "sbom": ("workflow", (TARGET,)),
     "triton": ("serve", (TARGET, "repository")),
     "cache": ("workflow", ("ls",)),
     "lock": (None, ()),
@@ -138,7 +141,7 @@ NEEDS = {
 def test_each_extra_of_pyproject_is_in_the_table() -> None:
     """By the names that its packages are imported under, where they are others."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    imported = {"pyyaml": "yaml", "grpcio": "grpc", "protobuf": "google.protobuf"}
+    imported = {"pyyaml": "yaml", "grpcio": "grpc", "protobuf": "google.protobuf", "pyopenssl": "OpenSSL"}
     imported |= {"cuda-bindings": "cuda.bindings", "nvidia-cudnn-frontend": "cudnn"}
     extras: dict[str, set[str]] = {}
     for extra, requirements in project["optional-dependencies"].items():

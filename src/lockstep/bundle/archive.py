@@ -15,7 +15,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, ClassVar
@@ -109,23 +109,30 @@ def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]
     first = Entry.of_bytes(MANIFEST, manifest.to_bytes())
     _check_listed(path, manifest.files)
     with atomic_path(path) as temporary, open(temporary, "wb") as out:
-        for entry in (first, *entries):
-            out.write(header(entry.name, entry.size))
-            digest, size = hashlib.sha256(), 0
-            with entry.open() as file:
-                while piece := file.read(_PIECE):
-                    digest.update(piece)
-                    size += len(piece)
-                    out.write(piece)
-            if (size, digest.hexdigest()) != (entry.size, entry.sha256):
-                expected = f"{entry.size} bytes of sha256 {entry.sha256}"
-                raise InputError(
-                    f"{path}: {entry.name}: expected {expected}, found others: the file has "
-                    f"changed; run `lockstep verify`"
-                )
-            out.write(bytes(-size % _BLOCK))
-        out.write(_END)
+        write_tar(out, (first, *entries), path)
     return path
+
+
+def write_tar(out: BinaryIO, entries: Iterable[Entry], path: Path) -> None:
+    """Write a tar file of `entries` in this form. path: what messages call it.
+
+    Raises InputError for a file that is not of its digest.
+    """
+    for entry in entries:
+        out.write(header(entry.name, entry.size))
+        digest, size = hashlib.sha256(), 0
+        with entry.open() as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+                size += len(piece)
+                out.write(piece)
+        if (size, digest.hexdigest()) != (entry.size, entry.sha256):
+            expected = f"{entry.size} bytes of sha256 {entry.sha256}"
+            raise InputError(
+                f"{path}: {entry.name}: expected {expected}, found others: the file has changed; run `lockstep verify`"
+            )
+        out.write(bytes(-size % _BLOCK))
+    out.write(_END)
 
 
 def header(name: str, size: int) -> bytes:

@@ -20,17 +20,36 @@ from lockstep.targets import Results
     type=click.Path(dir_okay=False, path_type=Path),
     help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]",
 )
+@click.option(
+    "--sign-key", metavar="KEY", type=click.Path(dir_okay=False, path_type=Path), help="Sign it with this private key."
+)
+@click.option("--sign-keyless", is_flag=True, help="Sign it by your identity, with Sigstore's services.")
 @JSON
 @RESULTS
-def bundle(target: str, weights: bool, out: Path | None, as_json: bool, results: Path) -> None:
+def bundle(
+    target: str,
+    weights: bool,
+    out: Path | None,
+    sign_key: Path | None,
+    sign_keyless: bool,
+    as_json: bool,
+    results: Path,
+) -> None:
     """Pack a target into one file, which runs where its backend is installed."""
     from lockstep.bundle.pack import pack
+    from lockstep.publish import dsse, signature
+
+    if sign_key is not None:
+        dsse.private_key(sign_key)  # its mistakes before anything is written
 
     tree = Results(results)
     config = used_config(tree)
     chosen = made_target(config, tree, target)
     name = f"{chosen}".replace("/", "-") + ".tar"
     path = pack(tree, chosen, config.limits.plain(), out or Path(name), weights)
+    signed = signature.sign(path, sign_key) if sign_key else signature.sign_keyless(path) if sign_keyless else []
     if as_json:
-        return echo_json({"target": str(chosen), "weights": weights, **file_json(path)})
-    click.echo(path)
+        value = {"target": str(chosen), "weights": weights, **file_json(path)}
+        return echo_json({**value, "signed": [str(file) for file in signed]} if signed else value)
+    for file in (path, *signed):
+        click.echo(file)

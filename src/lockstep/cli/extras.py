@@ -9,6 +9,8 @@ from lockstep.errors import InputError, pip_install
 
 # By the name that it is imported under. httptools is in `load` too, whose command names that one itself.
 EXTRAS = {
+    "OpenSSL": "sign",
+    "cryptography": "sign",
     "cuda.bindings": "cuda",
     "cudnn": "cuda",
     "gguf": "workflow",
@@ -19,6 +21,7 @@ EXTRAS = {
     "jinja2": "serve",
     "llguidance": "grammar",
     "ml_dtypes": "workflow",
+    "model_signing": "sign",
     "msgspec": "serve",
     "onnx_graphsurgeon": "workflow",
     "onnx_ir": "workflow",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.opened import BUNDLE_SUFFIX
 from lockstep.cli.terminal import JSON, echo_json, file_json, working
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
@@ -65,14 +66,50 @@ def lock(models: tuple[str, ...], renew: bool, as_json: bool, locks: Path, resul
     "--deep", is_flag=True, help="Hash large files too that have the size and times of when they were hashed last."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also what is the same.")
+@click.option("--signature", is_flag=True, help="Of bundles: who signed them, by --key or by --identity.")
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    metavar="PUBLIC_KEY",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A public key that may have signed. May be given several times.",
+)
+@click.option("--identity", nargs=2, metavar="ADDRESS ISSUER", help="Who signed without a key.")
+@click.option(
+    "--rebuilders",
+    type=click.IntRange(min=1),
+    help="Ask for so many signed statements, by --key, of others who made the same bytes.",
+)
 @JSON
 @_LOCKS
 @_RESULTS
-def verify(models: tuple[str, ...], deep: bool, verbose: bool, as_json: bool, locks: Path, results: Path) -> None:
+def verify(
+    models: tuple[str, ...],
+    deep: bool,
+    verbose: bool,
+    signature: bool,
+    keys: tuple[Path, ...],
+    identity: tuple[str, str] | None,
+    rebuilders: int | None,
+    as_json: bool,
+    locks: Path,
+    results: Path,
+) -> None:
     """Check that every artefact is what was recorded and locked.
 
-    Exit code 0 if all are, else 1.
+    A MODEL may be a bundle, a file that ends with .tar. Exit code 0 if all are right, else 1.
     """
+    if bundles := [Path(model) for model in models if model.endswith(BUNDLE_SUFFIX)]:
+        if len(bundles) < len(models):
+            raise InputError("verify: expected models or bundles, found both; run it for each")
+        return _verify_bundles(bundles, signature, keys, identity, as_json)
+    if signature:
+        raise InputError(
+            "--signature: expected a bundle, which is what is signed, found none; name one that ends with .tar"
+        )
+    if rebuilders is not None and not keys:
+        raise InputError("--rebuilders: expected the public keys of rebuilders, found none; name each by --key")
     from lockstep.provenance.verify import SAME
     from lockstep.provenance.verify import verify as check
 
@@ -103,6 +140,39 @@ def verify(models: tuple[str, ...], deep: bool, verbose: bool, as_json: bool, lo
             f"{len(wrong)} of {len(findings)} artefacts are not what was recorded: "
             f"{wrong[0].name}{' and others' * (len(wrong) > 1)}"
         )
+    if rebuilders is not None:
+        _verify_rebuilds([path for model, path in known.items() if not models or model in models], keys, rebuilders)
+
+
+def _verify_bundles(
+    bundles: list[Path], signature: bool, keys: tuple[Path, ...], identity: tuple[str, str] | None, as_json: bool
+) -> None:
+    from lockstep.publish.signature import Identity, check_contents
+    from lockstep.publish.signature import verify as check
+
+    if signature and not keys and not identity:
+        raise InputError("--signature: expected who may have signed, found none; name a public key by --key")
+    found = []
+    for bundle in bundles:
+        with working(f"verify {bundle}"):
+            if signature:
+                signer = check(bundle, keys, Identity(*identity) if identity else None)
+            else:
+                check_contents(bundle)
+        found.append({**file_json(bundle), **({"signer": signer} if signature else {})})
+        if not as_json:
+            click.echo(f"{bundle}: as it was packed{f', signed by {signer}' if signature else ''}")
+    if as_json:
+        echo_json({"bundles": found})
+
+
+def _verify_rebuilds(locks: list[Path], keys: tuple[Path, ...], at_least: int) -> None:
+    from lockstep.publish.rebuilds import agreements
+
+    for lock in locks:
+        for agreement in agreements(lock, keys, at_least):
+            signers = ", ".join(key[:12] for key in agreement.keys)
+            click.echo(f"{agreement.target}: {len(agreement.keys)} rebuilders agree byte for byte: {signers}", err=True)
 
 
 @click.command()

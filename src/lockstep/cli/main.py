@@ -18,6 +18,7 @@ from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.init import init
 from lockstep.cli.load import load
 from lockstep.cli.locks import diff, lock, verify
+from lockstep.cli.publish import pull, push, sbom
 from lockstep.cli.report import report, summary
 from lockstep.cli.reproduce import explain, reproduce
 from lockstep.cli.run import run
@@ -40,6 +41,7 @@ for _title, _commands in {
     "From a checkpoint to engines": (doctor, init, run),
     "Run engines": (generate, serve, load, bundle, triton),
     "Look at results": (summary, report, targets, explain, show, bisect),
+    "Publish": (push, pull, sbom),
     "Lock, compare, build again": (lock, verify, diff, reproduce, cache, stage),
 }.items():
     main.add_section(_title, _commands)

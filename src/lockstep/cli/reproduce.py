@@ -57,6 +57,12 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
     type=click.Path(dir_okay=False, path_type=Path),
     help="Build it once, and compare with this lock, which may be another machine's. Results need not be there.",
 )
+@click.option(
+    "--sign",
+    metavar="KEY",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --against, where all is the same: leave a statement beside the lock, signed with this private key.",
+)
 @CONFIG
 @JSON
 @RESULTS
@@ -65,13 +71,16 @@ def reproduce(
     rounds: int,
     at_least: str | None,
     against: Path | None,
+    sign: Path | None,
     config_file: Path | None,
     as_json: bool,
     results: Path,
 ) -> None:
     """Build a target again in clean folders, and compare it with this one."""
     if against is not None:
-        return _hold_against(target, against, config_file, as_json, results)
+        return _hold_against(target, against, sign, config_file, as_json, results)
+    if sign is not None:
+        raise InputError("--sign: expected it with --against LOCK, whose rebuild it states, found it alone")
     from lockstep.provenance.reproduce import print_table
     from lockstep.provenance.reproduce import reproduce as again
 
@@ -89,8 +98,14 @@ def reproduce(
         raise CheckError(f"{chosen}: expected {at_least} or higher, found {record.level}; {path} says what differs")
 
 
-def _hold_against(text: str, lock: Path, config_file: Path | None, as_json: bool, results: Path) -> None:
+def _hold_against(
+    text: str, lock: Path, sign: Path | None, config_file: Path | None, as_json: bool, results: Path
+) -> None:
     from lockstep.provenance.reproduce import against
+    from lockstep.publish import dsse, rebuilds
+
+    if sign is not None:
+        dsse.private_key(sign)  # before minutes of work
 
     project = Project.open(config_file, results)
     target = project.config.parse_target(text, project.where)
@@ -110,3 +125,5 @@ def _hold_against(text: str, lock: Path, config_file: Path | None, as_json: bool
         raise CheckError(
             f"{target}: {len(wrong)} of {len(found)} artefacts are not as in {lock}; the first: {wrong[0].differs}"
         )
+    if sign is not None:
+        click.echo(rebuilds.write(lock, target, found, sign), err=as_json)

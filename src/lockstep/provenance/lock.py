@@ -7,7 +7,7 @@ them; it decides nothing, and names the cause where an artefact differs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,12 +44,21 @@ class Maker(JsonObject):
 
 
 @dataclass(frozen=True)
+class Published(JsonObject):
+    """A bundle in a registry. digest: `sha256:...`, of its manifest."""
+
+    reference: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class _File(JsonObject):
     """The content of a lock file."""
 
     model: str
     makers: Annotated[Mapping[Annotated[str, _STAGE], Maker], Key(MADE)]
     sections: Annotated[Mapping[str, Mapping[str, Any]], Key(LOCKED)]
+    published: Mapping[str, Published] = field(default_factory=dict)
 
     def validate(self, stored: Mapping[str, Any]) -> None:
         checkpoint = self.sections.get(CHECKPOINT, {})
@@ -77,11 +86,13 @@ class Lock:
     makers: what made the artefacts, by stage and backend. sections: by place what is locked there, by name: of the
     checkpoint its source, its commit where there is one, and the sha256 of its files; of weights, graphs and engines
     the sha256 by file; of references and golden checks token ids by prompt; of checks their parameters.
+    published: bundles in registries, by target.
     """
 
     model: str
     makers: Mapping[str, Maker]
     sections: Mapping[Place, Items]
+    published: Mapping[str, Published] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Lock:
@@ -92,15 +103,15 @@ class Lock:
             file = _File.from_json(value)
         except ValidationError as error:
             raise InputError(f"{path}: {error}; {_COMMITTED}") from None
-        return cls(file.model, file.makers, {tuple(name.split("/")): items for name, items in file.sections.items()})
+        sections = {tuple(name.split("/")): items for name, items in file.sections.items()}
+        return cls(file.model, file.makers, sections, file.published)
 
     def save(self, path: Path) -> None:
         write_bytes(path, dump_json({"format": formats.LOCK, **self._json()}).encode())
 
     def _json(self) -> dict[str, Any]:
-        return _File(
-            self.model, self.makers, {"/".join(where): items for where, items in self.sections.items()}
-        ).to_json()
+        sections = {"/".join(where): items for where, items in self.sections.items()}
+        return _File(self.model, self.makers, sections, self.published).to_json()
 
     @property
     def checkpoint(self) -> Items:

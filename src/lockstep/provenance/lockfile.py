@@ -58,6 +58,7 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
     if out.is_file():
         before = Lock.load(out)
         lock = _with_other_devices(before, _with_what_is_not_built(before, lock))
+        lock = replace(lock, published=before.published)
         lost = _devices_of_other_graphs(before, lock)
         if lost and not renew:
             precision = next(iter(lost))

@@ -167,12 +167,13 @@ class LockComparison:
     """An artefact beside a lock.
 
     where: its place there. differs: the first difference; None where it is the same. is_locked: whether the lock has
-    it; engines of another device than those that it holds it has not.
+    it; engines of another device than those that it holds it has not. items: what was made, by name.
     """
 
     where: str
     is_locked: bool
     differs: str | None
+    items: Mapping[str, Any]
 
 
 def against(
@@ -190,11 +191,11 @@ def against(
         stages = reproduced_stages(target, load(config).is_run(target), "reference")
         failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
         compared = [
-            LockComparison("/".join(section.where), section.where in lock.sections, difference(lock, section))
+            LockComparison("/".join(where), where in lock.sections, difference(lock, section), section.items)
             for section in sections(Path(folder) / "results", target.model)
-            if section.where[0] != TERMS
+            if (where := section.where)[0] != TERMS
         ]
-    return [*compared, *([LockComparison("golden check", True, failure)] if failure else [])]
+    return [*compared, *([LockComparison("golden check", True, failure, {})] if failure else [])]
 
 
 def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:

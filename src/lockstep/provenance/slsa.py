@@ -131,13 +131,13 @@ def _checkpoint_files(step: Job) -> Iterator[dict[str, Any]]:
     if not manifest.is_file():
         return  # graphs that were brought here without their checkpoint
     value = CheckpointManifest.load(manifest)
-    origin = _purl(value.source, results.source(step.names["model"]))
+    origin = purl(value.source, results.source(step.names["model"]))
     for file in value.files:
         about = {"uri": f"{origin}#{file.path}"} if origin else {}
         yield {"name": f"checkpoint/{file.path}", **about, "digest": {"sha256": file.sha256}}
 
 
-def _purl(source: str, fetched: Path) -> str | None:
+def purl(source: str, fetched: Path) -> str | None:
     """Return the package URL of a model on the hub at its commit.
 
     None for a folder, whose files are known by their digests.

@@ -1,0 +1,127 @@
+"""Signed statements: an in-toto statement in a DSSE envelope (https://github.com/secure-systems-lab/dsse).
+
+Keys are elliptic-curve keys in PEM, as those of OpenSSF Model Signing: P-256, P-384 or P-521.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.artifacts.files import dump_json, write_bytes
+from lockstep.errors import CheckError, InputError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.hashes import HashAlgorithm
+
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
+_MAKE = "make one with `openssl ecparam -name prime256v1 -genkey -noout -out signer.key`"
+_MAKE_PUBLIC = "make it with `openssl ec -in signer.key -pubout -out signer.pub`"
+
+
+def private_key(path: Path) -> EllipticCurvePrivateKey:
+    """Read a private key. Raises InputError for what is none, or is encrypted."""
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        key = load_pem_private_key(_read(path, "a private key", _MAKE), None)
+    except (ValueError, TypeError) as error:  # a TypeError: it is encrypted
+        raise InputError(f"{path}: expected a private key in PEM without a password, found: {error}; {_MAKE}") from None
+    if not isinstance(key, EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
+        raise InputError(f"{path}: expected a key on {', '.join(_CURVES)}, found another; {_MAKE}")
+    return key
+
+
+def public_key(path: Path) -> EllipticCurvePublicKey:
+    """Read a public key. Raises InputError for what is none."""
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        key = load_pem_public_key(_read(path, "a public key", _MAKE_PUBLIC))
+    except ValueError:
+        raise InputError(f"{path}: expected a public key in PEM, found something else; {_MAKE_PUBLIC}") from None
+    if not isinstance(key, EllipticCurvePublicKey) or key.curve.name not in _CURVES:
+        raise InputError(f"{path}: expected a key on {', '.join(_CURVES)}, found another; {_MAKE_PUBLIC}")
+    return key
+
+
+def _read(path: Path, what: str, remedy: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, IsADirectoryError):
+        raise InputError(f"{path}: expected {what} in PEM, found no file; {remedy}") from None
+
+
+def key_id(key: EllipticCurvePublicKey) -> str:
+    """Return the hex sha256 of a public key in PEM: the hint of Model Signing's signatures."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return hashlib.sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def write_envelope(path: Path, statement: Mapping[str, Any], key: Path) -> Path:
+    """Write a statement, signed with the private key at `key`."""
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+
+    signer, payload = private_key(key), dump_json(statement).encode()
+    signature = signer.sign(_pre_authentication(payload), ECDSA(_hash(signer.public_key())))
+    envelope = {
+        "payload": base64.b64encode(payload).decode(),
+        "payloadType": PAYLOAD_TYPE,
+        "signatures": [{"keyid": key_id(signer.public_key()), "sig": base64.b64encode(signature).decode()}],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, dump_json(envelope).encode())
+    return path
+
+
+def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str]:
+    """Return the statement of an envelope, and the id of the key of `keys` that signed it.
+
+    Raises CheckError where none of them did, InputError for a file that is no envelope.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+
+    try:
+        envelope = json.loads(path.read_bytes())
+        payload = base64.b64decode(envelope["payload"], validate=True)
+        signatures = [base64.b64decode(entry["sig"], validate=True) for entry in envelope["signatures"]]
+        is_statement = envelope["payloadType"] == PAYLOAD_TYPE
+    except FileNotFoundError:
+        raise InputError(f"{path}: expected a signed statement, found no file") from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        is_statement, signatures = False, []
+    if not is_statement:
+        raise InputError(
+            f"{path}: expected a DSSE envelope of an in-toto statement, found something else; copy it again"
+        )
+    for key in map(public_key, keys):
+        for signature in signatures:
+            try:
+                key.verify(signature, _pre_authentication(payload), ECDSA(_hash(key)))
+            except InvalidSignature:
+                continue
+            return json.loads(payload), key_id(key)
+    names = ", ".join(map(str, keys))
+    raise CheckError(f"{path}: expected a signature by {names}, found none: it is another's, or the file was changed")
+
+
+def _hash(key: EllipticCurvePublicKey) -> HashAlgorithm:
+    from cryptography.hazmat.primitives import hashes
+
+    return {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[key.curve.key_size]
+
+
+def _pre_authentication(payload: bytes) -> bytes:
+    return b" ".join(
+        [b"DSSEv1", str(len(PAYLOAD_TYPE)).encode(), PAYLOAD_TYPE.encode(), str(len(payload)).encode(), payload]
+    )

@@ -1,0 +1,118 @@
+"""Statements of rebuilds: what someone else made of the same lock, signed by them, in `locks/rebuilds`.
+
+An in-toto Statement v1 whose subjects are the files that came out. Rebuilders agree where these are the same, byte for
+byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep import __version__
+from lockstep.artifacts.files import sha256_file
+from lockstep.backends.identity import versions
+from lockstep.errors import CheckError, InputError
+from lockstep.provenance.lock import Lock
+from lockstep.provenance.reproduce import LockComparison
+from lockstep.provenance.slsa import BUILDER, STATEMENT, now
+from lockstep.publish import dsse
+from lockstep.targets import Target
+
+PREDICATE = f"{BUILDER}#rebuild/1"
+_SHA256 = re.compile("[0-9a-f]{64}")
+_PACKAGES = ["numpy", "onnx", "onnxruntime", "openvino", "torch", "transformers"]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The rebuilders of a target whose files are the same as in its lock.
+
+    keys: the ids of their public keys. others: files of statements that say something else, with the first difference.
+    """
+
+    target: str
+    keys: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+def folder_of(lock: Path) -> Path:
+    return lock.parent / "rebuilds"
+
+
+def write(lock: Path, target: Target, made: Sequence[LockComparison], key: Path) -> Path:
+    """Write the signed statement of what was made of `target`, beside its lock."""
+    statement = {
+        "_type": STATEMENT,
+        "subject": [
+            {"name": name, "digest": {"sha256": sha256}}
+            for comparison in made
+            for name, sha256 in files(comparison.where, comparison.items).items()
+        ],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "target": str(target),
+            "lock": {"name": lock.name, "digest": {"sha256": sha256_file(lock)}},
+            "builder": {"id": BUILDER, "version": {"lockstep": __version__, **versions(_PACKAGES)}},
+            "finishedOn": now(),
+        },
+    }
+    signer = dsse.key_id(dsse.private_key(key).public_key())
+    name = f"{target}".replace("/", "-")
+    return dsse.write_envelope(folder_of(lock) / f"{name}.{signer[:12]}.json", statement, key)
+
+
+def files(where: str, items: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sha256 of each file at a place of a lock, by its name with the place."""
+    return {
+        f"{where}/{name}": sha256
+        for name, sha256 in sorted(items.items())
+        if isinstance(sha256, str) and _SHA256.fullmatch(sha256)
+    }
+
+
+def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agreement]:
+    """Return for each rebuilt target the rebuilders who made what the lock says.
+
+    keys: public keys of rebuilders. Raises CheckError for a target that fewer than `at_least` of them made so, and for
+    a lock of which nobody said that they rebuilt it.
+    """
+    locked = {
+        name: sha256
+        for where, items in Lock.load(lock_path).sections.items()
+        for name, sha256 in files("/".join(where), items).items()
+    }
+    agreeing: dict[str, dict[str, str]] = {}
+    others: dict[str, list[str]] = {}
+    for path in sorted(folder_of(lock_path).glob("*.json")):
+        statement, key = dsse.read_envelope(path, keys)
+        try:
+            made = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
+            target, is_rebuild = statement["predicate"]["target"], statement["predicateType"] == PREDICATE
+        except (LookupError, TypeError):
+            is_rebuild = False
+        if not is_rebuild:
+            raise InputError(f"{path}: expected the statement of a rebuild, found another; remove it")
+        if target.partition("/")[0] != lock_path.name.removesuffix(".lock.json"):
+            continue
+        differs = sorted(name for name, sha256 in made.items() if locked.get(name) != sha256)
+        if differs or not any(name.startswith("engines/") for name in made):
+            others.setdefault(target, []).append(f"{path}: {differs[0] if differs else 'no engines'}")
+        else:
+            agreeing.setdefault(target, {})[key] = path.name
+    found = [
+        Agreement(target, tuple(sorted(agreeing.get(target, {}))), tuple(others.get(target, ())))
+        for target in sorted({*agreeing, *others})
+    ]
+    for agreement in found or [Agreement(lock_path.name, (), ())]:
+        if len(agreement.keys) < at_least:
+            but = f"; another result: {agreement.others[0]}" if agreement.others else ""
+            raise CheckError(
+                f"{agreement.target}: expected {at_least} rebuilders that agree byte for byte, found "
+                f"{len(agreement.keys)} in {folder_of(lock_path)}{but}; others rebuild with `lockstep reproduce "
+                f"--against LOCK --sign KEY`"
+            )
+    return found

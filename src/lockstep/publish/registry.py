@@ -1,0 +1,208 @@
+"""A repository of an OCI registry, by its HTTP API (https://github.com/opencontainers/distribution-spec).
+
+Blobs and manifests in and out, each known by its sha256. Credentials are those of `docker login`
+(`~/.docker/config.json`, or below `DOCKER_CONFIG`).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.message import Message
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from lockstep.errors import CheckError, InputError
+
+IMAGE_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+IMAGE_INDEX = "application/vnd.oci.image.index.v1+json"
+_TIMEOUT = 60.0  # seconds without a byte
+_LARGEST_MANIFEST = 4 << 20  # bytes, as registries have it
+_REFERENCE = re.compile(
+    r"(?P<host>[a-zA-Z0-9.-]+(?::\d+)?)/(?P<repository>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
+    r"(?::(?P<tag>[\w][\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where something lies in a registry: `host[:port]/repository[:tag][@sha256:...]`."""
+
+    host: str
+    repository: str
+    tag: str = "latest"
+    digest: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Reference:
+        found = _REFERENCE.fullmatch(text.removeprefix("oci://"))
+        if found is None:
+            raise InputError(f"expected HOST/REPOSITORY[:TAG][@sha256:...], found {text!r}; correct it")
+        return cls(found["host"], found["repository"], found["tag"] or "latest", found["digest"])
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.repository}" + (f"@{self.digest}" if self.digest else f":{self.tag}")
+
+
+def sha256_digest(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+class Repository:
+    """A repository of a registry. plain_http: without TLS, by default on this machine alone."""
+
+    def __init__(self, reference: Reference, plain_http: bool = False) -> None:
+        is_local = reference.host.partition(":")[0] in ("localhost", "127.0.0.1")
+        self.reference = reference
+        self._base = f"{'http' if plain_http or is_local else 'https'}://{reference.host}"
+        self._path = f"/v2/{reference.repository}"
+        self._authorization: str | None = None
+
+    def has_blob(self, digest: str) -> bool:
+        return self._call("HEAD", f"{self._path}/blobs/{digest}", accept_missing=True) is not None
+
+    def put_blob(self, digest: str, size: int, content: BinaryIO) -> None:
+        """Upload a blob of `size` bytes in one piece."""
+        begun = self._call("POST", f"{self._path}/blobs/uploads/", data=b"")
+        assert begun is not None
+        place = urllib.parse.urljoin(self._base, begun.headers["Location"])
+        place += f"{'&' if '?' in place else '?'}digest={urllib.parse.quote(digest)}"
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        self._call("PUT", place, data=content, headers=headers)
+
+    def open_blob(self, digest: str, size: int, name: str) -> CheckedBlob:
+        """Open a blob; where its last byte was read and it is not of its digest, that raises CheckError."""
+        response = self._call("GET", f"{self._path}/blobs/{digest}")
+        assert response is not None
+        return CheckedBlob(response, digest, size, f"{self.reference}: {name}")
+
+    def put_manifest(self, data: bytes, media_type: str, tag: str | None = None) -> Message:
+        """Upload a manifest below a tag, else below its digest; return the registry's headers."""
+        name = tag or sha256_digest(data)
+        response = self._call("PUT", f"{self._path}/manifests/{name}", data=data, headers={"Content-Type": media_type})
+        assert response is not None
+        return response.headers
+
+    def get_manifest(self, name: str) -> bytes | None:
+        """Return the manifest or index of a tag or digest; None where there is none."""
+        accept = {"Accept": f"{IMAGE_MANIFEST}, {IMAGE_INDEX}"}
+        response = self._call("GET", f"{self._path}/manifests/{name}", headers=accept, accept_missing=True)
+        if response is None:
+            return None
+        data = response.read(_LARGEST_MANIFEST + 1)
+        if len(data) > _LARGEST_MANIFEST:
+            raise InputError(f"{self.reference}: expected a manifest of at most 4 MiB, found a larger one")
+        if name.startswith("sha256:") and sha256_digest(data) != name:
+            raise CheckError(
+                f"{self.reference}: expected the manifest {name}, found {sha256_digest(data)}; push it again"
+            )
+        return data
+
+    def get_referrers(self, digest: str) -> list[dict[str, Any]]:
+        """Return the descriptors of what refers to a manifest, by the API or by the tag that stands in for it."""
+        response = self._call("GET", f"{self._path}/referrers/{digest}", accept_missing=True)
+        data = response.read(_LARGEST_MANIFEST) if response else self.get_manifest(digest.replace(":", "-"))
+        return json.loads(data)["manifests"] if data else []
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        data: Any = None,
+        headers: Mapping[str, str] = {},
+        accept_missing: bool = False,
+        is_second: bool = False,
+    ) -> HTTPResponse | None:
+        """Return the response; None for a 404 with `accept_missing`. Raises InputError for other errors."""
+        request = urllib.request.Request(urllib.parse.urljoin(self._base, path), data, dict(headers), method=method)
+        if self._authorization:  # a redirection to another host must not have it
+            request.add_unredirected_header("Authorization", self._authorization)
+        try:
+            return cast(HTTPResponse, urllib.request.urlopen(request, timeout=_TIMEOUT))
+        except urllib.error.HTTPError as error:
+            if error.code == 404 and accept_missing:
+                return None
+            if error.code == 401 and not is_second:
+                self._authorization = self._authorize(error.headers.get("WWW-Authenticate", ""))
+                return self._call(method, path, data, headers, accept_missing, is_second=True)
+            said = " ".join(error.read(500).decode(errors="replace").split())[:200]
+            raise InputError(
+                f"{self.reference}: expected the registry to accept {method}, found {error.code} {error.reason}: {said}"
+                + ("; run `docker login`" if error.code in (401, 403) else "")
+            ) from None
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise InputError(f"{self.reference}: expected a registry at {self._base}, found: {reason}") from None
+
+    def _authorize(self, challenge: str) -> str:
+        """Return the header that answers a challenge: Basic, or a token that its realm gives."""
+        kind, _, rest = challenge.partition(" ")
+        basic = self._credentials()
+        if kind.lower() != "bearer":
+            return f"Basic {basic}" if basic else ""
+        asked = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+        realm = asked.pop("realm", "")
+        scope = f"repository:{self.reference.repository}:pull,push"
+        query = urllib.parse.urlencode({**asked, "scope": asked.get("scope", scope)})
+        request = urllib.request.Request(
+            f"{realm}?{query}", headers={"Authorization": f"Basic {basic}"} if basic else {}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+                token = json.load(response)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{self.reference}: expected a token of {realm}, found: {error}; run `docker login`"
+            ) from None
+        return f"Bearer {token.get('token') or token.get('access_token')}"
+
+    def _credentials(self) -> str | None:
+        folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+        try:
+            known = json.loads((folder / "config.json").read_text())["auths"]
+            entry = known.get(self.reference.host) or known.get(f"https://{self.reference.host}/v1/") or {}
+        except (OSError, ValueError, LookupError, AttributeError):
+            return None
+        if "auth" not in entry and "username" in entry:
+            return base64.b64encode(f"{entry['username']}:{entry['password']}".encode()).decode()
+        return entry.get("auth")
+
+
+class CheckedBlob:
+    """The bytes of a blob, hashed as they are read. name: of the file in it, for messages."""
+
+    def __init__(self, response: HTTPResponse, digest: str, size: int, name: str) -> None:
+        self._response, self._expected, self._size, self._name = response, digest, size, name
+        self._hash, self._read = hashlib.sha256(), 0
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            data = self._response.read(size if size >= 0 else None)
+        except (OSError, HTTPException) as error:
+            raise InputError(
+                f"{self._name}: expected {self._size} bytes, found {self._read}: {error}; pull again"
+            ) from None
+        self._hash.update(data)
+        self._read += len(data)
+        is_over = size < 0 or not data or self._read >= self._size
+        if is_over and (found := f"sha256:{self._hash.hexdigest()}") != self._expected:
+            raise CheckError(
+                f"{self._name}: expected {self._size} bytes of {self._expected}, found {self._read} of {found}: the "
+                "registry's copy is damaged; push it again"
+            )
+        return data
+
+    def __enter__(self) -> CheckedBlob:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._response.close()

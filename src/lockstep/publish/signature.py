@@ -1,0 +1,142 @@
+"""Signatures of bundles, by OpenSSF Model Signing (https://github.com/sigstore/model-transparency).
+
+Beside a bundle stand its signature, `BUNDLE.sig`, which `model_signing verify` reads too, and the SLSA provenance of
+its engines as a signed statement, `BUNDLE.provenance.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.bundle.archive import contents, read_archive
+from lockstep.errors import CheckError, InputError
+from lockstep.publish import dsse
+
+_PROVENANCE = "engines/provenance.json"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who signed without a key: the address that an OpenID issuer vouched for."""
+
+    address: str
+    issuer: str
+
+
+def signature_path(bundle: Path) -> Path:
+    return bundle.with_name(f"{bundle.name}.sig")
+
+
+def statement_path(bundle: Path) -> Path:
+    return bundle.with_name(f"{bundle.name}.provenance.json")
+
+
+def sign(bundle: Path, key: Path) -> list[Path]:
+    """Sign a bundle and its provenance with a private key, and return the files beside it that say so."""
+    from model_signing.signing import Config
+
+    dsse.private_key(key)  # its mistakes in one line
+    Config().use_elliptic_key_signer(private_key=key).sign(bundle, signature_path(bundle))
+    return [signature_path(bundle), dsse.write_envelope(statement_path(bundle), check_contents(bundle), key)]
+
+
+def sign_keyless(bundle: Path) -> list[Path]:
+    """Sign a bundle by the identity that an OpenID issuer vouches for (Sigstore), which needs the network."""
+    from model_signing.signing import Config
+
+    check_contents(bundle)
+    with _needs_network("sign with --sign-key KEY"):
+        Config().use_sigstore_signer(use_ambient_credentials=True).sign(bundle, signature_path(bundle))
+    return [signature_path(bundle)]
+
+
+@contextlib.contextmanager
+def _needs_network(otherwise: str) -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # of the hub's client, of TUF, of OpenID: no common class
+        reason = str(error).splitlines() or [type(error).__name__]
+        raise InputError(
+            f"keyless: expected Sigstore's services, which a signature without a key needs, found: {reason[0]}; go "
+            f"online, or {otherwise}"
+        ) from None
+
+
+def check_contents(bundle: Path) -> dict[str, Any]:
+    """Check every byte of a bundle, and return the SLSA provenance of its engines.
+
+    Raises InputError, which names the file, for one that is not of its digest.
+    """
+    archive = read_archive(bundle)
+    provenance = b""
+    for member, pieces in contents(archive, hashlib.sha256()):
+        for piece in pieces:
+            if member.name == _PROVENANCE:
+                provenance += piece
+    if not provenance:
+        raise InputError(f"{bundle}: expected {_PROVENANCE}, found none; make the bundle again")
+    return json.loads(provenance)
+
+
+def verify(bundle: Path, keys: Sequence[Path] = (), identity: Identity | None = None) -> str:
+    """Check a bundle's bytes, its signature, and the signed provenance; return in words who signed it.
+
+    keys: public keys, one of which must have signed. identity: instead of keys. Raises InputError and CheckError.
+    """
+    provenance, signature = check_contents(bundle), signature_path(bundle)
+    if not signature.is_file():
+        raise InputError(
+            f"{signature}: expected the signature of {bundle.name}, found none; sign with `lockstep bundle --sign-key`"
+        )
+    if identity is not None:
+        return _verify_identity(bundle, signature, identity)
+    signer = _signer(bundle, signature, keys)
+    if statement_path(bundle).is_file():
+        statement, _ = dsse.read_envelope(statement_path(bundle), [signer])
+        if statement != provenance:
+            raise CheckError(
+                f"{statement_path(bundle)}: expected the provenance that is in {bundle.name}, found another; sign again"
+            )
+    return f"key {dsse.key_id(dsse.public_key(signer))[:12]} ({signer})"
+
+
+def _signer(bundle: Path, signature: Path, keys: Sequence[Path]) -> Path:
+    """Return the public key that a bundle was signed by."""
+    from cryptography.exceptions import InvalidSignature
+    from model_signing.verifying import Config
+
+    reason = ""
+    for key in keys:
+        dsse.public_key(key)  # its mistakes in one line
+        try:
+            Config().use_elliptic_key_verifier(public_key=key).verify(bundle, signature)
+            return key
+        except InvalidSignature:
+            reason = "a signature that was changed"
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = "no Sigstore bundle" if not str(error) else str(error).splitlines()[0]
+    raise CheckError(
+        f"{signature}: expected the signature of {bundle.name} by {', '.join(map(str, keys))}, found: {reason}"
+    )
+
+
+def _verify_identity(bundle: Path, signature: Path, identity: Identity) -> str:
+    from model_signing.verifying import Config
+    from sigstore.errors import VerificationError
+
+    with _needs_network("verify with --key PUBLIC_KEY"):
+        verifier = Config().use_sigstore_verifier(identity=identity.address, oidc_issuer=identity.issuer)
+    try:
+        verifier.verify(bundle, signature)
+    except (ValueError, VerificationError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckError(f"{signature}: expected it signed by {identity.address}, found: {reason}") from None
+    return f"{identity.address} ({identity.issuer})"
