@@ -90,7 +90,7 @@ def test_an_unknown_target_names_the_config_that_has_the_others(
 
 def test_help_has_each_command_once_below_a_title(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"], prog_name="lockstep", standalone_mode=False)
-    first, *sections = capsys.readouterr().out.split("\n\n")[-5:]
+    first, *sections = capsys.readouterr().out.split("\n\n")[-6:]
     assert "--version" in first and all(re.match(r"[A-Z][^\n]+:\n", section) for section in sections)
     listed = [line.split()[0] for section in sections for line in section.splitlines()[1:]]
     assert listed[:3] == ["doctor", "init", "run"] and sorted(listed) == sorted(main.commands)

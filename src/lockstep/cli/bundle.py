@@ -47,7 +47,11 @@ def bundle(
     chosen = made_target(config, tree, target)
     name = f"{chosen}".replace("/", "-") + ".tar"
     path = pack(tree, chosen, config.limits.plain(), out or Path(name), weights)
-    signed = signature.sign(path, sign_key) if sign_key else signature.sign_keyless(path) if sign_keyless else []
+    signed: list[Path] = []
+    if sign_key is not None:
+        signed = signature.sign(path, sign_key)
+    elif sign_keyless:
+        signed = signature.sign_keyless(path)
     if as_json:
         value = {"target": str(chosen), "weights": weights, **file_json(path)}
         return echo_json({**value, "signed": [str(file) for file in signed]} if signed else value)

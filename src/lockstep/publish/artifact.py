@@ -300,7 +300,7 @@ def _pull_attached(repository: Repository, digest: str, out: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # of an earlier bundle of this name
             path_of(out).unlink()
     for entry in repository.get_referrers(digest):
-        kind = entry.get("artifactType")
+        kind = str(entry.get("artifactType"))
         data = repository.get_manifest(entry["digest"]) if kind in _ATTACHED else None
         if data is None:
             continue
