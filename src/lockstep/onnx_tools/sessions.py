@@ -1,6 +1,6 @@
 """ONNX Runtime as a calculator of graphs.
 
-In: a model. Out: a session that computes it as it is written, nothing optimised.
+In: a model. Out: a session that computes it as it is written, nothing optimised; the rows of an expert are one product.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import onnx
 import onnxruntime as ort
 
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.group_experts import GATHERS, group_experts
 
 
 def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:
@@ -26,7 +27,9 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     # pools of several sessions would fight for the cores
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 3
-    source = model if isinstance(model, bytes) else str(model)
+    data = model if isinstance(model, bytes) else model.read_bytes()
+    grouped = GATHERS.search(data) and group_experts(onnx.ModelProto.FromString(data), stacked=True).SerializeToString()
+    source = grouped or (model if isinstance(model, bytes) else str(model))
 
     def start() -> ort.InferenceSession:
         return ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)

@@ -30,8 +30,9 @@ from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.two_parts import split_activations
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
+from lockstep.onnx_tools.group_experts import group_experts
 from lockstep.step.executable import Run, check_bound
-from lockstep.weights import Tensors, check_arrays, check_bound_slots, check_inputs, slot_array
+from lockstep.weights import Tensors, WeightInputs, check_arrays, check_bound_slots, check_inputs, slot_array
 
 _LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -72,7 +73,7 @@ class OnnxRuntimeBackend(HostBackend):
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
-            rewritten = split_activations(keep_order(pad_angles(model)))
+            rewritten = split_activations(keep_order(pad_angles(group_experts(model))))
             source = str(graph_path) if rewritten is model else rewritten.SerializeToString()
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
@@ -99,7 +100,6 @@ class OnnxRuntimeProgram:
 
     def __init__(self, engine_path: Path, slots: Sequence[IO], low_memory: bool):
         self._path = engine_path
-        self._slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
         self._low_memory = low_memory
         try:
             self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
@@ -107,10 +107,11 @@ class OnnxRuntimeProgram:
             raise InputError(
                 f"{engine_path}: expected an engine of ONNX Runtime, found a file that is none; build it again"
             ) from None
-        _inputs_to_initializers(self._model.graph, self._slots, engine_path)
+        self._inputs = WeightInputs(slots, {value.name for value in self._model.graph.input})
+        _inputs_to_initializers(self._model.graph, self._inputs.declared, engine_path)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
-        check_bound_slots(self._slots, slots, str(self._path))
+        check_bound_slots(self._inputs.slots, slots, str(self._path))
         # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
         # weights' memory.
         level = "disabled" if self._low_memory or not slots else "basic"
@@ -120,12 +121,13 @@ class OnnxRuntimeProgram:
         values = {}
         if slots:
             assert weights is not None  # the caller's part: see Program.bind
-            values = _place_weights(model.graph, settings, weights, slots, self._check)
+            weights, inputs = self._inputs.bind(weights, slots, str(self._path))
+            values = _place_weights(model.graph, settings, weights, inputs, self._check)
         failure = f"{self._path}: ONNX Runtime {ort.__version__} cannot load this engine"
         return OnnxRuntimeExecutable(_session(model.SerializeToString(), settings, failure), values, str(self._path))
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
-        check_arrays(arrays, *self._slots[slot], f"{self._path}: slot {slot}")
+        check_arrays(arrays, *self._inputs.declared[slot], f"{self._path}: slot {slot}")
 
 
 def _numpy_type(value: str) -> np.dtype:

@@ -22,7 +22,7 @@ from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino
 from lockstep.backends.openvino.quantized import group_size
 from lockstep.errors import CheckError, InputError
 from lockstep.step.executable import Run, check_bound
-from lockstep.weights import Tensors, check_arrays, check_bound_slots, check_inputs, slot_array
+from lockstep.weights import Tensors, WeightInputs, check_arrays, check_bound_slots, check_inputs, slot_array
 
 
 class OpenVINOBackend(HostBackend):
@@ -71,16 +71,18 @@ class OpenVINOProgram:
 
     def __init__(self, engine_path: Path, slots: Sequence[IO], threads: int):
         self._path, self._threads = engine_path, threads
-        self._slots = {slot.name: slot for slot in slots}
         self._model = ir.from_file(engine_path)
         self._group_size = group_size(self._model)
         inputs = {value.any_name: value.element_type for value in self._model.inputs}
-        check_inputs(self._slots, inputs, str(engine_path))
+        self._weights = WeightInputs(slots, inputs)
+        check_inputs(self._weights.declared, inputs, str(engine_path))
         if any(kind == openvino.Type.bf16 for kind in inputs.values()):
             _require("bf16", str(engine_path))
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OpenVINOExecutable:
-        check_bound_slots(self._slots, slots, str(self._path))
+        check_bound_slots(self._weights.slots, slots, str(self._path))
+        if weights is not None:
+            weights, slots = self._weights.bind(weights, slots, str(self._path))
         model, held = self._model.clone(), []
         for parameter in model.get_parameters():
             slot = parameter.output(0).get_any_name()
@@ -91,12 +93,12 @@ class OpenVINOProgram:
                 tensor = tensor_on(array, list(parameter.get_output_shape(0)), parameter.get_element_type())
                 replace(parameter.output(0), openvino.op.Constant(tensor, True).output(0))
                 model.remove_parameter(parameter)
-        names = [value.any_name for value in model.inputs], [value.any_name for value in model.outputs]
+        ends = [value.any_name for value in model.inputs], [value.any_name for value in model.outputs]
         try:
             compiled = CORE.compile_model(model, "CPU", self._properties())
         except RuntimeError as error:
             raise CheckError(f"{self._path}: OpenVINO {VERSION} cannot load this engine: {one_line(error)}") from error
-        return OpenVINOExecutable(compiled, names, held, str(self._path))
+        return OpenVINOExecutable(compiled, ends, held, str(self._path))
 
     def _properties(self) -> dict[str, Any]:
         """Return the settings of a compilation; int8 activations are in products with quantised weights only."""
@@ -110,7 +112,7 @@ class OpenVINOProgram:
 
     def _array(self, weights: Tensors, slot: str, names: Sequence[str]) -> np.ndarray:
         """Return the array of a slot: a view of the checkpoint where it is one tensor."""
-        shape, dtype = self._slots[slot].sizes, self._slots[slot].numpy_dtype
+        shape, dtype = self._weights.declared[slot]
         check_arrays([weights[name] for name in names], shape, dtype, f"{self._path}: slot {slot}")
         return slot_array(weights, names, shape)
 

@@ -20,6 +20,7 @@ from onnx import helper
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace
 from lockstep.backends.openvino.quantized import compress, expand
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.group_experts import group_experts
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 XML, BIN = "model.xml", "model.bin"
@@ -30,7 +31,7 @@ _opset = openvino.opset13
 def convert(graph: onnx.ModelProto, where: str) -> Any:
     """Return the graph as a model of OpenVINO. Raises CheckError where it is refused."""
     try:
-        expanded, weights = expand(graph, where)
+        expanded, weights = expand(group_experts(graph), where)
         graph = _plain_products(expanded)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CheckError(

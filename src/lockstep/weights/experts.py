@@ -1,0 +1,90 @@
+"""The weight inputs of an engine that reads each expert of a stack by itself.
+
+A stack `[num_experts, ...]` is one slot of a graph. Its engine may have an input for each expert instead. An expert is
+tensors of its own, or a part of one that lies in the file as it is: nothing is copied for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.experts import expert_slots
+from lockstep.artifacts.signature import IO
+from lockstep.weights.reader import Tensors
+from lockstep.weights.slots import check_arrays, slot_array
+
+
+class WeightInputs:
+    """The weight inputs of an engine; declared: {input: (shape, dtype)}."""
+
+    def __init__(self, slots: Sequence[IO], inputs: Collection[str]):
+        """Find the inputs of `slots` among those of an engine."""
+        self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
+        self.experts = {name: found for name in self.slots if (found := expert_slots(name, inputs))}
+        self.declared: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+        for name, (shape, dtype) in self.slots.items():
+            experts = dict.fromkeys(self.experts.get(name, ()), (shape[1:], dtype))
+            self.declared |= experts or {name: (shape, dtype)}
+
+    def bind(
+        self, weights: Tensors, slots: Mapping[str, Sequence[str]], where: str
+    ) -> tuple[Tensors, Mapping[str, Sequence[str]]]:
+        """Return weights and {input: its tensors in them}, of {slot: tensors}.
+
+        where: the engine, for the message. Raises CheckError for a stack's tensors that are not what its slot takes.
+        """
+        if not self.experts:
+            return weights, slots
+        tensors, bound = _Experts(weights), dict[str, Sequence[str]]()
+        for slot, names in slots.items():
+            inputs = self.experts.get(slot)
+            if inputs is None:
+                bound[slot] = names
+                continue
+            shape, dtype = self.slots[slot]
+            check_arrays([weights[name] for name in names], shape, dtype, f"{where}: slot {slot}")
+            each, rest = divmod(len(names), len(inputs))
+            if not rest:
+                bound |= {name: names[number * each :][:each] for number, name in enumerate(inputs)}
+                continue
+            stack = slot_array(weights, names, shape)
+            for number, name in enumerate(inputs):
+                tensors.add(name, names[0] if len(names) == 1 else None, number, stack)
+                bound[name] = [name]
+        return tensors, bound
+
+
+class _Experts:
+    """Weights, and the experts of stacks under names of their own: see `Tensors`."""
+
+    def __init__(self, weights: Tensors):
+        self._weights = weights
+        self._stacks: dict[str, tuple[str | None, int, np.ndarray]] = {}  # {expert: (tensor, number, array)}
+
+    @property
+    def checkpoint(self) -> object:
+        return self._weights.checkpoint
+
+    def add(self, name: str, tensor: str | None, number: int, stack: np.ndarray) -> None:
+        """Add an expert of a stack; tensor: which the stack is, None for one that was put together of several."""
+        self._stacks[name] = tensor, number, stack
+
+    def identity(self, name: str) -> Hashable:
+        return name if name in self._stacks else self._weights.identity(name)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._stacks:
+            return self._weights[name]
+        _, number, stack = self._stacks[name]
+        return stack[number]
+
+    def location(self, name: str) -> tuple[Path, int, int] | None:
+        if name not in self._stacks:
+            return self._weights.location(name)
+        tensor, number, stack = self._stacks[name]
+        place = None if tensor is None else self._weights.location(tensor)
+        size = stack[number].nbytes
+        return None if place is None else (place[0], place[1] + number * size, size)

@@ -1,0 +1,191 @@
+"""Experts: one product for each, in engines and where graphs are run; the same bits for any rows beside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from families import FAMILIES
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from lockstep.artifacts.experts import expert_slot
+from lockstep.backends.base import get_backend
+from lockstep.onnx_tools.group_experts import group_experts
+from lockstep.onnx_tools.prepare import random_inputs
+from lockstep.onnx_tools.sessions import compute
+from lockstep.onnx_tools.signature import signature_of
+
+EXPERTS, TAKEN, WIDTH, INNER = 16, 4, 64, 48
+BACKENDS = ["onnxruntime", "openvino"]
+Run = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def mixture(transposed: bool = True) -> onnx.ModelProto:
+    """A graph as transformers' `batched_mm` is traced: `hidden [num_tokens, WIDTH]`, and each token's experts."""
+    value, node = helper.make_tensor_value_info, helper.make_node
+    up, down = [EXPERTS, INNER, WIDTH], [EXPERTS, WIDTH, INNER]
+    shapes = {
+        "up": up if transposed else [up[0], up[2], up[1]],
+        "down": down if transposed else [down[0], INNER, WIDTH],
+    }
+    ints = {"last": [-1], "rows": [-1, WIDTH], "repeat": [1, TAKEN, 1], "of_token": [-1, TAKEN, WIDTH], "one": [1]}
+    constants = [numpy_helper.from_array(np.array(numbers, np.int64), name) for name, numbers in ints.items()]
+    axis = "last" if transposed else "one"
+
+    def product(name: str, rows: str, stack: str, out: str) -> list[onnx.NodeProto]:
+        column, result = f"{name}/column", f"{name}/result"
+        factors = [f"{name}/weights", column] if transposed else [column, f"{name}/weights"]
+        return [
+            node("GatherND", [stack, "chosen"], [f"{name}/weights"]),
+            node("Unsqueeze", [rows, axis], [column]),
+            node("MatMul", factors, [result]),
+            node("Squeeze", [result, axis], [out]),
+        ]
+
+    nodes = [
+        node("Reshape", ["experts", "last"], ["flat"]),
+        node("Unsqueeze", ["flat", "last"], ["chosen"]),
+        node("Unsqueeze", ["hidden", "one"], ["hidden_3d"]),
+        node("Expand", ["hidden_3d", "repeat"], ["repeated"]),
+        node("Reshape", ["repeated", "rows"], ["flat_rows"]),
+        *product("first", "flat_rows", "up", "inner"),
+        node("Relu", ["inner"], ["positive"]),
+        *product("second", "positive", "down", "outer"),
+        node("Reshape", ["outer", "of_token"], ["apart"]),
+        node("ReduceSum", ["apart", "one"], ["hidden_out"], keepdims=0),
+    ]
+    inputs = [value("hidden", TensorProto.FLOAT, ["num_tokens", WIDTH])]
+    inputs.append(value("experts", TensorProto.INT64, ["num_tokens", TAKEN]))
+    inputs += [value(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    outputs = [value("hidden_out", TensorProto.FLOAT, ["num_tokens", WIDTH])]
+    graph = helper.make_graph(nodes, "mixture", inputs, outputs, constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+class Arrays(dict[str, np.ndarray]):
+    """Weights in memory: see `Tensors`."""
+
+    checkpoint = property(lambda self: self)
+    identity = staticmethod(lambda name: name)
+    location = staticmethod(lambda name: None)
+
+
+def weights(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    shapes = {slot.name: slot.sizes for slot in signature_of(model.graph, {"up", "down"}).slots}
+    return {name: random.standard_normal(shape, np.float32) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+
+
+def engine(model: onnx.ModelProto, backend: str, folder: Path, arrays: Mapping[str, np.ndarray] | None = None) -> Run:
+    """Return what runs the graph as an engine of a backend."""
+    if backend == "openvino":
+        pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, folder / "mixture.onnx")
+    library = get_backend(backend)
+    file = folder / library.file("mixture")
+    library.build(folder / "mixture.onnx", file, library.default_options())
+    slots = signature_of(model.graph, {"up", "down"}).slots
+    tensors = Arrays(arrays or weights(model))
+    names = {"up": ["up"], "down": ["down"]} if "up" in tensors else _apart(tensors)
+    executable = library.load(file, slots, None, False).bind(tensors, names)
+
+    def run(hidden: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        out = np.empty((len(hidden), WIDTH), np.float32)
+        executable.prepare({"hidden": hidden, "experts": experts}, {"hidden_out": out})()
+        return out
+
+    return run
+
+
+def _apart(tensors: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
+    return {slot: [name for name in tensors if name.startswith(f"{slot}.")] for slot in ("up", "down")}
+
+
+def rows(count: int, experts: int = EXPERTS) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(count)
+    chosen = np.stack([random.permutation(experts)[:TAKEN] for _ in range(count)])
+    return random.standard_normal((count, WIDTH), np.float32), chosen.astype(np.int64)
+
+
+def expected(arrays: Mapping[str, np.ndarray], hidden: np.ndarray, experts: np.ndarray) -> np.ndarray:
+    """Return what the experts of each token give, in fp64."""
+    up, down = (arrays[name].astype(np.float64) for name in ("up", "down"))
+    return np.array(
+        [
+            sum(down[expert] @ np.maximum(up[expert] @ token.astype(np.float64), 0) for expert in chosen)
+            for token, chosen in zip(hidden, experts, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_token_gets_its_experts_whatever_rows_these_have(backend, tmp_path):
+    model = mixture()
+    run, arrays = engine(model, backend, tmp_path), weights(model)
+    for count, experts in ((1, EXPERTS), (2, TAKEN), (7, EXPERTS), (130, EXPERTS)):  # some experts have no row, or all
+        tokens = rows(count, experts)
+        # fp32 sums of at most 64 numbers near 1
+        assert np.abs(run(*tokens) - expected(arrays, *tokens)).max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_has_the_same_bits_alone_and_beside_others(backend, tmp_path):
+    run = engine(mixture(), backend, tmp_path)
+    if not get_backend(backend).batch_invariant:
+        pytest.skip("this backend's products differ by their number of rows on this CPU")
+    hidden, experts = rows(40)
+    together = run(hidden, experts)
+    for count in (1, 2, 3, 17):
+        assert np.array_equal(run(hidden[5 : 5 + count], experts[5 : 5 + count]), together[5 : 5 + count])
+
+
+def test_experts_are_tensors_of_their_own_or_parts_of_a_stack(tmp_path):
+    arrays, tokens = weights(mixture()), rows(9)
+    # gate and up of each expert, say, and a stack cut in its middle
+    parts = {f"up.{n}": part for n, part in enumerate(arrays["up"].reshape(EXPERTS * 2, INNER // 2, WIDTH))}
+    parts |= {f"down.{n}": part for n, part in enumerate(np.split(arrays["down"], [5]))}
+    found = engine(mixture(), "onnxruntime", tmp_path / "parts", parts)(*tokens)
+    assert np.array_equal(found, engine(mixture(), "onnxruntime", tmp_path / "whole")(*tokens))
+
+
+def test_weights_with_rows_for_inputs_are_grouped_too(tmp_path):
+    model, tokens = mixture(transposed=False), rows(9)
+    arrays = weights(model)
+    swapped = {name: array.transpose(0, 2, 1) for name, array in arrays.items()}
+    assert np.abs(engine(model, "onnxruntime", tmp_path)(*tokens) - expected(swapped, *tokens)).max() < 1e-4
+
+
+def test_no_value_grows_with_tokens_times_weights():
+    """Sizes by ONNX's shape inference: what a step of many tokens holds besides weights are rows of numbers."""
+    grouped = group_experts(mixture())
+    assert expert_slot("up", EXPERTS - 1) in {value.name for value in grouped.graph.input}
+    inferred = onnx.shape_inference.infer_shapes(grouped, strict_mode=True, data_prop=True).graph
+    sizes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in inferred.value_info}
+    assert max(math.prod(size for size in shape if size) for shape in sizes.values()) <= TAKEN * WIDTH
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+def test_the_blocks_of_a_family_are_grouped_and_compute_the_same(shared, family):
+    files, assembly = shared.assembled(dict(FAMILIES[family].config), "fp32")
+    grouped = 0
+    for graph in assembly.classes.values():
+        model = onnx.ModelProto.FromString(files[graph.file])
+        other = group_experts(model, stacked=True)
+        if other is model:
+            continue
+        grouped += 1
+        assert not any(node.op_type == "GatherND" for node in other.graph.node)
+        feeds = random_inputs(model)
+        names = [value.name for value in model.graph.output]
+        whole, apart = ReferenceEvaluator(model).run(names, feeds), compute(other, feeds)
+        for name, values in zip(names, whole, strict=True):  # fp32 rounding in another order
+            assert np.abs(values - apart[name]).max() < 1e-5
+    assert grouped
