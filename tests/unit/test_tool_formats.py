@@ -20,6 +20,9 @@ NESTED = {"q": 'she said "{[\\"]}" \\ and left', "ü": ["😀", "</tool_call", {
 QUOTED = json.dumps(NESTED, ensure_ascii=False)
 F, G = ("f", QUOTED), ("g", "{}")
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+K2 = "<|tool_call_begin|>functions.{1}:{0}<|tool_call_argument_begin|>{2}<|tool_call_end|>"
+SAID = "<|channel|>commentary<|message|>Hm.<|end|>"
 PYTHON = f"f(q={NESTED['q']!r}, ü={NESTED['ü']!r})"
 GLM = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n<arg_key>n</arg_key><arg_value>[12]</arg_value>\n"
 CODER = "<tool_call>\n<function=f>\n<parameter=s>\n12\n\n3\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
@@ -56,6 +59,12 @@ WHOLE = [
         "Hm",
         [F],
     ),
+    ("kimi_k2", f"Hm.{KIMI.format(f'{K2.format(0, *F)} {K2.format(1, *G)}')}", "Hm.", [F, G]),
+    ("kimi_k2", f"{KIMI.split('{')[0]}{K2.format(0, *G).replace('functions.', '')}", "", [G]),
+    ("harmony", f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{QUOTED}<|call|>", "", [F]),
+    ("harmony", f"{SAID}<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{{}}", "Hm.", [G]),
+    ("harmony", f"{SAID}<|start|>assistant<|channel|>final<|message|> Well. <|return|>", "Hm.\nWell.", []),
+    ("harmony", "no <head", "no <head", []),
     ("granite", f"<|tool_call|>[{call(*F)}, {call(*G)}]", "", [F, G]),
     ("granite", f"<|tool_call|>[{call(*G)}]<|/tool_call|>", "", [G]),
     ("pythonic", f"[{PYTHON}, g()]", "", [F, G]),
@@ -84,6 +93,10 @@ NOT_CALLS = [
     ("mistral_args", '[TOOL_CALLS]f[ARGS]{"a"'),
     ("deepseek_v3", "<｜tool▁calls▁begin｜> f"),
     ("granite", "<|tool_call|>[]"),
+    ("kimi_k2", KIMI.format(K2.format(0, "unknown", "{}"))),
+    ("harmony", "<|channel|>commentary to=functions.unknown<|message|>{}<|call|>"),
+    ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": '),
+    ("harmony", "<|channel|>comm"),
     ("pythonic", "[1, 2]"),
     ("pythonic", "[f(open)]"),
     ("pythonic", "[f(a=open())]"),
@@ -170,6 +183,23 @@ def test_reasoning_is_parted_from_content(text: str, opened: bool, reasoning: st
     assert read(asked, pieces)[0] == Message(reasoning, content, [])
 
 
+@pytest.mark.parametrize("size", [1, 4, 10_000])
+def test_channels_of_harmony(size: int) -> None:
+    text = "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    asked = plan("harmony", reasoning=REASONING["harmony"])
+    assert read(asked, pieces)[0] == Message("Hm.", "Yes.", [])
+    again = text.replace(
+        "<|channel|>final", "<|channel|>analysis<|message|>Or?<|end|><|start|>assistant<|channel|>final"
+    )
+    assert read(asked, [again])[0] == Message("Hm.Or?", "Yes.", [])
+    assert read(plan("harmony"), pieces)[0] == Message("", "Hm.\nYes.", [])
+
+
+def test_kimis_ids_go_on_from_those_of_the_chat() -> None:
+    assert plan("kimi_k2", earlier=3).call_id("any", 1, "f") == "functions.f:4"
+
+
 def test_a_call_in_the_reasoning_is_none() -> None:
     asked = plan("hermes", reasoning=REASONING["think"])
     message, _ = read(asked, [f"<think>{hermes(G)}</think>\n{hermes(F)}"])
@@ -209,6 +239,8 @@ def test_formats_are_recognised_by_the_template() -> None:
         "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}": "mistral_args",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json": "deepseek_v3",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>": "deepseek_v31",
+        "<|tool_calls_section_begin|>": "kimi_k2",
+        "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}": "harmony",
         "start your answer with <|tool_call|> and a JSON list": "granite",
         "<|start_header_id|> [func_name1(params_name1=params_value1, ...)]": "pythonic",
         '<|start_header_id|> Respond in the format {"name": function name, "parameters": dictionary}': "llama3_json",
@@ -221,6 +253,8 @@ def test_formats_are_recognised_by_the_template() -> None:
     assert named is FORMATS["granite"] and tool_format("none", hermes) is None and tool_format(None, None) is None
     with pytest.raises(InputError, match="--tool-call-parser: expected none or one of deepseek_v3, .*; found 'hermit'"):
         tool_format("hermit", None)
+    assert reasoning_format(None, "<|end|>") is None
+    assert reasoning_format(None, "<|channel|>analysis<|message|>") is REASONING["harmony"]
     assert reasoning_format(None, "</think>") is REASONING["think"] and reasoning_format("none", "</think>") is None
     with pytest.raises(InputError, match="--reasoning-parser: expected none or one of cohere, .*; found 'thin'"):
         reasoning_format("thin", None)

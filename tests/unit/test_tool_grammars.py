@@ -84,7 +84,7 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
             values = {key: each if isinstance(each, str) else json.dumps(each) for key, each in arguments.items()}
             parts = [part for key in values for part in filled(format.argument, {"\0key": key, "\0value": values[key]})]
             text = "".join(parts)
-        texts.append("".join(filled(format.call, {"\0name": function, "\0arguments": text})))
+        texts.append("".join(filled(format.call, {"\0name": function, "\0arguments": text, "\0number": "0"})))
     begin, between, end = ("".join(parts) for parts in format.around)
     return begin + between.join(texts) + end
 
@@ -98,7 +98,10 @@ def filled(parts: tuple[str, ...], values: dict[str, str]) -> list[str]:
 def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Setup, name: str, choice: str) -> None:
     tools, format = asked(choice), FORMATS[name]
     grammar = held_grammar(tools, format, None, None, False, setup.tokenizer)
-    good = [("f", ARGUMENTS)], [("f", ARGUMENTS), ("g", {})], [("g", {})]
+    good = [[("f", ARGUMENTS)], [("g", {})]]
+    if not format.answer:  # else a call ends the answer
+        good.append([("f", ARGUMENTS), ("g", {})])
+    said = "".join(format.answer)
     for calls in good:
         text = written(name, calls)
         assert setup.takes(grammar, text)
@@ -108,8 +111,8 @@ def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Set
     for wrong in ({**ARGUMENTS, "n": ["a"]}, {**ARGUMENTS, "c": "z"}, {"s": "a"}):
         assert not setup.takes(grammar, written(name, [("f", wrong)]))
     assert not setup.takes(grammar, written(name, [("unknown", {})]))
-    assert setup.takes(grammar, "just a < text") == (choice == "auto")
-    if not format.opening:
+    assert setup.takes(grammar, f"{said}just a < text") == (choice == "auto")
+    if not format.opening and not said:
         before = "Let me [look] < here.\n"
         assert setup.takes(grammar, before + written(name, [("f", ARGUMENTS)])) == (choice == "auto")
     # Of a function that is not strict any object will do, where no call is required.
@@ -128,13 +131,25 @@ def test_a_named_function_is_called_once(setup: Setup, name: str) -> None:
 @pytest.mark.parametrize("name", HELD)
 def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> None:
     think, form = REASONING["think"], Grammar("json_schema", '{"type": "integer"}', "response_format")
-    call = written(name, [("f", ARGUMENTS)])
+    call, said = written(name, [("f", ARGUMENTS)]), "".join(FORMATS[name].answer)
     for opened, before in ((True, ""), (False, "<think>")):
         grammar = held_grammar(asked("auto"), FORMATS[name], form, think, opened, setup.tokenizer)
         assert setup.takes(grammar, f"{before}free {{text</think>\n\n{call}")
-        assert setup.takes(grammar, f"{before}free {{text</think>12")
+        assert setup.takes(grammar, f"{before}free {{text</think>{said}12")
         assert not setup.takes(grammar, f"{before}free {{text</think>\n\nwords")
-        assert setup.takes(grammar, "12") == (not opened)
+        assert setup.takes(grammar, f"{said}12") == (not opened)
+
+
+def test_the_reasoning_of_harmony_is_a_message_before_the_call(setup: Setup) -> None:
+    harmony, format = REASONING["harmony"], FORMATS["harmony"]
+    thought, call = "<|channel|>analysis<|message|>Hm.<|end|>", written("harmony", [("f", ARGUMENTS)])
+    grammar = held_grammar(asked("required"), format, None, harmony, False, setup.tokenizer)
+    assert setup.takes(grammar, call) and setup.takes(grammar, f"{thought}<|start|>assistant{call}")
+    assert not setup.takes(grammar, thought + call)
+    form = Grammar("json_schema", '{"type": "integer"}', "response_format")
+    grammar = held_grammar(None, format, form, harmony, False, setup.tokenizer)
+    assert setup.takes(grammar, f"{thought}<|start|>assistant<|channel|>final<|message|>12")
+    assert not setup.takes(grammar, f"{thought}<|start|>assistant12")
 
 
 def test_a_format_without_a_grammar_is_plain_json_where_a_call_is_required(setup: Setup) -> None:

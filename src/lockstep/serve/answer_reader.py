@@ -32,7 +32,7 @@ class AnswerPlan:
 
     reasoning: how the model marks it, None where it stays in the content. opened: the prompt ends inside of it.
     format: of tool calls, None where none are read. tools: schemas by name. single: only the first call counts.
-    held: a grammar holds the model to calls from the answer's first token on.
+    earlier: calls of the chat's messages. held: a grammar holds the model to calls from the answer's first token on.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -41,6 +41,7 @@ class AnswerPlan:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     single: bool = False
     held: bool = False
+    earlier: int = 0
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -48,8 +49,10 @@ class AnswerPlan:
         calls = (*self.format.marks, *self.format.starts) if self.format else ()
         return calls if self.reasoning is None else (*calls, self.reasoning.begin, self.reasoning.end)
 
-    def call_id(self, answer: str, number: int) -> str:
+    def call_id(self, answer: str, number: int, name: str) -> str:
         """Return a call's id, which is the same for the same id of the answer."""
+        if self.format and self.format.id:
+            return self.format.id.format(name=name, number=self.earlier + number)
         digest = hashlib.sha256(f"{answer}/{number}".encode()).hexdigest()
         length = self.format.id_length if self.format else 0
         return digest[:length] if length < 24 else f"call_{digest[:length]}"  # Mistral's templates take no underscore
@@ -200,19 +203,19 @@ class AnswerReader:
                     if event is None:
                         return
                     self._waiting.append(event)
-                    if self._live:
+                    if self._live or event.kind in ("content", "reasoning"):
                         yield from self._told()
                 yield from self._told()
                 self._content.cut()
                 self._reading = None
-            except Malformed:
+            except Malformed as error:
                 self.num_malformed += 1
                 self._reading, self._waiting = None, []
                 if self._sent:  # a call that was cut short, under a grammar: its name is out
                     self._source.at = len(self._source.text)
                 else:
-                    self._source.at = self._mark
-                    yield from self._say(self._source.text[: self._mark])
+                    self._source.at = self._mark if error.end is None else error.end
+                    yield from self._say(self._source.text[: self._source.at])
             self._source.text, self._source.at = self._source.text[self._source.at :], 0
 
     def _next_call(self, ended: bool) -> Generator[Part, None, bool]:
@@ -246,6 +249,12 @@ class AnswerReader:
         """Give out what is known of the calls at hand."""
         events, self._waiting = self._waiting, []
         for event in events:
+            if event.kind == "content" or (event.kind == "reasoning" and self._plan.reasoning is None):
+                yield from self._say(event.text)
+                continue
+            if event.kind == "reasoning":
+                yield Part("reasoning", event.text)
+                continue
             if event.kind == "name":
                 self._sent = True
                 self._number += 1

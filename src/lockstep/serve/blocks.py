@@ -146,7 +146,7 @@ class BlockAnswer(TokenResponse):
         if part.kind == "reasoning" and not self._with_reasoning:
             return
         if part.kind == "name":
-            call_id = self._plan.call_id(f"{self._request_id}/0", part.call)
+            call_id = self._plan.call_id(f"{self._request_id}/0", part.call, part.text)
             yield from self._begin(Block(len(self.blocks), "call", name=part.text, call_id=call_id))
             return
         kind: Literal["reasoning", "text", "call"] = "text"

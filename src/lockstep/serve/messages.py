@@ -73,12 +73,18 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             kept["role"] = "system"
         if "tool_calls" in kept:
             _check_tool_calls(kept["tool_calls"], f"{where}.tool_calls")
+        if kept.get("tool_calls") and not kept.get("content") and (thought := _thought(kept)):
+            kept["thinking"] = thought  # as GPT-OSS's template calls it
         if "content" in kept or not kept.get("tool_calls"):
             kept["content"] = _content(kept.get("content"), f"{where}.content")
         elif "content" in message:  # templates ask whether it is none
             kept["content"] = None
         messages.append(kept)
     return messages
+
+
+def _thought(message: Mapping[str, Any]) -> Any:
+    return message.get("reasoning_content") or message.get("reasoning")
 
 
 def _content(value: Any, where: str) -> str:

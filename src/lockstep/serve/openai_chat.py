@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -86,7 +86,7 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
         raise BadRequest(said, "top_logprobs")
     tools, text, ids = await chat_prompt(body, service)
     requests = prompt_requests(body, [ids], "messages", service)
-    plan = _plan(tools, service, text)
+    plan = _plan(tools, service, text, body.messages)
     tokenizer = service.tokenizer
     for prompt in requests:
         grammar = held_grammar(tools, plan.format, prompt.request.grammar, plan.reasoning, plan.opened, tokenizer)
@@ -107,14 +107,15 @@ def _variables(body: ChatBody) -> dict[str, Any]:
     return {**given, **thinks, **(body.chat_template_kwargs or {})}
 
 
-def _plan(tools: Tools | None, service: Service, prompt: str) -> AnswerPlan:
+def _plan(tools: Tools | None, service: Service, prompt: str, messages: Sequence[Mapping[str, Any]]) -> AnswerPlan:
     """Return how the answers to a prompt are read."""
-    reasoning = service.reasoning_format
+    reasoning, format = service.reasoning_format, service.tool_format
     opened = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
-    if tools is None or tools.choice == "none" or service.tool_format is None:
-        return AnswerPlan(reasoning, opened)
-    format = calling_format(service.tool_format, tools)
-    return AnswerPlan(reasoning, opened, format, tools.schemas, tools.single, tools.must_call)
+    if tools is None or tools.choice == "none" or format is None:
+        return AnswerPlan(reasoning, opened, format if format and format.answer else None)
+    format = calling_format(format, tools)
+    earlier = sum(len(message.get("tool_calls") or ()) for message in messages)
+    return AnswerPlan(reasoning, opened, format, tools.schemas, tools.single, tools.must_call, earlier)
 
 
 class ChatFormat(AnswerFormat):
@@ -136,15 +137,19 @@ class ChatFormat(AnswerFormat):
         if answer.calls:
             message["content"] = answer.content or None
             message["tool_calls"] = [
-                {"id": self._call_id(index, number), "type": "function", "function": {"name": name, "arguments": text}}
+                {
+                    "id": self._call_id(index, number, name),
+                    "type": "function",
+                    "function": {"name": name, "arguments": text},
+                }
                 for number, (name, text) in enumerate(answer.calls)
             ]
         found = self._token_logprobs(choice.token_ids, choice.logprobs)
         finish = self._finish(reader, choice.finish)
         return {"index": index, "message": message, "logprobs": found, "finish_reason": finish}
 
-    def _call_id(self, index: int, number: int) -> str:
-        return self._plan.call_id(f"{self._request_id}/{index}", number)
+    def _call_id(self, index: int, number: int, name: str) -> str:
+        return self._plan.call_id(f"{self._request_id}/{index}", number, name)
 
     def _finish(self, reader: AnswerReader, finish: str | None) -> str | None:
         """Return why an answer ended, and count its calls."""
@@ -177,7 +182,8 @@ class ChatFormat(AnswerFormat):
         call: dict[str, Any] = {"index": part.call, "function": {"arguments": part.text}}
         if part.kind == "name":
             function = {"name": part.text, "arguments": ""}
-            call = {"index": part.call, "id": self._call_id(index, part.call), "type": "function", "function": function}
+            id = self._call_id(index, part.call, part.text)
+            call = {"index": part.call, "id": id, "type": "function", "function": function}
         return {"tool_calls": [call]}
 
     def _token_logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:

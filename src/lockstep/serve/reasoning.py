@@ -13,11 +13,19 @@ AnyFormat = TypeVar("AnyFormat")
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """name: of --reasoning-parser. begin, end: the marks of the reasoning, which comes before the answer."""
+    """name: of --reasoning-parser. begin, end: the marks of the reasoning, which comes before the answer.
+
+    then: what parts it from the answer; where there is such, the end mark is one of other texts too.
+    """
 
     name: str
     begin: str
     end: str
+    then: str = ""
+
+    def is_told_by(self, template: str) -> bool:
+        """Return whether a chat template has the marks."""
+        return self.begin in template or (not self.then and self.end in template)
 
 
 FORMATS = {
@@ -26,6 +34,7 @@ FORMATS = {
         ReasoningFormat("think", "<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM 4.5, SmolLM3 and most others
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
+        ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
         ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
     )
 }
@@ -45,5 +54,4 @@ def reasoning_format(named: str | None, template: str | None) -> ReasoningFormat
     """
     if named is not None:
         return named_format("--reasoning-parser", named, FORMATS)
-    text = template or ""
-    return next((each for each in FORMATS.values() if each.begin in text or each.end in text), None)
+    return next((each for each in FORMATS.values() if each.is_told_by(template or "")), None)

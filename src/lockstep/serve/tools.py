@@ -14,13 +14,14 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.reasoning import ReasoningFormat
 from lockstep.serve.tool_formats import FORMATS
-from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, VALUE, ToolFormat, is_text
+from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, NUMBER, VALUE, ToolFormat, is_text
 
 _MOST_TOOLS, _MOST_CALLS = 128, 32  # of a request; of an answer that a grammar holds
 _DEEPEST, _LONGEST = 32, 1 << 17  # levels and characters of a schema
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _CHOICES = ("none", "auto", "required")
-_TEXT, _ANY_KEY = r"/(.|\n)*/", r"/[^<>\n]{1,64}/"
+_TEXT, _ANY_KEY, _ANY_NUMBER = r"/(.|\n)*/", r"/[^<>\n]{1,64}/", "/[0-9]{1,3}/"
+_MARKS = re.compile(r"(<\|[^<>|]{1,40}\|>)")  # in longer ones
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def held_grammar(
     """
     lark = _Lark(tokenizer)
     answer = None
+    if tools is not None and tools.choice == "none":
+        tools = None
     if tools is not None and format is not None and tools.must_call:
         names = [tools.choice] if tools.named else list(tools.schemas)
         answer = lark.calls(format, {name: tools.schemas[name] for name in names}, tools.single or tools.named)
@@ -148,7 +151,7 @@ def held_grammar(
         schemas = {name: schema if name in tools.strict else anything for name, schema in tools.schemas.items()}
         answer = lark.calls_or(format, schemas, tools.single, grammar is not None)
     elif grammar is not None:
-        answer = "@answer"
+        answer = lark.answer(format, "@answer")
     if answer is None:
         return None
     if reasoning is not None:
@@ -184,7 +187,10 @@ class _Lark:
     def _mark(self, text: str) -> str:
         """Return a mark: where it is one token, that token, as llguidance takes its text for another thing."""
         token = self._tokenizer.token_id(text)
-        return _quoted(text) if token is None else f"<[{token}]>"
+        if token is not None:
+            return f"<[{token}]>"
+        parts = [part for part in _MARKS.split(text) if part]
+        return _quoted(text) if len(parts) < 2 else " ".join(map(self._mark, parts))
 
     def _parts(self, format: ToolFormat, parts: Sequence[str], values: Mapping[str, str] = {}) -> str:
         """Return parts of a format; values: expressions for the variable ones."""
@@ -250,12 +256,12 @@ class _Lark:
         values = []
         for number, (name, schema) in enumerate(schemas.items()):
             self.rules.append(f"arguments_{number}: {self._arguments(format, schema)}")
-            values.append({NAME: json.dumps(name), ARGUMENTS: f"arguments_{number}"})
+            values.append({NAME: json.dumps(name), ARGUMENTS: f"arguments_{number}", NUMBER: _ANY_NUMBER})
         call = self._rule(" | ".join(self._parts(format, format.call, each) for each in values))
         first = call
         if headless and not begin:
             first = self._rule(" | ".join(self._parts(format, format.call[1:], each) for each in values))
-        more = "" if single else f"({self._parts(format, between)} {call}){{0,{_MOST_CALLS - 1}}}"
+        more = "" if single or format.answer else f"({self._parts(format, between)} {call}){{0,{_MOST_CALLS - 1}}}"
         head = self._parts(format, begin[1:] if headless else begin)
         return f"{head} {first} {more} {self._parts(format, end)}".strip()
 
@@ -263,8 +269,8 @@ class _Lark:
         self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool, has_form: bool
     ) -> str:
         """Return calls, or text without any; has_form: instead of text, what the client asked for."""
-        if has_form:
-            return f"{self.calls(format, schemas, single)} | @answer"
+        if has_form or format.answer:
+            return f"{self.calls(format, schemas, single)} | {self.answer(format, '@answer' if has_form else _TEXT)}"
         if format.opening:
             self.rules.append(rf"OTHER: /([^\s{re.escape(format.opening)}](.|\n)*)?/")
             return f"{self.calls(format, schemas, single)} | OTHER"
@@ -277,8 +283,17 @@ class _Lark:
         calls = self.calls(format, schemas, single or not format.around[0], headless=True)
         return f"TEXT | ({self._until(start)} {calls}){{1,{1 if single else _MOST_CALLS}}} TEXT"
 
+    def answer(self, format: ToolFormat | None, text: str) -> str:
+        """Return an answer without a call; text: an expression."""
+        if format is None or not format.answer:
+            return text
+        if text == _TEXT:
+            self.rules.append(f"TEXT: {_TEXT}")
+            text = "TEXT"
+        return f"{self._parts(format, format.answer)} {text}"
+
     def reasoning(self, format: ReasoningFormat, opened: bool) -> str:
         """Return the reasoning, which ends at the first end mark; opened: the prompt has its beginning."""
         self.rules.append(r"SPACE: /\s{0,16}/")
-        inside = f"{self._until(format.end)} SPACE"
+        inside = f"{self._until(format.end)} SPACE {self._mark(format.then) if format.then else ''}".rstrip()
         return inside if opened else f"(SPACE {self._mark(format.begin)} {inside})?"

@@ -6,14 +6,17 @@ from lockstep.serve.reasoning import named_format
 from lockstep.serve.tool_formats.base import ToolFormat
 from lockstep.serve.tool_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from lockstep.serve.tool_formats.granite import GRANITE
+from lockstep.serve.tool_formats.harmony import HARMONY
 from lockstep.serve.tool_formats.hermes import HERMES
+from lockstep.serve.tool_formats.kimi import KIMI
 from lockstep.serve.tool_formats.mistral import MISTRAL, MISTRAL_ARGS
 from lockstep.serve.tool_formats.plain_json import JSON, LLAMA3
 from lockstep.serve.tool_formats.pythonic import PYTHONIC
 from lockstep.serve.tool_formats.tagged import GLM, QWEN3_CODER
 
 # In the order in which a template is looked at: what tells more comes first.
-_ALL = (*(MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, GLM, QWEN3_CODER, GRANITE, HERMES, PYTHONIC, LLAMA3), JSON)
+_OF_MARKS = (MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, HARMONY, GLM, QWEN3_CODER, GRANITE, HERMES)
+_ALL = (*_OF_MARKS, PYTHONIC, LLAMA3, JSON)
 FORMATS = {each.name: each for each in _ALL}
 
 

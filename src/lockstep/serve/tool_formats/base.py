@@ -17,19 +17,23 @@ _OUTSIDE = re.compile(r"[\s:,\w.+-]*")  # of strings and brackets, in JSON
 _INSIDE = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # of a string
 _SCALAR = re.compile(r"[\w.+-]*")
 _Value = TypeVar("_Value")
-NAME, ARGUMENTS = "\0name", "\0arguments"  # of `ToolFormat.call`
+NAME, ARGUMENTS, NUMBER = "\0name", "\0arguments", "\0number"  # of `ToolFormat.call`
 KEY, VALUE = "\0key", "\0value"  # of `ToolFormat.argument`
 
 
 class Malformed(Exception):
-    """The error of text that began like a call and is none."""
+    """The error of text that began like a call and is none; end: where what is known to be none ends."""
+
+    def __init__(self, end: int | None = None) -> None:
+        super().__init__()
+        self.end = end
 
 
 @dataclass(frozen=True)
 class Event:
-    """A call's name, which begins it, or the next piece of its arguments, a JSON text."""
+    """A call's name, which begins it, or the next piece of its arguments, a JSON text; or text beside calls."""
 
-    kind: Literal["name", "arguments"]
+    kind: Literal["name", "arguments", "reasoning", "content"]
     text: str
 
 
@@ -94,6 +98,19 @@ class Source:
                 return self.text[start : self.at]
             looked = max(start, len(self.text) - longest + 1)
             yield from self.more()
+
+    def passage(self, kind: Literal["reasoning", "content"] | None, *marks: str) -> Reading[None]:
+        """Read text up to the first of some marks or the answer's end; kind: of the events for it, None for none."""
+        longest = max(map(len, marks))
+        while True:
+            places = [place for mark in marks if (place := self.text.find(mark, self.at)) >= 0]
+            at = len(self.text) if self.ended else max(self.at, len(self.text) - longest + 1)
+            start, self.at = self.at, min(places, default=at)
+            if kind is not None and self.at > start:
+                yield Event(kind, self.text[start : self.at])
+            if places or self.ended:
+                return
+            yield None
 
     def finish(self) -> Reading[None]:
         """Read the answer's end. Raises Malformed where more than white space stands before it."""
@@ -247,8 +264,10 @@ class ToolFormat:
     `call`, those that a tokenizer may have as one token. call: the parts of one call as the model is trained to write
     it, with NAME and ARGUMENTS, for grammars; none: a grammar holds the model to the plain JSON convention. around:
     what begins and ends several calls, and what parts them. argument: the parts of one argument, with KEY and VALUE,
-    where arguments are no JSON object; what follows VALUE ends a text. id_length: characters of a call's id. instructs:
-    the chat template knows no tools, so that a system message describes them.
+    where arguments are no JSON object; what follows VALUE ends a text. id_length: characters of a call's id. id: its
+    form, with {name} and {number}, of those in the chat. instructs: the chat template knows no tools, so that a system
+    message describes them. answer: what begins an answer's text where all of it is in this format, with tools or
+    without, and ends with a call.
     """
 
     name: str
@@ -261,4 +280,6 @@ class ToolFormat:
     around: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
     argument: tuple[str, ...] = ()
     id_length: int = 24
+    id: str = ""
     instructs: bool = False
+    answer: tuple[str, ...] = ()

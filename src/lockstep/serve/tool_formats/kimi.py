@@ -1,0 +1,35 @@
+"""Kimi K2: calls between marks of the tokenizer's own, each named by an id, `functions.NAME:NUMBER`."""
+
+from __future__ import annotations
+
+from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, NUMBER, Event, Reading, Source, ToolFormat
+
+_CALLS, _CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_CALL, _CALL_END, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+
+
+def _read(source: Source) -> Reading[None]:
+    yield from source.expect(_CALLS)
+    yield from source.expect(_CALL)
+    while True:
+        id = yield from source.until(_ARGUMENTS)
+        yield from source.follows(_ARGUMENTS)
+        yield Event("name", source.known(id.strip().removeprefix("functions.").rpartition(":")[0]))
+        yield from source.json("{", sends=True)
+        yield from source.close(_CALL_END)
+        yield from source.space()
+        if not (yield from source.follows(_CALL)):
+            break
+    yield from source.close(_CALLS_END)
+
+
+KIMI = ToolFormat(
+    name="kimi_k2",
+    template=(_CALLS,),
+    starts=(_CALLS,),
+    read=_read,
+    marks=(_CALLS, _CALLS_END, _CALL, _CALL_END, _ARGUMENTS),
+    call=(_CALL, "functions.", NAME, ":", NUMBER, _ARGUMENTS, ARGUMENTS, _CALL_END),
+    around=((_CALLS,), (), (_CALLS_END,)),
+    id="functions.{name}:{number}",  # results are told apart by it, in the template
+)
