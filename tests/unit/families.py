@@ -159,6 +159,18 @@ FAMILIES = {
         windows=(WINDOW,),
         slots=("mlp.gate.weight",),
     ),
+    "gpt_oss": _family(
+        "gpt_oss",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_bias=True,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        windows=(WINDOW, 0),
+        slots=("self_attn.sinks", "self_attn.o_proj.bias", "mlp.experts.gate_up_proj_bias"),
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+    ),
     "qwen3_moe": _family("qwen3_moe", head_dim=16, num_experts=4, mlp_only_layers=[0], classes=6, **_EXPERTS),
     "deepseek_v3": _family(
         "deepseek_v3",

@@ -67,8 +67,8 @@ def forward(model, ids) -> np.ndarray:
 
 
 @pytest.fixture(
-    scope="module", params=some_families("gemma2", "mixtral")
-)  # attention of two kinds, layers of two kinds
+    scope="module", params=some_families("gemma2", "mixtral", "gpt_oss")
+)  # attention of two kinds, layers of two kinds, attention sinks
 def built(request, shared) -> Built:
     family = FAMILIES[request.param]
 

@@ -112,7 +112,7 @@ def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
     )
     for phase, tokens, rows in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
         inputs = {
-            "query": [tokens, heads * dim],
+            "query": [tokens, heads * variant.query_dim],
             "key": [tokens, kv_heads * dim],
             "value": [tokens, kv_heads * value_dim],
             "position_ids": [tokens],
@@ -147,7 +147,7 @@ def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
         _check_variant(where, own, assembly.dtype)
         _same(f"{where}.num_heads", own.num_heads, whole.num_heads // ranks.degree)
         _same(f"{where}.num_kv_heads", own.num_kv_heads, max(1, whole.num_kv_heads // ranks.degree))
-        for key in ("head_dim", "value_head_dim", "scale", "softcap", "window"):
+        for key in ("head_dim", "value_head_dim", "scale", "softcap", "window", "sinks"):
             _same(f"{where}.{key}", getattr(own, key), getattr(whole, key))
     for name, sharded in ranks.classes.items():
         _check_pieces(f"{here}.classes.{name}", sharded, assembly.classes[name].signature, ranks)

@@ -26,7 +26,8 @@ class AttentionVariant:
     """An attention of the model, its sizes and its two graphs.
 
     Layers with the same numbers share it. scale: of the scores. softcap: of the scores, 0 for none. window: how many
-    tokens a token sees, 0 for all.
+    tokens a token sees, 0 for all. sinks: whether each head has a logit beside its scores, which comes behind its
+    numbers in the query.
     """
 
     num_heads: Size
@@ -38,6 +39,12 @@ class AttentionVariant:
     window: Count
     prefill: GraphFile
     decode: GraphFile
+    sinks: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Return how many numbers of the query a head has."""
+        return self.head_dim + self.sinks
 
     def phases(self) -> dict[str, GraphFile]:
         """Return the graphs by phase: prefill, decode."""

@@ -1,5 +1,7 @@
 """Whether transformers ties a model's head to its embedding, by the defaults of its config's class.
 
+Of a wrapper, such as one of text and images, it is the class of its language model's config.
+
 `python auto_config.py FOLDER` answers in JSON, without torch. Needs transformers.
 """
 
@@ -16,7 +18,7 @@ def main(folder: str) -> int:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
     except Exception as error:  # damaged settings fail anywhere in its class
         print(" ".join(str(error).split())[:300])
         return 1

@@ -29,13 +29,14 @@ def check_own_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
     named = {name: place for name, place in tensors.items() if not OTHER_INPUTS.search(name)}
     heads = [name for name in named if HEAD.fullmatch(name)]
     embeddings = [name for name in named if EMBEDDING.fullmatch(name)]
-    if len(heads) != 1 or len(embeddings) != 1 or model_config.setting(config, (_KEY,)) is False:
+    tied = model_config.ties_head(config)
+    if len(heads) != 1 or len(embeddings) != 1 or tied is False:
         return
     head, embedding = named[heads[0]], named[embeddings[0]]
     if _is_copy(folder, head, embedding):
         return
     # Where it does not stand in the config, its class in transformers says it.
-    if model_config.setting(config, (_KEY,)) is None and not ties_head(folder):
+    if tied is None and not ties_head(folder):
         return
     raise InputError(
         f"{folder / head.file}: tensor {shorten(heads[0])}: expected the numbers of {shorten(embeddings[0])}, to which "

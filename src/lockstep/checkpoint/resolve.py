@@ -20,6 +20,7 @@ from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
 from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.chat_template import read_chat_template
 from lockstep.checkpoint.fit import check_fit
+from lockstep.checkpoint.language import towers
 from lockstep.checkpoint.own_head import check_own_head
 from lockstep.checkpoint.packed import packed_weights, quantized_tensors, unpacked_places
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
@@ -125,6 +126,11 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
     found = find_tensors(folder) if weights or packing else CheckpointTensors((), {}, ())
     packed = packed_weights(packing, found.tensors, folder)
     if weights:
+        if found.others:
+            note(
+                f"{folder}: the language model is used; {len(found.others)} tensors of {towers(found.others)} are left"
+                " alone"
+            )
         check_fit(folder, config, found, packed)
         check_own_head(folder, config, unpacked_places(found.tensors, packed))
     else:
@@ -183,6 +189,11 @@ def _layer_count(folder: Path, config: dict[str, Any]) -> int:
     InputError where it is absent.
     """
     depth = model_config.setting(config, model_config.DEPTH_KEYS)
+    if depth is None and model_config.setting(config, ("decoder_layers",)) is not None:
+        raise InputError(
+            f"{folder / 'config.json'}: expected a decoder-only model, found an encoder-decoder (decoder_layers), whose"
+            " decoder attends to an encoder's tokens; use another model"
+        )
     if depth is None:
         raise InputError(
             f"{folder / 'config.json'}: expected num_hidden_layers, found none; write the model's layer count there"

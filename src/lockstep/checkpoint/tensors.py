@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.artifacts.checkpoint import UnindexedTensor
 from lockstep.artifacts.places import TensorPlace
+from lockstep.checkpoint.language import language_tensors
 from lockstep.checkpoint.safetensors_header import MAX_TENSORS, read_header
 from lockstep.checkpoint.source_files import cut, present, read_source_json, shorten
 from lockstep.errors import InputError
@@ -25,13 +26,14 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 class CheckpointTensors:
     """The tensors of a checkpoint folder.
 
-    files: names of their files. tensors: by name. unindexed: what a shard holds but the
-    index does not name.
+    files: names of their files. tensors: of the language model, by name. unindexed: what a shard holds but the
+    index does not name. others: names of tensors beside a wrapped language model.
     """
 
     files: tuple[str, ...]
     tensors: dict[str, TensorPlace]
     unindexed: tuple[UnindexedTensor, ...]
+    others: tuple[str, ...] = ()
 
 
 def has_weights(folder: Path) -> bool:
@@ -59,7 +61,8 @@ def find_tensors(folder: Path) -> CheckpointTensors:
         raise InputError(
             f"{folder}: expected tensors in {', '.join(found.files)}, found none; download the checkpoint again"
         )
-    return found
+    tensors, others = language_tensors(found.tensors)
+    return replace(found, tensors=tensors, others=others)
 
 
 def _sharded(folder: Path) -> CheckpointTensors:

@@ -19,6 +19,7 @@ from lockstep.config.packing import KEY, packing_of
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
+TEXT_KEY = "text_config"
 
 # Eight times the deepest model that is published (126 layers). Each layer is a module of the traced model and an entry
 # of the assembly: a billion of them would fill the memory before anything could be said about them.
@@ -94,7 +95,7 @@ def parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
     The config, and the `text_config` in which models of text and images keep theirs.
     """
-    text = config.get("text_config")
+    text = config.get(TEXT_KEY)
     return (config, text) if isinstance(text, Mapping) else (config,)
 
 
@@ -106,12 +107,30 @@ def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     return next((part[key] for part in parts(config) for key in keys if part.get(key) is not None), None)
 
 
+def ties_head(config: Mapping[str, Any]) -> bool | None:
+    """Return whether a config ties the head to the embedding; None where it does not say.
+
+    Either part of a wrapper's config may say it.
+    """
+    said = [part["tie_word_embeddings"] for part in parts(config) if part.get("tie_word_embeddings") is not None]
+    return any(said) if said else None
+
+
 def without_packing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the same model in floating point.
 
-    It is what transformers is given, which would else look for the packages that read packed weights.
+    It is what transformers is given, which would else look for the packages that read packed weights. Floats that JSON
+    lacks are floats there, as transformers reads them from a file.
     """
-    return {key: value for key, value in config.items() if key != KEY}
+    return {key: _with_floats(value) for key, value in config.items() if key != KEY}
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if list(value) == [_NOT_FINITE]:
+            return float(value[_NOT_FINITE])
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def fault(config: Mapping[str, Any]) -> Fault | None:

@@ -1,6 +1,7 @@
 """The batchless graphs: RoPE, then causal attention over a KV cache.
 
-The attention has no parameters.
+The attention has no parameters. Where heads have sinks, a logit each beside the scores, these come behind the numbers
+of each head in the query, [num_tokens, num_heads * (head_dim + 1)].
 
 In: a BatchlessGraph (cut.py). Out: canonical prefill and decode graphs, and the cache-free form that the uncut
 `batchful.onnx` calls. Shapes: see `prefill` and `decode`. Products run in the graph's dtype, softmax in float32.
@@ -75,7 +76,7 @@ def decode(batchless: BatchlessGraph) -> Graph:
         allowed = build.op("And", allowed, near)
     allowed = build.op("Unsqueeze", allowed, build.ints(1, 2))
     past_scores = build.op("Where", allowed, past_scores, build.const(_LOWEST))
-    weights = build.from_float(build.op("Softmax", build.op("Concat", past_scores, new_scores, axis=-1), axis=-1))
+    weights = build.weights(past_scores, new_scores)
     past_weights = build.op("Slice", weights, build.ints(0), build.ints(-1), build.ints(3))
     new_weights = build.op("Slice", weights, build.ints(-1), build.ints(2**31 - 1), build.ints(3))
     new_value = build.op("Mul", new_weights, build.op("Unsqueeze", build.value, build.ints(2)))
@@ -92,7 +93,8 @@ class _Builder:
         for value in self.graph.inputs:
             value.shape = ir.Shape([tokens, *shape_of(value)[1:]])
         self.position_ids = next(value for value in self.graph.inputs if value.name == "position_ids")
-        self.query, self.key, self.value = self.graph.outputs
+        self.query, self.key, self.value, *sinks = self.graph.outputs
+        self.sinks = sinks[0] if sinks else None  # [num_tokens, num_heads]
         self.dtype = dtype_of(self.key)
         self.count = 0
 
@@ -144,6 +146,24 @@ class _Builder:
         cap = self.const(np.float32(self.batchless.softcap))
         return self.op("Mul", self.op("Tanh", self.op("Div", scores, cap)), cap)
 
+    def weights(self, *scores: ir.Value) -> ir.Value:
+        """Return the softmax of scores [..., num_keys] side by side; a sink takes its part of the sum and is left out.
+
+        [kv, group, num_tokens, num_keys], or of a decode [num_requests, kv, group, num_keys].
+        """
+        parts = list(scores)
+        if self.sinks is not None:
+            is_decode = self.tokens == "num_requests"
+            sinks = self.to_float(
+                self.op("Reshape", self.sinks, self.ints(-1, self.batchless.num_kv_heads, self.group, 1))
+            )
+            parts.append(sinks if is_decode else self.op("Transpose", sinks, perm=[1, 2, 0, 3]))
+        joined = parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=-1)
+        weights = self.from_float(self.op("Softmax", joined, axis=-1))
+        if self.sinks is None:
+            return weights
+        return self.op("Slice", weights, self.ints(0), self.ints(-1), self.ints(3))
+
     def to_cache(self, value: ir.Value) -> ir.Value:
         """Return [num_tokens, num_kv_heads, dim] in the cache's layout, [1, num_kv_heads, num_tokens, dim]."""
         return self.op("Unsqueeze", self.op("Transpose", value, perm=[1, 0, 2]), self.ints(0))
@@ -167,7 +187,7 @@ class _Builder:
         if batchless.window:
             allowed = self.op("And", allowed, self.op("Less", distance, self.const(np.int64(batchless.window))))
         scores = self.op("Where", allowed, scores, self.const(_LOWEST))
-        weights = self.from_float(self.op("Softmax", scores, axis=-1))
+        weights = self.weights(scores)
         attention = self.op("MatMul", weights, self.op("Transpose", values, perm=[1, 0, 2, 3]))
         attention = self.op("Transpose", attention, perm=[2, 0, 1, 3])
         return self.op("Reshape", attention, self.ints(-1, batchless.num_heads * batchless.value_head_dim))

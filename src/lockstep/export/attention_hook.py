@@ -24,19 +24,34 @@ HOOK = "lockstep"
 _PROBED = 300  # tokens beyond a window at which a mask is looked at
 
 
-# --- the attention marker: [num_tokens, num_heads, head_dim] and two of [num_tokens, num_kv_heads, head_dim] ---
+# --- the attention marker: [num_tokens, num_heads, head_dim], two of [num_tokens, num_kv_heads, head_dim], and sinks
+# [num_heads] where each head has a logit beside its scores ---
 
 
 @torch.library.custom_op("lockstep::attention", mutates_args=())
 def attention_marker(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, softcap: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    softcap: float,
+    window: int,
 ) -> torch.Tensor:
     raise RuntimeError("the attention marker is traced, never run")
 
 
 @attention_marker.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, softcap: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    softcap: float,
+    window: int,
 ) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
@@ -63,7 +78,6 @@ HARMLESS = {
 }
 # What the arguments that are known to be refused stand for.
 _MEANING = {
-    "s_aux": "attention sinks (a learned logit beside the scores of each head)",
     "sinks": "attention sinks (learned keys or logits beside the scores)",
     "block_indices": "sparse attention (it attends to the blocks of keys that an indexer chooses)",
     "indices": "sparse attention (it attends to the keys that an indexer chooses)",
@@ -100,9 +114,12 @@ def _attention_hook(
     attention_mask: Any,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Emit the attention operator, for transformers; query, key, value: [1, heads, num_tokens, head_dim].
+
+    s_aux: attention sinks, a learned logit beside the scores of each head.
 
     Raises InputError for what the batchless graphs cannot carry.
     """
@@ -119,8 +136,13 @@ def _attention_hook(
             "causal attention cannot carry that"
         )
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if s_aux is not None and s_aux.shape != (query.shape[1],):
+        raise InputError(
+            f"its attention has sinks of shape {list(s_aux.shape)}, expected one of each of {query.shape[1]} heads:"
+            " parameter-free causal attention cannot carry that"
+        )
     by_token = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    output = torch.ops.lockstep.attention(*by_token, int(module.layer_idx), scale, float(softcap or 0.0), window)
+    output = torch.ops.lockstep.attention(*by_token, s_aux, int(module.layer_idx), scale, float(softcap or 0.0), window)
     return output.unsqueeze(0), None
 
 

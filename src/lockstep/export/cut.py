@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -22,6 +23,7 @@ from lockstep.export.known import constant, node_of, number, required, shape_of,
 from lockstep.export.simplify import merge_movement
 from lockstep.export.tracer import DOMAIN
 
+_ROLES = ("query", "key", "value")
 INPUT_ORDER = ("hidden", "attention", "token_ids", "position_ids", "logit_rows")
 
 
@@ -30,6 +32,8 @@ class BatchlessGraph:
     """A layer's batchless part, not yet a prefill or decode graph.
 
     graph: query, key, value (flat), position_ids -> rotated query, key and value `[num_tokens, heads, head_dim]`.
+    sinks: whether each head has a logit beside its scores. It comes with the query then, behind the numbers of its
+    head, and is the graph's fourth output, `[num_tokens, num_heads]`.
     """
 
     graph: ir.Graph
@@ -40,6 +44,7 @@ class BatchlessGraph:
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def _cut_points(
     where they cannot be cut.
     """
     cuts = []
-    for role, value in zip(("query", "key", "value"), map(required, marker.inputs), strict=True):
+    for role, value in zip(_ROLES, map(required, marker.inputs[:3]), strict=True):
         at = flow.cut_value(value)
         width = number(shape_of(value)[1]) * number(shape_of(value)[2])
         layout = layout_of(at, width)
@@ -125,10 +130,62 @@ def _cut_points(
             "cannot be split: expected query, key and value of a layer as three tensors, found "
             "one shared by two of them"
         )
+    if len(marker.inputs) > len(_ROLES):
+        cuts[0] = _add_sinks(graph, flow, marker, cuts[0], flat)
+        merge_movement(graph, flat)
     behind: set[ir.Node] = set()
     for given in marker.inputs:
         behind |= flow.walk(required(given), stops=set(cuts))[1]
     return cuts, behind
+
+
+def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, flat: set[ir.Value]) -> ir.Value:
+    """Let a layer's sinks reach its attention with the query, each behind the numbers of its head.
+
+    query: flat, as it is cut. Attention then needs no weight. Returns the flat value that takes the query's place.
+    """
+    given, sinks = required(marker.inputs[0]), required(marker.inputs[3])
+    heads, dim, tokens = number(shape_of(given)[1]), number(shape_of(given)[2]), shape_of(query)[0]
+    readers = {marker, *flow.walk(given, stops={query})[1]}
+    uses = [(node, index) for node, index in query.uses() if node in readers]
+    producer = query.producer()
+    assert producer is not None  # a query is computed
+    last: ir.Node = producer
+
+    def emit(op_type: str, inputs: Sequence[ir.Value], shape: Sequence[Any], dtype: Any, **attributes: int) -> ir.Value:
+        nonlocal last
+        node = node_of(op_type, inputs, shape, dtype, [ir.AttrInt64(name, value) for name, value in attributes.items()])
+        graph.insert_after(last, node)
+        flow.tokens.add(node.outputs[0])
+        last = node
+        return node.outputs[0]
+
+    def ints(name: str, *values: int) -> ir.Value:
+        return _shape(graph, f"{query.name}/{name}", *values)
+
+    dtype = query.dtype
+    if sinks.dtype != dtype:
+        assert dtype is not None  # as all values of a trace
+        sinks = emit("Cast", [sinks], [heads], dtype, to=dtype.value)
+    count = emit("Shape", [query], [1], ir.DataType.INT64, start=0, end=1)
+    size = emit("Concat", [count, ints("one", heads, 1)], [3], ir.DataType.INT64, axis=0)
+    column = emit("Reshape", [sinks, ints("column", heads, 1)], [heads, 1], dtype)
+    columns = emit("Expand", [column, size], [tokens, heads, 1], dtype)
+    by_head = emit("Reshape", [query, ints("heads", -1, heads, dim)], [tokens, heads, dim], dtype)
+    both = emit("Concat", [by_head, columns], [tokens, heads, dim + 1], dtype, axis=2)
+    carried = emit("Reshape", [both, ints("flat", -1, heads * (dim + 1))], [tokens, heads * (dim + 1)], dtype)
+    flat.discard(query)
+    flat.add(carried)
+    axis = ints("axis", 2)
+    back = emit("Reshape", [carried, ints("both", -1, heads, dim + 1)], [tokens, heads, dim + 1], dtype)
+    own = emit("Slice", [back, ints("first", 0), ints("last", dim), axis], [tokens, heads, dim], dtype)
+    own = emit("Reshape", [own, ints("own", -1, heads * dim)], [tokens, heads * dim], dtype)
+    sink = emit("Slice", [back, ints("last", dim), ints("end", dim + 1), axis], [tokens, heads, 1], dtype)
+    sink = emit("Reshape", [sink, ints("sinks", -1, heads)], [tokens, heads], dtype)
+    for node, index in uses:
+        node.replace_input_with(index, own)
+    marker.replace_input_with(3, sink)
+    return carried
 
 
 def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers: Collection[ir.Node]) -> ir.Value:
@@ -234,9 +291,7 @@ def _spans(
                     f"cannot be split: query, key or value of layer {index} is made before the "
                     f"attention of layer {index - 1}"
                 )
-            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(
-                zip(("query", "key", "value"), cuts, strict=True)
-            )
+            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(zip(_ROLES, cuts, strict=True))
             if names.get(hidden, "hidden") != "hidden":
                 raise InputError(
                     "cannot be split: the layers after the first read the embedding in another place than the first"
@@ -283,10 +338,10 @@ def _put_behind(index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value]
 def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> BatchlessGraph:
     positions = next(value for value in graph.inputs if value.name == "position_ids")
     part = convenience.extract(graph, [*cuts, positions], [required(value) for value in marker.inputs])
-    for value, name in zip(part.inputs, ("query", "key", "value", "position_ids"), strict=True):
+    for value, name in zip(part.inputs, (*_ROLES, "position_ids"), strict=True):
         value.name = name
         value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
-    query, key, values = (shape_of(given) for given in marker.inputs)
+    query, key, values = (shape_of(given) for given in marker.inputs[:3])
     attributes = marker.attributes
     return BatchlessGraph(
         part,
@@ -297,6 +352,7 @@ def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> 
         number(key[1]),
         number(query[2]),
         number(values[2]),
+        len(marker.inputs) > len(_ROLES),
     )
 
 

@@ -27,6 +27,7 @@ from lockstep.artifacts.assembly import Assembly, AttentionVariant
 from lockstep.errors import InputError
 from lockstep.export import far_positions
 from lockstep.export.float64_constants import float64_constants
+from lockstep.export.language import check_wrapper
 from lockstep.export.quiet import quiet
 from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.refusals import known_reason
@@ -84,6 +85,7 @@ def prove(
         if measured.own > _OWN_TOLERANCE:
             continue
         if measured.error <= TOLERANCE:
+            check_wrapper(config, small.config, reference_model(small.config, *draw))
             return measured.error
         errors.append(measured.error)
         if len(errors) == _DRAWS_THAT_COUNT:
@@ -206,7 +208,7 @@ def _operators(graph: bytes) -> tuple[str, ...]:
 
 
 def _essence(variant: AttentionVariant) -> dict[str, Any]:
-    kept = {key: getattr(variant, key) for key in ("head_dim", "value_head_dim", "scale", "softcap")}
+    kept = {key: getattr(variant, key) for key in ("head_dim", "value_head_dim", "scale", "softcap", "sinks")}
     return kept | {"window": bool(variant.window), "grouped": variant.num_heads > variant.num_kv_heads}
 
 

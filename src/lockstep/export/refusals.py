@@ -18,6 +18,7 @@ _RECURRENT = re.compile(
     r"mamba|rwkv|recurrentblock|rglru|deltanet|deltaattention|linearattention|lightningattention|shortconv|[ms]lstm|retention|conv1d_state",
     re.IGNORECASE,
 )
+_WITHOUT = "Gemma 3, and Gemma 4 of 26B and 31B, have layers that do not"
 _OWN_SCHEMES = {"bloom"}  # ALiBi without a setting that says so
 
 
@@ -29,6 +30,10 @@ def known_reason(model: PreTrainedModel) -> str | None:
             "it is the decoder of an encoder-decoder, with attention to an encoder's tokens; only "
             "decoders of their own can be split"
         )
+    if own := _of_the_token(config):
+        return f"its layers read {' and '.join(own)}, which no block between two attentions has; {_WITHOUT}"
+    if getattr(config, "cross_attention_layers", None):
+        return "some of its layers attend to images (cross_attention_layers), which no KV cache of text holds"
     recurrent = sorted(
         {type(module).__name__ for module in model.modules() if _RECURRENT.search(type(module).__name__)}
     )
@@ -47,6 +52,15 @@ def known_reason(model: PreTrainedModel) -> str | None:
             "where a model is cut"
         )
     return None
+
+
+def _of_the_token(config: PreTrainedConfig) -> list[str]:
+    """Return what layers read beside the stream of the layer before and their own keys and values."""
+    shared, width = getattr(config, "num_kv_shared_layers", 0), getattr(config, "hidden_size_per_layer_input", 0)
+    return [
+        *(["an embedding of each token for each layer (hidden_size_per_layer_input)"] if width else []),
+        *(["keys and values of earlier layers (num_kv_shared_layers)"] if shared else []),
+    ]
 
 
 def _alibi(config: PreTrainedConfig) -> bool:

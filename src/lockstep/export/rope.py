@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import transformers
 
 from lockstep.errors import InputError
@@ -21,11 +22,30 @@ from lockstep.export.float64_constants import float64_constants
 
 
 def freeze_ropes(model: transformers.PreTrainedModel) -> None:
-    """Let every rotary module keep the frequencies that it has up to the limit of `position_limit`."""
+    """Let every rotary module keep the frequencies that it has up to the limit of `position_limit`, for text alone."""
     modules: Iterator[Any] = model.modules()  # those with a rope_type are of any class
     for module in modules:
         _freeze_kind(module)
         _keep_frequencies(module)
+        _take_one_axis(module)
+
+
+def _take_one_axis(module: Any) -> None:
+    """Let a rotary module of three axes (time, height, width) read one: the positions of text are the same on all.
+
+    Whether its frequencies are then those of plain RoPE is asked of the module itself.
+    """
+    recompose, inverse = getattr(module, "recomposition_frequencies", None), getattr(module, "inv_freq", None)
+    if recompose is None or inverse is None or not isinstance(getattr(module, "mrope_section", None), Sequence):
+        return
+    one = torch.rand(1, 2, inverse.shape[-1], generator=torch.Generator().manual_seed(0))
+    if torch.equal(recompose(one.repeat(3, 1, 1)[:, None]), _plain(one[None])):
+        module.recomposition_frequencies = _plain
+
+
+def _plain(frequencies: torch.Tensor) -> torch.Tensor:
+    """Return the first axis of [axes, 1, num_tokens, head_dim / 2], for both halves of a head."""
+    return torch.cat((frequencies[0], frequencies[0]), dim=-1)
 
 
 def _freeze_kind(module: Any) -> None:

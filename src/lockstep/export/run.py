@@ -311,6 +311,8 @@ def shard(
     batchless: of each layer's attention. plan: transformers' own. Raises InputError for a model that cannot be split
     over so many.
     """
+    if any(graph.sinks for graph in batchless):
+        raise InputError("tensor_parallel: this model cannot be split: its attention has sinks; use one rank")
     pieces, sharded = _Registry(), dict[str, ShardedClass]()
     heads = [Heads.of(graph) for graph in batchless]
     places: list[tuple[str, Heads | None, Heads | None]] = [
@@ -377,6 +379,7 @@ class _Variants:
                 window=batchless.window,
                 prefill=_file(prefill, f"{name}.prefill"),
                 decode=_file(decode, f"{name}.decode"),
+                sinks=batchless.sinks,
             )
         self._seen[id(batchless)] = self.names[key]
         return self.names[key]

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lockstep.export.language import language_config
 from lockstep.export.tracer import NOT_PER_LAYER, build_config
 
 WINDOW = 4096  # tokens: far.py looks at both sides of it
@@ -50,7 +51,7 @@ def _small(
     """Return the config of a smaller model; kv_heads: how many are left of them, None for all."""
     settings = build_config(config)
     text = settings.get_text_config()
-    result = copy.deepcopy(dict(config))
+    result = language_config(config)
     for name in sorted(settings.sub_configs):
         part = getattr(settings, name, None)
         if part is not None:

@@ -23,10 +23,14 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from lockstep.checkpoint.language import PREFIXES
 from lockstep.config.model_config import without_packing
 from lockstep.errors import InputError
+from lockstep.export.language import language_config, register_decoder
 from lockstep.export.quiet import quiet
 
+# transformers takes patterns; of a checkpoint without a wrapper none matches.
+_LANGUAGE_KEYS = {f"^{re.escape(prefix)}": name for prefix, name in PREFIXES.items()}
 # Lists that can be as long as the model is deep by chance.
 _NOT_PER_LAYER = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id"}
 
@@ -34,19 +38,22 @@ _NOT_PER_LAYER = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id
 def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.PreTrainedConfig:
     """Return the transformers config of a mapping for its first `layers` layers.
 
-    "all": as it is. Per-layer lists are cut too, and what it says of packed weights is left out.
+    "all": as it is. Per-layer lists are cut too, and what it says of packed weights is left out. Of a wrapper it is
+    the config of its language model.
 
     What is loaded with it keeps the constants of the whole model: see `keep_constants`.
 
     Raises InputError for a model type that transformers does not know, and for more layers than the model has.
     """
-    if config.get("model_type") not in CONFIG_MAPPING:
+    language = language_config(config)
+    if language.get("model_type") not in CONFIG_MAPPING:
         raise InputError(
             f"config.json: model_type: expected one that transformers {transformers.__version__} knows, found "
             f"{config.get('model_type')!r}; correct it, or install a newer transformers"
         )
     with quiet(), _one_line("config.json: expected the config of a model"):
-        made = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(without_packing(config)))
+        made = CONFIG_MAPPING[language["model_type"]].from_dict(copy.deepcopy(without_packing(language)))
+    register_decoder(made)
     text = made.get_text_config()
     depth = text.num_hidden_layers
     if layers == "all":
@@ -145,7 +152,7 @@ def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrain
     with quiet(), _one_line(f"{folder}: expected a checkpoint that transformers can load"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
-            local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            local_files_only=True, trust_remote_code=False, use_safetensors=True, key_mapping=_LANGUAGE_KEYS,
         )  # fmt: skip
     model, info = loaded  # a pair, with output_loading_info
     _check_loaded(str(folder), info)

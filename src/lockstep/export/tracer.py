@@ -42,6 +42,7 @@ from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
 from lockstep.export.float64_constants import float64_constants
 from lockstep.export.known import shape_of
+from lockstep.export.language import language_config, register_decoder
 from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
@@ -80,7 +81,10 @@ def _register_schema() -> None:
             DOMAIN,
             1,
             "parameter-free causal attention",
-            inputs=[parameter(name, "T") for name in ("query", "key", "value")],
+            inputs=[
+                *(parameter(name, "T") for name in ("query", "key", "value")),
+                parameter("sinks", "T", param_option=onnx.defs.OpSchema.FormalParameterOption.Optional),
+            ],
             outputs=[parameter("attention", "T")],
             type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
             attributes=[
@@ -98,9 +102,10 @@ _MARKER = onnxscript.values.Opset(DOMAIN, 1)
 
 
 def _to_marker(  # type: ignore[no-untyped-def]  # onnxscript reads annotations as types of ONNX
-    query, key, value, layer, scale, softcap, window
+    query, key, value, sinks, layer, scale, softcap, window
 ):
-    return _MARKER.Attention(query, key, value, layer=layer, scale=scale, softcap=softcap, window=window)
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    return _MARKER.Attention(*inputs, layer=layer, scale=scale, softcap=softcap, window=window)
 
 
 def _ints(*values: int) -> Any:
@@ -140,19 +145,24 @@ def _registry() -> ONNXRegistry:
 def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     """Return the transformers config of a config.json mapping.
 
-    Raises InputError for a model type that the installed transformers does not know as a causal LM, and for values that
-    its class refuses.
+    Of a wrapper it is that of its language model. Raises InputError for a model type that the installed transformers
+    does not know as a causal LM, and for values that its class refuses.
     """
-    model_type = config.get("model_type")
-    if model_type not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    values = without_packing(language_config(config)) | {"_experts_implementation": "batched_mm"}
+    model_type = values["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:
         raise InputError(
-            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, found "
-            f"{model_type!r}; encoder-decoders and models with code of their own cannot be used"
+            f"config.json: model_type: expected a type of transformers {transformers.__version__}, found "
+            f"{model_type!r}; a model with code of its own cannot be used"
         )
-    values = copy.deepcopy(without_packing(config))
-    values["_experts_implementation"] = "batched_mm"
-    with quiet(), _refused_in_one_line(config["model_type"]):
-        return transformers.CONFIG_MAPPING[config["model_type"]].from_dict(values)
+    with quiet(), _refused_in_one_line(model_type):
+        made = transformers.CONFIG_MAPPING[model_type].from_dict(values)
+    if not register_decoder(made):
+        raise InputError(
+            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, or a wrapper of"
+            f" one, found {config['model_type']!r}; use a decoder-only model"
+        )
+    return made
 
 
 @contextlib.contextmanager
@@ -196,13 +206,15 @@ def _compute_buffers(model: PreTrainedModel, module: torch.nn.Module, model_type
                 " correct head_dim or max_position_embeddings"
             )
         buffers[name] = torch.full(buffers[name].shape, math.nan).to(buffers[name].dtype)
-    refusal = f"model type {model_type!r} cannot be split: transformers gives no value for its buffers"
+    cannot = f"model type {model_type!r} cannot be split: "
+    refusal = f"{cannot}transformers gives no value for its buffers"
     if computed:
         try:
             with float64_constants():
                 model._init_weights(module)
         except AttributeError as error:  # a composite class looks for its language model's settings in itself
-            raise InputError(f"{refusal}: {error}") from error
+            reason = known_reason(model)
+            raise InputError(f"{cannot}{reason}" if reason else f"{refusal}: {error}") from error
     unset = [name for name in computed if buffers[name].is_floating_point() and buffers[name].isnan().any()]
     if unset:
         raise InputError(f"{refusal} {unset}")

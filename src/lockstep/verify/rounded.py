@@ -20,7 +20,7 @@ NOISE_DTYPES = ((torch.float16, 1.0), (torch.bfloat16, 8.0))
 _PRODUCTS = {
     functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm,
     torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmm, torch.Tensor.addmm,
-    torch.einsum, functional.embedding, functional.conv1d,
+    torch.einsum, functional.embedding, functional.conv1d, torch._grouped_mm,
 }  # fmt: skip
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 

@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
+from lockstep.checkpoint.language import language_tensors
 from lockstep.checkpoint.packed import PackedWeight, packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.config.packing import INTEGERS, Packing, packing_of
@@ -169,9 +170,11 @@ def open_source(checkpoint_json: Path) -> Source:
     packing = packing_of(manifest.config)
     packed = packed_weights(packing, manifest.tensors, source.folder)
     parts = {part for weight in packed.values() for part in weight.parts.values()}
-    headers = {file: read_header(source.folder / file) for file in source.files()}
+    headers, _ = language_tensors(
+        {name: place for file in source.files() for name, place in read_header(source.folder / file).items()}
+    )
     for name, place in sorted(source.tensors.items()):
-        if headers[place.file].get(name) != place:
+        if headers.get(name) != place:
             raise InputError(
                 f"{source.words(name)}: expected it at bytes {place.offset}+{place.length}, found the "
                 f"file's header changed; resolve the checkpoint again"

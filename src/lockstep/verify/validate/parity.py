@@ -215,11 +215,12 @@ def _variant_errors_behind(
 
     All tokens as a chunk, and each as a request of one decode step.
     """
-    scale = {"query": layer.query_scale, "key": layer.key_scale}
-    rows = {
-        name: (array * np.float32(scale.get(name, 1))).astype(array.dtype)
-        for name, array in _rows(env, slice(None)).items()
-    }
+    rows = _rows(env, slice(None))
+    query_scale = np.full(rows["query"].shape[1], layer.query_scale, np.float32)
+    if (spec := graphs.assembly.variants[variant]).sinks:
+        query_scale[spec.head_dim :: spec.query_dim] = 1  # what is no query's number
+    scale = {"query": query_scale, "key": np.float32(layer.key_scale)}
+    rows = {name: (array * scale.get(name, np.float32(1))).astype(array.dtype) for name, array in rows.items()}
     count, phases = len(rows["query"]), _Phases()
     expected, noise = (_expected(record, slice(0, count), num_past) for record in (layer, noisy))
     chunk = graphs.run_attention(variant, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)})
