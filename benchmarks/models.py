@@ -1,14 +1,17 @@
-"""`models`: which models work: every causal-LM type of the installed transformers is tried.
+"""`models`: which models work: the published families (published.py), then every causal-LM type of transformers.
 
-Each as a tiny model through all stages, whose activations are like those of trained ones.
+Each as a tiny model through all stages, whose activations are like those of trained ones: a family in fp32 with the
+settings of its published checkpoints, a type in fp32 and fp16 with the defaults of its config.
 
-In: model types (default: all). Out: for each whether it works (with the error of its logits against transformers' eager
-forward in fp32 and fp16, its activations, and the numbers of block classes and attention variants), is refused (with
-the reason), or why no tiny model could be made. Each type has a process of its own.
+In: names of families or types (default: all). Out: for each whether it works (with the error of its logits against
+transformers' eager forward, its activations, and the numbers of block classes and attention variants), is refused (with
+the reason), or why no tiny model could be made. Each has a process of its own. What is written goes beside the rows
+that were written before, so that the whole may be made in pieces.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import resource
 import signal
@@ -16,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,13 @@ from typing import Any
 from benchmarks import options
 from benchmarks.markdown import paragraph
 from benchmarks.measure import deliver, surroundings
+from benchmarks.published import FAMILIES
 from lockstep import InputError
+from lockstep.artifacts.files import write_json
 
 OPTIONS = (
-    options.Option("types", metavar="[TYPE]...", many=True),
-    options.number("--jobs", 1, "Types tried at a time."), options.WRITE,
+    options.Option("names", metavar="[FAMILY|TYPE]...", many=True),
+    options.number("--jobs", 1, "Models tried at a time."), options.WRITE,
 )  # fmt: skip
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "torch", "transformers")
 WORKS, REFUSED, NO_MODEL, WRONG, BROKEN = "works", "refused", "no tiny model", "wrong", "broken"
@@ -46,54 +51,81 @@ _WALL_SECONDS = 1500  # for machines that do other work too
 _MEMORY = 14 << 30
 
 
-def main(types: Sequence[str], jobs: int, write: Path | None) -> None:
-    """Try which causal-LM types of transformers work, each as a tiny model.
+def main(names: Sequence[str], jobs: int, write: Path | None) -> None:
+    """Try which published families work, and which causal-LM types of transformers, each as a tiny model.
 
-    Each goes through all stages.  [default: all types]
+    Each goes through all stages.  [default: all]
     """
-    record = run(types or None, jobs, lambda tried: print(f"{tried['type']}: {tried['result']}", file=sys.stderr))
+    done: dict[str, dict[str, Any]] = {}
+
+    def tell(name: str, tried: dict[str, Any]) -> None:
+        print(f"{name}: {tried['result']}", file=sys.stderr)
+        done[name] = tried
+        if write is not None:  # each as it is made: the whole takes an hour
+            write_json(write / "bench" / "models.json", _beside(_record(dict(done)), write / "bench" / "models.json"))
+
+    record = run(names or None, jobs, tell)
+    if write is not None:
+        record = _beside(record, write / "bench" / "models.json")
     deliver(record, write)
     if write is not None:
         print(write_page(record, write / "models.md"))
 
 
 def run(
-    types: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[dict[str, Any]], None] | None = None
+    names: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[str, dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
-    """Try `types`, `jobs` at a time.
+    """Try families and types, `jobs` at a time.
 
-    `progress`, if given, is called with each record as it is made.
+    `progress`, if given, is called with each name and record as it is made.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
-    chosen = sorted(known) if types is None else list(types)
-    unknown = sorted(set(chosen) - set(known))
+    chosen = [*FAMILIES, *sorted(known)] if names is None else list(names)
+    unknown = sorted(set(chosen) - set(known) - set(FAMILIES))
     if unknown:
-        raise InputError(f"expected causal-LM types of transformers, found {', '.join(unknown)}")
+        raise InputError(
+            f"expected families ({', '.join([*FAMILIES][:3])} ...) or causal-LM types of transformers, found"
+            f" {', '.join(unknown)}"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tiny"])
 
-    def one(model_type: str) -> dict[str, Any]:
-        record = _in_a_process(context, model_type)
+    def one(name: str) -> dict[str, Any]:
+        record = _in_a_process(context, name)
         if progress is not None:
-            progress(record)
+            progress(name, record)
         return record
 
     with ThreadPoolExecutor(jobs) as pool:
-        records = list(pool.map(one, chosen))
-    counts = Counter(record["result"] for record in records)
+        return _record(dict(zip(chosen, pool.map(one, chosen), strict=True)))
+
+
+def _record(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "benchmark": "models",
         "tolerance": TOLERANCE,
-        "counts": {result: counts[result] for result in RESULTS if counts[result]},
-        "models": {record.pop("type"): record for record in records},
+        "families": {name: record for name, record in records.items() if name in FAMILIES},
+        "models": {name: record for name, record in records.items() if name not in FAMILIES},
         **surroundings(*PACKAGES, threads=1),
     }
 
 
-def _in_a_process(context: Any, model_type: str) -> dict[str, Any]:
+def _beside(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a record with the rows of an earlier one of the same versions that it does not have itself."""
+    earlier = json.loads(path.read_text()) if path.is_file() else {}
+    if earlier.get("versions") != record["versions"]:
+        return record
+    families = {**earlier.get("families", {}), **record["families"]}
+    return record | {
+        "families": {name: families[name] for name in FAMILIES if name in families},
+        "models": dict(sorted({**earlier.get("models", {}), **record["models"]}.items())),
+    }
+
+
+def _in_a_process(context: Any, name: str) -> dict[str, Any]:
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(model_type, send))
+    process = context.Process(target=_child, args=(name, send))
     began = time.perf_counter()
     process.start()
     send.close()
@@ -112,16 +144,15 @@ def _in_a_process(context: Any, model_type: str) -> dict[str, Any]:
             -signal.SIGKILL: f"more than {_WALL_SECONDS} s",
         }
         record = {
-            "type": model_type,
             "result": BROKEN,
             "reason": what.get(process.exitcode, f"the process ended with exit code {process.exitcode}"),
         }
     return record | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def _child(model_type: str, send: Any) -> None:
+def _child(name: str, send: Any) -> None:
     """Runs in a process forked from one that has the imports."""
-    from benchmarks.tiny import try_type
+    from benchmarks.tiny import try_family, try_type
 
     in_use = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -131,42 +162,80 @@ def _child(model_type: str, send: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY, in_use + _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     with tempfile.TemporaryDirectory() as folder:
-        record = try_type(model_type, Path(folder))
-    send.send({"type": model_type, **record})
+        send.send((try_family if name in FAMILIES else try_type)(name, Path(folder)))
 
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
     """Write the report as a page for people."""
-    versions, counts = report["versions"], report["counts"]
+    versions = report["versions"]
     lines = [
         "# Which models work",
         "",
         paragraph(
-            f"Every causal-LM type of transformers {versions['transformers']}, each as a tiny model through all stages "
-            f"(fp32 and fp16, ONNX Runtime {versions['onnxruntime']}): `python -m benchmarks models` made this page. "
-            "Weights are random, but activations are like those of trained models, where the class lets them: a few "
-            "channels of the hidden state are 50 to 500 times the others, the first token has most of the attention, "
-            "logits have a standard deviation of 5 (`lockstep.export.lifelike`; outlier and first token below). A "
-            "type works when the logits of four requests (one of 300 tokens, of mixtures at least 100), prefilled "
-            "together and then decoded, and of the long one again, in chunks of 97 tokens beside the others' decoding, "
-            "equal those of each request alone and whole: they differ from transformers' eager forward by at most "
-            f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what transformers in "
-            "fp32 differs from itself in fp64 (the third column; weights may make a model that sensitive). In fp16 it "
-            "is held to four times what transformers in fp16 differs from itself in fp32; of a mixture but for one "
-            "token of 20, for a router near a tie may choose another expert."
+            "The families of models that are downloaded most, with the settings of their published checkpoints, then "
+            f"every causal-LM type of transformers {versions['transformers']} with its default settings, each as a "
+            f"tiny model through all stages (ONNX Runtime {versions['onnxruntime']}): `python -m benchmarks models` "
+            "made this page. Weights are random, but activations are like those of trained models, where the class "
+            "lets them: a few channels of the hidden state are 50 to 500 times the others, the first token has most "
+            "of the attention, logits have a standard deviation of 5 (`lockstep.export.lifelike`; outlier and first "
+            "token below). A model works when the logits of four requests (one of 300 tokens, of mixtures at least "
+            "100), prefilled together and then decoded, and of the long one again, in chunks of 97 tokens beside the "
+            "others' decoding, equal those of each request alone and whole: they differ from transformers' eager "
+            f"forward by at most {report['tolerance']:.0e} of their standard deviation, or by at most four times what "
+            "transformers in fp32 differs from itself in fp64 (the column behind; weights may make a model that "
+            "sensitive). In fp16 it is held to four times what transformers in fp16 differs from itself in fp32; of a "
+            "mixture but for one token of 20, for a router near a tie may choose another expert."
         ),
+        "",
+        *_families(report["families"]),
+        *_types(report["models"]),
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines).rstrip() + "\n")
+    return path
+
+
+def _families(families: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Return the rows of published families; weights that are quantised as published are read, or it says why not."""
+    counts = Counter(family["result"] for family in families.values())
+    lines = [
+        "## Published families",
+        "",
+        f"{len(families)}: {', '.join(f'{counts[result]} {result}' for result in RESULTS if counts[result])}.",
+        "",
+        "| family | a checkpoint | type | quantised | result | logit error | of transformers itself | outlier | "
+        "first token |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    notes = []
+    for name, family in families.items():
+        marks = family.get("quantized", "") + (" (not read)" if "not_read" in family else "")
+        cells = [name, family["example"], family["model_type"], marks, family["result"]]
+        if family["result"] == WORKS:
+            found, first = family["activations"], family["activations"]["first"]
+            cells += [f"{family['logit_error']:.1e}", f"{family['transformers_error']:.1e}"]
+            cells += [f"{found['outlier']:.0f}", "-" if first is None else f"{first:.0%}"]
+        lines.append(f"| {' | '.join(cells + [''] * (9 - len(cells)))} |")
+        notes += [f"| {name} | {_cell(family[key])} |" for key in ("reason", "not_read") if key in family]
+    return [*lines, "", "| family | reason |", "|---|---|", *notes, ""] if notes else [*lines, ""]
+
+
+def _types(models: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Return the rows of transformers' types."""
+    counts = Counter(model["result"] for model in models.values())
+    lines = [
+        "## Types of transformers",
         "",
         "| result | types | meaning |",
         "|---|---|---|",
         *(f"| {result} | {counts[result]} | {meaning} |" for result, meaning in RESULTS.items() if result in counts),
         "",
-        "## Works",
+        "### Works",
         "",
         "| type | logit error | of transformers itself | in fp16 | of transformers itself | outlier | first token | "
         "block classes | attention variants |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    models = report["models"]
     lines += [
         f"| {name} | {model['logit_error']:.1e} | {model['transformers_error']:.1e} | {_half(model)} | "
         f"{model['classes']} | {model['kinds']} |"
@@ -181,10 +250,8 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
     for result in (REFUSED, NO_MODEL, WRONG, BROKEN):
         rows = [f"| {name} | {_cell(model['reason'])} |" for name, model in models.items() if model["result"] == result]
         if rows:
-            lines += ["", f"## {result.capitalize()}", "", "| type | reason |", "|---|---|", *rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
-    return path
+            lines += ["", f"### {result.capitalize()}", "", "| type | reason |", "|---|---|", *rows]
+    return lines
 
 
 def _half(model: dict[str, Any]) -> str:

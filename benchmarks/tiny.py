@@ -1,4 +1,4 @@
-"""One model type as a tiny model through all stages, against transformers.
+"""One model type, or one published family, as a tiny model through all stages, against transformers.
 
 Its weights are random, its activations like those of trained models (`lockstep.export.lifelike`).
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ import transformers
 
 import lockstep
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
+from benchmarks.published import FAMILIES, Published
 from lockstep import Advance, Assembly, InputError, Model, Results
+from lockstep.artifacts.document import ValidationError
+from lockstep.config.packing import KEY as PACKING_KEY
+from lockstep.config.packing import packing_of
 from lockstep.export import lifelike
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
 from lockstep.export.small_configs import small_configs
 from lockstep.export.torch_model import cut_config, load_folder
-from lockstep.export.tracer import meta_model
+from lockstep.export.tracer import build_config, meta_model
 from lockstep.export.unique_layers import signatures
 
 _MAX_PARAMETERS = 150_000_000  # 600 MB
@@ -40,53 +45,78 @@ _NAME = "tiny"
 
 
 def try_type(model_type: str, folder: Path) -> dict[str, Any]:
-    """Try one type, with files in `folder`, and return what came of it.
+    """Try one type with its default config, in fp32 and fp16."""
+    return _try(lambda: default_config(model_type), folder, half=True)
+
+
+def try_family(name: str, folder: Path) -> dict[str, Any]:
+    """Try one published family, in fp32."""
+    family = FAMILIES[name]
+    record = _try(lambda: family.config, folder, half=False)
+    return {"example": family.example, "model_type": family.config["model_type"], **_packing(family)} | record
+
+
+def _packing(family: Published) -> dict[str, Any]:
+    """Return how a family's weights are quantised as published, and why that is not read."""
+    if family.packing is None:
+        return {}
+    try:
+        packing_of({PACKING_KEY: family.packing})
+    except ValidationError as error:
+        return {"quantized": family.packing["quant_method"], "not_read": _one_line(error)}
+    return {"quantized": family.packing["quant_method"]}
+
+
+def _try(config_of: Callable[[], Mapping[str, Any]], folder: Path, half: bool) -> dict[str, Any]:
+    """Try the small models of a config, with files in `folder`, and return what came of it.
 
     {"result", "reason" or "logit_error", "classes", "kinds"}.
     """
     try:
-        configs = tiny_configs(model_type)
+        whole = config_of()
+        configs = tiny_configs(whole)
+    except InputError as error:  # the export's own words for a config that is none of its
+        return {"result": REFUSED, "reason": _short(error, folder)}
     except Exception as error:  # transformers' own code, on its own defaults
         return {"result": NO_MODEL, "reason": _one_line(error)}
     records = []
     # a class may take a config and fail when it runs: then the next one, closer to its default
     for number, config in enumerate(configs):
-        records.append(_try_config(config, folder / str(number)))
+        records.append(try_config(config, folder / str(number), half))
         if records[-1]["result"] not in (REFUSED, BROKEN):
             return records[-1]
-    first = records[0]
-    return first | {
-        "reason": first["reason"]
-        .replace(f"model type {model_type!r} cannot be split: ", "")
-        .replace(f"{folder}/0/", "")
-    }
+    return records[0]
 
 
-def _try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _short(error: BaseException, folder: Path) -> str:
+    return re.sub(r"model type '\w+' cannot be split: ", "", _one_line(error)).replace(f"{folder}/", "")
+
+
+def try_config(config: Mapping[str, Any], folder: Path, half: bool) -> dict[str, Any]:
     try:
-        source, results, refusal = _export(config, folder)
+        source, results, refusal = _export(config, folder, half)
         found = dataclasses.asdict(lifelike.write(config, 0, source))
     except InputError as error:
-        return {"result": REFUSED, "reason": _one_line(error)}
+        return {"result": REFUSED, "reason": _short(error, folder)}
     except Exception as error:  # what is no refusal is a fault of ours, and the table says so
         return {"result": BROKEN, "reason": f"export: {_one_line(error)}"}
     try:
-        error, own, error_16, own_16 = _logit_errors(config, source, results, not refusal)
+        error, own, error_16, own_16 = _logit_errors(config, source, results, half and not refusal)
     except Exception as error:
         return {"result": BROKEN, "reason": _one_line(error)}
     assembly = Assembly.load(results.assembly(_NAME, "fp32"))
     record = {
         "logit_error": _rounded(error),
         "transformers_error": _rounded(own),
-        **({"fp16_refused": refusal} if refusal else {"fp16_error": _rounded(error_16)}),
-        "transformers_fp16_error": _rounded(own_16),
+        **({"fp16_refused": refusal} if refusal else {"fp16_error": _rounded(error_16)} if half else {}),
+        **({"transformers_fp16_error": _rounded(own_16)} if half else {}),
         "activations": {name: value and _rounded(value) for name, value in found.items()},
         "classes": len(assembly.classes),
         "kinds": len(assembly.variants),
     }
     if error > max(TOLERANCE, OWN_ERRORS * own):  # weights may be so unlucky that fp32 itself is no better
         return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
-    if not refusal and np.isfinite(own_16) and not error_16 <= OWN_ERRORS * own_16:
+    if half and not refusal and np.isfinite(own_16) and not error_16 <= OWN_ERRORS * own_16:
         reason = (
             f"in fp16 logits differ by {error_16:.1e} of their standard deviation, transformers' own by {own_16:.1e}"
         )
@@ -98,18 +128,19 @@ def _rounded(value: float) -> float:
     return float(f"{value:.1e}")
 
 
-def tiny_configs(model_type: str) -> list[dict[str, Any]]:
-    """Yield the type's default config, as small as its class takes it.
+def default_config(model_type: str) -> dict[str, Any]:
+    """Return the default config of a type, as transformers saves it."""
+    with quiet():
+        default = json.loads(transformers.CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    return default | {"model_type": model_type} | _completed(default)
 
-    Then closer to the default: config.json mappings.
+
+def tiny_configs(default: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a config, as small as its class takes it, then closer to what it was: config.json mappings.
 
     Raises what the class raises when it takes none of them.
     """
-    with quiet():
-        default = json.loads(transformers.CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
-    # infinity, which is no JSON
-    default = {key: value for key, value in default.items() if "__float__" not in json.dumps(value)}
-    default |= {"model_type": model_type} | _completed(default)
+    build_config(default)
     try:
         depths = depths_to_try(signatures(meta_model(default, "fp32")))
     except InputError:
@@ -118,9 +149,7 @@ def tiny_configs(model_type: str) -> list[dict[str, Any]]:
     for config in (config for depth in depths for config in small_configs(default, depth)):
         try:
             with quiet(), torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(
-                    transformers.CONFIG_MAPPING[model_type].from_dict(config), dtype=torch.float32
-                )
+                model = transformers.AutoModelForCausalLM.from_config(build_config(config), dtype=torch.float32)
         except Exception as error:  # whatever the class finds wrong
             failures.append(error)
             continue
@@ -171,12 +200,14 @@ def _has_experts(config: Mapping[str, Any]) -> bool:
     return any("expert" in key and isinstance(value, int) and value > 1 for key, value in config.items())
 
 
-def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results, str]:
+def _export(config: Mapping[str, Any], folder: Path, half: bool) -> tuple[Path, Results, str]:
     """Make a checkpoint without weights, and what export makes of it; also why it refuses fp16, or ""."""
     source, results = folder / "checkpoint", Results(folder / "results")
     lifelike.write_without_weights(config, source)
     architecture = lockstep.resolve_architecture(str(source), source, results.architecture(_NAME))
     lockstep.export_graphs(architecture, "fp32", results.assembly(_NAME, "fp32"))
+    if not half:
+        return source, results, ""
     try:
         lockstep.export_graphs(architecture, "fp16", results.assembly(_NAME, "fp16"))
     except InputError as error:
@@ -207,7 +238,7 @@ def _logit_errors(
         ids[0] = lifelike.first_token(reference)
     expected, spread = _expected(reference, sequences, prompts)
     exact, _ = _expected(reference.double(), sequences, prompts)
-    half, _ = _expected(reference.float().half(), sequences, prompts)
+    half, _ = _expected(reference.float().half(), sequences, prompts) if has_half else (expected, spread)
 
     def found(precision: str) -> np.ndarray:
         """Return the differences of our logits; of the long prompt's, which come twice, the larger ones."""

@@ -208,7 +208,7 @@ def _(here: Here) -> Sequence[Any]:
 
 @starts("models", "models llama result")
 def _(here: Here) -> Sequence[Any]:
-    tried = lambda context, name: {"type": name, "result": models.REFUSED, "reason": "none", "seconds": 1.0}
+    tried = lambda context, name: {"result": models.REFUSED, "reason": "none", "seconds": 1.0}
     if not here.whole:
         here.smaller(models, _in_a_process=create_autospec(models._in_a_process, side_effect=tried))
     return ["llama"]

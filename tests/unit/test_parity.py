@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from benchmarks.tiny import tiny_configs
+from benchmarks.tiny import default_config, tiny_configs
 from families import FAMILIES
 from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
@@ -404,10 +404,10 @@ def test_large_shapes_become_small_and_keep_their_settings(config):
 @pytest.mark.parametrize("model_type", ["deepseek_v2", pytest.param("minimax_m3_vl_text", marks=pytest.mark.long)])
 def test_operators_that_fp16_has_other_names_for_do_not_refuse_a_model(model_type, tmp_path):
     """A Reshape more, and Min for Clip."""
-    assert export_config(tiny_configs(model_type)[0], "fp16", tmp_path)
+    assert export_config(tiny_configs(default_config(model_type))[0], "fp16", tmp_path)
 
 
 def test_a_router_whose_weights_stay_in_float32_refuses_fp16_by_name(tmp_path):
-    config = tiny_configs("glm4_moe")[0]
+    config = tiny_configs(default_config("glm4_moe"))[0]
     with pytest.raises(InputError, match="keeps model.layers.1.mlp.gate.e_score_correction_bias in float32; choose f"):
         export_config(config, "fp16", tmp_path)
