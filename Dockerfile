@@ -2,12 +2,13 @@
 #
 #   docker build --tag lockstep:0.2.0 .
 #   docker build --tag lockstep:0.2.0 --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=... .
+#   docker build --tag lockstep-cuda:0.2.0 --target cuda .      # the same, and what the backend `cuda` runs with, from wheels
 #
 # docs/clusters.md says how to run it; docs/install.md which build of PyTorch to take.
-ARG PYTHON=3.11.14-slim-bookworm
+ARG BASE=docker.io/library/python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
-FROM docker.io/library/python:${PYTHON} AS builder
-# pip reads these; they are in no layer of the image below.
+FROM ${BASE} AS builder
+# pip reads these; they are in no layer of the images below.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
@@ -24,11 +25,14 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN /opt/venv/bin/python -m pip install --no-deps --no-build-isolation --editable .
 
-FROM docker.io/library/python:${PYTHON}
+FROM builder AS cuda-builder
+COPY envs/cuda.txt envs/
+RUN /opt/venv/bin/python -m pip install --no-deps --require-hashes -r envs/cuda.txt
+
+FROM ${BASE} AS runtime
 RUN groupadd --gid 10001 lockstep \
     && useradd --uid 10001 --gid 10001 --create-home lockstep \
     && install --directory --owner 10001 --group 10001 /lockstep
-COPY --from=builder /opt/venv /opt/venv
 # The files that .dockerignore lets through: a record names the pins and the code of a checkout.
 COPY . /opt/lockstep
 # USER for a user whose number the image does not know (docker run --user): Python asks for a name.
@@ -42,3 +46,11 @@ USER 10001:10001
 WORKDIR /lockstep
 EXPOSE 8000
 CMD ["lockstep", "--help"]
+
+FROM runtime AS cuda
+# NVIDIA's container runtime mounts the driver.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=cuda-builder /opt/venv /opt/venv
+
+FROM runtime AS cpu
+COPY --from=builder /opt/venv /opt/venv

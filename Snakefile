@@ -24,6 +24,12 @@ if "models" not in config:
     configfile: demo
 
 
+# The image to run jobs in (`--sdm apptainer --config container=docker://...`), made by the Dockerfile of this checkout.
+if "container" in config:
+
+    container: config["container"]
+
+
 report: "workflow/report/workflow.rst"
 
 

@@ -14,8 +14,8 @@ import yaml
 
 MANIFESTS = Path(__file__).parents[2] / "resources" / "kubernetes"
 VERSIONS = ["1.30", "1.37"]
-# Of the Prometheus operator: Kubernetes has no schema of it.
-ELSEWHERE = {"ServiceMonitor"}
+# Of the Prometheus operator and of KServe: Kubernetes has no schema of them.
+ELSEWHERE = {"ServiceMonitor", "ServingRuntime", "InferenceService"}
 NOT_SENT = {"kustomization.yaml", "prometheus-adapter.yaml", "gpu.yaml"}  # kustomize's, a chart's values, a patch
 FILES = sorted(path for path in MANIFESTS.rglob("*.yaml") if path.name not in NOT_SENT)
 KUSTOMIZED = sorted(path.parent for path in MANIFESTS.rglob("kustomization.yaml"))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from lockstep.config import doc
+from lockstep.config.backends import backends
 from lockstep.config.documents import read_document
 from lockstep.config.load import load
 
@@ -30,10 +33,11 @@ def test_the_command_writes_and_checks(tmp_path):
             [sys.executable, "-m", "lockstep.config.doc", *arguments], env=environment, capture_output=True, text=True
         )
 
-    assert run("--write", tmp_path).returncode == 0
-    assert run("--check", tmp_path).returncode == 0
-    (tmp_path / "README.md").unlink()
-    failed = run("--check", tmp_path)
+    folder = tmp_path / "config"
+    assert run("--write", folder).returncode == 0
+    assert run("--check", folder).returncode == 0
+    (folder / "README.md").unlink()
+    failed = run("--check", folder)
     assert failed.returncode == 1
     assert failed.stderr.startswith("lockstep: error: ") and failed.stderr.count("\n") == 1
 
@@ -43,7 +47,8 @@ def test_the_demo_fits_its_checkpoint_and_the_schema():
     assert config.check_sources([REPOSITORY]) == {"demo-llama": REPOSITORY / "resources" / "demo-llama"}
     # at two depths: fp32, fp16, w8a16; bf16, w4a16 on OpenVINO; fp16, bf16 on TensorRT-RTX, which is among the pins
     assert len(config.targets()) == 18
-    assert (FOLDER / "config.yaml").read_text().startswith("# yaml-language-server: $schema=config.schema.json\n")
+    line = "# yaml-language-server: $schema=../workflow/schemas/config.schema.yaml\n"
+    assert (FOLDER / "config.yaml").read_text().startswith(line)
     jsonschema.validate(as_json(read_document(FOLDER / "config.yaml")), doc.schema())
 
 
@@ -115,11 +120,38 @@ def test_editors_see_the_mistakes_too(change):
 
 
 def test_the_schema_is_valid_and_names_its_draft():
-    schema = json.loads((FOLDER / "config.schema.json").read_text())
+    schema = yaml.safe_load((FOLDER / doc.SCHEMA).read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     assert schema["$schema"] == jsonschema.Draft202012Validator.META_SCHEMA["$schema"]
-    sections = [schema, *schema["$defs"].values()]
+    sections = [schema, *doc.schema()["$defs"].values()]
     assert all(section["additionalProperties"] is False for section in sections)
+
+
+def test_the_workflow_catalogue_shows_all_keys():
+    """It reads `properties` alone, without references (snakemake/snakemake-workflow-catalog, build_wf_pages.py)."""
+
+    def shown(properties, prefix=""):
+        for name, details in properties.items():
+            yield f"{prefix}{name}"
+            yield from shown(details.get("properties", {}), f"{prefix}{name}.")
+
+    text = (FOLDER / doc.SCHEMA).read_text()
+    assert "$ref" not in text
+    keys = {key.replace("[]", "") for key in re.findall(r"^\| `([^`]+)` \|", doc.readme(), re.MULTILINE)}
+    keys -= set(backends())  # the table of precisions
+    assert len(keys) > 80 and keys <= set(shown(yaml.safe_load(text)["properties"]))
+    about = yaml.safe_load((REPOSITORY / ".snakemake-workflow-catalog.yml").read_text())["usage"]
+    assert about["report"] is True and about["software-stack-deployment"]["conda"] is True
+
+
+def test_the_schema_that_editors_read_says_what_the_one_with_references_says():
+    good = as_json(read_document(FOLDER / "config.yaml"))
+    whole = yaml.safe_load((FOLDER / doc.SCHEMA).read_text())
+    jsonschema.validate(good, whole)
+    model = good["models"]["demo-llama"]
+    for change in ({"layers": [0]}, {"golden": {"prompts": []}}, {"golden": {"prompts": [{"txt": "a"}]}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**good, "models": {"m": {**model, **change}}}, whole)
 
 
 def as_json(value):

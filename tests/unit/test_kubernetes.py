@@ -36,6 +36,8 @@ def options(args: list[str]) -> dict[str, str]:
 DEPLOYMENT = documents("server/deployment.yaml")[0]["spec"]["template"]["spec"]
 (SERVER,) = DEPLOYMENT["containers"]
 (GPU_SERVER,) = documents("server-gpu/gpu.yaml")[0]["spec"]["template"]["spec"]["containers"]
+RUNTIME = documents("kserve/runtime.yaml")[0]["spec"]
+(KSERVE_SERVER,) = RUNTIME["containers"]
 KEY = "sk-manifests"
 
 
@@ -52,10 +54,26 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-@pytest.mark.parametrize("container", [SERVER, GPU_SERVER], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("container", [SERVER, GPU_SERVER, KSERVE_SERVER], ids=["cpu", "gpu", "kserve"])
 def test_every_option_is_one_that_serve_takes(container: dict[str, Any]) -> None:
     known = {name for parameter in serve.params for name in parameter.opts}
     assert set(options(container["args"])) <= known
+
+
+def test_kserve_starts_what_the_deployment_starts() -> None:
+    """From where KServe puts a model, without keys, at the port that it expects."""
+    own = {"--port": "8080", "--api-key-file": None}
+    expected = {name: own.get(name, value) for name, value in options(SERVER["args"]).items()}
+    assert options(KSERVE_SERVER["args"]) == {name: value for name, value in expected.items() if value}
+    assert KSERVE_SERVER["args"][1].startswith("/mnt/models/")
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        theirs = {**KSERVE_SERVER[probe], "httpGet": {**KSERVE_SERVER[probe]["httpGet"], "port": "http"}}
+        assert theirs == SERVER[probe]
+    (service,) = documents("kserve/service.yaml")
+    model = service["spec"]["predictor"]["model"]
+    (known,) = RUNTIME["supportedModelFormats"]
+    assert model["modelFormat"]["name"] == known["name"] and model["protocolVersion"] in RUNTIME["protocolVersions"]
+    assert KSERVE_SERVER["resources"] == SERVER["resources"]
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
@@ -117,6 +135,24 @@ def test_every_path_in_the_options_is_mounted() -> None:
     assert {mount["name"] for mount in SERVER["volumeMounts"]} == {volume["name"] for volume in DEPLOYMENT["volumes"]}
     writable = [mount["mountPath"] for mount in SERVER["volumeMounts"] if not mount.get("readOnly")]
     assert writable == ["/tmp"] and SERVER["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_images_and_actions_are_named_by_digest() -> None:
+    """A tag can be moved. The project's own image is built from the checkout."""
+    compose = yaml.safe_load((ROOT / "examples" / "compose.yaml").read_text())["services"]
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    images = [base, *(service["image"] for service in compose.values())]
+    foreign = [image for image in images if not image.startswith("lockstep:")]
+    assert len(foreign) == 3 and all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in foreign)
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert [name for _, name in stages][-2:] == ["cuda", "cpu"], "the last one is built without --target"
+    assert {origin for origin, _ in stages} == {"${BASE}", "builder", "runtime"}
+    uses = [
+        line
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+        for line in re.findall(r"uses: (.+)$", path.read_text(), re.MULTILINE)
+    ]
+    assert uses and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line) for line in uses)
 
 
 def test_the_user_is_the_image_s() -> None:

@@ -49,6 +49,7 @@ def test_a_rule_has_the_inputs_outputs_and_parameters_of_its_stage(name: str) ->
     assert made == [stage.output, *stage.beside.values()] and all(f"{key}=" in rule["output"] for key in stage.beside)
     wildcards = re.findall(r"{(\w+)}", rule["log"])
     assert set(wildcards) == set(stage.wildcards)
+    assert rule["benchmark"] == rule["log"].rstrip(",").replace("/logs/", "/benchmarks/").replace(".log", ".tsv")
     parameters = rule["params"]
     assert f'options=options_of("{name}"),' in parameters or not stage.wildcards
     assert f'key=key_of("{name}"),' in parameters or not stage.code

@@ -26,7 +26,9 @@ PARTS = ("Snakefile", "config", "envs", "profiles", "resources", "src", "workflo
 CODE = ("Snakefile", "envs", "src", "workflow")
 TIMEOUT = 900  # seconds; a whole run takes a tenth of it on two idle cores
 # Speeds differ between runs, and so does what shows them; times stand in the provenance.
-NOT_DETERMINISTIC = re.compile(r"\.speed\.json$|build\.costs\.json$|/provenance\.json$|^summary\.|^report|^logs/")
+NOT_DETERMINISTIC = re.compile(
+    r"\.speed\.json$|build\.costs\.json$|/provenance\.json$|^summary\.|^(report|logs/|benchmarks/)"
+)
 
 
 class Checkout:

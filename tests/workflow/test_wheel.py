@@ -15,6 +15,7 @@ import yaml
 from checkout import REPOSITORY
 
 import without_extras
+from lockstep import __version__
 from lockstep.cli.extras import EXTRAS
 from lockstep.cli.main import main
 
@@ -34,12 +35,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a copy of the repository, for setuptools leaves files beside what it builds from."""
     folder = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for part in ("src", "benchmarks", "tests"):
+    for part in ("src", "benchmarks", "tests", "config", "envs", "profiles", "resources", "workflow"):
         shutil.copytree(REPOSITORY / part, folder / "source" / part, ignore=ignored)
-    for part in ("pyproject.toml", "README.md", "LICENSE"):
+    for part in ("pyproject.toml", "README.md", "LICENSE", "Snakefile"):
         shutil.copy2(REPOSITORY / part, folder / "source" / part)
     python(*PIP, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", str(folder), folder=folder / "source")
     (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(wheel: Path) -> Path:
+    """The sdist of the same copy."""
+    code = "from setuptools.build_meta import build_sdist; build_sdist('..')"
+    python("-c", code, folder=wheel.parent / "source")
+    (built,) = wheel.parent.glob("*.tar.gz")
     return built
 
 
@@ -51,7 +61,7 @@ def installed(wheel: Path) -> Path:
     return target
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_the_workflow_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     packages = {"lockstep", "snakemake_logger_plugin_lockstep"}
     folders = {name.split("/")[0].partition("-")[0] for name in names}
@@ -63,6 +73,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert expected == {name for name in names if name.split("/")[0] in packages}
+    data = f"lockstep_engines-{__version__}.data/data/share/lockstep/"
+    workflow = {name.removeprefix(data) for name in names if name.startswith(data)}
+    needed = {"Snakefile", "config/config.yaml", "envs/requirements.txt", "profiles/default/config.yaml"}
+    needed |= {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "workflow" / "rules").iterdir()}
+    needed |= {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "workflow" / "scripts").glob("*.py")}
+    assert needed <= workflow and not any(name.startswith(("tests", "docs", "src")) for name in workflow)
     assert "lockstep/py.typed" in names
     assert any(name.endswith("/LICENSE") for name in names)
 
@@ -95,7 +111,7 @@ def test_the_installed_wheel_starts_outside_of_the_repository(installed: Path, t
     assert "lockstep 0." in run("-m", "lockstep", "--version")
 
 
-def test_a_stage_of_an_installed_wheel_says_that_it_needs_a_checkout(installed: Path, tmp_path: Path) -> None:
+def test_a_stage_of_an_installed_wheel_knows_its_pins(installed: Path, tmp_path: Path) -> None:
     """The pins of envs/requirements.txt are part of every record."""
     config = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
     config["models"]["demo-llama"]["source"] = str(REPOSITORY / "resources" / "demo-llama")
@@ -104,9 +120,36 @@ def test_a_stage_of_an_installed_wheel_says_that_it_needs_a_checkout(installed: 
         *("-m", "lockstep", "stage", "resolve", "demo-llama", "--config", "my.yaml"),
         folder=tmp_path, check=False, PYTHONPATH=str(installed),
     )  # fmt: skip
-    assert process.returncode == 2
-    (line,) = process.stderr.splitlines()
-    assert "envs/requirements.txt: expected the pinned packages, found no file" in line and "checkout" in line
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "results" / "demo-llama" / "checkpoint.build.json").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_each_python_installs_wheel_and_sdist_and_runs_without_torch(
+    version: str, wheel: Path, sdist: Path, tmp_path: Path
+) -> None:
+    """The engine side alone; its dependencies come from the index."""
+    program = shutil.which(f"python{version}") or next(
+        Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), None
+    )
+    if program is None:
+        pytest.skip(f"needs Python {version}")
+    for number, built in enumerate((wheel, sdist)):
+        venv = tmp_path / str(number)
+        subprocess.run([program, "-m", "venv", venv], check=True)
+        pip = [venv / "bin" / "python", *PIP, "install"]
+        subprocess.run([*pip, *(["--no-deps"] if number else []), built], check=True)
+        code = "import importlib.metadata as m; print(m.version('lockstep-engines'))"
+        done = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == __version__
+        assert next(venv.glob("share/lockstep/Snakefile")).is_file()
+    lockstep = tmp_path / "0" / "bin" / "lockstep"
+    assert __version__ in subprocess.run([lockstep, "--version"], capture_output=True, text=True, check=True).stdout
+    code = (
+        "import sys, lockstep; lockstep.Model, lockstep.Engine; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([tmp_path / "0" / "bin" / "python", "-c", code], check=True)
 
 
 TARGET = "demo-llama/fp16/all"
@@ -114,7 +157,7 @@ TARGET = "demo-llama/fp16/all"
 NEEDS = {
     "stage": ("workflow", ("export",)),
     "init": ("workflow", ("random:config.json",)),
-    "run": (None, ()),
+    "run": ("workflow", ()),
     "doctor": ("workflow", ()),
     "summary": ("workflow", ()),
     "report": ("workflow", ()),

@@ -12,6 +12,8 @@ rule fetch_adapters:
         update("<results>/{model}/adapter_sources.json"),
     log:
         "<results>/logs/fetch_adapters/{model}.log",
+    benchmark:
+        "<results>/benchmarks/fetch_adapters/{model}.tsv"
     wildcard_constraints:
         model=names_pattern(ADAPTERS_ON_HUB),
     # Where Snakemake runs: the nodes of a cluster may have no network.
@@ -36,6 +38,8 @@ rule adapters:
         "<results>/{model}/adapters.json",
     log:
         "<results>/logs/adapters/{model}.log",
+    benchmark:
+        "<results>/benchmarks/adapters/{model}.tsv"
     conda:
         "../../envs/checkpoint.yaml"
     resources:
@@ -59,6 +63,8 @@ rule adapted_reference:
         "<results>/{model}/adapted_reference/{layers}.json",
     log:
         "<results>/logs/adapted_reference/{model}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/adapted_reference/{model}/{layers}.tsv"
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
@@ -83,6 +89,8 @@ rule quantized_adapted_reference:
         "<results>/{model}/{precision}/adapted_reference/{layers}.json",
     log:
         "<results>/logs/quantized_adapted_reference/{model}/{precision}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/quantized_adapted_reference/{model}/{precision}/{layers}.tsv"
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
@@ -109,6 +117,8 @@ rule adapted:
         "<results>/{model}/{precision}/adapted/{backend}/{layers}.json",
     log:
         "<results>/logs/adapted/{model}/{precision}/{backend}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/adapted/{model}/{precision}/{backend}/{layers}.tsv"
     conda:
         "../../envs/engine.yaml"
     threads: compute_threads

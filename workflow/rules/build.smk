@@ -12,6 +12,8 @@ rule build:
         update("<results>/{model}/{precision}/engines/{backend}/engines.json"),
     log:
         "<results>/logs/build/{model}/{precision}/{backend}.log",
+    benchmark:
+        "<results>/benchmarks/build/{model}/{precision}/{backend}.tsv"
     conda:
         "../../envs/engine.yaml"
     resources:

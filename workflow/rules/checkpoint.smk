@@ -15,6 +15,8 @@ rule fetch:
         update("<results>/{model}/source.json"),
     log:
         "<results>/logs/fetch/{model}.log",
+    benchmark:
+        "<results>/benchmarks/fetch/{model}.tsv"
     wildcard_constraints:
         model=names_pattern(ON_HUB),
     # Where Snakemake runs: the nodes of a cluster may have no network.
@@ -39,6 +41,8 @@ rule make_checkpoint:
         "<results>/{model}/source.json",
     log:
         "<results>/logs/make_checkpoint/{model}.log",
+    benchmark:
+        "<results>/benchmarks/make_checkpoint/{model}.tsv"
     wildcard_constraints:
         model=names_pattern(MADE),
     conda:
@@ -64,6 +68,8 @@ rule resolve:
         "<results>/{model}/checkpoint.json",
     log:
         "<results>/logs/resolve/{model}.log",
+    benchmark:
+        "<results>/benchmarks/resolve/{model}.tsv"
     conda:
         "../../envs/checkpoint.yaml"
     resources:
@@ -90,6 +96,8 @@ rule architecture:
         "<results>/{model}/architecture.json",
     log:
         "<results>/logs/architecture/{model}.log",
+    benchmark:
+        "<results>/benchmarks/architecture/{model}.tsv"
     conda:
         "../../envs/checkpoint.yaml"
     resources:
@@ -113,6 +121,8 @@ rule convert:
         "<results>/{model}/{precision}/weights.json",
     log:
         "<results>/logs/convert/{model}/{precision}.log",
+    benchmark:
+        "<results>/benchmarks/convert/{model}/{precision}.tsv"
     conda:
         "../../envs/checkpoint.yaml"
     resources:

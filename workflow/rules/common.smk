@@ -60,7 +60,7 @@ with guard():
         {
             key: value
             for key, value in config.items()
-            if key not in ("locked", "device")
+            if key not in ("locked", "device", "container")
         },
         workflow.configfiles,
         options=workflow.config_settings.config,

@@ -13,6 +13,8 @@ rule compare:
         "<results>/{model}/{precision}/compare/{backend}.json",
     log:
         "<results>/logs/compare/{model}/{precision}/{backend}.log",
+    benchmark:
+        "<results>/benchmarks/compare/{model}/{precision}/{backend}.tsv"
     conda:
         "../../envs/engine.yaml"
     threads: compute_threads

@@ -9,6 +9,8 @@ rule config:
         "<results>/config.json",
     log:
         "<results>/logs/config.log",
+    benchmark:
+        "<results>/benchmarks/config.tsv"
     localrule: True
     conda:
         "../../envs/checkpoint.yaml"

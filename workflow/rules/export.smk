@@ -12,6 +12,8 @@ rule export:
         "<results>/{model}/{precision}/graphs/assembly.json",
     log:
         "<results>/logs/export/{model}/{precision}.log",
+    benchmark:
+        "<results>/benchmarks/export/{model}/{precision}.tsv"
     conda:
         "../../envs/torch.yaml"
     resources:
@@ -35,6 +37,8 @@ rule validate:
         "<results>/{model}/{precision}/validate/{layers}.json",
     log:
         "<results>/logs/validate/{model}/{precision}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/validate/{model}/{precision}/{layers}.tsv"
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads

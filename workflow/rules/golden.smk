@@ -13,6 +13,8 @@ rule reference:
         logits="<results>/{model}/reference/{layers}.safetensors",
     log:
         "<results>/logs/reference/{model}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/reference/{model}/{layers}.tsv"
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
@@ -40,6 +42,8 @@ rule quantized_reference:
         drift="<results>/{model}/{precision}/reference/{layers}.drift.json",
     log:
         "<results>/logs/quantized_reference/{model}/{precision}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/quantized_reference/{model}/{precision}/{layers}.tsv"
     conda:
         "../../envs/torch.yaml"
     threads: compute_threads
@@ -67,6 +71,8 @@ rule golden:
         speed="<results>/{model}/{precision}/golden/{backend}/{layers}.speed.json",
     log:
         "<results>/logs/golden/{model}/{precision}/{backend}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/golden/{model}/{precision}/{backend}/{layers}.tsv"
     conda:
         "../../envs/engine.yaml"
     threads: 16  # lowered to all the cores given: a speed is measured alone

@@ -37,6 +37,8 @@ rule summary:
         ),
     log:
         "<results>/logs/summary.log",
+    benchmark:
+        "<results>/benchmarks/summary.tsv"
     localrule: True
     conda:
         "../../envs/report.yaml"
@@ -69,6 +71,8 @@ rule plots:
         ),
     log:
         "<results>/logs/plots.log",
+    benchmark:
+        "<results>/benchmarks/plots.tsv"
     localrule: True
     conda:
         "../../envs/report.yaml"

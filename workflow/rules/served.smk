@@ -16,6 +16,8 @@ rule served:
         "<results>/{model}/{precision}/served/{backend}/{layers}.json",
     log:
         "<results>/logs/served/{model}/{precision}/{backend}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/served/{model}/{precision}/{backend}/{layers}.tsv"
     conda:
         "../../envs/serve.yaml"
     threads: compute_threads

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from pathlib import Path
 
 import click
 
 from lockstep.errors import InputError
 
-REPOSITORY = Path(__file__).parents[3]
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -24,12 +22,11 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     It is snakemake with the Snakefile of this installation; run again, it goes on where it stopped. Without CONFIG.yaml
     it is the demo. Options of snakemake follow: -n shows what would be made.
     """
+    from lockstep.config.sources import REPOSITORY
+
     snakefile = REPOSITORY / "Snakefile"
     if not snakefile.is_file():
-        raise InputError(
-            f"{snakefile}: expected the workflow, found none: it is not in the wheel; run from a checkout that "
-            "`pip install --editable` installed"
-        )
+        raise InputError(f"{snakefile}: expected the workflow, found none; install the wheel again")
     if importlib.util.find_spec("snakemake") is None:
         raise ModuleNotFoundError("no snakemake", name="snakemake")
     config, options = _split(arguments)

@@ -1,6 +1,6 @@
-"""Generated pages of the config: `config.schema.json` and `README.md`.
+"""Generated pages of the config: `README.md`, and the schema at `../workflow/schemas/config.schema.yaml`.
 
-The first is for editors, the second for people.
+The first is for people, the second for editors and the Snakemake workflow catalogue, which looks for it there.
 
     python -m lockstep.config.doc --write config
     python -m lockstep.config.doc --check config      # exit code 1 where a file is not what --write makes
@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.files import dump_json, write_bytes
+import yaml
+
+from lockstep.artifacts.files import write_bytes
 from lockstep.config.backends import backends
 from lockstep.config.schema import Config
 from lockstep.config.section import INT32_MAX
@@ -22,7 +24,7 @@ from lockstep.errors import CheckError, guard
 Schema = dict[str, Any]
 
 EXAMPLE = """\
-# yaml-language-server: $schema=config.schema.json
+# yaml-language-server: $schema=workflow/schemas/config.schema.yaml
 models:
   my-llama:                          # your name for it: a folder in results/, and the first part of a target's name
     source: checkpoints/my-llama     # a Hugging Face model folder: config.json, *.safetensors, tokenizer.json
@@ -48,8 +50,10 @@ tolerances:
     noise: 4                         # keys left out, here fp32 and bf16, keep their default of 6
 """
 
+SCHEMA = "../workflow/schemas/config.schema.yaml"
+MADE_FROM = "Made from src/lockstep/config/types.py by `python -m lockstep.config.doc --write config`: edit there"
 README = """\
-<!-- Made from src/lockstep/config/types.py by `python -m lockstep.config.doc --write config`: edit there. -->
+<!-- {made_from}. -->
 # Configuration
 
 `config.yaml` is the demo. For models of your own, write a file like the one below and name it:
@@ -65,7 +69,7 @@ precision that a backend lacks gives one line that names the key, what was found
 {example}```
 
 With the first line in place, editors that have a YAML language server complete and check the keys from
-`config.schema.json`.
+`workflow/schemas/config.schema.yaml`.
 
 ## Keys
 
@@ -110,17 +114,45 @@ def readme() -> str:
     rows = [f"| `{key}` | {kind} | {default} | {meaning} |" for key, kind, default, meaning in _rows(whole, whole, "")]
     keys = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
     rows_of_backends = (f"| `{name}` | {', '.join(settings.precisions)} |" for name, settings in backends().items())
-    return README.format(example=EXAMPLE, keys=keys, backends="\n".join(rows_of_backends))
+    return README.format(made_from=MADE_FROM, example=EXAMPLE, keys=keys, backends="\n".join(rows_of_backends))
 
 
 def generated() -> dict[str, str]:
     """Return the content of all generated files by name."""
-    return {"config.schema.json": dump_json(schema()), "README.md": readme()}
+    listed = yaml.safe_dump(catalogued(schema()), width=120, allow_unicode=True)
+    return {"README.md": readme(), SCHEMA: f"# {MADE_FROM}.\n{listed}"}
+
+
+def catalogued(whole: Schema) -> Schema:
+    """Return the schema without references, and with what stands in lists and mappings under `properties` too.
+
+    The workflow catalogue follows nothing else. `properties` of a list hold for no list, and a mapping's `<name>` for
+    no name: they only show the keys.
+    """
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined({**_resolve(whole, node), **{key: value for key, value in node.items() if key != "$ref"}})
+        found = {key: inlined(value) for key, value in node.items() if key != "$defs"}
+        if found.get("type") == "array" and "properties" in found.get("items", {}):
+            found["properties"] = found["items"]["properties"]
+        if found.get("type") == "object" and "patternProperties" in found:
+            entry = next(iter(found["patternProperties"].values()))
+            if "properties" in entry:
+                found["properties"] = {"<name>": entry}
+        return found
+
+    return inlined(whole)
 
 
 def write(folder: Path) -> None:
     """Write the generated files to `folder`."""
     for name, text in generated().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / name, text.encode())
 
 

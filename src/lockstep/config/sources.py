@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,16 @@ from lockstep.config import gguf_file, model_config
 from lockstep.config.packing import KEY, Packing, packing_of
 from lockstep.errors import InputError
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Where Snakefile, envs and resources lie: in a checkout, else where the wheel puts them.
+REPOSITORY = next(
+    (
+        folder
+        for folder in (_PACKAGE.parents[1], Path(sysconfig.get_path("data"), "share/lockstep"))
+        if (folder / "Snakefile").is_file()
+    ),
+    _PACKAGE.parent / "share/lockstep",  # of `pip install --target`
+)
 HUB_PREFIX, RANDOM_PREFIX = "hf:", "random:"
 BYTES = 256  # tokens that a random model needs, so that any prompt can be spelled
 _LONGROPE = ("longrope", "su")  # Phi-3's first name for it

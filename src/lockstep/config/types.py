@@ -1,7 +1,7 @@
 """The sections of the config as types: keys with types, bounds and defaults.
 
-Each key has its meaning, too. `config/config.schema.json` and `config/README.md` are generated from them (`python -m
-lockstep.config.doc`).
+Each key has its meaning, too. `workflow/schemas/config.schema.yaml` and `config/README.md` are generated from them
+(`python -m lockstep.config.doc`).
 """
 
 from __future__ import annotations

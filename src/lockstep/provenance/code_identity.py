@@ -16,10 +16,11 @@ from pathlib import Path
 
 from lockstep.artifacts.files import sha256_json
 from lockstep.backends.identity import versions
+from lockstep.config.sources import REPOSITORY
 from lockstep.errors import InputError
 
 SOURCES = Path(__file__).resolve().parents[1]  # of the package
-_PINS = SOURCES.parents[1] / "envs" / "requirements.txt"
+_PINS = REPOSITORY / "envs" / "requirements.txt"
 
 
 def stage_key(parts: Sequence[str], packages: Iterable[str], backend: str | None = None) -> dict[str, str]:
@@ -111,7 +112,7 @@ def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise InputError(
-            f"{path}: expected the pinned packages, found no file; use the lockstep of a checkout (`make setup`)"
+            f"{path}: expected the pinned packages, found no file; install the wheel again, or use a checkout"
         ) from None
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].partition(";")[0].strip()  # without the platforms that it is for

@@ -1,0 +1,136 @@
+"""A stranger's machine: from the built wheel to a model that is served elsewhere, all by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from pathlib import Path
+
+import pytest
+from checkout import REPOSITORY
+from test_wheel import wheel
+
+import registry
+from lockstep.bundle.archive import read_archive
+
+assert wheel  # a fixture
+pytestmark = [pytest.mark.long, pytest.mark.workflow, pytest.mark.exports]
+
+
+@pytest.fixture(scope="module")
+def program(wheel: Path) -> Path:
+    """`lockstep` of a new environment that has the wheel; what it depends on is this interpreter's."""
+    venv = wheel.parent / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    site = next(venv.glob("lib/*/site-packages"))
+    # A folder that a .pth names is not searched for others: this checkout's package stays out.
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    subprocess.run([venv / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", wheel], check=True)
+    return venv / "bin" / "lockstep"
+
+
+class Stranger:
+    """Someone with a folder of their own, who has the wheel."""
+
+    def __init__(self, program: Path, folder: Path) -> None:
+        self.program, self.folder = program, folder
+        folder.mkdir()
+        self.variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        """Run a command; returns what it printed, or its error line."""
+        done = subprocess.run(
+            [self.program, *arguments], cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stderr.splitlines()[-1] if code else done.stdout
+
+    def serves(self, bundle: str) -> str:
+        """Serve a bundle, and return what the model says."""
+        command = [self.program, "serve", bundle, "--port", "0"]
+        server = subprocess.Popen(
+            command, cwd=self.folder, env=self.variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            assert server.stdout is not None
+            address = next(found[0] for line in server.stdout if (found := re.findall(r"http://[\d.]+:\d+", line)))
+            body = {"model": "demo-llama", "prompt": "San Francisco is a", "max_tokens": 8, "temperature": 0}
+            request = urllib.request.Request(
+                f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["choices"][0]["text"]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_from_the_wheel_to_a_server_elsewhere(program: Path, tmp_path: Path) -> None:
+    one, two = Stranger(program, tmp_path / "one"), Stranger(program, tmp_path / "two")
+    shutil.copytree(REPOSITORY / "resources" / "demo-llama", one.folder / "demo-llama")
+    (one.folder / "store").mkdir()
+    for arguments in (
+        ["ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "signer.key"],
+        ["ec", "-in", "signer.key", "-pubout", "-out", "signer.pub"],
+    ):
+        subprocess.run(["openssl", *arguments], cwd=one.folder, check=True)
+    shutil.copy2(one.folder / "signer.pub", two.folder)
+
+    one("init", "demo-llama")
+    one("run", "demo-llama.yaml", "--cores", "2")
+    one("lock")
+    one("bundle", "demo-llama/fp32", "--weights", "--out", "demo.tar", "--sign-key", "signer.key")
+    bundle = one.folder / "demo.tar"
+    engine = next(member for name, member in read_archive(bundle).members.items() if name.endswith(".onnx"))
+
+    with registry.running(one.folder / "store") as server:
+        place = f"{server.host}/team/demo:1"
+        flip(bundle, engine.offset)
+        assert f"demo.tar: {engine.name}: expected sha256" in one("push", "demo.tar", place, code=2)
+        flip(bundle, engine.offset)
+        digest = one("push", "demo.tar", place, "--lock", "locks/demo-llama.lock.json").strip().partition("@")[2]
+
+        manifest = json.loads(server.blob(digest).read_bytes())
+        for layer in manifest["layers"]:
+            name = layer["annotations"]["org.cncf.model.filepath"]
+            flip(server.blob(layer["digest"]), 0)
+            assert f"{place}: {name}: expected" in two("pull", place, "demo.tar", code=1)
+            flip(server.blob(layer["digest"]), 0)
+        assert list(two.folder.iterdir()) == [two.folder / "signer.pub"], "nothing half-written"
+        two("pull", place, "demo.tar")
+        shutil.copytree(one.folder / "locks", two.folder / "locks")
+        two("pull", place, "again.tar", "--lock", "locks/demo-llama.lock.json")
+
+    pulled = two.folder / "demo.tar"
+    assert pulled.read_bytes() == bundle.read_bytes() == (two.folder / "again.tar").read_bytes()
+    flip(pulled, engine.offset)
+    for arguments in (
+        ("verify", "demo.tar", "--signature", "--key", "signer.pub"),
+        ("serve", "demo.tar", "--port", "0"),
+    ):
+        assert f"demo.tar: {engine.name}: expected sha256" in two(*arguments, code=2)
+    flip(pulled, engine.offset)
+    signature = two.folder / "demo.tar.sig"
+    signed = signature.read_text()
+    payload = json.loads(signed)["dsseEnvelope"]["payload"]
+    changed = payload[:-20] + ("B" if payload[-20] == "A" else "A") + payload[-19:]
+    signature.write_text(signed.replace(payload, changed))
+    line = two("verify", "demo.tar", "--signature", "--key", "signer.pub", code=1)
+    assert "demo.tar.sig: expected the signature of demo.tar" in line
+    signature.write_text(signed)
+    assert "signed by key" in two("verify", "demo.tar", "--signature", "--key", "signer.pub")
+    assert two.serves("demo.tar").startswith(" hilly city")
