@@ -201,6 +201,11 @@ def test_a_wrapper_with_code_of_its_own_is_taken_by_its_text_config():
     assert language_config(config)["model_type"] == "deepseek_v3"
 
 
+def test_a_causal_lm_that_is_made_of_the_whole_config_is_no_wrapper():
+    assert language_config({"model_type": "emu3"})["model_type"] == "emu3"
+    wrappers.check_wrapper({"model_type": "emu3"}, {}, None)  # nothing to compare with
+
+
 @pytest.mark.exports
 def test_a_wrapper_that_does_more_with_text_is_refused(monkeypatch):
     config = WRAPPERS["llava"]

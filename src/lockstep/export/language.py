@@ -139,7 +139,7 @@ def check_wrapper(config: Mapping[str, Any], small: Mapping[str, Any], model: Pr
     have no weights, so what reads them shows. Raises InputError where the two differ.
     """
     made = _made(config) if config.get("model_type") in CONFIG_MAPPING else None
-    if made is None or type(made) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or made.get_text_config() is made:
+    if made is None or type(made) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or _text_mapping(config) is None:
         return  # no wrapper, or one whose code is not here
     refusal = f"model type {config['model_type']!r} cannot be split: "
     parts = {name: config[name] for name in made.sub_configs if name in config}
