@@ -19,6 +19,7 @@
 #   make faults                   sends planted faults through all gates (tests/faults); ARGS="--help" has the choices
 #   make docs                     builds the manual as a site, .site/html, and checks its links, and that its pages request nothing from elsewhere;
 #                                 DOCS_ENV names the folder that mkdocs is installed in
+#   make hashes                   after a change of a pin: writes envs/hashes.txt and envs/test-hashes.txt, by which the pins are installed
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml and SmolLM2, then measures the 7B shape, with the backend cuda in
 #                                 .venv, which needs the wheels of its extra `cuda`; with TENSORRT_PYTHON=/opt/trt/python3.10, the Python that TensorRT runs in, also
@@ -59,7 +60,7 @@ SITE := .site
 REAL := .real
 PICTURES ?= .screenshots
 REAL_CONFIG ?=
-.PHONY: demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu setup setup-test clean
+.PHONY: hashes demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu setup setup-test clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -136,13 +137,14 @@ setup: $(VENV)/.installed
 setup-test: $(VENV)/.test
 
 # Each stamp is written last, so an interrupted step is done again; --clear, so that nothing but the pins is ever in there.
-$(VENV)/.pinned: $(PINS) envs/openvino.txt envs/tokenizers.txt
+$(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt envs/tokenizers.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1 | head -n 1) as '$(PYTHON)'; run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@echo "Installing the pins into $(VENV): 0.5 GB to download with PyTorch's CPU build, then two to three minutes"
 	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install --quiet --no-deps --require-hashes -r envs/hashes.txt
 	@$(PIP) install --quiet $(TORCH) -r $(PINS)
-	@$(PIP) install --quiet --no-deps -r envs/openvino.txt -r envs/tokenizers.txt
+	@$(PIP) install --quiet --no-deps -r envs/tokenizers.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
@@ -150,9 +152,22 @@ $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.installed envs/test.txt envs/sign.txt
-	@$(PIP) install --quiet --no-deps -r envs/test.txt -r envs/sign.txt
+$(VENV)/.test: $(VENV)/.installed envs/test.txt envs/sign.txt envs/test-hashes.txt
+	@$(PIP) install --quiet --no-deps --require-hashes -r envs/test-hashes.txt
 	@touch $@
+
+# After a change of a pin. pip's package index is asked for the files of each.
+HASHES := $(PINS) envs/openvino.txt
+COMPILE := .hashes/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-annotate --no-header \
+  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+hashes:
+	$(PYTHON) -m venv --clear .hashes
+	.hashes/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-tools==7.6.2
+	cat $(HASHES) | grep -v '^torch==\|;' | $(COMPILE) --output-file envs/hashes.txt -
+	sed -i '/^openvino-telemetry==/,/[^\\]$$/d' envs/hashes.txt
+	cat envs/test.txt envs/sign.txt | $(COMPILE) --constraint envs/hashes.txt --output-file envs/test-hashes.txt -
+	sed -i '1i # Files of the pins of $(notdir $(HASHES)), by sha256; made by `make hashes`, without torch, whose build is\n# chosen by TORCH, and what is for one platform.' envs/hashes.txt
+	sed -i '1i # Files of the pins of test.txt and sign.txt, by sha256; made by `make hashes`.' envs/test-hashes.txt
 
 # Its wheels want other versions than the project's. --no-deps: the server alone, without the framework around it.
 $(TRITON_ENV)/.pinned: envs/triton.txt
@@ -196,4 +211,4 @@ $(OLDEST_ENV)/.pinned: envs/oldest.txt | setup
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(TRITON_ENV) $(CLIENTS_ENV) $(KUBERNETES_ENV) $(SLURM_ENV) $(OLDEST_ENV) $(DOCS_ENV) $(SITE) $(REAL)
+	rm -rf $(VENV) $(TRITON_ENV) $(CLIENTS_ENV) $(KUBERNETES_ENV) $(SLURM_ENV) $(OLDEST_ENV) $(DOCS_ENV) $(SITE) $(REAL) .hashes

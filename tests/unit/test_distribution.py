@@ -47,6 +47,25 @@ def test_nothing_tells_a_user_to_install_another_project() -> None:
     assert found == []
 
 
+def pinned(*names: str) -> set[str]:
+    """The pins of files in envs, in canonical names, without those for one platform."""
+    lines = [line for name in names for line in (REPOSITORY / "envs" / name).read_text().splitlines()]
+    pins = [
+        line.partition(" ")[0].partition("==") for line in lines if "==" in line and line[0] != "#" and ";" not in line
+    ]
+    return {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}" for name, _, version in pins}
+
+
+def test_each_pin_that_is_installed_has_the_digests_of_its_files() -> None:
+    """`make hashes` writes them; torch's build is chosen by who installs it."""
+    hashed = pinned("hashes.txt")
+    wanted = {pin for pin in pinned("requirements.txt", "openvino.txt") if not pin.startswith("torch==")}
+    assert hashed == wanted
+    assert pinned("test.txt", "sign.txt") <= pinned("test-hashes.txt")
+    shared = {pin.partition("==")[0] for pin in hashed} & {pin.partition("==")[0] for pin in pinned("test-hashes.txt")}
+    assert {pin for pin in pinned("test-hashes.txt") if pin.partition("==")[0] in shared} <= hashed
+
+
 def test_the_version_is_one() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())

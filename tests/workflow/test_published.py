@@ -93,6 +93,10 @@ def test_from_the_wheel_to_a_server_elsewhere(program: Path, tmp_path: Path) -> 
     one("init", "demo-llama")
     one("run", "demo-llama.yaml", "--cores", "2")
     one("lock")
+    lock = "locks/demo-llama.lock.json"
+    one("reproduce", "demo-llama/fp32", "--against", lock, "--sign", "signer.key")
+    one("verify", "demo-llama", "--rebuilders", "1", "--key", "signer.pub")
+    assert "expected 2 rebuilders" in one("verify", "--rebuilders", "2", "--key", "signer.pub", code=1)
     one("bundle", "demo-llama/fp32", "--weights", "--out", "demo.tar", "--sign-key", "signer.key")
     bundle = one.folder / "demo.tar"
     engine = next(member for name, member in read_archive(bundle).members.items() if name.endswith(".onnx"))
@@ -102,7 +106,7 @@ def test_from_the_wheel_to_a_server_elsewhere(program: Path, tmp_path: Path) -> 
         flip(bundle, engine.offset)
         assert f"demo.tar: {engine.name}: expected sha256" in one("push", "demo.tar", place, code=2)
         flip(bundle, engine.offset)
-        digest = one("push", "demo.tar", place, "--lock", "locks/demo-llama.lock.json").strip().partition("@")[2]
+        digest = one("push", "demo.tar", place, "--lock", lock).strip().partition("@")[2]
 
         manifest = json.loads(server.blob(digest).read_bytes())
         for layer in manifest["layers"]:
@@ -113,7 +117,7 @@ def test_from_the_wheel_to_a_server_elsewhere(program: Path, tmp_path: Path) -> 
         assert list(two.folder.iterdir()) == [two.folder / "signer.pub"], "nothing half-written"
         two("pull", place, "demo.tar")
         shutil.copytree(one.folder / "locks", two.folder / "locks")
-        two("pull", place, "again.tar", "--lock", "locks/demo-llama.lock.json")
+        two("pull", place, "again.tar", "--lock", lock)
 
     pulled = two.folder / "demo.tar"
     assert pulled.read_bytes() == bundle.read_bytes() == (two.folder / "again.tar").read_bytes()
