@@ -214,6 +214,16 @@ FAMILIES = {
         shared_expert_intermediate_size=24,
         **_EXPERTS,
     ),
+    "lfm2": _family(  # a state of the last two tokens in most layers
+        "lfm2",
+        sizes={**_SIZES, "num_hidden_layers": 4},
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        conv_L_cache=3,
+        conv_bias=True,
+        block_auto_adjust_ff_dim=False,
+        classes=7,
+        slots=("conv.conv.weight", "conv.conv.bias"),
+    ),
     "phimoe": _family("phimoe", sliding_window=WINDOW, windows=(WINDOW,), num_local_experts=4, num_experts_per_tok=2),
 }
 

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from built_family import NAME, built_family
 from families import FAMILIES, WINDOW, Family, some_families
 
-from lockstep.backends import build
-from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.export import export
-from lockstep.export.random_model import make
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request
 from lockstep.targets import Limits, Results, Target, Tolerances
 from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
-from lockstep.weights import convert
 
 NEW_TOKENS = 20
 PROMPTS = [np.random.default_rng(seed).integers(3, 256, length) for seed, length in enumerate((5, 19, 11))]
@@ -33,7 +28,6 @@ TOLERANCE = 1e-4
 TOLERANCES = Tolerances(block=TOLERANCE, logits=TOLERANCE)
 # to the last position of all families
 LIMITS = Limits(max_batch_size=3, max_input_len=32, max_seq_len=128, max_num_tokens=64)
-NAME = "tiny"
 
 
 @dataclass
@@ -67,27 +61,12 @@ def forward(model, ids) -> np.ndarray:
 
 
 @pytest.fixture(
-    scope="module", params=some_families("gemma2", "mixtral", "gpt_oss")
-)  # attention of two kinds, layers of two kinds, attention sinks
+    scope="module", params=some_families("gemma2", "mixtral", "gpt_oss", "lfm2")
+)  # attention of two kinds, layers of two kinds, attention sinks, layers with a state
 def built(request, shared) -> Built:
     family = FAMILIES[request.param]
 
-    def build_family(root: Path) -> None:
-        (root / "shape.json").write_text(json.dumps(family.config))
-        folder = make(root / "shape.json", 0, root / "checkpoint")
-        # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-        results = Results(root / "results")
-        checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
-        convert(checkpoint, "fp32", results.weights(NAME, "fp32"))
-        export(
-            resolve_architecture(str(folder), folder, results.architecture(NAME)),
-            "fp32",
-            results.assembly(NAME, "fp32"),
-        )
-        build(results.assembly(NAME, "fp32"), "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
-
-    root = shared.folder(f"families/{request.param}", build_family)
+    root = built_family(shared, request.param)
     folder, results = root / "checkpoint", Results(root / "results")
     reference = load_folder(folder, cut_config(family.config, "all"))
     return Built(family, results, folder, json.loads(results.assembly(NAME, "fp32").read_text()), reference)

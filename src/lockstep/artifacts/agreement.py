@@ -16,7 +16,7 @@ from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, heads_divide
 
 if TYPE_CHECKING:
-    from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock
+    from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock, StateMixer, TokenMixer
 
 Values = dict[str, tuple[str, list[int | str]]]  # what stands at a place of the model, by name
 
@@ -31,6 +31,9 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
     _same("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
     for name, variant in assembly.variants.items():
         _check_variant(f"kinds.{name}", variant, assembly.dtype)
+    for name, mixer in assembly.state_mixers.items():
+        _same(f"state_mixers.{name}", name in assembly.variants, False)
+        _check_state_mixer(f"state_mixers.{name}", mixer)
     values: Values = {
         "token_ids": ("int64", ["num_tokens"]),
         "position_ids": ("int64", ["num_tokens"]),
@@ -44,7 +47,7 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
     _same("hidden_size", values.get("hidden", ("", [None]))[1], ["num_tokens", assembly.hidden_size])
     for index, layer in enumerate(assembly.layers):
         _run(assembly, f"layers[{index}].block", layer.block, values)
-        _attend(f"layers[{index}].kind", _named(assembly.variants, layer.variant, f"layers[{index}].kind"), values)
+        _mix(f"layers[{index}].kind", _named(assembly.mixers, layer.variant, f"layers[{index}].kind"), values)
         at_end = dict(values)
         _run(assembly, f"layers[{index}].exit", layer.exit, at_end)
         _same("vocab_size", at_end.get("logits", ("", [None]))[1], ["num_requests", assembly.vocab_size])
@@ -95,12 +98,25 @@ def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
             _same(f"adapters.classes.{name}: {key}", list(inputs[key].shape), list(expected))
 
 
-def _attend(where: str, variant: AttentionVariant, values: Values) -> None:
-    for phase, graph in variant.phases().items():
+def _mix(where: str, mixer: TokenMixer, values: Values) -> None:
+    for phase, graph in mixer.phases().items():
         for io in graph.signature.inputs:
             if not io.name.startswith("past_"):
                 _same(f"{where}: {phase}: {io.name}", _of_tokens(io), values.get(io.name))
-    values["attention"] = _of_tokens(next(io for io in variant.decode.signature.outputs if io.name == "attention"))
+    values["attention"] = _of_tokens(next(io for io in mixer.decode.signature.outputs if io.name == "attention"))
+
+
+def _check_state_mixer(where: str, mixer: StateMixer) -> None:
+    for phase, tokens, rows in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
+        signature, here = mixer.phases()[phase].signature, f"{where}.{phase}"
+        _unique(here, signature)
+        _same(f"{here}.inputs", [io.name for io in signature.inputs], [*mixer.inputs, "past_state"])
+        _same(f"{here}.outputs", [io.name for io in signature.outputs], ["attention", "state_out"])
+        for io in (*signature.inputs, *signature.outputs):
+            state = io.name in ("past_state", "state_out")
+            shape = [rows, *mixer.state] if state else [tokens, *io.shape[1:]]
+            _same(f"{here}: {io.name}", list(io.shape), shape)
+            _same(f"{here}: {io.name}", io.dtype, "float32" if state else io.dtype)
 
 
 def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:

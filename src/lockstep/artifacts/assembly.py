@@ -16,7 +16,7 @@ from lockstep.artifacts.agreement import agrees
 from lockstep.artifacts.bounds import REMEDY, Count, FileName, Name, Names, Precision, Size
 from lockstep.artifacts.document import Document, Key, Mark, length, one_of
 from lockstep.artifacts.dtypes import PRECISION_NAMES
-from lockstep.artifacts.graph_files import PHASES, AttentionVariant, GraphFile
+from lockstep.artifacts.graph_files import PHASES, AttentionVariant, GraphFile, StateMixer, TokenMixer
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import TensorParallel
@@ -35,7 +35,7 @@ class BoundBlock:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: the block that ends at its attention, and the variant's name.
+    """A decoder layer: the block that ends at its token mixer, and the name of that variant or state mixer.
 
     exit: of a model that ends behind this layer.
     """
@@ -67,12 +67,12 @@ class Assembly(Document):
     """A model in split form.
 
     dtype: of weights and computation, as NumPy calls it. classes: the blocks' graphs by name. variants: attention by
-    name ("kinds" in the file). max_position_embeddings: None where the model has no limit; positions_limited_by: which
-    setting makes it, where that is another one. batchful: the whole model in one graph. tokenizer, chat_template: how
-    text becomes tokens; None where the checkpoint has none. tensor_parallel: what several ranks run instead of the
-    blocks and the attention; None for one. adapters: where blocks take them; None where they take none. quantization:
-    which tensors are quantised, and how; None where none is. residual: the type of the residual stream, where that is
-    another than `dtype`.
+    name ("kinds" in the file). state_mixers: token mixers with a state, by name. max_position_embeddings: None where
+    the model has no limit; positions_limited_by: which setting makes it, where that is another one. batchful: the whole
+    model in one graph. tokenizer, chat_template: how text becomes tokens; None where the checkpoint has none.
+    tensor_parallel: what several ranks run instead of the blocks and the attention; None for one. adapters: where
+    blocks take them; None where they take none. quantization: which tensors are quantised, and how; None where none is.
+    residual: the type of the residual stream, where that is another than `dtype`.
     """
 
     FORMAT: ClassVar[str] = formats.ASSEMBLY
@@ -97,10 +97,16 @@ class Assembly(Document):
     adapters: LoraSlots | None = None
     quantization: QuantizedTensors | None = None
     residual: Annotated[str, one_of("float32")] | None = None
+    state_mixers: Mapping[FileName, StateMixer] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def mixers(self) -> dict[str, TokenMixer]:
+        """The token mixers of all layers by name: attention variants, then state mixers."""
+        return {**self.variants, **self.state_mixers}
 
     @property
     def hidden_dtype(self) -> str:
@@ -113,13 +119,13 @@ class Assembly(Document):
     def graphs(self) -> Iterator[tuple[str, GraphFile]]:
         """Yield (name, graph) of all graphs that run.
 
-        Classes by name, attention as `<variant>.decode` and `<variant>.prefill`.
+        Classes by name, token mixers as `<name>.decode` and `<name>.prefill`.
         """
         for name in sorted(self.classes):
             yield name, self.classes[name]
-        for name in sorted(self.variants):
+        for name, mixer in sorted(self.mixers.items()):
             for phase in sorted(PHASES):
-                yield f"{name}.{phase}", self.variants[name].phases()[phase]
+                yield f"{name}.{phase}", mixer.phases()[phase]
 
     def engine_graphs(self) -> Iterator[tuple[str, GraphFile]]:
         """Yield (name, graph) of all graphs that engines are built of.

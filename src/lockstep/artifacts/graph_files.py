@@ -1,12 +1,12 @@
-"""A graph's file in an assembly, and an attention variant with its two graphs."""
+"""A graph's file in an assembly, and the token mixers of its layers, each with its two graphs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from lockstep.artifacts.bounds import Count, Digest, FileName, Size
-from lockstep.artifacts.document import Key, Mark
+from lockstep.artifacts.bounds import Count, Digest, FileName, Name, Size
+from lockstep.artifacts.document import Key, Mark, length
 from lockstep.artifacts.signature import Signature
 
 PHASES = ("prefill", "decode")
@@ -49,3 +49,23 @@ class AttentionVariant:
     def phases(self) -> dict[str, GraphFile]:
         """Return the graphs by phase: prefill, decode."""
         return {"prefill": self.prefill, "decode": self.decode}
+
+
+@dataclass(frozen=True)
+class StateMixer:
+    """A token mixer whose past is a state of fixed size: a short convolution, a recurrence.
+
+    state: the sizes of one request's state, float32. inputs: names of what it takes of each token, in order.
+    """
+
+    state: Annotated[tuple[Size, ...], length(4, least=1)]
+    inputs: Annotated[tuple[Name, ...], length(8, least=1)]
+    prefill: GraphFile
+    decode: GraphFile
+
+    def phases(self) -> dict[str, GraphFile]:
+        """Return the graphs by phase: prefill, decode."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+
+TokenMixer = AttentionVariant | StateMixer

@@ -73,7 +73,15 @@ class PortableGpuBackend(GpuBackend):
 
 
 def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator[tuple[str, GraphFile]]:
-    """Yield the engine names and graphs of an assembly; of attention variants in `fused` only RoPE is needed."""
+    """Yield the engine names and graphs of an assembly; of attention variants in `fused` only RoPE is needed.
+
+    Raises InputError for layers with a state.
+    """
+    if assembly.state_mixers:
+        raise InputError(
+            f"expected attention in each layer, found layers with a state ({', '.join(assembly.state_mixers)}), which "
+            "no GPU backend runs; use the backend onnxruntime or openvino"
+        )
     ranks = assembly.tensor_parallel
     variants = assembly.variants if ranks is None else ranks.variants
     for name, graph in assembly.engine_graphs():

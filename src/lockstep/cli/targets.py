@@ -64,7 +64,7 @@ def _layers(path: Path) -> dict[str, Any]:
 
     assembly = Assembly.load(path)
     digests = {name: graph.sha256 for name, graph in assembly.classes.items()}
-    for name, variant in assembly.variants.items():
+    for name, variant in assembly.mixers.items():
         digests |= {f"{name}.{phase}": graph.sha256 for phase, graph in variant.phases().items()}
     layers = [
         {"block": layer.block.graph, "attention": layer.variant, "exit": layer.exit.graph} for layer in assembly.layers

@@ -21,7 +21,7 @@ DOMAIN = "lockstep"
 
 @dataclass(frozen=True)
 class ComposedBlock:
-    """A block; slots: {slot: checkpoint tensors}; variant: of the attention after it, None after the exit."""
+    """A block; slots: {slot: checkpoint tensors}; variant: the token mixer after it, None after the exit."""
 
     graph: Graph
     slots: Mapping[str, Sequence[str]]
@@ -31,7 +31,7 @@ class ComposedBlock:
 def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
     """Return the uncut model's bytes, and {weight input: checkpoint tensors}.
 
-    functions: {variant: its attention without a cache}.
+    functions: {variant: its attention without a cache, or its mixer without a state}.
     """
     graph = onnx.GraphProto(name="batchful")
     constants: dict[tuple, str] = {}
@@ -72,9 +72,9 @@ def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> 
         if not last:
             env.setdefault("position_ids", "position_ids")
             attention = f"layer_{index}/attention"
-            graph.node.add(
-                op_type=block.variant, domain=DOMAIN, name=attention, input=[env[n] for n in _CALL], output=[attention]
-            )
+            assert block.variant is not None  # the exit's alone is
+            call = [env[name] for name in _parameters(functions[block.variant])]
+            graph.node.add(op_type=block.variant, domain=DOMAIN, name=attention, input=call, output=[attention])
             env["attention"] = attention
     inputs["position_ids"] = IO("position_ids", "int64", ("num_tokens",))
     graph.input.extend(
@@ -88,7 +88,13 @@ def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> 
     return model.SerializeToString(deterministic=True), slots
 
 
-_CALL = ("query", "key", "value", "position_ids")
+_ATTENTION = ("query", "key", "value", "position_ids")
+
+
+def _parameters(mixer: Graph) -> tuple[str, ...]:
+    """Return what a function takes: of attention always the same, whether it uses its positions or not."""
+    names = tuple(io.name for io in mixer.signature.inputs)
+    return _ATTENTION if "query" in names and set(names) <= set(_ATTENTION) else names
 
 
 def _function(name: str, attention: Graph) -> onnx.FunctionProto:
@@ -97,9 +103,8 @@ def _function(name: str, attention: Graph) -> onnx.FunctionProto:
         onnx.helper.make_node("Constant", [], [tensor.name], name=tensor.name, value=tensor)
         for tensor in source.initializer
     ]
-    return onnx.helper.make_function(
-        DOMAIN, name, list(_CALL), ["attention"], [*constants, *source.node], [onnx.helper.make_opsetid("", OPSET)]
-    )  # fmt: skip
+    nodes, opsets = [*constants, *source.node], [onnx.helper.make_opsetid("", OPSET)]
+    return onnx.helper.make_function(DOMAIN, name, list(_parameters(attention)), ["attention"], nodes, opsets)
 
 
 def _value_info(io: IO, name: str) -> onnx.ValueInfoProto:

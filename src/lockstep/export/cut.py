@@ -1,8 +1,8 @@
 """Cut a packed trace at its attention nodes, by data flow.
 
-In: a packed trace (simplify.pack). Out: a block before each attention, the exit block after the last, and for each
-layer its batchless graph: the nodes between the block's flat query, key, value and the attention that see positions
-(RoPE) and hold no weight, with the data movement around them.
+In: a packed trace (simplify.pack). Out: a block before each token mixer, the exit block after the last, and for each
+layer its batchless graph. That of attention: the nodes between the block's flat query, key, value and the attention
+that see positions (RoPE) and hold no weight, with the data movement around them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from onnx_ir import convenience
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.flow import Flow, layout_of
-from lockstep.export.known import constant, node_of, number, required, shape_of, upstream
+from lockstep.export.known import constant, dtype_of, node_of, number, required, shape_of, upstream
 from lockstep.export.simplify import merge_movement
+from lockstep.export.state_mixer import StateGraph, TokenWindow
 from lockstep.export.tracer import DOMAIN
 
 _ROLES = ("query", "key", "value")
+# What each token mixer takes, in the order of its marker.
+_INPUTS = {"Attention": _ROLES, "TokenWindow": TokenWindow.inputs}
 INPUT_ORDER = ("hidden", "attention", "token_ids", "position_ids", "logit_rows")
 
 
@@ -47,13 +50,16 @@ class BatchlessGraph:
     sinks: bool = False
 
 
+Batchless = BatchlessGraph | StateGraph
+
+
 @dataclass(frozen=True)
 class Cut:
-    """The graphs of a cut model: blocks[i] before, batchless[i] of the attention of layer i; exit after the last."""
+    """The graphs of a cut model: blocks[i] before, batchless[i] of the mixer of layer i; exit after the last."""
 
     blocks: tuple[Graph, ...]
     exit: Graph
-    batchless: tuple[BatchlessGraph, ...]
+    batchless: tuple[Batchless, ...]
 
 
 def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
@@ -91,7 +97,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
 
 def _flatten_attention(graph: ir.Graph) -> None:
     """Let each attention give `[num_tokens, num_heads * head_dim]`: most reshapes behind it then vanish."""
-    for marker in [node for node in graph if node.domain == DOMAIN]:
+    for marker in [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]:
         out = marker.outputs[0]
         tokens, heads, width = shape_of(out)[0], number(shape_of(out)[1]), number(shape_of(out)[2])
         target = _shape(graph, f"{out.name}/heads", -1, heads, width)
@@ -108,9 +114,14 @@ def _cut_points(
 ) -> tuple[list[ir.Value], set[ir.Node]]:
     """Make query, key and value flat where they are cut.
 
-    Returns the three flat values, which are added to `flat`, and the batchless nodes behind them. Raises InputError
-    where they cannot be cut.
+    Returns the three flat values, which are added to `flat`, and the batchless nodes behind them. What a mixer with a
+    state takes is flat and cut as it is. Raises InputError where they cannot be cut.
     """
+    if marker.op_type != "Attention":
+        flat.update(inputs := [required(value) for value in marker.inputs])
+        if len(set(inputs)) < len(inputs):
+            raise InputError("cannot be split: expected inputs of a recurrent layer of its own each, found one twice")
+        return inputs, set()
     cuts = []
     for role, value in zip(_ROLES, map(required, marker.inputs[:3]), strict=True):
         at = flow.cut_value(value)
@@ -252,7 +263,8 @@ def _spans(
         elif known:
             stage.update((output, max(known)) for output in node.outputs if not flow.position_only(output))
     for index, (cuts, _) in enumerate(points):
-        _put_behind(index, stage, cuts, batchless)
+        if markers[index].op_type == "Attention":
+            _put_behind(index, stage, cuts, batchless)
     reads: list[dict[ir.Value, None]] = [{} for _ in range(len(markers) + 1)]
     for node in graph:
         here = next((stage[output] for output in node.outputs if output in stage), None)
@@ -266,6 +278,9 @@ def _spans(
                 reads[here][value] = None
     first = [v for v in reads[1] if v.producer() not in level]
     hidden_role = first.index(hidden) if hidden in first else 0
+    # Layers with a state let different values cross than layers of attention beside them: there the place among them
+    # does not tell which is `hidden`.
+    stream = _stream(graph, hidden) if any(node.op_type != "Attention" for node in markers) else set[ir.Value]()
     spans = []
     names: dict[ir.Value, str] = {hidden: "hidden"}
     for index in range(len(markers) + 1):
@@ -283,6 +298,7 @@ def _spans(
             # Roles are told apart by the order in which the next block reads them, so that equal blocks get equal
             # names.
             crossing = [v for v in reads[index + 1] if v.producer() not in level]
+            hidden_role = next((n for n, v in enumerate(crossing) if v in stream), hidden_role)
             roles = [n for n in range(len(crossing)) if n != hidden_role]
             names = {v: "hidden" if n == hidden_role else f"carry_{roles.index(n) + 1}" for n, v in enumerate(crossing)}
             cuts = points[index][0]
@@ -291,7 +307,9 @@ def _spans(
                     f"cannot be split: query, key or value of layer {index} is made before the "
                     f"attention of layer {index - 1}"
                 )
-            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(zip(_ROLES, cuts, strict=True))
+            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(
+                zip(_INPUTS[markers[index].op_type], cuts, strict=True)
+            )
             if names.get(hidden, "hidden") != "hidden":
                 raise InputError(
                     "cannot be split: the layers after the first read the embedding in another place than the first"
@@ -300,6 +318,15 @@ def _spans(
             inputs[flow.positions] = "position_ids"
         spans.append((inputs, outputs))
     return spans
+
+
+def _stream(graph: ir.Graph, hidden: ir.Value) -> set[ir.Value]:
+    """Return the residual stream: `hidden`, and what is added to it."""
+    stream = {hidden}
+    for node in graph:
+        if node.op_type in ("Add", "Cast") and not stream.isdisjoint(node.inputs):
+            stream.update(node.outputs)
+    return stream
 
 
 def _put_behind(index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value], batchless: set[ir.Node]) -> None:
@@ -335,7 +362,9 @@ def _put_behind(index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value]
         stage.update(dict.fromkeys(free, index + 1))
 
 
-def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> BatchlessGraph:
+def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Batchless:
+    if marker.op_type == "TokenWindow":
+        return TokenWindow(number(shape_of(cuts[0])[1]), marker.attributes["width"].as_int(), dtype_of(cuts[0]))
     positions = next(value for value in graph.inputs if value.name == "position_ids")
     part = convenience.extract(graph, [*cuts, positions], [required(value) for value in marker.inputs])
     for value, name in zip(part.inputs, (*_ROLES, "position_ids"), strict=True):

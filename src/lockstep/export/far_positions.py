@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
-from lockstep.export.torch_model import eager_attention
+from lockstep.export.torch_model import TokensBefore, eager_attention
 
 _BEHIND = "lockstep_behind"
 NEW = 4  # tokens that each request prefills; one more is then decoded
@@ -67,10 +67,13 @@ def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
 
 @dataclass(frozen=True)
 class Filled:
-    """A context with seeded tokens and caches: by request and layer, (key, value) [1, num_kv_heads, length, dim]."""
+    """A context with seeded tokens and caches: by request and layer, (key, value) [1, num_kv_heads, length, dim].
+
+    Layers with a state begin with one of zeros, and have None.
+    """
 
     context: Context
-    caches: list[list[tuple[np.ndarray, np.ndarray]]]
+    caches: list[list[tuple[np.ndarray, np.ndarray] | None]]
     tokens: list[np.ndarray]
 
 
@@ -78,8 +81,11 @@ def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> F
     """Fill a context with seeded keys and values, large in rows where something may begin or end."""
     caches = []
     for length in context.lengths:
-        layers = []
+        layers: list[tuple[np.ndarray, np.ndarray] | None] = []
         for layer in assembly.layers:
+            if layer.variant in assembly.state_mixers:
+                layers.append(None)
+                continue
             variant = assembly.variants[layer.variant]
             # Scores with a standard deviation of half: attention that looks at all rows, whatever the scale.
             spread = 0.5 * min(1.0, 1 / (variant.scale * variant.head_dim**0.5))
@@ -100,30 +106,6 @@ def _edges(length: int, window: int) -> list[int]:
     if window:
         rows |= set(range(length - window - 2, length - window + NEW + 3))
     return sorted(row for row in rows if 0 <= row < length)
-
-
-class _Elsewhere(DynamicCache):
-    """A cache of `length` tokens for masks and positions: attention itself gets the rows before the new ones.
-
-    What models keep in theirs is their own matter (a latent form, say); attention gets what the split form keeps.
-    """
-
-    def __init__(self, length: int):
-        super().__init__()
-        self.length = length
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        return self.length
-
-    get_query_offset = get_seq_length
-
-    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        return self.length + query_length, 0
 
 
 _past: contextvars.ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor]]] = contextvars.ContextVar("past")
@@ -157,22 +139,24 @@ def reference_logits(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]
     model.config._attn_implementation = _BEHIND
     try:
         with torch.no_grad():
-            for layers, tokens, first in zip(filled.caches, filled.tokens, filled.context.positions, strict=True):
+            for layers, tokens, first, cached in zip(
+                filled.caches, filled.tokens, filled.context.positions, filled.context.lengths, strict=True
+            ):
                 _past.set(
                     {
-                        index: (torch.from_numpy(key), torch.from_numpy(value))
-                        for index, (key, value) in enumerate(layers)
+                        index: (torch.from_numpy(pair[0]), torch.from_numpy(pair[1]))
+                        for index, pair in enumerate(layers)
+                        if pair is not None
                     }
                 )
-                rows, cached = [], layers[0][0].shape[2]
+                rows, states = [], TokensBefore(0).states
                 for start, stop in ((0, NEW), (NEW, NEW + 1)):
                     ids, positions = (
                         torch.from_numpy(tokens[start:stop])[None],
                         torch.arange(first + start, first + stop)[None],
                     )
-                    output = model(
-                        ids, position_ids=positions, past_key_values=_Elsewhere(cached + start), use_cache=True
-                    )
+                    before = TokensBefore(cached + start, states)
+                    output = model(ids, position_ids=positions, past_key_values=before, use_cache=True)
                     rows.append(output.logits[0].numpy())
                 results.append(np.concatenate(rows))
     finally:
@@ -185,13 +169,13 @@ def split_logits(run: ReferenceRunner, filled: Filled) -> list[np.ndarray]:
     lengths = filled.context.lengths
     capacity = max(lengths) + NEW + 2
     caches = []
-    for layer in range(len(filled.caches[0])):
-        stores = []
-        for part in (0, 1):
-            _, heads, _, dim = filled.caches[0][layer][part].shape
+    for layer, pairs in enumerate(zip(*filled.caches)):
+        stores = [np.zeros((len(lengths), *state), np.float32) for state in run.states_of(layer)]
+        for rows in zip(*(pair for pair in pairs if pair is not None)):  # keys, then values, of each request
+            _, heads, _, dim = rows[0].shape
             store = np.full((len(lengths), heads, capacity, dim), 300.0, np.float32)  # what a mask must hide
             for request, length in enumerate(lengths):
-                store[request, :, :length] = filled.caches[request][layer][part][0]
+                store[request, :, :length] = rows[request][0]
             stores.append(store)
         caches.append(stores)
     behind = run.behind(caches, lengths, np.subtract(filled.context.positions, lengths))

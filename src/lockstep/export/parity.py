@@ -23,7 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lockstep.artifacts.assembly import Assembly, AttentionVariant
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.graph_files import PHASES, StateMixer, TokenMixer
 from lockstep.errors import InputError
 from lockstep.export import far_positions
 from lockstep.export.float64_constants import float64_constants
@@ -176,7 +177,7 @@ def _compare_variants(found: Assembly, expected: Assembly) -> None:
     """Raise InputError where a layer's attention differs by more than head counts and the size of the window."""
     for index, (small, real) in enumerate(zip(found.layers, expected.layers)):
         one, other = (
-            _essence(assembly.variants[layer.variant]) for assembly, layer in ((found, small), (expected, real))
+            _essence(assembly.mixers[layer.variant]) for assembly, layer in ((found, small), (expected, real))
         )
         if one != other:
             raise InputError(f"expected the attention of layer {index} with {other}, found {one}")
@@ -198,6 +199,14 @@ def _graph_difference(found: tuple[Files, Assembly], expected: tuple[Files, Asse
                     f"expected the {part} of layer {index} with {len(other)} operators as in "
                     f"the model itself, found {len(one)} or others"
                 )
+        if small.variant in found[1].state_mixers:
+            for phase in PHASES:
+                one, other = (
+                    _operators(files[assembly.state_mixers[layer.variant].phases()[phase].file])
+                    for (files, assembly), layer in ((found, small), (expected, real))
+                )
+                if one != other:
+                    return f"expected the state of layer {index} to change as in the model itself"
     return None
 
 
@@ -207,7 +216,9 @@ def _operators(graph: bytes) -> tuple[str, ...]:
     return tuple(node.op_type for node in onnx.ModelProto.FromString(graph).graph.node if node.op_type != "Cast")
 
 
-def _essence(variant: AttentionVariant) -> dict[str, Any]:
+def _essence(variant: TokenMixer) -> dict[str, Any]:
+    if isinstance(variant, StateMixer):
+        return {"inputs": list(variant.inputs), "dimensions of a state": len(variant.state)}
     kept = {key: getattr(variant, key) for key in ("head_dim", "value_head_dim", "scale", "softcap", "sinks")}
     return kept | {"window": bool(variant.window), "grouped": variant.num_heads > variant.num_kv_heads}
 

@@ -3,8 +3,8 @@
 It is what the runtime does, in its plainest form.
 
 In: the bytes of the graphs, the assembly, tensors by checkpoint name. Out: logits of every token of a step. A step
-takes any mix of requests; one that brings several tokens goes through the prefill graph of each attention variant,
-those that bring one through decode together.
+takes any mix of requests; one that brings several tokens goes through the prefill graph of each token mixer, those
+that bring one through decode together.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class ReferenceRunner(GraphRunner):
         self.shift = np.zeros(num_requests, np.int64)  # of each request's positions from its number of cached tokens
         noise = np.random.default_rng(0)
         self.caches = []
-        for layer in assembly.layers:
+        for index, layer in enumerate(assembly.layers):
+            if layer.variant in assembly.state_mixers:
+                self.caches.append([np.zeros((num_requests, *state), np.float32) for state in self.states_of(index)])
+                continue
             variant = assembly.variants[layer.variant]
             shapes = [
                 (num_requests, variant.num_kv_heads, capacity, dim)
@@ -69,12 +72,18 @@ class ReferenceRunner(GraphRunner):
         """Return a runner of the same graphs with other requests.
 
         caches: for each layer [key, value] stores of [num_requests, num_kv_heads, capacity, dim], of which `lengths`
-        tokens are filled. New tokens stand `shift` positions further than that. None of them has an adapter.
+        tokens are filled, or [state] of [num_requests, *state]. New tokens stand `shift` positions further than that.
+        None of them has an adapter.
         """
         other = copy.copy(self)
         other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
         other.adapters = np.full(len(lengths), -1, np.int64)
         return other
+
+    def states_of(self, layer: int) -> list[tuple[int, ...]]:
+        """Return the sizes of a request's state in a layer; none where it has keys and values."""
+        mixer = self.assembly.state_mixers.get(self.assembly.layers[layer].variant)
+        return [] if mixer is None else [mixer.state]
 
     def lora_arrays(self) -> list[LoraArrays]:
         """Return the arrays that adapters are written to, of all blocks."""
@@ -96,7 +105,7 @@ class ReferenceRunner(GraphRunner):
         env |= self.run_block(self.assembly.embedding, env)
 
         def attend(index: int, env: Arrays) -> np.ndarray:
-            return self._attention(layers[index].variant, self.caches[index], parts, env)
+            return self._mix(layers[index].variant, self.caches[index], parts, env)
 
         logits = self.run_layers(layers, env, attend)
         for part in parts:
@@ -116,9 +125,7 @@ class ReferenceRunner(GraphRunner):
     def adapter_inputs(self, part: BoundBlock, env: Arrays) -> Arrays:
         return self._lora.get(id(part), {})
 
-    def _attention(
-        self, variant: str, cache: list[np.ndarray], parts: Sequence[PackedRequest], env: Arrays
-    ) -> np.ndarray:
+    def _mix(self, variant: str, cache: list[np.ndarray], parts: Sequence[PackedRequest], env: Arrays) -> np.ndarray:
         starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
         calls = [
             ([part.request], np.arange(first, last))
@@ -131,16 +138,23 @@ class ReferenceRunner(GraphRunner):
         result: np.ndarray | None = None
         for requests, rows in calls:
             several = len(rows) > len(requests)
-            feeds = {name: env[name][rows] for name in ("query", "key", "value", "position_ids")}
-            feeds |= {
-                "past_key": cache[0][requests],
-                "past_value": cache[1][requests],
-                "past_lengths": self.lengths[requests],
-            }
-            found = self.run_attention(variant, "prefill" if several else "decode", feeds)
+            mixer = self.assembly.state_mixers.get(variant)
+            if mixer is None:
+                feeds = {name: env[name][rows] for name in ("query", "key", "value", "position_ids")}
+                feeds |= {
+                    "past_key": cache[0][requests],
+                    "past_value": cache[1][requests],
+                    "past_lengths": self.lengths[requests],
+                }
+            else:
+                feeds = {**{name: env[name][rows] for name in mixer.inputs}, "past_state": cache[0][requests]}
+            found = self.run_mixer(variant, "prefill" if several else "decode", feeds)
             if result is None:
                 result = np.empty((starts[-1], found["attention"].shape[1]), np.float32)
             result[rows] = found["attention"]
+            if mixer is not None:
+                cache[0][requests] = found["state_out"]
+                continue
             for store, new in zip(cache, (found["key_out"], found["value_out"]), strict=True):
                 owners = requests * len(rows) if several else requests
                 store[owners, :, env["cache_rows"][rows]] = new

@@ -15,7 +15,7 @@ import sys
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _RECURRENT = re.compile(
-    r"mamba|rwkv|recurrentblock|rglru|deltanet|deltaattention|linearattention|lightningattention|shortconv|[ms]lstm|retention|conv1d_state",
+    r"mamba|rwkv|recurrentblock|rglru|deltanet|deltaattention|linearattention|lightningattention|[ms]lstm|retention|conv1d_state",
     re.IGNORECASE,
 )
 _WITHOUT = "Gemma 3, and Gemma 4 of 26B and 31B, have layers that do not"

@@ -26,7 +26,7 @@ from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer, Uncut
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE, HEAD_BITS, PRECISION_NAMES, QUANTIZATIONS, base_precision
 from lockstep.artifacts.files import check_place, dump_json, write_bytes
-from lockstep.artifacts.graph_files import AttentionVariant, GraphFile
+from lockstep.artifacts.graph_files import AttentionVariant, GraphFile, StateMixer
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
@@ -38,11 +38,11 @@ from lockstep.checkpoint.stops import ids_of, stop_ids
 from lockstep.checkpoint.tensors import find_tensors, has_weights
 from lockstep.config.packing import check_precision, packing_of
 from lockstep.errors import InputError
-from lockstep.export import attention
+from lockstep.export import attention, state_mixer
 from lockstep.export.canonical import Graph
 from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.compose import ComposedBlock, compose
-from lockstep.export.cut import BatchlessGraph
+from lockstep.export.cut import Batchless, BatchlessGraph
 from lockstep.export.lora import linear_layers, with_adapters
 from lockstep.export.parity import prove
 from lockstep.export.quantize import quantize
@@ -230,11 +230,11 @@ def assemble(
     """
     parts = parts or parts_of(meta, residual is not None)
     layers = parts.layers
-    classes, variants = _Registry(), _Variants()
+    classes, mixers = _Registry(), _Mixers()
     entries = [
         Layer(
             BoundBlock(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
-            variants.add(layer.batchless),
+            mixers.add(layer.batchless),
             BoundBlock(classes.add(layer.exit, "exit"), layer.exit_slots),
         )
         for index, layer in enumerate(layers)
@@ -245,18 +245,18 @@ def assemble(
         for layer, entry in zip(layers, entries, strict=True)
     ]
     steps.append(ComposedBlock(layers[-1].exit, layers[-1].exit_slots, None))
-    batchful, batchful_slots = compose(steps, variants.functions)
+    batchful, batchful_slots = compose(steps, mixers.functions)
     files = {"batchful.onnx": batchful}
-    for name, graph in {**classes.graphs, **variants.graphs}.items():
+    for name, graph in {**classes.graphs, **mixers.graphs}.items():
         files[f"{name}.onnx"] = graph.data
         onnx.checker.check_model(graph.proto, full_check=True)
     if residual is not None:
         _check_stream(classes.graphs, residual, config["model_type"])
     ranks = None
     if tensor_parallel > 1:
-        batchless = [variants.batchless[entry.variant] for entry in entries]
+        batchless = [mixers.attention_of(entry.variant) for entry in entries]
         plan = getattr(meta.config, "base_model_tp_plan", None) or {}
-        shard_files, ranks = shard(classes.graphs, variants.described, entries, batchless, plan, tensor_parallel)
+        shard_files, ranks = shard(classes.graphs, mixers.variants, entries, batchless, plan, tensor_parallel)
         files |= shard_files
     hidden = layers[0].block.signature.inputs[0]
     positions, limited_by = position_limit(meta.config)
@@ -270,7 +270,8 @@ def assemble(
         max_position_embeddings=positions,
         positions_limited_by=limited_by or None,
         classes={name: _file(graph, name) for name, graph in classes.graphs.items()},
-        variants=variants.described,
+        variants=mixers.variants,
+        state_mixers=mixers.state_mixers,
         embedding=embedding,
         layers=tuple(entries),
         batchful=Uncut(
@@ -347,29 +348,49 @@ def shard(
     return files, TensorParallel(degree, table, sharded, described)
 
 
-class _Variants:
-    """The distinct attention variants of a model: prefill and decode graph, and the form without a cache."""
+class _Mixers:
+    """The distinct token mixers of a model: prefill and decode graph, and the form without a past."""
 
     def __init__(self) -> None:
         self.names: dict[tuple[str, str], str] = {}
         self.graphs: dict[str, Graph] = {}
         self.functions: dict[str, Graph] = {}
-        self.described: dict[str, AttentionVariant] = {}
-        self.batchless: dict[str, BatchlessGraph] = {}
+        self.variants: dict[str, AttentionVariant] = {}
+        self.state_mixers: dict[str, StateMixer] = {}
+        self.batchless: dict[str, Batchless] = {}
         self._seen: dict[int, str] = {}
 
-    def add(self, batchless: BatchlessGraph) -> str:
+    def attention_of(self, name: str) -> BatchlessGraph:
+        """Return the batchless graph of attention. Raises InputError for a mixer with a state."""
+        batchless = self.batchless[name]
+        if not isinstance(batchless, BatchlessGraph):
+            raise InputError(
+                "tensor_parallel: expected layers of attention, found layers with a state, which are not shared out "
+                "yet; leave tensor_parallel out"
+            )
+        return batchless
+
+    def add(self, batchless: Batchless) -> str:
         if id(batchless) in self._seen:  # layers that are alike share one
             return self._seen[id(batchless)]
-        prefill, decode = attention.prefill(batchless), attention.decode(batchless)
+        if isinstance(batchless, BatchlessGraph):
+            label, prefill, decode = "attention", attention.prefill(batchless), attention.decode(batchless)
+        else:
+            label, prefill, decode = batchless.name, state_mixer.prefill(batchless), state_mixer.decode(batchless)
         key = (prefill.sha256, decode.sha256)
         if key not in self.names:
-            name = "attention" if not self.names else f"attention_{len(self.names) + 1}"
-            self.names[key] = name
-            self.functions[name] = attention.without_cache(batchless)
+            taken = sum(name == label or name.startswith(f"{label}_") for name in self.functions)
+            name = label if not taken else f"{label}_{taken + 1}"
+            self.names[key], self.batchless[name] = name, batchless
             self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
-            self.batchless[name] = batchless
-            self.described[name] = AttentionVariant(
+            self._describe(name, batchless, _file(prefill, f"{name}.prefill"), _file(decode, f"{name}.decode"))
+        self._seen[id(batchless)] = self.names[key]
+        return self.names[key]
+
+    def _describe(self, name: str, batchless: Batchless, prefill: GraphFile, decode: GraphFile) -> None:
+        if isinstance(batchless, BatchlessGraph):
+            self.functions[name] = attention.without_cache(batchless)
+            self.variants[name] = AttentionVariant(
                 num_heads=batchless.num_heads,
                 num_kv_heads=batchless.num_kv_heads,
                 head_dim=batchless.head_dim,
@@ -377,12 +398,13 @@ class _Variants:
                 scale=batchless.scale,
                 softcap=batchless.softcap,
                 window=batchless.window,
-                prefill=_file(prefill, f"{name}.prefill"),
-                decode=_file(decode, f"{name}.decode"),
+                prefill=prefill,
+                decode=decode,
                 sinks=batchless.sinks,
             )
-        self._seen[id(batchless)] = self.names[key]
-        return self.names[key]
+        else:
+            self.functions[name] = state_mixer.without_state(batchless)
+            self.state_mixers[name] = StateMixer(batchless.state, batchless.inputs, prefill, decode)
 
 
 def _file(graph: Graph, name: str) -> GraphFile:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.checkpoint.language import PREFIXES
@@ -31,6 +34,9 @@ from lockstep.export.quiet import quiet
 
 # transformers takes patterns; of a checkpoint without a wrapper none matches.
 _LANGUAGE_KEYS = {f"^{re.escape(prefix)}": name for prefix, name in PREFIXES.items()}
+# It says at each start that recurrent layers are computed by torch, as they are to be here.
+logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+
 # Lists that can be as long as the model is deep by chance.
 _NOT_PER_LAYER = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id"}
 
@@ -107,6 +113,55 @@ def keep_constants(model: PreTrainedModel) -> None:
                     f"{name}.{key} is {theirs[key]!r} in the whole model and {ours[key]!r} in one of "
                     f"{model.config.get_text_config().num_hidden_layers} layers; use layers: all"
                 )
+
+
+class TokensBefore(DynamicCache):
+    """A cache of `length` tokens for masks and positions; attention itself gets the rows before the new ones.
+
+    What models keep in theirs is their own matter (a latent form, say). States of recurrent layers are kept as
+    transformers does; `states`: those of another such cache, to go on with, None for none yet.
+    """
+
+    def __init__(self, length: int, states: defaultdict[int, LinearAttentionLayer] | None = None):
+        super().__init__()
+        self.length = length
+        self.states = defaultdict(LinearAttentionLayer) if states is None else states
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return self.length
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        layer = self.states[layer_idx]
+        return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> torch.Tensor:
+        first = not self.states[layer_idx].has_previous_state[state_idx]
+        rows = self.states[layer_idx].update_conv_state(conv_states, state_idx, **options)
+        return conv_states if first else rows  # without the rows that a short prompt is padded with
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        layer = self.states[layer_idx]
+        return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> torch.Tensor:
+        return self.states[layer_idx].update_recurrent_state(recurrent_states, state_idx, **options)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
 
 
 def layer_of(name: str) -> int:

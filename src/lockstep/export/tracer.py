@@ -3,12 +3,12 @@
 And its embedding.
 
 In: a model's config.json as a mapping and a dtype. Out: an ONNX graph (onnx_ir) of `hidden [num_tokens, hidden_size]`,
-`position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each attention is one `lockstep::Attention`
-node and each weight is an initializer without a value, named as in the checkpoint.
+`position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each token mixer is one node of the domain
+"lockstep" and each weight is an initializer without a value, named as in the checkpoint.
 
 Method: parameters are fake tensors (shape and dtype only); attention is replaced through transformers'
-`AttentionInterface`, so no model needs code of its own; `aten.linear` becomes `Gemm(transB=1)`, which reads weights in
-checkpoint layout.
+`AttentionInterface`, recurrent functions by their names, so no model needs code of its own; `aten.linear` becomes
+`Gemm(transB=1)`, which reads weights in checkpoint layout.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from lockstep.export.language import language_config, register_decoder
 from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
+from lockstep.export.state_hook import state_markers
 
 DOMAIN = "lockstep"
 OPSET = 20
@@ -72,32 +73,33 @@ class Trace:
     embedding_weights: frozenset[str]
 
 
-def _register_schema() -> None:
+def _register_schema(
+    name: str, inputs: Sequence[str], attributes: Mapping[str, str], optional: Sequence[str] = ()
+) -> None:
+    """Register a marker: onnxscript looks operators up by schema. attributes: their types by name."""
+    option = onnx.defs.OpSchema.FormalParameterOption
     parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    kind = onnx.defs.OpSchema.AttrType
-    onnx.defs.register_schema(  # onnxscript looks operators up by schema
+    kinds = {"int": onnx.defs.OpSchema.AttrType.INT, "float": onnx.defs.OpSchema.AttrType.FLOAT}
+    onnx.defs.register_schema(
         onnx.defs.OpSchema(
-            "Attention",
+            name,
             DOMAIN,
             1,
-            "parameter-free causal attention",
+            "a token mixer without parameters",
             inputs=[
-                *(parameter(name, "T") for name in ("query", "key", "value")),
-                parameter("sinks", "T", param_option=onnx.defs.OpSchema.FormalParameterOption.Optional),
+                *(parameter(each, "T") for each in inputs),
+                *(parameter(each, "T", param_option=option.Optional) for each in optional),
             ],
             outputs=[parameter("attention", "T")],
             type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-            attributes=[
-                attribute("layer", kind.INT),
-                attribute("scale", kind.FLOAT),
-                attribute("softcap", kind.FLOAT),
-                attribute("window", kind.INT),
-            ],
+            attributes=[attribute(each, kinds[kind]) for each, kind in attributes.items()],
         )
     )
 
 
-_register_schema()
+_SCORES = {"layer": "int", "scale": "float", "softcap": "float", "window": "int"}
+_register_schema("Attention", ("query", "key", "value"), _SCORES, optional=("sinks",))
+_register_schema("TokenWindow", ("value",), {"layer": "int", "width": "int"})
 _MARKER = onnxscript.values.Opset(DOMAIN, 1)
 
 
@@ -106,6 +108,10 @@ def _to_marker(  # type: ignore[no-untyped-def]  # onnxscript reads annotations 
 ):
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     return _MARKER.Attention(*inputs, layer=layer, scale=scale, softcap=softcap, window=window)
+
+
+def _to_window_marker(value, layer, width):  # type: ignore[no-untyped-def]  # as above
+    return _MARKER.TokenWindow(value, layer=layer, width=width)
 
 
 def _ints(*values: int) -> Any:
@@ -135,6 +141,7 @@ def _registry() -> ONNXRegistry:
     """Return what each torch operator becomes: the exporter's own table, and ours before it."""
     registry = ONNXRegistry.from_torchlib(OPSET)
     registry.register_op(torch.ops.lockstep.attention.default, _to_marker)
+    registry.register_op(torch.ops.lockstep.token_window.default, _to_window_marker)
     registry.register_op(torch.ops.aten.linear.default, _to_gemm)
     return registry
 
@@ -305,7 +312,7 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
     Raises InputError with the reason when the model cannot be traced or does not use transformers' attention interface.
     """
     model, mode = select_layers(meta, indices), FakeTensorMode(allow_non_fake_inputs=True)
-    prefix, _ = layer_list(model)
+    prefix, layers = layer_list(model)
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     _to_fake(model, mode)
     with mode:
@@ -316,7 +323,8 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
             "position_ids": torch.arange(_TRACE_TOKENS),
             "token_ids": torch.arange(_TRACE_TOKENS),
         }
-    whole = _export(_Packed(model), inputs, ("logits", "embedded"))
+    with state_markers(model, list(layers), indices):
+        whole = _export(_Packed(model), inputs, ("logits", "embedded"))
     graph, embedding = _part(whole, ("hidden", "position_ids"), "logits"), _part(whole, ("token_ids",), "embedded")
     embedding.graph.outputs[0].name = "hidden"
     state = set(model.state_dict())

@@ -19,23 +19,24 @@ from transformers import PreTrainedModel
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
-from lockstep.export.cut import INPUT_ORDER, BatchlessGraph, Cut, bind_slot, cut
+from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
+from lockstep.export.token_major import put_tokens_first
 from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: its block, then its attention (batchless), then the exit where the model ends here.
+    """A layer: its block, then its token mixer (batchless), then the exit where the model ends here.
 
     Slots: {slot: checkpoint tensors whose bytes, one after another, it takes}.
     """
 
     block: Graph
     block_slots: dict[str, list[str]]
-    batchless: BatchlessGraph
+    batchless: Batchless
     exit: Graph
     exit_slots: dict[str, list[str]]
 
@@ -88,6 +89,8 @@ def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> 
     body, embedding = pack(traced.graph), pack(traced.embedding)
     for part, weights in ((body, traced.weights), (embedding, traced.embedding_weights)):
         check_independence(part.graph, DOMAIN, meta.config.model_type)
+        if any(node.domain == DOMAIN and node.op_type != "Attention" for node in part.graph):
+            put_tokens_first(part.graph)
         if wide_residual:
             widen_residual(part.graph, weights)
     slots = {name: name for name in traced.embedding_weights}

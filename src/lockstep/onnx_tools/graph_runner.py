@@ -62,14 +62,16 @@ class GraphRunner(abc.ABC):
             outputs = run_sharded_block(sharded, signature, ranks.degree, inputs, run)
         return {name.removesuffix("_out"): value for name, value in outputs.items()}
 
-    def run_attention(self, variant: str, phase: str, inputs: Arrays) -> dict[str, np.ndarray]:
-        """Run a variant's prefill or decode graph on what it names of `inputs`.
+    def run_mixer(self, variant: str, phase: str, inputs: Arrays) -> dict[str, np.ndarray]:
+        """Run a token mixer's prefill or decode graph on what it names of `inputs`.
 
-        One without RoPE may need no position_ids. Returns `attention`, `key_out`, `value_out`.
+        One without RoPE may need no position_ids. Returns `attention`, `key_out`, `value_out`, or `attention` and
+        `state_out`.
         """
-        whole, ranks, name = self.assembly.variants[variant], self.assembly.tensor_parallel, f"{variant}.{phase}"
+        ranks, name = self.assembly.tensor_parallel, f"{variant}.{phase}"
         if ranks is None:
             return self.run_graph(name, inputs, {})
+        whole = self.assembly.variants[variant]
         signature, shards = whole.phases()[phase].signature, attention_shards(whole, ranks.degree)
         given = {io.name: inputs[io.name] for io in signature.inputs if io.name in inputs}
         return run_sharded_attention(

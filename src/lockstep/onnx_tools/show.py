@@ -52,10 +52,15 @@ def layer_table(assembly_json: str | os.PathLike) -> str:
             rows.append((str(start) if index == start + 1 else f"{start}-{index - 1}", *used[start]))
             start = index
     digests = [(name, graph.sha256[:12]) for name, graph in sorted(assembly.classes.items())]
-    for name, variant in sorted(assembly.variants.items()):
+    for name, variant in sorted(assembly.mixers.items()):
         digests += [(f"{name}.{phase}", graph.sha256[:12]) for phase, graph in variant.phases().items()]
-    sizes = ((assembly.layers, "layers"), (assembly.classes, "classes"), (assembly.variants, "attention variants"))
-    count = ", ".join(f"{len(parts)} {name}" for parts, name in sizes)
+    sizes = (
+        (assembly.layers, "layers"),
+        (assembly.classes, "classes"),
+        (assembly.variants, "attention variants"),
+        (assembly.state_mixers, "state mixers"),
+    )
+    count = ", ".join(f"{len(parts)} {name}" for parts, name in sizes if parts)
     return "\n".join([count, *_columns(rows), *_columns(digests)])
 
 
@@ -88,9 +93,10 @@ def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
 
 
 def is_slot(value: onnx.ValueInfoProto) -> bool:
-    """Return whether an input is a weight: of static shape and float type."""
+    """Return whether an input is a weight: of static shape and float type, and no state."""
     tensor = value.type.tensor_type
-    return tensor.elem_type != onnx.TensorProto.INT64 and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+    fixed = all(dim.HasField("dim_value") for dim in tensor.shape.dim) and not value.name.startswith("past_")
+    return fixed and tensor.elem_type != onnx.TensorProto.INT64
 
 
 def _type(value: onnx.ValueInfoProto) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer
 from lockstep.artifacts.dtypes import named_dtype
-from lockstep.artifacts.graph_files import AttentionVariant
+from lockstep.artifacts.graph_files import StateMixer, TokenMixer
 from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import Signature
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel, attention_shards
@@ -24,7 +24,7 @@ from lockstep.errors import InputError
 from lockstep.step.activations import with_activations
 from lockstep.step.executable import Executable, HasAdapterRows
 from lockstep.step.host import check_engine
-from lockstep.step.network import Block, LayerAttention, Network, ShardCall, layer_count
+from lockstep.step.network import Block, LayerAttention, LayerState, Network, ShardCall, layer_count
 from lockstep.step.ranks import RankAttention, RankBlock
 from lockstep.weights import Weights, check_slots
 from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
@@ -75,12 +75,13 @@ def open_network(
         plain = bases[base].bind(weights, engines.tensors(base, part.slots))
         return replace(block, base=Block.whole(plain, _without(signature, assembly.adapters, part.graph)))
 
-    attentions = _layer_attentions(engines, assembly.variants, chosen, load)
+    mixers = _layer_mixers(engines, assembly.mixers, chosen, load)
     if ranks is not None:
-        attentions = {
-            name: _heads_of_ranks(layer_attention, ranks, name) for name, layer_attention in attentions.items()
+        mixers = {
+            name: _heads_of_ranks(mixer, ranks, name) if isinstance(mixer, LayerAttention) else mixer
+            for name, mixer in mixers.items()
         }
-    return _network(assembly, chosen, bound, attentions)
+    return _network(assembly, chosen, bound, mixers)
 
 
 def _as_run(engines: EngineSet) -> Assembly:
@@ -93,11 +94,11 @@ def _network(
     assembly: Assembly,
     chosen: Sequence[Layer],
     bound: Callable[[BoundBlock], Block],
-    attentions: Mapping[str, LayerAttention],
+    mixers: Mapping[str, LayerAttention | LayerState],
 ) -> Network:
     return Network(
         embedding=bound(assembly.embedding),
-        layers=tuple((bound(layer.block), attentions[layer.variant]) for layer in chosen),
+        layers=tuple((bound(layer.block), mixers[layer.variant]) for layer in chosen),
         exit=bound(chosen[-1].exit),
         dtype=named_dtype(assembly.dtype),
         vocab_size=assembly.vocab_size,
@@ -164,7 +165,7 @@ def _network_of_rank(
             pieces.append(ShardCall(run, own, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
 
-    return _network(assembly, chosen, bound, _layer_attentions(engines, ranks.variants, chosen, load))
+    return _network(assembly, chosen, bound, _layer_mixers(engines, ranks.variants, chosen, load))
 
 
 def _local(signature: Signature, sharded: ShardedClass) -> Signature:
@@ -179,23 +180,20 @@ def _local(signature: Signature, sharded: ShardedClass) -> Signature:
     return Signature(inputs, outputs)
 
 
-def _layer_attentions(
-    engines: EngineSet,
-    variants: Mapping[str, AttentionVariant],
-    chosen: Sequence[Layer],
-    load: Callable[[str], Program],
-) -> dict[str, LayerAttention]:
-    """Return the attention of the chosen layers, by variant, with its engines.
+def _layer_mixers(
+    engines: EngineSet, mixers: Mapping[str, TokenMixer], chosen: Sequence[Layer], load: Callable[[str], Program]
+) -> dict[str, LayerAttention | LayerState]:
+    """Return the token mixers of the chosen layers, by name, with their engines.
 
     The engines are by phase: prefill and decode, or what the backend has instead.
     """
-    attentions = {}
+    found: dict[str, LayerAttention | LayerState] = {}
     for name in sorted({layer.variant for layer in chosen}):
         named = (engine for engine in engines.names() if engine.rpartition(".")[0] == name)
-        attentions[name] = LayerAttention(
-            {engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in named}, variants[name]
-        )
-    return attentions
+        by_phase = {engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in named}
+        mixer = mixers[name]
+        found[name] = LayerState(by_phase, mixer) if isinstance(mixer, StateMixer) else LayerAttention(by_phase, mixer)
+    return found
 
 
 def engine_blocks(assembly: Assembly) -> set[str]:

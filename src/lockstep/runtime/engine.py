@@ -98,6 +98,7 @@ class Engine:
         self.prefix_caching = (
             prefix_caching
             and model.tables.shares is not None
+            and not model.has_state  # a prefix's pages hold no state behind it
             and chunk_size == model.chunk_size
             and chunk_size % PAGE_SIZE == 0
         )

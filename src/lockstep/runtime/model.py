@@ -259,6 +259,12 @@ class Model:
             lengths[advance.slot] = advance.start + len(advance.tokens)
         return taken
 
+    @property
+    def has_state(self) -> bool:
+        """Return whether some layer keeps a state of all tokens instead of their keys and values."""
+        assembly = self.engines.assembly
+        return any(layer.variant in assembly.state_mixers for layer in assembly.layers[: self.layers])
+
     def length(self, slot: int) -> int:
         """Return how many tokens the slot holds."""
         return int(self._executor.lengths[slot])

@@ -6,7 +6,7 @@ Each step is a `HostStep`: calls bound to NumPy buffers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -24,6 +24,14 @@ from lockstep.weights.adapters import LoraArrays
 
 _KEPT_STEPS = 8
 _ROWS = 16  # of logits at a time, where all of a prompt are asked for
+
+
+class Content(NamedTuple):
+    """A copy of what a slot holds: rows of keys and values, and states."""
+
+    length: int
+    rows: Sequence[np.ndarray]
+    states: Sequence[np.ndarray]
 
 
 class HostExecutor:
@@ -44,7 +52,7 @@ class HostExecutor:
         self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
         self._network = network
         self._cache = KVCache(
-            [attention.cache for _, attention in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
+            [mixer.cache for _, mixer in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
         )
         page_nbytes = PAGE_SIZE * self._cache.token_nbytes
         self._stored: dict[int, list[np.ndarray]] = {}  # by page
@@ -84,7 +92,7 @@ class HostExecutor:
                 self._reserve_row(slot, end)
         step = self._host_step(self._lay_out(advances))
         decoded = self._pack(step, advances)
-        step.run()
+        step.run(decoded)
         step.write_decoded(decoded)
         self._taken = step, advances
         return step
@@ -148,22 +156,26 @@ class HostExecutor:
             self._stored.pop(page, None)  # none where copying it failed
 
     def fork(self, slot: int, other: int) -> None:
-        length = int(self._cache.lengths[slot])
-        self._put(other, self._cache.copy_out(slot, 0, length), length)
+        self._put(other, self._copied(slot))
 
-    def swap_out(self, slot: int) -> list[np.ndarray]:
-        arrays = self._cache.copy_out(slot, 0, int(self._cache.lengths[slot]))
+    def swap_out(self, slot: int) -> Content:
+        content = self._copied(slot)
         self.reset(slot)
-        return arrays
+        return content
 
-    def swap_in(self, slot: int, swapped: list[np.ndarray]) -> None:
-        self._put(slot, swapped, swapped[0].shape[2])
+    def swap_in(self, slot: int, swapped: Content) -> None:
+        self._put(slot, swapped)
 
-    def _put(self, slot: int, arrays: Sequence[np.ndarray], length: int) -> None:
-        self.tables.reserve({slot: length})
-        self._reserve_row(slot, length)
-        self._cache.copy_in(slot, 0, arrays)
-        self._cache.lengths[slot] = length
+    def _copied(self, slot: int) -> Content:
+        length = int(self._cache.lengths[slot])
+        return Content(length, self._cache.copy_out(slot, 0, length), self._cache.states_out(slot))
+
+    def _put(self, slot: int, content: Content) -> None:
+        self.tables.reserve({slot: content.length})
+        self._reserve_row(slot, content.length)
+        self._cache.copy_in(slot, 0, content.rows)
+        self._cache.states_in(slot, content.states)
+        self._cache.lengths[slot] = content.length
 
     def _reserve_row(self, slot: int, length: int) -> None:
         if self._cache.reserve(slot, length):
@@ -241,8 +253,8 @@ def _check_declared(network: Network) -> None:
     """
     declared: dict[Executable, Signature] = {block.run: block.signature for block, _ in network.layers}
     declared |= {block.run: block.signature for block in (network.embedding, network.exit)}
-    for attention in {id(attention): attention for _, attention in network.layers}.values():
-        declared |= {attention.engines[phase]: graph.signature for phase, graph in attention.variant.phases().items()}
+    for mixer in {id(mixer): mixer for _, mixer in network.layers}.values():
+        declared |= {mixer.engines[phase]: graph.signature for phase, graph in mixer.variant.phases().items()}
     for executable, signature in declared.items():
         check_engine(executable, signature)
 

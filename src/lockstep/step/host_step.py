@@ -24,7 +24,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.step.executable import Run
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.kv_cache import CacheRow, KVCache
-from lockstep.step.network import Block, LayerAttention, Network
+from lockstep.step.network import Block, LayerAttention, LayerState, Network
 from lockstep.step.packing import PackedTokens
 from lockstep.step.ranks import RankBlock
 
@@ -113,9 +113,13 @@ class HostStep:
         values[IDS] = self.adapter_ids
         self._calls: list[Callable[[], None]] = []
         self._add_block(network.embedding, values)
-        for index, (block, layer_attention) in enumerate(network.layers):
+        self._decoded: Mapping[int, np.ndarray] = {}
+        for index, (block, mixer) in enumerate(network.layers):
             self._add_block(block, values)
-            self._add_attention(index, layer_attention, values)
+            if isinstance(mixer, LayerState):
+                self._add_state(index, mixer, values)
+            else:
+                self._add_attention(index, mixer, values)
         self._exit, self._before_exit = network.exit, dict(values)
         self._add_exit(network.exit, values)
 
@@ -134,7 +138,9 @@ class HostStep:
         firsts = np.cumsum([0, *(part.shape[1] for part in self._parts)]).tolist()
         return most_likely_of_ranks([largest(part, first) for part, first in zip(self._parts, firsts)])
 
-    def run(self) -> None:
+    def run(self, decoded: Mapping[int, np.ndarray]) -> None:
+        """Run the step. decoded: as of `write_decoded`, of which new states are written as they come."""
+        self._decoded = decoded
         for call in self._calls:
             call()
 
@@ -201,6 +207,43 @@ class HostStep:
             self._add_call(layer_attention, "prefill", tokens, values, past, lengths, attention, key, value)
             self._calls.append(functools.partial(cache.write, index, chunk.place, chunk.start, key, value))
         values["attention"] = attention
+
+    def _add_state(self, index: int, mixer: LayerState, values: dict[str, np.ndarray]) -> None:
+        """Add the calls of a mixer with a state: rows that decode, then each chunk behind the one before it."""
+        output = self._buffer(mixer.attention, self.layout.num_tokens)
+        slices, decoding = self.slices, self.layout.decoding
+        for part, tokens in zip(decoding, slices):
+            state = self._cache.state(index, part.capacity, part.low, part.high)
+            new = self._add_state_call(mixer, "decode", tokens, values, state, output)
+            self._calls.append(functools.partial(self._write_states, part, state, new))
+        for chunk, tokens in zip(self.layout.chunks, slices[len(decoding) :]):
+            state = self._cache.state(index, chunk.place.capacity, chunk.place.row, chunk.place.row + 1)
+            new = self._add_state_call(mixer, "prefill", tokens, values, state, output)
+            self._calls.append(functools.partial(np.copyto, state, new))
+        values["attention"] = output
+
+    def _add_state_call(
+        self,
+        mixer: LayerState,
+        phase: str,
+        tokens: slice,
+        values: Mapping[str, np.ndarray],
+        state: np.ndarray,
+        output: np.ndarray,
+    ) -> np.ndarray:
+        """Add a call; return the buffer of its new states, shared by calls of this shape: each is written at once."""
+        (new,) = self._buffers.setdefault(("state", state.shape), [np.empty(state.shape, state.dtype)])
+        inputs = {**{name: values[name][tokens] for name in mixer.variant.inputs}, "past_state": state}
+        self._calls.append(mixer.engines[phase].prepare(inputs, {"attention": output[tokens], "state_out": new}))
+        return new
+
+    def _write_states(self, part: Rows, state: np.ndarray, new: np.ndarray) -> None:
+        """Write the new states of the rows that decode; those in between stay as they are."""
+        rows = self._decoded[part.capacity] - part.low
+        if len(rows) == part.count:
+            np.copyto(state, new)
+        else:
+            state[rows] = new[rows]
 
     def _past(self, index: int, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values that a chunk looks at.

@@ -1,11 +1,12 @@
-"""The KV cache on the host: contiguous arrays that engines read without a copy.
+"""The KV cache on the host, and the states beside it: contiguous arrays that engines read without a copy.
 
 Rows are kept by capacity, a power of two of tokens: a request that outgrows its row is copied into one of the next
 capacity. So a row's capacity follows from its own length alone, a short request never reads, or pays for, the length of
 a long one beside it, and what a decode graph computes for a request does not depend on its company.
 
 `keys` of rows of one capacity and one kind of layer are [layers, rows, num_kv_heads, capacity, head_dim]: one layer's
-rows `low:high` are a contiguous view, which is what the decode graph takes.
+rows `low:high` are a contiguous view, which is what the decode graph takes. States of layers that have one instead lie
+in the same rows, [layers, rows, *state] float32.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.step.pages import PAGE_SIZE
+
+_STATE = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,13 @@ class LayerShape:
     def size(self) -> int:
         """Return how many numbers a token's key and value have."""
         return self.num_kv_heads * (self.head_dim + self.value_head_dim)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """State of one layer, for one request, whatever its length: float32 of these sizes."""
+
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -57,16 +67,23 @@ class _Rows:
         self.touched = 0
         self.keys: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
+        self.states: list[np.ndarray] = []  # of each kind of state
 
 
 class KVCache:
     """Rows of keys and values for slots 0 to `num_slots`-1.
 
-    `lengths[slot]` tokens of a slot are valid; the rest of its row is zero or stale, but finite.
+    `lengths[slot]` tokens of a slot are valid; the rest of its row is zero or stale, but finite. Its states are of all
+    tokens that it holds, and zero before the first.
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], num_slots: int, max_seq_len: int, dtype: np.dtype, kept_nbytes: int
+        self,
+        layers: Sequence[LayerShape | StateShape],
+        num_slots: int,
+        max_seq_len: int,
+        dtype: np.dtype,
+        kept_nbytes: int,
     ):
         """Make a cache that has no rows yet.
 
@@ -75,18 +92,27 @@ class KVCache:
         """
         self.num_slots, self.max_seq_len, self.dtype = num_slots, max_seq_len, np.dtype(dtype)
         self.lengths = np.zeros(num_slots, np.int64)
-        shapes = sorted(set(layers), key=layers.index)
-        self._groups = [(shape, sum(other == shape for other in layers)) for shape in shapes]
+        shapes = [shape for shape in dict.fromkeys(layers) if isinstance(shape, LayerShape)]
+        states = [shape for shape in dict.fromkeys(layers) if isinstance(shape, StateShape)]
+        self._groups = [(shape, layers.count(shape)) for shape in shapes]
+        self._state_groups = [(shape, layers.count(shape)) for shape in states]
+        number: dict[LayerShape | StateShape, int] = {shape: index for index, shape in enumerate(shapes)}
+        number |= {shape: index for index, shape in enumerate(states)}
         # layer -> (group, index in it)
-        self._layers = [(shapes.index(shape), layers[:i].count(shape)) for i, shape in enumerate(layers)]
+        self._layers = [(number[shape], layers[:i].count(shape)) for i, shape in enumerate(layers)]
         self._places: dict[int, CacheRow] = {}
         self._rows: dict[int, _Rows] = {}  # by capacity
         self._most_tokens = kept_nbytes // self.token_nbytes
 
     @property
     def token_nbytes(self) -> int:
-        """Return the bytes of one token's keys and values, all layers together."""
-        return sum(shape.size * count for shape, count in self._groups) * self.dtype.itemsize
+        """Return the bytes of one token's keys and values, all layers together; 1 where no layer has any."""
+        return sum(shape.size * count for shape, count in self._groups) * self.dtype.itemsize or 1
+
+    @property
+    def state_nbytes(self) -> int:
+        """Return the bytes of a request's states, all layers together."""
+        return sum(math.prod(shape.sizes) * count for shape, count in self._state_groups) * _STATE.itemsize
 
     def capacity_for(self, length: int) -> int:
         """Return the capacity of a row that holds `length` tokens."""
@@ -108,6 +134,7 @@ class KVCache:
             used = int(self.lengths[slot])
             for (keys, values), (old_keys, old_values) in zip(self._row(self._places[slot]), self._row(old)):
                 keys[:, :, :used], values[:, :, :used] = old_keys[:, :, :used], old_values[:, :, :used]
+            self.states_in(slot, self._states(old))
             self._drop_row(old)
         return moved
 
@@ -137,6 +164,20 @@ class KVCache:
         end = start + len(key)
         keys[0, :, start:end] = key.swapaxes(0, 1)
         values[0, :, start:end] = value.swapaxes(0, 1)
+
+    def state(self, layer: int, capacity: int, low: int, high: int) -> np.ndarray:
+        """Return a layer's states of rows `low:high`, [high-low, *state], contiguous, without a copy."""
+        group, index = self._layers[layer]
+        return self._rows[capacity].states[group][index, low:high]
+
+    def states_out(self, slot: int) -> list[np.ndarray]:
+        """Return copies of a slot's states: of each kind [layers, *state]."""
+        return [array.copy() for array in self._states(self._places[slot])]
+
+    def states_in(self, slot: int, states: Sequence[np.ndarray]) -> None:
+        """Put what `states_out` gave into a slot."""
+        for array, given in zip(self._states(self._places[slot]), states, strict=True):
+            array[:] = given
 
     def write_each(
         self, group: int, capacity: int, rows: np.ndarray, starts: np.ndarray, key: np.ndarray, value: np.ndarray
@@ -177,6 +218,9 @@ class KVCache:
         rows = self._rows[place.capacity]
         return [(keys[:, place.row], values[:, place.row]) for keys, values in zip(rows.keys, rows.values)]
 
+    def _states(self, place: CacheRow) -> list[np.ndarray]:
+        return [states[:, place.row] for states in self._rows[place.capacity].states]
+
     def _take_row(self, slot: int, capacity: int) -> bool:
         """Give a slot the lowest free row of this capacity.
 
@@ -209,10 +253,11 @@ class KVCache:
 
         wanted: a capacity that is needed. Returns whether any were.
         """
-        count, kept = len(self._rows), sum(capacity * rows.touched for capacity, rows in self._rows.items())
+        state = -(-self.state_nbytes // self.token_nbytes)  # as so many tokens
+        count, kept = len(self._rows), sum((capacity + state) * rows.touched for capacity, rows in self._rows.items())
         for capacity, rows in [*self._rows.items()]:
             if kept > self._most_tokens and capacity != wanted and all(slot is None for slot in rows.slots):
-                kept -= capacity * rows.touched
+                kept -= (capacity + state) * rows.touched
                 del self._rows[capacity]
         return len(self._rows) < count
 
@@ -224,10 +269,13 @@ class KVCache:
         self._rows[place.capacity].slots[place.row] = None
         for keys, values in self._row(place):
             keys[:], values[:] = 0, 0
+        for states in self._states(place):
+            states[:] = 0
 
     def _grow(self, rows: _Rows, capacity: int, count: int) -> bool:
         """Make arrays for `count` rows; return False where there is no memory for them."""
         olds: list[Sequence[np.ndarray | None]] = [[*rows.keys], [*rows.values]]
+        old_states: Sequence[np.ndarray | None] = [*rows.states] or [None] * len(self._state_groups)
         try:
             grown = [
                 [
@@ -236,16 +284,21 @@ class KVCache:
                 ]
                 for old, dim in zip(olds, ("head_dim", "value_head_dim"))
             ]
+            states = [
+                self._grown(array, (layers, count, *shape.sizes), _STATE)
+                for (shape, layers), array in zip(self._state_groups, old_states)
+            ]
         except (MemoryError, ValueError):  # ValueError: more than any memory
             return False
         rows.keys, rows.values = grown
+        rows.states = states
         rows.slots += [None] * (count - len(rows.slots))
         return True
 
-    def _grown(self, old: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+    def _grown(self, old: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype | None = None) -> np.ndarray:
         if math.prod(shape) * self.dtype.itemsize > np.iinfo(np.int64).max:
             raise MemoryError
-        new = np.zeros(shape, self.dtype)
+        new = np.zeros(shape, dtype or self.dtype)
         if old is not None:
             new[:, : old.shape[1]] = old
         return new

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.assembly import Assembly, AttentionVariant
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.graph_files import AttentionVariant, StateMixer, TokenMixer
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.errors import InputError
 from lockstep.step.executable import Executable
-from lockstep.step.kv_cache import LayerShape
+from lockstep.step.kv_cache import LayerShape, StateShape
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class Block:
 
 
 @dataclass(frozen=True)
-class LayerAttention:
-    """An attention variant with its engines by phase.
+class LayerMixer:
+    """A token mixer with its engines by phase.
 
     The phases are prefill and decode, or what the backend has instead.
     """
 
     engines: Mapping[str, Executable]
-    variant: AttentionVariant
+    variant: TokenMixer
 
     @functools.cached_property
     def inputs(self) -> dict[str, tuple[str, ...]]:
@@ -86,6 +87,13 @@ class LayerAttention:
     def attention(self) -> IO:
         return next(io for io in self.variant.decode.signature.outputs if io.name == "attention")
 
+
+@dataclass(frozen=True)
+class LayerAttention(LayerMixer):
+    """An attention variant with its engines, over a KV cache."""
+
+    variant: AttentionVariant
+
     @functools.cached_property
     def cache(self) -> LayerShape:
         """Return the shape of the cache that a layer needs."""
@@ -93,18 +101,35 @@ class LayerAttention:
 
 
 @dataclass(frozen=True)
+class LayerState(LayerMixer):
+    """A mixer with a state, and its engines."""
+
+    variant: StateMixer
+
+    @property
+    def cache(self) -> StateShape:
+        """Return the shape of a request's state."""
+        return StateShape(self.variant.state)
+
+
+@dataclass(frozen=True)
 class Network:
-    """All that one step runs: embedding, (block, attention) by layer, exit.
+    """All that one step runs: embedding, (block, token mixer) by layer, exit.
 
     others: of several ranks, each on a device of its own, what those behind the first run; this is the first's then.
     """
 
     embedding: Block
-    layers: tuple[tuple[Block, LayerAttention], ...]
+    layers: tuple[tuple[Block, LayerAttention | LayerState], ...]
     exit: Block
     dtype: np.dtype
     vocab_size: int
     others: tuple[Network, ...] = ()
+
+    @property
+    def attentions(self) -> list[LayerAttention]:
+        """Return the attention of each layer, in a network in which no layer has a state."""
+        return [mixer for _, mixer in self.layers if isinstance(mixer, LayerAttention)]
 
 
 def layer_count(assembly: Assembly, layers: int | str) -> int:

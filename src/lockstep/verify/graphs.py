@@ -151,7 +151,7 @@ class Graphs(GraphRunner):
         self.attention = {
             f"{name}.{phase}": opened(graph)
             for name in sorted({layer.variant for layer in self.layers})
-            for phase, graph in assembly.variants[name].phases().items()
+            for phase, graph in assembly.mixers[name].phases().items()
         }
         if (ranks := assembly.tensor_parallel) is not None:
             used = {piece.graph for name in self.classes.keys() & ranks.classes for piece in ranks.classes[name].pieces}
@@ -179,6 +179,14 @@ class Graphs(GraphRunner):
         `hidden` alone in most models.
         """
         return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
+
+    def shows_hidden(self, part: BoundBlock) -> bool:
+        """Return whether what a block hands on as `hidden` is the hidden state that enters its layer.
+
+        Of several values only layers with a state tell which is: `cut` names them by what is added to the stream.
+        """
+        carries = self.carries(part)
+        return carries == ["hidden"] or bool(self.assembly.state_mixers) and "hidden" in carries
 
     def run_graph(
         self, name: str, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]

@@ -20,7 +20,7 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
     CheckError where there is room for no page.
     """
     pages, fused = num_slots * -(-max_seq_len // PAGE_SIZE), _fused(network)
-    nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.layers[index][1].cache.size for index in fused)
+    nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.attentions[index].cache.size for index in fused)
     if len(fused) < len(network.layers):
         return PageTables(PagePool(pages, nbytes), num_slots, shares=None)
     share = 0.9 if kv_bytes is None else kv_bytes
@@ -35,7 +35,7 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
 
 def _fused(network: Network) -> list[int]:
     """Return the layers whose attention variant was built for fused attention."""
-    return [index for index, (_, layer_attention) in enumerate(network.layers) if "rotary" in layer_attention.engines]
+    return [index for index, layer_attention in enumerate(network.attentions) if "rotary" in layer_attention.engines]
 
 
 def make_attention(
@@ -50,7 +50,7 @@ def make_attention(
     """Return each layer's attention on a device's stream: one object of fused layers, one of traced ones."""
     fused, dtype = set(_fused(network)), network.dtype
     parts: list[dict[int, LayerAttention]] = [{}, {}]  # traced, fused
-    for index, (_, layer_attention) in enumerate(network.layers):
+    for index, layer_attention in enumerate(network.attentions):
         parts[index in fused][index] = layer_attention
     made: dict[bool, Attention] = {}
     if parts[False]:

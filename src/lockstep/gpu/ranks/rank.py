@@ -23,7 +23,7 @@ from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, Prompt
 from lockstep.gpu.prompts import Inputs, PromptInputs, captured_tokens
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
-from lockstep.step.network import Block, LayerAttention, Network, ShardCall
+from lockstep.step.network import Block, LayerMixer, Network, ShardCall
 from lockstep.step.pages import PageTables
 
 _PRODUCTS_EVERY = 32  # tokens, of sizes whose products are warmed: kernels work in tiles of 64 tokens and more
@@ -329,7 +329,7 @@ class Rank:
                 self._add_attention(layer_attention, values, largest)
             yield DeviceBlock(parts, dict(values))
 
-    def _add_attention(self, layer_attention: LayerAttention, values: dict[str, cuda.Array], total: int) -> None:
+    def _add_attention(self, layer_attention: LayerMixer, values: dict[str, cuda.Array], total: int) -> None:
         width = tuple(int(size) for size in layer_attention.attention.shape[1:])  # all but the first are numbers
         values["attention"] = self._buffer("attention", (total, *width), layer_attention.attention.numpy_dtype)
 

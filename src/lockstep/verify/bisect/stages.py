@@ -102,7 +102,7 @@ def walk(
     for index, layer in enumerate(graphs.layers):
         # One value crosses to the next block in most models: the hidden state, which PyTorch shows. Of others only
         # their effect is seen.
-        shown = record and index and graphs.carries(layer.block) == ["hidden"]
+        shown = record and index and graphs.shows_hidden(layer.block)
         of = (lambda side, index=index: side.layers[index].hidden) if shown else None
         step = run("block", layer.block, index, "hidden_out", of)
         yield step
@@ -110,6 +110,9 @@ def walk(
         if shown:
             env["hidden"] = record.layers[index].hidden.astype(graphs.hidden_dtype)
         exact, rounded = (side.layers[index] if side else None for side in (record, noisy))
+        if layer.variant in graphs.assembly.state_mixers:
+            env["attention"] = yield from _state(graphs, layer.variant, index, env, len(tokens.ids), exact, rounded)
+            continue
         env["attention"] = yield from _attention(graphs, layer.variant, index, env, tokens, exact, rounded, decode_rows)
     yield run("exit", graphs.exit, graphs.num_layers - 1, "logits", lambda side: side.logits)
 
@@ -162,6 +165,35 @@ def _attention(
         yield decoded
         attention[rows] = decoded.outputs["attention"]
     return (attention if layer is None else layer.attention).astype(graphs.dtype)
+
+
+def _state(
+    graphs: Graphs, name: str, index: int, env: Arrays, count: int, layer: Any, noisy: Any
+) -> Generator[StageRun, None, np.ndarray]:
+    """Run a mixer with a state: the whole sequence and, where its states are known, its second half and last token.
+
+    Returns what the next block reads, [num_tokens, size].
+    """
+    mixer = graphs.assembly.state_mixers[name]
+
+    def run(phase: str, graph: str, start: int, end: int, state: np.ndarray) -> StageRun:
+        rows = np.arange(start, end)
+        inputs = {**{key: env[key][rows] for key in mixer.inputs}, "past_state": state}
+        stage = Stage("attention", f"{name}.{graph}", phase, index, {}, inputs, rows)
+        exact, in_fp16 = (
+            {} if side is None else {"attention": side.attention[rows], "state_out": side.states[end]}
+            for side in (layer, noisy)
+        )
+        return StageRun(stage, _run(graphs, stage), exact, in_fp16)
+
+    whole = run("prefill", "prefill", 0, count, np.zeros((1, *mixer.state), np.float32))
+    yield whole
+    if layer is None:
+        return whole.outputs["attention"]
+    if half := count // 2:
+        yield run("chunked", "prefill", half, count, layer.states[half])
+    yield run("decode", "decode", count - 1, count, layer.states[count - 1])
+    return layer.attention.astype(graphs.dtype)
 
 
 def measure(

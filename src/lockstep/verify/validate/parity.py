@@ -31,7 +31,8 @@ _PIECE = 4096  # tokens of the vocabulary at a time
 class LayerErrors:
     """Errors of one layer by tensor.
 
-    `hidden` (what leaves the layer), then for each phase `<phase>.key_out`, `.value_out`, `.attention`.
+    `hidden` (what leaves the layer), then for each phase `<phase>.key_out`, `.value_out`, `.attention`; of a mixer with
+    a state `<phase>.state_out`, `.attention`.
     overflow: a line where the block's graph goes beyond float16.
     """
 
@@ -146,8 +147,8 @@ def _layers_alone(
         part = layer.block
         outputs = graphs.run_block(part, env)
         known: dict[str, np.ndarray] = {}
-        if index and graphs.carries(part) == ["hidden"]:
-            # One value crosses to the next block: the hidden state that enters this layer and left the one before.
+        if index and graphs.shows_hidden(part):
+            # The hidden state that enters this layer and left the one before crosses to the next block.
             known["hidden"] = np.concatenate([record.layers[index].hidden for record in records])
             noisy = np.concatenate([record.layers[index].hidden for record in noise])
             errors[-1].tensors["hidden"] = TensorErrors.measure(known["hidden"], outputs["hidden"], noisy)
@@ -155,7 +156,9 @@ def _layers_alone(
         env |= outputs | {name: _narrowed(array, graphs.hidden_dtype) for name, array in known.items()}
         entry = LayerErrors(index, part.graph, layer.variant, overflow=overflow)
         layers = [(record.layers[index], rounded.layers[index]) for record, rounded in pairs]
-        if records[0].num_past:
+        if layer.variant in graphs.assembly.state_mixers:
+            entry.tensors |= _state_errors(graphs, layer.variant, env, layers, spans)
+        elif records[0].num_past:
             entry.tensors |= _variant_errors_behind(
                 graphs, layer.variant, env, *layers[0], records[0].num_past, capacity
             )
@@ -185,20 +188,51 @@ def _variant_errors(
             if phase == "chunked" and not start:
                 continue  # one token cannot be halved
             past = _past(graphs, [layer], [start])
-            outputs = graphs.run_attention(
-                variant, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past}
-            )
+            outputs = graphs.run_mixer(variant, "prefill", {**_rows(env, slice(span.start + start, span.stop)), **past})
             rows = slice(start, count)
             phases.add(phase, outputs, _expected(layer, rows), _expected(noisy, rows))
     last = np.array([span.stop - 1 for span in spans])
     lengths = [span.stop - span.start - 1 for span in spans]
-    outputs = graphs.run_attention(
+    outputs = graphs.run_mixer(
         variant, "decode", {**_rows(env, last), **_past(graphs, [layer for layer, _ in layers], lengths)}
     )
     for row, ((layer, noisy), length) in enumerate(zip(layers, lengths)):
         token = slice(length, length + 1)
         one = {name: array[row : row + 1] for name, array in outputs.items()}
         phases.add("decode", one, _expected(layer, token), _expected(noisy, token))
+    return phases.errors()
+
+
+def _state_errors(
+    graphs: Graphs,
+    name: str,
+    env: Mapping[str, np.ndarray],
+    layers: Sequence[tuple[LayerRecord, LayerRecord]],
+    spans: Sequence[slice],
+) -> dict[str, TensorErrors]:
+    """Return the errors of a mixer with a state in the phases of `_variant_errors`, behind torch's states."""
+    inputs, phases = graphs.assembly.state_mixers[name].inputs, _Phases()
+
+    def run(phase: str, rows: slice | np.ndarray, states: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        return graphs.run_mixer(
+            name, phase, {**{key: env[key][rows] for key in inputs}, "past_state": np.concatenate(states)}
+        )
+
+    def expected(layer: LayerRecord, start: int, end: int) -> dict[str, np.ndarray]:
+        return {"state_out": layer.states[end], "attention": layer.attention[start:end]}
+
+    for (layer, noisy), span in zip(layers, spans):
+        count = span.stop - span.start
+        for phase, start in (("prefill", 0), ("chunked", count // 2)):
+            if start or phase == "prefill":
+                outputs = run("prefill", slice(span.start + start, span.stop), [layer.states[start]])
+                phases.add(phase, outputs, *(expected(side, start, count) for side in (layer, noisy)))
+    lengths = [span.stop - span.start for span in spans]
+    last = np.array([span.stop - 1 for span in spans])
+    outputs = run("decode", last, [layer.states[count - 1] for (layer, _), count in zip(layers, lengths)])
+    for row, ((layer, noisy), count) in enumerate(zip(layers, lengths)):
+        one = {key: array[row : row + 1] for key, array in outputs.items()}
+        phases.add("decode", one, *(expected(side, count - 1, count) for side in (layer, noisy)))
     return phases.errors()
 
 
@@ -223,10 +257,10 @@ def _variant_errors_behind(
     rows = {name: (array * scale.get(name, np.float32(1))).astype(array.dtype) for name, array in rows.items()}
     count, phases = len(rows["query"]), _Phases()
     expected, noise = (_expected(record, slice(0, count), num_past) for record in (layer, noisy))
-    chunk = graphs.run_attention(variant, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)})
+    chunk = graphs.run_mixer(variant, "prefill", {**rows, **_past(graphs, [layer], [num_past], capacity)})
     phases.add("chunked", chunk, expected, noise)
     lengths = [num_past + token for token in range(count)]
-    each = graphs.run_attention(variant, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)})
+    each = graphs.run_mixer(variant, "decode", {**rows, **_past(graphs, [layer] * count, lengths, capacity)})
     phases.add("decode", each, expected, noise)
     return phases.errors()
 
@@ -250,7 +284,7 @@ class _Phases:
         expected: Mapping[str, np.ndarray],
         noisy: Mapping[str, np.ndarray],
     ) -> None:
-        for name in ("key_out", "value_out", "attention"):
+        for name in expected:
             rows = (side[name].reshape(len(expected[name]), -1) for side in (expected, outputs, noisy))
             self._arrays.setdefault((phase, name), []).append(tuple(rows))
 
@@ -301,13 +335,17 @@ def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_
 
     def attend(index: int, env: Mapping[str, np.ndarray]) -> np.ndarray:
         name = graphs.layers[index].variant
+        if (mixer := graphs.assembly.state_mixers.get(name)) is not None:
+            state = np.zeros((1, *mixer.state), np.float32)
+            feeds = {**{key: env[key] for key in mixer.inputs}, "past_state": state}
+            return graphs.run_mixer(name, "prefill", feeds)["attention"]
         variant = graphs.assembly.variants[name]
         past = {
             "past_key": np.zeros((1, variant.num_kv_heads, 1, variant.head_dim), graphs.dtype),
             "past_value": np.zeros((1, variant.num_kv_heads, 1, variant.value_head_dim), graphs.dtype),
             "past_lengths": np.zeros(1, np.int64),
         }
-        return graphs.run_attention(name, "prefill", {**_rows(env, slice(None)), **past})["attention"]
+        return graphs.run_mixer(name, "prefill", {**_rows(env, slice(None)), **past})["attention"]
 
     env = {"hidden": hidden, "position_ids": position_ids, "logit_rows": logit_rows}
     return graphs.run_layers(graphs.layers, env, attend)

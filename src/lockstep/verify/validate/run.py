@@ -190,7 +190,7 @@ def _check_long_contexts(
     """
     pairs = [(layer.block.graph, layer.variant) for layer in graphs.layers]
     count = 1 + max(pairs.index(pair) for pair in pairs)
-    windows = {graphs.assembly.variants[variant].window for _, variant in pairs} - {0, None}
+    windows = set(_windows(graphs)) - {0, None}
     lengths = config_lengths(config) | windows
     random = np.random.default_rng(0)
     caches: list[CacheError] = []
@@ -201,10 +201,14 @@ def _check_long_contexts(
         ):
             if num_past < 1:
                 continue
-            shapes = [
-                (layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2])) for layer in short.layers[:count]
+            past = [
+                synthetic_past(
+                    random, num_past, layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2]), lengths
+                )
+                if len(layer.keys)
+                else None
+                for layer in short.layers[:count]
             ]
-            past = [synthetic_past(random, num_past, heads, dims, lengths) for heads, dims in shapes]
             record = torch_model.record(random.integers(0, graphs.assembly.vocab_size, _NUM_BEHIND), past)
             noisy = torch_model.noisy(record, past)
             errors = errors_behind(graphs, record, noisy, max_seq_len if number % 2 else 0)
@@ -240,8 +244,13 @@ def _sequences(graphs: Graphs) -> list[np.ndarray]:
         raise InputError(f"{graphs.path}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint")
     tokenizer = tokenizers.Tokenizer.from_file(str(graphs.path.with_name(graphs.assembly.tokenizer.file)))
     prompt = [token for token in tokenizer.encode(_TEXT).ids if token < vocab_size]
-    windows = [graphs.assembly.variants[layer.variant].window for layer in graphs.layers]
-    return sequences(vocab_size, graphs.assembly.max_position_embeddings or 64, prompt, windows)
+    return sequences(vocab_size, graphs.assembly.max_position_embeddings or 64, prompt, _windows(graphs))
+
+
+def _windows(graphs: Graphs) -> list[int]:
+    """Return the windows of the layers that have attention."""
+    variants = graphs.assembly.variants
+    return [variants[layer.variant].window for layer in graphs.layers if layer.variant in variants]
 
 
 def _check_forward(

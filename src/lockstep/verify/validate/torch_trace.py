@@ -10,7 +10,8 @@ Beside each record stands one of the same model rounded to fp16 (`verify.rounded
 before it: the difference is what the precision itself costs there.
 
 The recording hangs on transformers' `AttentionInterface`, so no model needs code of its own: the hook is called with
-query, key (rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask.
+query, key (rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask. In the
+same way the functions of recurrent layers are called, which transformers' models share by name.
 """
 
 from __future__ import annotations
@@ -23,18 +24,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
-from lockstep.export.torch_model import cut_config, eager_attention, float32_tensor, is_within, load_tensors
+from lockstep.export.state_hook import current_layer, numbered, replaced
+from lockstep.export.torch_model import (
+    TokensBefore,
+    cut_config,
+    eager_attention,
+    float32_tensor,
+    is_within,
+    load_tensors,
+)
 from lockstep.export.tracer import layer_list
 from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy
 from lockstep.weights import Weights
 
 HOOK = "lockstep_recording"
 _WIDEST = 256
-_RECORDED = ("keys", "values", "attention")  # of each layer, by the attention hook
+_NONE = np.empty(0, np.float32)
+Past = Sequence[tuple[np.ndarray, np.ndarray] | None]
 # Behind a synthetic cache: the standard deviation of scores against its standard normal keys. Small, so that every
 # cache row has a weight.
 _SCORES = 0.5
@@ -42,27 +52,35 @@ _SCORES = 0.5
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer on one sequence, float32.
+    """One token mixer on one sequence, float32.
 
-    hidden [num_tokens, hidden_size] enters the layer. keys (rotated) [num_past + num_tokens, num_kv_heads, head_dim]
-    and values [..., value_head_dim] are those that its tokens attend to. attention is [num_tokens,
-    num_heads*value_head_dim]. query_scale and key_scale are what the layer's own queries and keys were multiplied by:
-    1, but for tokens behind a synthetic cache.
+    hidden [num_tokens, hidden_size] enters its decoder layer, `layer`. keys (rotated) [num_past + num_tokens,
+    num_kv_heads, head_dim] and values [..., value_head_dim] are those that its tokens attend to. attention is
+    [num_tokens, num_heads*value_head_dim]. query_scale and key_scale are what the layer's own queries and keys were
+    multiplied by: 1, but for tokens behind a synthetic cache. A mixer with a state has `states` instead of keys and
+    values: the state [1, *state] behind some numbers of its tokens, and attention is what it gives.
     """
 
+    layer: int
     hidden: np.ndarray
+    attention: np.ndarray
     keys: np.ndarray
     values: np.ndarray
-    attention: np.ndarray
+    states: Mapping[int, np.ndarray] = field(default_factory=dict)
     query_scale: float = 1.0
     key_scale: float = 1.0
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [self.hidden, self.attention, self.keys, self.values, *self.states.values()]
 
 
 @dataclass(frozen=True)
 class Record:
     """What torch computed of a sequence behind `num_past` tokens.
 
-    token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers, logits [num_tokens, vocab_size].
+    token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers (of each token mixer), logits [num_tokens,
+    vocab_size].
     """
 
     token_ids: np.ndarray
@@ -72,7 +90,7 @@ class Record:
     num_past: int = 0
 
     def is_finite(self) -> bool:
-        layers = (getattr(layer, name) for layer in self.layers for name in ("hidden", *_RECORDED))
+        layers = (array for layer in self.layers for array in layer.arrays)
         return all(np.isfinite(array).all() for array in (self.embedded, self.logits, *layers))
 
     @property
@@ -82,28 +100,24 @@ class Record:
 
 @dataclass
 class _Recording:
-    """What the attention hook has seen, by layer.
+    """What the hooks have seen, a token mixer at a time.
 
-    past: of tokens behind a synthetic cache its keys and values [1, num_kv_heads, num_past, ...] of each layer; none
-    where there is no such cache. right: what each attention is to give instead of what it computes.
+    past: of tokens behind a synthetic cache its keys and values [1, num_kv_heads, num_past, ...] of each mixer, None
+    of one with a state; none where there is no such cache. right: what each mixer is to give instead of what it
+    computes.
     """
 
-    past: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    past: Sequence[tuple[torch.Tensor, torch.Tensor] | None] = ()
+    calls: list[dict[str, Any]] = field(default_factory=list)
     right: Record | None = None
 
+    @property
+    def num_past(self) -> int:
+        return next((pair[0].shape[2] for pair in self.past if pair is not None), 0)
 
-class _TokensBefore(DynamicCache):
-    """A cache of which masks and positions see the number of tokens.
-
-    The attention hook puts its keys and values in front: a model's own cache may hold others, which it computes them
-    from (MLA's latents).
-    """
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return key_states, value_states
+    def exact(self) -> LayerRecord | None:
+        """Return what is right for the mixer that is called next, where that is known."""
+        return self.right.layers[len(self.calls)] if self.right else None
 
 
 _recording: contextvars.ContextVar[_Recording] = contextvars.ContextVar("recording")
@@ -129,26 +143,21 @@ class TorchModel:
         """Return the same of a model in fp16; beyond its range the errors are those of bf16, scaled."""
         return noisy(self.embed(token_ids), lambda dtype: self.embed(token_ids))
 
-    def record(
-        self,
-        token_ids: np.ndarray,
-        past: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-        embedded: np.ndarray | None = None,
-    ) -> Record:
+    def record(self, token_ids: np.ndarray, past: Past = (), embedded: np.ndarray | None = None) -> Record:
         """Run one sequence (int64, 1-D) and record it.
 
-        past: of each layer the keys [num_past, num_kv_heads, head_dim] (as if rotated) and values of a synthetic cache
-        that the sequence comes behind. Each layer's own queries and keys are then scaled to scores that let every cache
+        past: of each mixer the keys [num_past, num_kv_heads, head_dim] (as if rotated) and values of a synthetic cache
+        that the sequence comes behind, None of one with a state. Each layer's own queries and keys are then scaled to
+        scores that let every cache
         row take part. embedded: what stands for the embedded tokens, [num_tokens, hidden_size].
         """
         recording = _Recording(_caches(past))
         ids, embedded, output = self._run(recording, token_ids, embedded, output_hidden_states=True)
         states = [_numpy(state[0]) for state in output.hidden_states]
-        layers = tuple(LayerRecord(states[i], **recording.calls[i]) for i in range(self.num_layers))
-        num_past = len(past[0][0]) if past else 0
-        return Record(ids, embedded, layers, _numpy(output.logits[0]), num_past)
+        layers = tuple(LayerRecord(hidden=states[call["layer"]], **call) for call in recording.calls)
+        return Record(ids, embedded, layers, _numpy(output.logits[0]), recording.num_past)
 
-    def noisy(self, right: Record, past: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> Record:
+    def noisy(self, right: Record, past: Past = ()) -> Record:
         """Return the record of the model in fp16, each layer on what `right` has there.
 
         right: the record of the same tokens and `past`. Of a model that goes beyond fp16's range the errors are those
@@ -165,10 +174,13 @@ class TorchModel:
             layers = tuple(
                 replace(
                     layer,
-                    hidden=scaled(layer.hidden, _numpy(entered[i])) if i in entered else layer.hidden,
-                    **{name: scaled(getattr(layer, name), recording.calls[i][name]) for name in _RECORDED},
+                    hidden=scaled(layer.hidden, _numpy(entered[layer.layer]))
+                    if layer.layer in entered
+                    else layer.hidden,
+                    states={tokens: scaled(layer.states[tokens], state) for tokens, state in call["states"].items()},
+                    **{name: scaled(getattr(layer, name), call[name]) for name in ("attention", "keys", "values")},
                 )
-                for i, layer in enumerate(right.layers)
+                for layer, call in zip(right.layers, recording.calls, strict=True)
             )
             logits = scaled(right.logits, _numpy(output.logits[0]))
             made = Record(ids, scaled(right.embedded, embedded), layers, logits, right.num_past)
@@ -183,8 +195,7 @@ class TorchModel:
         self, recording: _Recording, token_ids: np.ndarray, embedded: np.ndarray | None = None, **options: Any
     ) -> tuple[np.ndarray, np.ndarray, Any]:
         """Run one sequence. Returns its ids, the embedded tokens, and what the model gives."""
-        _recording.set(recording)
-        with torch.no_grad():
+        with self._hooked(recording), torch.no_grad():
             ids = torch.from_numpy(np.ascontiguousarray(token_ids))
             given = (
                 {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": torch.from_numpy(embedded)[None]}
@@ -192,15 +203,24 @@ class TorchModel:
             embedded = self.embed(token_ids) if embedded is None else embedded
             cache: dict[str, Any] = {"use_cache": False}
             if recording.past:
-                cache = {"past_key_values": _TokensBefore(recording.past), "use_cache": True}
+                cache = {"past_key_values": TokensBefore(recording.num_past), "use_cache": True}
             output = self.model(**given, **options, **cache)
-        if sorted(recording.calls) != list(range(self.num_layers)):
+        mixed = [call["layer"] for call in recording.calls]
+        if list(dict.fromkeys(mixed)) != list(range(self.num_layers)):
             raise InputError(
                 f"model type {self.model.config.model_type!r}: expected one attention for each of "
                 f"{self.num_layers} layers through transformers' "
-                f"attention interface, found layers {sorted(recording.calls)}; this model cannot be validated"
+                f"attention interface, found layers {mixed}; this model cannot be validated"
             )
         return np.asarray(token_ids, np.int64), embedded, output
+
+    @contextlib.contextmanager
+    def _hooked(self, recording: _Recording) -> Iterator[None]:
+        """Record what the model's token mixers are called with."""
+        _recording.set(recording)
+        layers = list(layer_list(self.model)[1])
+        with replaced(self.model, _FUNCTIONS), numbered(layers, range(len(layers))):
+            yield
 
     @contextlib.contextmanager
     def adapted(self, modules: Mapping[str, tuple[np.ndarray, np.ndarray]], columns: np.ndarray) -> Iterator[None]:
@@ -252,8 +272,7 @@ class TorchModel:
         return noisy(right, lambda dtype: _numpy(self._logits(hidden, position_ids, dtype)))
 
     def _logits(self, hidden: np.ndarray, position_ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        _recording.set(_Recording())
-        with torch.no_grad():
+        with self._hooked(_Recording()), torch.no_grad():
             embedded = torch.from_numpy(np.asarray(hidden, np.float32))[None].to(dtype)
             output = self.model(
                 inputs_embeds=embedded, position_ids=torch.from_numpy(position_ids)[None], use_cache=False
@@ -265,9 +284,11 @@ class TorchModel:
 def _on(model: Any, right: Record, entered: dict[int, torch.Tensor]) -> Iterator[None]:
     """Give each layer the hidden state that `right` has there; what came to it goes to `entered`."""
 
+    exact = {layer.layer: layer.hidden for layer in right.layers}
+
     def before(index: int, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         found = args[0] if args else options["hidden_states"]
-        hidden = torch.from_numpy(right.layers[index].hidden)[None]
+        hidden = torch.from_numpy(exact[index])[None]
         if hidden.shape != found.shape:  # of several streams, of which transformers shows one
             return args, options
         entered[index], hidden = found[0], hidden.to(found.dtype)
@@ -300,29 +321,53 @@ def _record_attention(
     is called twice.
     """
     recording = _recording.get()
-    eager = eager_attention(module)
-    if module.layer_idx in recording.calls:
+    eager, right = eager_attention(module), recording.exact()
+    if any(call["layer"] == module.layer_idx and not call["states"] for call in recording.calls):
         raise InputError(
             f"{type(module).__name__}: expected one attention in layer {module.layer_idx}, "
             f"found two; this model cannot be validated"
         )
     scales: dict[str, float] = {}
-    if recording.past:
-        past_key, past_value = recording.past[module.layer_idx]
+    if recording.past and (pair := recording.past[len(recording.calls)]) is not None:
+        past_key, past_value = pair
         key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
-        right = recording.right.layers[module.layer_idx] if recording.right else None
         query, key, scales = _scaled(query, key, past_key.shape[2], options.get("scaling"), right)
     attention, weights = eager(module, query, key, value, attention_mask, **options)
-    recording.calls[module.layer_idx] = {
-        "keys": _by_token(key),
-        "values": _by_token(value),
-        "attention": _numpy(attention[0].flatten(1)),
-        **scales,
-    }
-    if recording.right:
-        exact = torch.from_numpy(recording.right.layers[module.layer_idx].attention)
-        attention = exact.to(attention.dtype).reshape(attention.shape)
+    recorded = {"keys": _by_token(key), "values": _by_token(value), "attention": _numpy(attention[0].flatten(1))}
+    recording.calls.append({"layer": int(module.layer_idx), "states": {}, **recorded, **scales})
+    if right:
+        attention = torch.from_numpy(right.attention).to(attention.dtype).reshape(attention.shape)
     return attention, weights
+
+
+def _record_convolution(
+    original: Any, hidden_states: torch.Tensor, weight: torch.Tensor, *arguments: Any, **options: Any
+) -> torch.Tensor:
+    """Compute a causal convolution for transformers, and record what its tokens see of those before them.
+
+    hidden_states: [1, size, num_tokens]. weight: [size, width].
+    """
+    recording, (size, width) = _recording.get(), weight.shape
+    right, tokens = recording.exact(), hidden_states[0].t()
+    rows = torch.cat([tokens.new_zeros(width - 1, size), tokens])
+    window = _numpy(rows.unfold(0, width, 1).transpose(1, 2).flatten(1))
+    states = {count: _numpy(rows[None, count : count + width - 1]) for count in places(len(tokens))}
+    recording.calls.append(_state_call(window, states))
+    if right:
+        hidden_states = torch.from_numpy(right.attention[:, -size:].T)[None].to(hidden_states.dtype)
+    return original(hidden_states, weight, *arguments, **options)
+
+
+def _state_call(output: np.ndarray, states: Mapping[int, np.ndarray]) -> dict[str, Any]:
+    return {"layer": current_layer(), "attention": output, "states": states, "keys": _NONE, "values": _NONE}
+
+
+def places(count: int) -> list[int]:
+    """Return behind how many of a sequence's tokens its states are recorded."""
+    return sorted({0, count // 2, count - 1, count})
+
+
+_FUNCTIONS = {"causal_conv1d_fn": _record_convolution}
 
 
 def _scaled(
@@ -342,10 +387,8 @@ def _scaled(
     return query * by_query, key, {"query_scale": by_query, "key_scale": by_key}
 
 
-def _caches(
-    past: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype = torch.float32
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(_by_head(keys).to(dtype), _by_head(values).to(dtype)) for keys, values in past]
+def _caches(past: Past, dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    return [None if pair is None else (_by_head(pair[0]).to(dtype), _by_head(pair[1]).to(dtype)) for pair in past]
 
 
 def _by_token(heads: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,39 @@
+"""A family's random checkpoint, taken through the stages up to the engines of ONNX Runtime, in fp32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from families import FAMILIES
+
+from lockstep.backends import build
+from lockstep.checkpoint import resolve, resolve_architecture
+from lockstep.export import export
+from lockstep.export.random_model import make
+from lockstep.targets import Results
+from lockstep.weights import convert
+from shared import Shared
+
+NAME = "tiny"
+
+
+def built_family(shared: Shared, family: str) -> Path:
+    """Return the folder of `checkpoint` and `results`, made once a test run."""
+
+    def build_family(root: Path) -> None:
+        (root / "shape.json").write_text(json.dumps(FAMILIES[family].config))
+        folder = make(root / "shape.json", 0, root / "checkpoint")
+        # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+        results = Results(root / "results")
+        checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
+        convert(checkpoint, "fp32", results.weights(NAME, "fp32"))
+        export(
+            resolve_architecture(str(folder), folder, results.architecture(NAME)),
+            "fp32",
+            results.assembly(NAME, "fp32"),
+        )
+        build(results.assembly(NAME, "fp32"), "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
+
+    return shared.folder(f"families/{family}", build_family)

@@ -1,0 +1,168 @@
+"""Layers with a state: what the runtime does with states, and that the gates see faults in them."""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import numpy as np
+import onnx
+import pytest
+from built_family import NAME, built_family
+from onnx import numpy_helper
+
+from lockstep.artifacts.assembly import Assembly
+from lockstep.backends.gpu_backend import with_fused_attention
+from lockstep.errors import CheckError, InputError
+from lockstep.export.parity import TOLERANCE, Small, measure
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
+from lockstep.runtime import Engine, Model, Request, scheduler
+from lockstep.step.host_step import HostStep
+from lockstep.step.kv_cache import KVCache
+from lockstep.targets import Limits, Results, Target, Tolerances
+from lockstep.verify import golden
+from lockstep.verify.golden.terms import GoldenTerms
+
+FAMILIES = ("lfm2",)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def root(request, shared):
+    return built_family(shared, request.param)
+
+
+def open_model(root, **limits) -> Model:
+    results = Results(root / "results")
+    return Model.open(
+        results.engines(NAME, "fp32", "onnxruntime"),
+        results.assembly(NAME, "fp32"),
+        results.weights(NAME, "fp32"),
+        **({"max_batch_size": 4, "max_seq_len": 128, "chunk_size": 32} | limits),
+    )
+
+
+def ids(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 256, count)
+
+
+def argmax(logits) -> int:
+    return int(logits.argmax())
+
+
+def run(engine: Engine, *requests: Request, abort: int = -1) -> dict[tuple[int, int], list[np.ndarray]]:
+    """Return the logits of each choice; a request `abort` ends after three tokens."""
+    found: dict[tuple[int, int], list[np.ndarray]] = {}
+    engine.add_all(requests)
+    for made in engine.steps():
+        for token in made:
+            found.setdefault((token.request, token.choice), []).append(token.logits)
+        if len(found.get((abort, 0), ())) == 3:
+            engine.abort(abort)
+    return found
+
+
+def test_choices_and_swapped_and_aborted_requests_have_the_bits_of_each_alone(root, monkeypatch):
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
+    prompts = [ids(60, 0), ids(61, 1), ids(9, 2), ids(62, 3)]
+    roomy = open_model(root)
+    alone = [run(Engine(roomy), Request(prompt, 30, argmax))[0, 0] for prompt in prompts]
+    tight = open_model(root, kv_bytes=5 * roomy.tables.pool.page_nbytes)
+    engine = Engine(tight, max_num_tokens=40, admission="optimistic")
+    requests = [Request(prompt, 30, argmax, n=2 if number == 2 else 1) for number, prompt in enumerate(prompts)]
+    found = run(engine, *requests, abort=1)
+    assert engine.scheduler.num_swaps
+    assert not engine.prefix_caching and engine.prefix_hits == 0
+    for (number, choice), logits in found.items():
+        expected = alone[number][: len(logits)]
+        assert len(logits) == (3 if number == 1 else 30), (number, choice)
+        np.testing.assert_array_equal(logits, expected, err_msg=f"request {number}, choice {choice}")
+    assert tight.tables.pool.num_available == 5
+
+
+def check_golden(root) -> None:
+    results, target = Results(root / "results"), Target(NAME, "fp32", "all", "onnxruntime")
+    reference = results.reference(NAME, "all")
+    if not reference.exists():
+        terms = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
+        golden.make_reference(results.checkpoint(NAME), "all", terms, reference)
+    golden.check_engines(
+        results.assembly(NAME, "fp32"),
+        results.weights(NAME, "fp32"),
+        results.engines(NAME, "fp32", "onnxruntime"),
+        reference,
+        target,
+        Tolerances(block=1e-4, logits=1e-4),
+        Limits(max_batch_size=3, max_input_len=32, max_seq_len=128, max_num_tokens=64),
+        results.golden(*(parts := (NAME, "fp32", "all", "onnxruntime"))),
+        results.speed(*parts),
+    )
+
+
+def forgotten(right):
+    def call(self, mixer, phase, tokens, values, state, output):
+        return right(self, mixer, phase, tokens, values, np.zeros_like(state) if phase == "prefill" else state, output)
+
+    return call
+
+
+def of_the_neighbour(right):
+    return lambda self, layer, capacity, low, high: right(
+        self, layer, capacity, max(low - 1, 0), max(low - 1, 0) + high - low
+    )
+
+
+def not_written(right):
+    return lambda self, part, state, new: None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrap"),
+    [
+        pytest.param(HostStep, "_add_state_call", forgotten, id="forgotten between chunks"),
+        pytest.param(KVCache, "state", of_the_neighbour, id="of the request in the row before"),
+        pytest.param(HostStep, "_write_states", not_written, id="of decoded tokens not kept"),
+    ],
+)
+def test_the_golden_check_sees_a_state_that_is(root, owner, name, wrap):
+    with mock.patch.object(owner, name, wrap(getattr(owner, name))), pytest.raises(CheckError):
+        check_golden(root)
+
+
+def small_of(root) -> Small:
+    path = Results(root / "results").assembly(NAME, "fp32")
+    assembly = Assembly.load(path)
+    files = {graph.file: (path.parent / graph.file).read_bytes() for _, graph in assembly.graphs()}
+    return Small(json.loads((root / "shape.json").read_text()), files, assembly)
+
+
+def shifted(model: onnx.ModelProto) -> None:
+    """Let a chunk's state end a token early: of its last rows the ones before."""
+    last = next(node for node in model.graph.node if "state_out" in node.output).input[0]
+    cut = next(node for node in model.graph.node if last in node.output)
+    names = {}
+    for place, change in ((1, -1), (2, None)):
+        value = next(tensor for tensor in model.graph.initializer if tensor.name == cut.input[place])
+        start = numpy_helper.to_array(value)
+        names[place] = f"{value.name}_shifted"
+        array = start + change if change else np.array([-1], np.int64)
+        model.graph.initializer.append(numpy_helper.from_array(array, names[place]))
+    for place, new in names.items():
+        cut.input[place] = new
+
+
+def test_the_export_refuses_a_state_that_ends_a_token_early(root):
+    small = small_of(root)
+    assert measure(small).error < TOLERANCE
+    file = small.assembly.state_mixers["window"].prefill.file
+    model = onnx.ModelProto.FromString(small.files[file])
+    shifted(model)
+    assert measure(Small(small.config, {**small.files, file: model.SerializeToString()}, small.assembly)).error > 0.1
+
+
+def test_several_ranks_and_gpus_are_refused_by_name(root):
+    small = small_of(root)
+    with pytest.raises(InputError, match="tensor_parallel: expected layers of attention, found layers with a state"):
+        assemble(meta_model(small.config, "fp32"), small.config, "fp32", tensor_parallel=2)
+    with pytest.raises(InputError, match="found layers with a state.*use the backend onnxruntime or openvino"):
+        list(with_fused_attention(small.assembly, ()))
