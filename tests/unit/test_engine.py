@@ -17,7 +17,7 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.signature import IO
 from lockstep.backends import EngineSet, build, builder, engine_set, get_backend
 from lockstep.backends.base import Built
-from lockstep.backends.cpu import THREADS_VARIABLE, describe_cpu, thread_count
+from lockstep.backends.cpu import THREADS_VARIABLE, core_count, cpu_count, describe_cpu, thread_count
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.config.backends import backends
 from lockstep.errors import CheckError, InputError
@@ -472,6 +472,27 @@ def test_threads_come_from_the_argument_then_the_environment_then_the_machine(mo
         monkeypatch.setenv(THREADS_VARIABLE, text)
         with pytest.raises(InputError, match="expected"):
             thread_count()
+
+
+def test_threads_are_as_many_as_cores_and_as_the_cgroup_allows(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    for cpu in range(8):
+        write_text(
+            tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}"
+        )
+    assert (cpu_count(tmp_path), core_count(tmp_path)) == (8, 4)
+    write_text(tmp_path / "proc/self/cgroup", "0::/pods/one\n")
+    write_text(tmp_path / "sys/fs/cgroup/pods/one/cpu.max", "max 100000")
+    write_text(tmp_path / "sys/fs/cgroup/pods/cpu.max", "250000 100000")
+    assert (cpu_count(tmp_path), core_count(tmp_path)) == (3, 3)
+    write_text(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "50000")
+    write_text(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000")
+    assert core_count(tmp_path) == 1
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def test_a_process_has_one_number_of_threads(made):

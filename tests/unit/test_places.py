@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from demo_model import DEMO
 
 from lockstep.artifacts.files import write_bytes, write_json
-from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
+from lockstep.backends.cpu import THREADS_VARIABLE, core_count, thread_count
 from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
 from lockstep.export import export
@@ -116,4 +116,4 @@ def test_a_number_of_threads_that_cannot_be_meant(monkeypatch, text):
 
 def test_as_many_threads_as_a_job_may_ask_for(monkeypatch):
     monkeypatch.setenv(THREADS_VARIABLE, "")
-    assert thread_count(16) == 16 and thread_count() == len(os.sched_getaffinity(0))
+    assert thread_count(16) == 16 and thread_count() == core_count()

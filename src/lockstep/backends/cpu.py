@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +67,58 @@ def cpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
     return {"architecture": device.get("architecture"), "isa": list(device.get("isa", []))}
 
 
-def thread_count(threads: int | None = None) -> int:
-    """Return the number of threads: `threads`, else LOCKSTEP_THREADS, else the CPUs.
+def cpu_count(root: Path = Path("/"), cpus: Collection[object] | None = None) -> int:
+    """Return how many CPUs this process may use, by its affinity and its cgroup's quota.
 
-    The second is the variable of the environment; the third are the CPUs that this process may use. Raises InputError
-    for fewer than one, and for more than `_MOST_THREADS`, or four for each CPU where that is more.
+    root: of the file system, another one for tests. cpus: others than those of the affinity.
     """
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = _quotas(root / "sys/fs/cgroup", _text(root / "proc/self/cgroup"))
+    return max(1, min([len(_cpus() if cpus is None else cpus), *map(math.ceil, quotas)]))
+
+
+def core_count(root: Path = Path("/")) -> int:
+    """Return the same of cores: two CPUs that are threads of one count once."""
+    places = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in sorted(_cpus()))
+    return cpu_count(root, {_text(place) or str(place) for place in places})
+
+
+def _cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _quotas(cgroups: Path, own: str) -> Iterator[float]:
+    """Yield the CPUs that this process's cgroup and those above it may use: `cpu.max`, or in version 1 its quota."""
+    group = next((line[3:].strip("/") for line in own.splitlines() if line.startswith("0::")), "")
+    for path in (cgroups / group, *(cgroups / group).parents):
+        if not path.is_relative_to(cgroups):
+            break
+        quota, _, period = _text(path / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            yield int(quota) / int(period)
+    quota, period = (_text(cgroups / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if quota.isdigit() and period.isdigit():
+        yield int(quota) / int(period)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def thread_count(threads: int | None = None) -> int:
+    """Return the number of threads: `threads`, else LOCKSTEP_THREADS, else the cores.
+
+    The second is the variable of the environment; the third are those that this process may use (`core_count`). Raises
+    InputError for fewer than one, and for more than `_MOST_THREADS`, or four for each CPU where that is more.
+    """
+    cpus = len(_cpus())
     most, where, found = max(_MOST_THREADS, 4 * cpus), "threads", str(threads)
     if threads is None:
         where, found = THREADS_VARIABLE, os.environ.get(THREADS_VARIABLE, "")
         if not found:
-            return cpus
+            return core_count()
         threads = int(found) if re.fullmatch("[0-9]{1,9}", found) else 0
     if not 1 <= threads <= most:
         raise InputError(

@@ -216,14 +216,16 @@ def _end_with_stdin() -> None:
 
 
 def _threads() -> int | None:
-    """Return the engine's number of CPU threads: one core fewer than there are.
+    """Return the engine's number of CPU threads: as many as cores, but one CPU fewer than there are.
 
-    That core is the API process's: with a thread on each, an engine's spinning threads starve it. Returns None where
+    That one is the API process's: with a thread on each, an engine's spinning threads starve it. Returns None where
     LOCKSTEP_THREADS sets the number.
     """
     if os.environ.get("LOCKSTEP_THREADS"):
         return None
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+    from lockstep.backends.cpu import core_count, cpu_count
+
+    return max(1, min(core_count(), cpu_count() - 1))
 
 
 def _keys(path: Path | None) -> list[str]:
