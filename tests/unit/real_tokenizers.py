@@ -29,18 +29,23 @@ def tokenizer_json(shared: Shared, name: str) -> Path:
     "sentencepiece": 32,000 pieces with bytes for what they do not cover, of Mistral 7B and like Llama 2's. "tekken":
     131,072 tokens of bytes, of Mistral Nemo and like Llama 3's.
     """
-    package = importlib.util.find_spec("mistral_common")
-    if package is None:
-        pytest.skip("needs mistral-common, of envs/tokenizers.txt")
-    assert package.origin is not None
-    source = Path(package.origin).parent / "data" / _FILES[name]
-    make = _sentencepiece if name == SENTENCEPIECE else _tekken
+    source = model_file(name)
+    make = sentencepiece if name == SENTENCEPIECE else tekken
     return shared.folder(f"tokenizer-{name}", lambda folder: make(source).save(str(folder / "tokenizer.json"))) / (
         "tokenizer.json"
     )
 
 
-def _sentencepiece(source: Path) -> Tokenizer:
+def model_file(name: str) -> Path:
+    """Return the tokenizer.model or tekken.json of one of NAMES."""
+    package = importlib.util.find_spec("mistral_common")
+    if package is None:
+        pytest.skip("needs mistral-common, of envs/tokenizers.txt")
+    assert package.origin is not None
+    return Path(package.origin).parent / "data" / _FILES[name]
+
+
+def sentencepiece(source: Path) -> Tokenizer:
     """Return the tokenizer of a SentencePiece model, as transformers converts Llama's."""
     pieces = list(_pieces(source.read_bytes()))
     vocabulary = {piece: number for number, (piece, _, _) in enumerate(pieces)}
@@ -57,7 +62,7 @@ def _sentencepiece(source: Path) -> Tokenizer:
     return tokenizer
 
 
-def _tekken(source: Path) -> Tokenizer:
+def tekken(source: Path) -> Tokenizer:
     value = json.loads(source.read_bytes())
     first, size = value["config"]["default_num_special_tokens"], value["config"]["default_vocab_size"]
     characters = _byte_characters()

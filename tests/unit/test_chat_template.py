@@ -70,9 +70,22 @@ def test_a_checkpoint_may_have_none(tmp_path: Path) -> None:
     assert read_chat_template(tmp_path) is None
 
 
+def test_templates_without_a_default_refuse_chats_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = folder_of(tmp_path / "model", {**CONFIG, "chat_template": NAMED[:1]})
+    assert read_chat_template(folder) is None
+    resolve_architecture(str(folder), folder, tmp_path / "architecture.json")
+    assert capsys.readouterr().err == (
+        f"lockstep: note: {folder}: chats will be refused, for of its chat templates (tool_use) none is the default; "
+        "put one into chat_template.jinja there\n"
+    )
+
+
 REFUSED = {
-    "no default": ({"chat_template": NAMED[:1]}, "a list of named ones with one named 'default', found [{'name': 'too"),
-    "a number": ({"chat_template": 3}, "expected chat_template to be a text, or a list of named ones"),
+    "no texts": (
+        {"chat_template": [{"name": "a", "template": 3}]},
+        "a list of objects with name and template, found [{",
+    ),
+    "a number": ({"chat_template": 3}, "expected chat_template to be a text, or a list of objects"),
     "half a character": ({"chat_template": "a\ud800"}, r"expected chat_template in Unicode, found '\ud800'"),
     "half a token": ({"chat_template": PLAIN, "bos_token": "\udfff"}, "expected bos_token in Unicode"),
     "a book": ({"chat_template": "x" * 1_000_001}, "of at most 1000000 characters, found 1000001; shorten it"),

@@ -343,8 +343,8 @@ def test_a_tokenizer_that_is_none(folder, text):
 
 
 def run_printed_command(line: str) -> None:
-    """Run the `python -c ...` at the end of an error's line, with this Python."""
-    command = shlex.split(line[line.index("python -c") :])
+    """Run the `python ...` at the end of an error's line, with this Python."""
+    command = shlex.split(line[line.index("python -") :])
     subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
 
 
@@ -378,7 +378,7 @@ def test_an_absent_tokenizer_is_named_and_the_printed_command_makes_it(tmp_path)
     line = line_of(folder)
     assert line.startswith(
         f"{folder}: expected tokenizer.json, found none; download it, or make it from the "
-        f"slow tokenizer's files: python -c"
+        f"tokenizer's other files: python -m lockstep.export.slow_tokenizer "
     )
     run_printed_command(line)
     assert "tokenizer.json" in [file["path"] for file in manifest_of(folder)["files"]]

@@ -401,6 +401,19 @@ def test_weights_that_are_packed_in_a_checkpoint_that_does_not_say_so_are_refuse
     assert "found I8, which is not supported; use a checkpoint that is not quantized" in line
 
 
+def test_settings_in_a_file_of_their_own_are_named(shared, tmp_path):
+    """As AutoGPTQ left them."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(source(shared, GPTQ)[0], folder)
+    write_settings(folder, None)
+    (folder / "quantize_config.json").write_text(json.dumps(GPTQ.config()))
+    line = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
+    assert line.startswith(
+        f"{folder}/config.json: expected quantization_config, for 'model.layers.0.mlp.down_proj.qweight'"
+    )
+    assert "found it in quantize_config.json alone" in line and line.endswith("with quant_method gptq")
+
+
 def test_graphs_of_other_weights_are_refused(shared, tmp_path):
     """Exported when another tensor was in floating point."""
     results = converted(shared, GPTQ, tmp_path / "results")

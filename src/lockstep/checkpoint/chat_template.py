@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.chat_template import LONGEST, LONGEST_TOKEN, ChatTemplate
-from lockstep.checkpoint.source_files import present, read_source_json, read_source_text, shorten
+from lockstep.checkpoint.source_files import cut, present, read_source_json, read_source_text, shorten
 from lockstep.errors import InputError
 
+_DEFAULT = "default"
 _CONFIG, _JINJA, _MAP = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
 # What `read_chat_template` reads.
 FILES = (_CONFIG, _JINJA, _MAP)
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Read the chat template of a checkpoint; None where it has none.
+    """Read the chat template of a checkpoint; None where it has none, or several of which none is the default.
 
-    Its syntax is not checked. Raises InputError for what is no template, and for several of which none is the default.
+    Its syntax is not checked. Raises InputError for what is no template.
     """
     config = read_source_json(folder / _CONFIG) if present(folder / _CONFIG) else {}
     path = folder / _JINJA
@@ -34,7 +35,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         template: str | None = read_source_text(path)
     else:
         path = folder / _CONFIG
-        template = _default(config.get("chat_template"), path)
+        template = _templates(config.get("chat_template"), path).get(_DEFAULT)
     if not template:
         return None
     _check(path, "chat_template", template, LONGEST)
@@ -55,19 +56,31 @@ def _check(path: Path, name: str, text: str, longest: int) -> None:
         raise InputError(f"{path}: expected {name} of at most {longest} characters, found {len(text)}; shorten it")
 
 
-def _default(found: Any, path: Path) -> str | None:
-    """Return the template that chats use.
+def without_default(folder: Path) -> str:
+    """Say that a checkpoint has several chat templates and none that chats use; empty where that is not so."""
+    if present(folder / _JINJA) or not present(folder / _CONFIG):
+        return ""
+    named = _templates(read_source_json(folder / _CONFIG).get("chat_template"), folder / _CONFIG)
+    if not named or _DEFAULT in named:
+        return ""
+    return (
+        f"chats will be refused, for of its chat templates ({cut(', '.join(sorted(named)))}) none is the default; put "
+        f"one into {_JINJA} there"
+    )
 
-    found: one template, or a list of {"name", "template"}.
-    """
+
+def _templates(found: Any, path: Path) -> dict[str, str]:
+    """Return {name: template}. found: one template, or a list of {"name", "template"}."""
     if found is None or isinstance(found, str):
-        return found
-    if isinstance(found, list):
-        for entry in found:
-            if isinstance(entry, dict) and entry.get("name") == "default" and isinstance(entry.get("template"), str):
-                return entry["template"]
+        return {_DEFAULT: found} if found else {}
+    try:
+        named = {entry["name"]: entry["template"] for entry in found}
+        if all(isinstance(text, str) for text in (*named, *named.values())):
+            return named
+    except (TypeError, KeyError):
+        pass
     raise InputError(
-        f"{path}: expected chat_template to be a text, or a list of named ones with one named 'default', found "
+        f"{path}: expected chat_template to be a text, or a list of objects with name and template, found "
         f"{shorten(found)}; correct it, or put the template into {_JINJA} beside it"
     )
 

@@ -15,7 +15,7 @@ from lockstep.artifacts.dtypes import FLOAT_DTYPES, GROUP_SIZES
 from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.checkpoint.coded import coded_weights, refuse
-from lockstep.checkpoint.source_files import shorten
+from lockstep.checkpoint.source_files import present, shorten
 from lockstep.config.packing import Packing, largest_group
 from lockstep.errors import InputError
 
@@ -30,6 +30,8 @@ _ROLES = {
 }
 _ZERO_POINTS = {"zero_points": "weight_zero_point"}  # of these two, where they have some
 _OPTIONAL = {"gptq": {"order": "g_idx"}, "gptq_v2": {"order": "g_idx"}}
+# Files of their own in which AutoGPTQ, AutoAWQ and modelopt left what belongs into config.json; its quant_method.
+_CONFIG_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # What speaks of a layout that config.json does not.
 _REFUSED = {"weight_zero_point": "symmetric", "weight_g_idx": "actorder", "weight_global_scale": "num_bits"}
 
@@ -97,17 +99,33 @@ def _integers(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path
         if suffix in own:
             modules.setdefault(stem, name)
     found = {}
-    for module, present in sorted(modules.items()):
+    for module, first in sorted(modules.items()):
         parts = {role: f"{module}.{suffix}" for role, suffix in roles.items()}
         for name in parts.values():
             if name not in tensors:
                 raise InputError(
-                    f"{folder / tensors[present].file}: expected tensor {shorten(name)} beside {shorten(present)}, "
+                    f"{folder / tensors[first].file}: expected tensor {shorten(name)} beside {shorten(first)}, "
                     f"found none; download this checkpoint again"
                 )
         parts |= {role: f"{module}.{suffix}" for role, suffix in optional.items() if f"{module}.{suffix}" in tensors}
         found[f"{module}.weight"] = _weight(packing, parts, tensors, folder)
     return found
+
+
+def check_unpacked(folder: Path, tensors: Mapping[str, TensorPlace]) -> None:
+    """Raise InputError for packed weights whose config.json does not say how, where another file does."""
+    for file, method in _CONFIG_FILES.items():
+        packed = (name for name, place in sorted(tensors.items()) if _is_packed(name, place))
+        if present(folder / file) and (name := next(packed, None)):
+            raise InputError(
+                f"{folder / 'config.json'}: expected quantization_config, for {shorten(name)} is packed, found it in "
+                f"{file} alone; add that file's settings there as quantization_config, with quant_method {method}"
+            )
+
+
+def _is_packed(name: str, place: TensorPlace) -> bool:
+    suffix = name.rpartition(".")[2]
+    return suffix in ("qweight", "weight_packed") or (suffix == "weight" and place.dtype not in FLOAT_DTYPES)
 
 
 def unpacked_places(tensors: Mapping[str, TensorPlace], packed: Mapping[str, PackedWeight]) -> dict[str, TensorPlace]:

@@ -18,11 +18,11 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import dump_json, remove_leftovers, sha256_file
 from lockstep.artifacts.places import StoredFile
-from lockstep.checkpoint.chat_template import read_chat_template
+from lockstep.checkpoint.chat_template import read_chat_template, without_default
 from lockstep.checkpoint.fit import check_fit
 from lockstep.checkpoint.language import towers
 from lockstep.checkpoint.own_head import check_own_head
-from lockstep.checkpoint.packed import packed_weights, quantized_tensors, unpacked_places
+from lockstep.checkpoint.packed import check_unpacked, packed_weights, quantized_tensors, unpacked_places
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.stops import described, stop_ids
 from lockstep.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors, find_tensors
@@ -76,7 +76,8 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     tokenizer = load_as_transformers(folder)
     packing = packing_of(manifest.config)
     read = packing.described() if packing else ""
-    for line in (read, tokenizer.note, described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))):
+    stops = described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))
+    for line in (read, tokenizer.note, without_default(folder), stops):
         if line:
             note(f"{folder}: {line}")
     return _save(manifest, out)
@@ -131,6 +132,8 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
                 f"{folder}: the language model is used; {len(found.others)} tensors of {towers(found.others)} are left"
                 " alone"
             )
+        if packing is None:
+            check_unpacked(folder, found.tensors)
         check_fit(folder, config, found, packed)
         check_own_head(folder, config, unpacked_places(found.tensors, packed))
     else:

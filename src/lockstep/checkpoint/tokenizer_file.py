@@ -28,9 +28,8 @@ def check_there(folder: Path) -> None:
     """Raise InputError for a folder without a tokenizer.json. Opens no file."""
     if not present(folder / NAME):
         raise InputError(
-            f"{folder}: expected tokenizer.json, found none; download it, or make it from the slow tokenizer's files:"
-            ' python -c "import sys, transformers; d = sys.argv[1];'
-            f' transformers.AutoTokenizer.from_pretrained(d).save_pretrained(d)" {shlex.quote(str(folder))}'
+            f"{folder}: expected tokenizer.json, found none; download it, or make it from the tokenizer's other files: "
+            f"python -m lockstep.export.slow_tokenizer {shlex.quote(str(folder))}"
         )
 
 

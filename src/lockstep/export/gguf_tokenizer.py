@@ -7,7 +7,7 @@ by a table of strings and ids (tests/data/gguf.json); others are refused by name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -51,7 +51,7 @@ def tokenizer_of(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     if kind == "gpt2":
         tokenizer, opens = _byte_level(file, own)
     elif kind == "llama":
-        tokenizer, opens = _sentencepiece(own), True
+        tokenizer, opens = sentencepiece_bpe(tokens, own["scores"], own.get("add_space_prefix", True)), True
     else:
         raise InputError(f"{file.path}: expected a tokenizer.ggml.model of gpt2 or llama; found {kind!r}")
     # In the text, whatever stands around them.
@@ -114,15 +114,14 @@ def _bpe(file: GgufFile, vocabulary: dict[str, int], merges: list, **more: Any) 
         raise InputError(f"{file.path}: expected merges of tokens of the vocabulary; found {error}") from None
 
 
-def _sentencepiece(own: Mapping[str, Any]) -> Tokenizer:
+def sentencepiece_bpe(tokens: Sequence[str], scores: Sequence[float], add_space_prefix: bool) -> Tokenizer:
     """Return a BPE over characters whose merges are ranked by the scores of what they give."""
-    tokens = own["tokens"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = generate_merges(vocabulary, dict(zip(tokens, own["scores"])))
+    merges = generate_merges(vocabulary, dict(zip(tokens, scores)))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
     spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
     stripped: list[Any] = []
-    if own.get("add_space_prefix", True):
+    if add_space_prefix:
         spaces.insert(0, normalizers.Prepend(_SPACE))
         stripped = [decoders.Strip(" ", 1, 0)]
     tokenizer.normalizer = normalizers.Sequence(spaces)

@@ -194,9 +194,7 @@ def _side_files(source: str, hub: HubSource, there: Collection[str]) -> list[str
             f"{remedy if pickled else 'use another repository or revision'}"
         )
     if "tokenizer.json" not in there:
-        by_hand = there_by_hand.format(
-            "make the file: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
+        by_hand = there_by_hand.format("make the file: python -m lockstep.export.slow_tokenizer FOLDER")
         raise InputError(f"{source}: expected tokenizer.json, found none in the repository; {by_hand}")
     return [name for name in (*SIDE_FILES, *([] if SINGLE in there else [INDEX])) if name in there]
 
