@@ -438,8 +438,10 @@ def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any =
         ({"lora_bias": True}, "expected bias 'none', found True"),
         ({"peft_type": "IA3"}, "expected peft_type LORA, found 'IA3'"),
         ({"init_lora_weights": "pissa"}, "expected weights that begin on the base as it is (init_lora_weights)"),
-        ({"alpha_pattern": {"q_proj": 3}}, "a LoRA without alpha_pattern (modules have scales of their own)"),
-        ({"rank_pattern": {"q_proj": 3}}, "a LoRA without rank_pattern"),
+        ({"alpha_pattern": {"(a|aa)*q_proj": 3}}, "expected names of modules in alpha_pattern, found {'(a|aa)*q_proj'"),
+        ({"rank_pattern": ["q_proj"]}, "expected names of modules in rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 0}}, "expected a finite lora_alpha other than 0, found 0"),
+        ({"rank_pattern": {"q_proj": 3}}, "expected lora_A [3, in_features]"),
         ({"target_parameters": ["experts"]}, "parameters that are no linear layers (experts) were adapted"),
         ({"use_new_trick": 1}, "a setting that changes what is computed, or that is not known here"),
         ({"r": 0}, "expected a rank (r) of 1 or more, found 0"),
@@ -540,6 +542,43 @@ def test_rank_stabilised_scales_and_half_precision_are_read(lora: Results) -> No
     assert found["captain"].scale == pytest.approx(4 / 8**0.5) and found["shakespeare"].scale == 2
     assert found["shakespeare"].modules["model.layers.0.mlp.up_proj"][0].dtype == np.float16
     assert AdaptersManifest.load(lora.adapters("demo-llama")).adapters["captain"].base_model == "resources/demo-llama"
+
+
+def test_modules_may_have_ranks_and_scales_of_their_own(lora: Results, tmp_path: Path) -> None:
+    """Engines say what they say of a plain adapter whose matrices hold the same products; names match as in PEFT."""
+    layers = [f"model.layers.{number}" for number in (0, 1)]
+    shapes = {f"{layer}.self_attn.q_proj": (240, 144) for layer in layers}
+    shapes |= {f"{layer}.mlp.up_proj": (400, 144) for layer in layers}
+    arrays = tensors(shapes, 4, 0)
+    ups = [f"base_model.model.{layer}.mlp.up_proj" for layer in layers]
+    for up in ups:
+        arrays[f"{up}.lora_A.weight"][2:] = 0  # of rank 2 here
+    first = f"base_model.model.{layers[0]}.self_attn.q_proj.lora_B.weight"
+    plain = {name: array.copy() for name, array in arrays.items()}
+    plain[first] *= np.float32(3 / 4 / 2)  # alpha 3 of rank 4, in place of 8
+    for up in ups:
+        plain[f"{up}.lora_B.weight"] *= np.float32(5 / 2 / 2)
+        arrays[f"{up}.lora_A.weight"] = np.ascontiguousarray(arrays[f"{up}.lora_A.weight"][:2])
+        arrays[f"{up}.lora_B.weight"] = np.ascontiguousarray(arrays[f"{up}.lora_B.weight"][:, :2])
+    own = {"rank_pattern": {"mlp.up_proj": 2}, "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 3, "up_proj": 5}}
+    folders = {"own": write(tmp_path / "own", 4, arrays, **own), "plain": write(tmp_path / "plain", 4, plain)}
+    sources = {name: str(folder) for name, folder in folders.items()}
+    manifest = tmp_path / "adapters.json"
+    resolve_adapters(sources, folders, lora.checkpoint("demo-llama"), 16, None, manifest)
+    found = AdaptersManifest.load(manifest).adapters["own"]
+    assert (found.rank, found.scale) == (4, 2) and found.scales == {
+        f"{layers[0]}.self_attn.q_proj": 0.75, **{f"{layer}.mlp.up_proj": 2.5 for layer in layers}
+    }  # fmt: skip
+    model = opened(lora, adapters_json=manifest)
+    ours, expected, base = logits_of(model, [(PEFT["ids"], name) for name in ("own", "plain", None)], 1)
+    # One rounding of B apart; the base is far.
+    assert np.abs(ours[0] - expected[0]).max() < 1e-4 < 1e-2 < np.abs(ours[0] - base[0]).max()
+
+
+def test_adapters_of_experts_are_refused_when_they_are_read(lora: Results, tmp_path: Path) -> None:
+    arrays = tensors({"model.layers.0.mlp.experts.1.up_proj": (400, 144)}, 4, 0)
+    line = refused(lora, write(tmp_path / "a", 4, arrays))
+    assert "expected linear layers that every token passes, found model.layers.0.mlp.experts.1.up_proj" in line
 
 
 # --- config and stages ---

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -135,9 +135,9 @@ class Adapter:
     """One adapter, as PEFT saves it.
 
     source: the config's text for it. folder: of its files, relative to the manifest or absolute. rank: the largest of
-    its modules. scale: of the product of its two matrices. base_model: what its config says that it was trained on.
-    modules: by name of the linear layer (`model.layers.0.self_attn.q_proj`). commit: of the repository that it was
-    fetched from; "" for a folder.
+    its modules. scale: of the product of its two matrices; scales: of modules that have another. base_model: what its
+    config says that it was trained on. modules: by name of the linear layer (`model.layers.0.self_attn.q_proj`).
+    commit: of the repository that it was fetched from; "" for a folder.
     """
 
     source: str
@@ -148,12 +148,14 @@ class Adapter:
     base_model: str
     modules: Mapping[str, AdaptedModule]
     commit: str = ""
+    scales: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sha256(self) -> str:
         """Return the hex sha256 of all that decides what the adapter computes."""
         tensors = next(file.sha256 for file in self.files if file.path == WEIGHTS)
-        return sha256_json({"tensors": tensors, "scale": self.scale})
+        own = {"scales": dict(self.scales)} if self.scales else {}
+        return sha256_json({"tensors": tensors, "scale": self.scale, **own})
 
 
 @dataclass(frozen=True)

@@ -82,4 +82,4 @@ class ResidentAdapters:
             if each.module in adapter.modules:
                 a, b = adapter.modules[each.module]
                 yield a if each.a_by_rows else a.T
-                yield scaled(b, adapter.scale, dtype).T
+                yield scaled(b, adapter.scale_of(each.module), dtype).T

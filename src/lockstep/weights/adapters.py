@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ class LoadedAdapter:
     """An adapter's matrices in memory, by module.
 
     modules: of each, a [rank, in_features] and b [out_features, rank] as they are stored. sha256: of what decides what
-    the adapter computes.
+    the adapter computes. scales: of modules that have another than `scale`.
     """
 
     name: str
@@ -39,6 +39,10 @@ class LoadedAdapter:
     sha256: str
     modules: Mapping[str, tuple[np.ndarray, np.ndarray]]
     where: str
+    scales: Mapping[str, float] = field(default_factory=dict)
+
+    def scale_of(self, module: str) -> float:
+        return self.scales.get(module, self.scale)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def adapter_of_bytes(name: str, adapter: Adapter, data: np.ndarray, folder: Path
         return raw.copy().view(numpy_dtype(place.dtype)).reshape(place.shape)
 
     modules = {module: (array(entry.a), array(entry.b)) for module, entry in adapter.modules.items()}
-    return LoadedAdapter(name, adapter.rank, adapter.scale, adapter.sha256, modules, str(folder))
+    return LoadedAdapter(name, adapter.rank, adapter.scale, adapter.sha256, modules, str(folder), adapter.scales)
 
 
 def scaled(b: np.ndarray, scale: float, dtype: np.dtype) -> np.ndarray:
@@ -168,7 +172,7 @@ def check_adapter(adapter: LoadedAdapter, slots: LoraSlots, modules: Iterable[st
             )
         for label, array in (
             (f"{module}.lora_A", a.astype(dtype)),
-            (f"{module}.lora_B", scaled(b, adapter.scale, dtype)),
+            (f"{module}.lora_B", scaled(b, adapter.scale_of(module), dtype)),
         ):
             if not np.isfinite(array.astype(np.float32)).all():
                 raise InputError(
@@ -193,4 +197,4 @@ def write_adapter(
             assert adapter is not None
             a, b = found
             each.a[:, first : first + len(a)] = a.T
-            each.b[first : first + len(a)] = scaled(b, adapter.scale, each.b.dtype).T
+            each.b[first : first + len(a)] = scaled(b, adapter.scale_of(each.module), each.b.dtype).T

@@ -34,13 +34,15 @@ from lockstep.weights.adapters import LoadedAdapter, adapter_of_bytes
 from lockstep.weights.scan import count_non_finite
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_NAME = re.compile(r"\^?[\w.]+")
 # What a LoRA may have beside its rank and scale, and it computes the same.
 _HARMLESS = frozenset(
     {
-        "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
-        "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type",
-        "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type",
-        "use_rslora",
+        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out",
+        "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
+        "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
+        "target_modules", "task_type", "use_rslora",
     }
 )  # fmt: skip
 # In these, training begins with other weights of the base, which the adapter then belongs to.
@@ -51,8 +53,6 @@ _WORDS = {
     "trainable_token_indices": "rows of the embedding were trained",
     "target_parameters": "parameters that are no linear layers (experts) were adapted",
     "layer_replication": "layers are repeated",
-    "alpha_pattern": "modules have scales of their own",
-    "rank_pattern": "modules have ranks of their own",
 }
 
 
@@ -135,8 +135,7 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
             f"{where}: {folder}: expected {WEIGHTS}, found {found}; save it with "
             "PeftModel.save_pretrained(folder, safe_serialization=True)"
         )
-    rank, alpha = config["r"], config["lora_alpha"]
-    modules = _modules(path, read_header(path), rank, where)
+    modules = _modules(path, read_header(path), config, where)
     base = config.get("base_model_name_or_path")
     trained_on = f" (trained on {shorten(base)})" if base else ""
     packed = packed_weights(packing_of(checkpoint.config), checkpoint.tensors, Path(checkpoint.source))
@@ -147,13 +146,29 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
         )
         for place in (entry.a, entry.b):
             _check_finite(path, module, place, where)
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    scale = _scale(config, "")
+    own = {module: each for module in modules if (each := _scale(config, module)) != scale}
+    rank = max(module.rank for module in modules.values())
     files = []
     for name in (CONFIG, WEIGHTS):
         digest = sha256_file(folder / name)
         remember(folder / name, digest)
         files.append(StoredFile(name, (folder / name).stat().st_size, digest))
-    return Adapter("", ".", tuple(files), rank, float(scale), base if isinstance(base, str) else "", modules)
+    trained_for = base if isinstance(base, str) else ""
+    return Adapter("", ".", tuple(files), rank, scale, trained_for, modules, scales=own)
+
+
+def _of_module(config: Mapping[str, Any], pattern: str, key: str, module: str) -> Any:
+    """Return what a pattern says of a module, as PEFT reads it: the first name that is the module's or its end's."""
+    named = config.get(pattern) or {}
+    whole = (each for each in named if module == each.removeprefix("^") or module.endswith(f".{each}"))
+    return named.get(next(whole, None), config[key])
+
+
+def _scale(config: Mapping[str, Any], module: str) -> float:
+    rank = _of_module(config, "rank_pattern", "r", module)
+    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
+    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
 def _read_config(folder: Path, where: str) -> dict[str, Any]:
@@ -167,11 +182,17 @@ def _read_config(folder: Path, where: str) -> dict[str, Any]:
 
     if config.get("peft_type") != "LORA":
         refuse("peft_type LORA", shorten(config.get("peft_type")), "other kinds of adapters cannot be used")
-    rank, alpha = config.get("r"), config.get("lora_alpha", 0)
-    if type(rank) is not int or rank < 1:
-        refuse("a rank (r) of 1 or more", shorten(rank), "correct it")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
-        refuse("a finite lora_alpha other than 0", shorten(alpha), "correct it")
+    for key in ("rank_pattern", "alpha_pattern"):
+        named = config.get(key) or {}
+        # PEFT takes the keys for regular expressions; those that are names mean the same, and cannot take for ever.
+        if not isinstance(named, Mapping) or not all(map(_NAME.fullmatch, named)):
+            refuse(f"names of modules in {key}", shorten(config[key]), _RETRAIN)
+    for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
+        if type(rank) is not int or rank < 1:
+            refuse("a rank (r) of 1 or more", shorten(rank), "correct it")
+    for alpha in (config.get("lora_alpha", 0), *(config.get("alpha_pattern") or {}).values()):
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
+            refuse("a finite lora_alpha other than 0", shorten(alpha), "correct it")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         refuse("bias 'none'", shorten(config.get("bias") if config.get("bias") != "none" else True), _RETRAIN)
     begun = config.get("init_lora_weights")
@@ -191,8 +212,10 @@ def _read_config(folder: Path, where: str) -> dict[str, Any]:
 _RETRAIN = "merge it into the checkpoint with PEFT, or train it without"
 
 
-def _modules(path: Path, tensors: Mapping[str, TensorPlace], rank: int, where: str) -> dict[str, AdaptedModule]:
-    """Return each module's two matrices, which have one rank."""
+def _modules(
+    path: Path, tensors: Mapping[str, TensorPlace], config: Mapping[str, Any], where: str
+) -> dict[str, AdaptedModule]:
+    """Return each module's two matrices, which have the rank that the config gives it."""
     found: dict[str, dict[str, TensorPlace]] = {}
     for name, place in sorted(tensors.items()):
         match = _TENSOR.fullmatch(name)
@@ -217,7 +240,13 @@ def _modules(path: Path, tensors: Mapping[str, TensorPlace], rank: int, where: s
                     f"{where}: {path}: expected base_model.model.{module}.lora_{side}.weight, found none of this name "
                     f"beside its other half; save the adapter again"
                 )
+        if _EXPERT.search(module):
+            raise InputError(
+                f"{where}: {path}: expected linear layers that every token passes, found {module} of an expert; "
+                f"{_RETRAIN}"
+            )
         a, b = sides["A"], sides["B"]
+        rank = _of_module(config, "rank_pattern", "r", module)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise InputError(
                 f"{where}: {path}: {module}: expected lora_A [{rank}, in_features] and lora_B [out_features, {rank}], "

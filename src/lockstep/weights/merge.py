@@ -88,7 +88,7 @@ def _merged(source: Source, name: str, adapter: LoadedAdapter, module: str, buff
     place = source.tensors[name]
     a, b = (array.astype(np.float64) for array in adapter.modules[module])
     left, right = _factors(place, a, b, f"{source.words(name)}: adapter {adapter.name!r}")
-    left *= adapter.scale
+    left *= adapter.scale_of(module)
     columns, at, dtype = place.shape[1], 0, numpy_dtype(place.dtype)
     for piece, _ in source.finite_pieces(name, buffer):
         numbers = piece.view(dtype)

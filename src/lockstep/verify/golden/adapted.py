@@ -146,7 +146,8 @@ class _Check(DecodingCheck):
         for number, (bit, value) in enumerate(rounds):
             name = names[number % len(names)]
             adapter = adapters.known[name]
-            other = replace(adapter, scale=-adapter.scale)
+            scales = {module: -scale for module, scale in adapter.scales.items()}
+            other = replace(adapter, scale=-adapter.scale, scales=scales)
             chosen = [place for place in places if place >> bit & 1 == value]
             loaded = [
                 replace(adapter if place in chosen else other, name=f"{name} in slot {place}") for place in places

@@ -101,8 +101,9 @@ def attach(model: PreTrainedModel, adapter: LoadedAdapter, layers: int | str = "
             output: torch.Tensor,
             a: torch.Tensor = first,
             b: torch.Tensor = second,
+            scale: float = adapter.scale_of(name),
         ) -> torch.Tensor:
-            return output + (inputs[0] @ a.T @ b.T) * adapter.scale
+            return output + (inputs[0] @ a.T @ b.T) * scale
 
         hooks.append(modules[name].register_forward_hook(add))
     return hooks
