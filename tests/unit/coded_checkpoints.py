@@ -13,7 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from packed_checkpoints import GPTQ, quantised, words, write_settings
+from packed_checkpoints import write_settings
 from safetensors.numpy import load_file
 
 Tensors = dict[str, np.ndarray]
@@ -52,11 +52,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "bnb_4bit_use_double_quant": True},
     "nf4-plain": {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_use_double_quant": False},
     "bnb-int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
-    "gptq-ordered": {**GPTQ.config(), "desc_act": True},
 }  # fmt: skip
 
 
-def tensors_of(layout: str, weight: np.ndarray, seed: int = 0) -> tuple[Tensors, np.ndarray]:
+def tensors_of(layout: str, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     """The tensors of one weight float32 [out, in], named as behind its module, and its numbers, float32."""
     if layout.startswith("fp8"):
         return _fp8(layout, weight)
@@ -67,7 +66,7 @@ def tensors_of(layout: str, weight: np.ndarray, seed: int = 0) -> tuple[Tensors,
         codes = np.rint(weight / largest[:, None] * 127).astype(np.int8)
         numbers = codes.astype(np.float32) * largest[:, None] * np.float32(7.874015718698502e-3)
         return {"weight": codes, "SCB": largest, "weight_format": np.array(0, np.uint8)}, numbers
-    return _ordered(weight, seed) if layout == "gptq-ordered" else _nf4(layout == "nf4", weight)
+    return _nf4(layout == "nf4", weight)
 
 
 def _fp8(layout: str, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
@@ -125,19 +124,6 @@ def _nf4(nested: bool, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     return tensors, (NF4[codes].reshape(blocks.shape) * largest[:, None]).reshape(weight.shape)
 
 
-def _ordered(weight: np.ndarray, seed: int) -> tuple[Tensors, np.ndarray]:
-    """GPTQ with activation order: groups are of columns that lie apart."""
-    order = np.random.default_rng(seed).permutation(weight.shape[1])  # column of each place within the groups
-    group = np.empty(len(order), np.int32)
-    group[order] = np.arange(len(order)) // GPTQ.group_size
-    integers, scales, zeros = quantised(np.ascontiguousarray(weight[:, order]), GPTQ)
-    own = np.empty_like(integers)
-    own[:, order] = integers
-    numbers = ((own - zeros[:, group]) * scales[:, group].astype(np.float64)).astype(np.float32)
-    tensors = {"qweight": words(own.T, 4, 0), "qzeros": words(zeros.T - 1, 4, 1), "scales": scales.T, "g_idx": group}
-    return tensors, numbers
-
-
 def write_coded(source: Path, folder: Path, layout: str, edit: Callable[[Tensors], Any] | None = None) -> Tensors:
     """A checkpoint as `source`, the linear weights of its layers coded; gives what each tensor stands for, float32.
 
@@ -151,7 +137,7 @@ def write_coded(source: Path, folder: Path, layout: str, edit: Callable[[Tensors
     for name, array in load_file(source / "model.safetensors").items():
         weight = array.astype(np.float32)
         if name.endswith("_proj.weight"):
-            parts, numbers[name] = tensors_of(layout, weight, len(stored))
+            parts, numbers[name] = tensors_of(layout, weight)
             stored |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
         else:
             stored[name], numbers[name] = array, weight

@@ -21,17 +21,19 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which number stands first in a word, sec
 
 @dataclass(frozen=True)
 class Layout:
-    """group_size: -1 for one scale a row. zero_points: others than the middle."""
+    """group_size: -1 for one scale a row. zero_points: others than the middle. ordered: groups of columns that lie
+    apart (activation order)."""
 
     name: str
     bits: int
     group_size: int
     zero_points: bool = False
+    ordered: bool = False
 
     def config(self) -> dict[str, Any]:
         if self.name in ("gptq", "gptq_v2"):
             return {
-                "quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "desc_act": False,
+                "quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "desc_act": self.ordered,
                 "sym": not self.zero_points, "checkpoint_format": self.name, "lm_head": False,
             }  # fmt: skip
         if self.name == "awq":
@@ -56,6 +58,7 @@ LAYOUTS = (
     GPTQ,
     Layout("gptq", 4, 16, zero_points=True),
     Layout("gptq", 8, 16),
+    Layout("gptq", 4, 16, zero_points=True, ordered=True),
     Layout("gptq_v2", 8, -1, zero_points=True),
     Layout("gptq_v2", 4, 16, zero_points=True),
     Layout("awq", 4, 16, zero_points=True),
@@ -68,13 +71,22 @@ LAYOUTS = (
 
 
 def label(layout: Layout) -> str:
-    return f"{layout.name}-{layout.bits}-{layout.group_size}{'-zeros' if layout.zero_points else ''}"
+    return (
+        f"{layout.name}-{layout.bits}-{layout.group_size}{'-zeros' * layout.zero_points}{'-ordered' * layout.ordered}"
+    )
+
+
+def groups_of(columns: int, layout: Layout) -> np.ndarray:
+    """The group of each column, int32."""
+    group = np.arange(columns, dtype=np.int32) // (columns if layout.group_size == -1 else layout.group_size)
+    return group[np.random.default_rng(0).permutation(columns)] if layout.ordered else group
 
 
 def quantised(weight: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(integers from 0 [out, in], scales float16, zero points [out, groups]) of floats [out, in]."""
-    size = weight.shape[1] if layout.group_size == -1 else layout.group_size
-    groups = weight.astype(np.float64).reshape(len(weight), -1, size)
+    group = groups_of(weight.shape[1], layout)
+    order = np.argsort(group, kind="stable")
+    groups = weight.astype(np.float64)[:, order].reshape(len(weight), group.max() + 1, -1)
     most, middle = (1 << layout.bits) - 1, 1 << layout.bits - 1
     if layout.zero_points:
         low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
@@ -86,12 +98,13 @@ def quantised(weight: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarra
     if layout.name == "gptq":
         zeros = np.maximum(zeros, 1)  # a zero has no place where points are stored one lower
     integers = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, most).astype(np.int64)
-    return integers.reshape(weight.shape), scales, zeros
+    in_place = np.empty(weight.shape, np.int64)
+    in_place[:, order] = integers.reshape(weight.shape)
+    return in_place, scales, zeros
 
 
-def numbers_of(integers: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+def numbers_of(integers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, group: np.ndarray) -> np.ndarray:
     """float32 [out, in], by the definition."""
-    group = np.arange(integers.shape[1]) // (integers.shape[1] // scales.shape[1])
     numbers = (integers - zeros[:, group]) * scales[:, group].astype(np.float64)
     return np.ascontiguousarray(numbers, np.float32)  # the library writes arrays of another order as they lie
 
@@ -112,12 +125,12 @@ def tensors_of(module: str, weight: np.ndarray, layout: Layout) -> tuple[dict[st
     """The tensors of one weight, and the numbers that they stand for."""
     integers, scales, zeros = quantised(weight, layout)
     bits, (rows, columns) = layout.bits, weight.shape
+    group = groups_of(columns, layout)
     if layout.name in ("gptq", "gptq_v2"):
         stored = zeros - 1 if layout.name == "gptq" else zeros
-        size = columns if layout.group_size == -1 else layout.group_size
         made = {
             "qweight": words(integers.T, bits, 0), "qzeros": words(stored.T, bits, 1), "scales": scales.T,
-            "g_idx": (np.arange(columns) // size).astype(np.int32),
+            "g_idx": group,
         }  # fmt: skip
     elif layout.name == "awq":
         made = {
@@ -136,7 +149,7 @@ def tensors_of(module: str, weight: np.ndarray, layout: Layout) -> tuple[dict[st
             padded = np.pad(zeros, ((0, -rows % (32 // bits)), (0, 0)))
             made["weight_zero_point"] = words(padded, bits, 0)
     named = {f"{module}.{suffix}": np.ascontiguousarray(array) for suffix, array in made.items()}
-    return named, numbers_of(integers, scales, zeros)
+    return named, numbers_of(integers, scales, zeros, group)
 
 
 def write_packed(source: Path, folder: Path, layout: Layout) -> dict[str, np.ndarray]:

@@ -545,7 +545,10 @@ def test_rank_stabilised_scales_and_half_precision_are_read(lora: Results) -> No
 
 
 def test_modules_may_have_ranks_and_scales_of_their_own(lora: Results, tmp_path: Path) -> None:
-    """Engines say what they say of a plain adapter whose matrices hold the same products; names match as in PEFT."""
+    """Engines say what they say of a plain adapter whose matrices hold the same products; names match as in PEFT.
+
+    The one was trained in a model of text and images around this one.
+    """
     layers = [f"model.layers.{number}" for number in (0, 1)]
     shapes = {f"{layer}.self_attn.q_proj": (240, 144) for layer in layers}
     shapes |= {f"{layer}.mlp.up_proj": (400, 144) for layer in layers}
@@ -560,7 +563,11 @@ def test_modules_may_have_ranks_and_scales_of_their_own(lora: Results, tmp_path:
         plain[f"{up}.lora_B.weight"] *= np.float32(5 / 2 / 2)
         arrays[f"{up}.lora_A.weight"] = np.ascontiguousarray(arrays[f"{up}.lora_A.weight"][:2])
         arrays[f"{up}.lora_B.weight"] = np.ascontiguousarray(arrays[f"{up}.lora_B.weight"][:, :2])
-    own = {"rank_pattern": {"mlp.up_proj": 2}, "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 3, "up_proj": 5}}
+    own = {
+        "rank_pattern": {"mlp.up_proj": 2},
+        "alpha_pattern": {"^model.language_model.layers.0.self_attn.q_proj": 3, "up_proj": 5},
+    }
+    arrays = {name.replace("model.layers", "model.language_model.layers"): array for name, array in arrays.items()}
     folders = {"own": write(tmp_path / "own", 4, arrays, **own), "plain": write(tmp_path / "plain", 4, plain)}
     sources = {name: str(folder) for name, folder in folders.items()}
     manifest = tmp_path / "adapters.json"

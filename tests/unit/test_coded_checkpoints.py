@@ -1,5 +1,5 @@
-"""Checkpoints in fp8, nvfp4, bitsandbytes' layouts, and GPTQ with activation order: weights are the numbers that they
-stand for, engines say what these say, and what cannot be read is said in one line."""
+"""Checkpoints in fp8, nvfp4 and bitsandbytes' layouts: weights are the numbers that they stand for, engines say what
+these say, and what cannot be read is said in one line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import torch
 from checkpoints import error_of
 from coded_checkpoints import SETTINGS, Tensors, save, tensors_of, write_coded
 from demo_model import CONFIG, DEMO, LIMITS
+from lora_folders import tensors as lora_tensors
+from lora_folders import write as write_adapter
 from packed_checkpoints import write_settings
 from safetensors.torch import load_file as load_torch
 from test_quantization import ASKED, refer
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.places import FileEntry
@@ -31,6 +34,7 @@ from lockstep.export.quantize import quantize
 from lockstep.targets import Results, Target
 from lockstep.verify import golden, validate
 from lockstep.weights import Weights, convert
+from lockstep.weights.check_adapters import check_folder
 from lockstep.weights.source import open_source
 from shared import Shared
 
@@ -39,7 +43,7 @@ PROJ = "model.layers.0.mlp.up_proj"
 
 
 # A kind of codes each; the others differ in scales and names, which the first test reads.
-EACH = ("fp8-blocks", "nvfp4", "nf4", "bnb-int8", "gptq-ordered")
+EACH = ("fp8-blocks", "nvfp4", "nf4", "bnb-int8")
 
 
 def source(shared: Shared, layout: str) -> tuple[Path, Tensors]:
@@ -174,7 +178,6 @@ def _nan(array: np.ndarray) -> np.ndarray:
         ("nf4", _state('{"shape": [400, 0], "blocksize": 64}'), "with shape and blocksize, found '(400, 0"),
         ("bnb-int8", _set("SCB", lambda a: a[1:]), "expected F32 [400], found F32 [399]"),
         ("bnb-int8", _set("weight_format", lambda a: a + np.uint8(1)), "expected 0, rows one after another, found 1"),
-        ("gptq-ordered", _set("g_idx", lambda a: a + np.int32(1)), "expected groups 0 to 8, found 1 to 9"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_refused(tmp_path, layout, edit, line):
@@ -201,3 +204,15 @@ def test_a_quantization_config_that_is_not_read_is_refused(tmp_path, layout, cha
     write_settings(tmp_path / "checkpoint", SETTINGS[layout] | change)
     found = error_of(resolved, tmp_path / "checkpoint", Results(tmp_path))
     assert found.startswith(str(tmp_path / "checkpoint" / "config.json")) and line in found
+
+
+def test_an_adapter_of_a_base_in_nf4_is_held_to_it(shared, tmp_path):
+    """The base that most adapters are trained on; its files need not be there."""
+    folder, _ = source(shared, "nf4")
+    checkpoint, module = replace(CheckpointManifest.load(resolved(folder, Results(tmp_path))), source="hf:a/b"), PROJ
+    for rows, line in ((400, None), (402, "expected [out_features, in_features] [28800, 1] as the base")):
+        lora = write_adapter(tmp_path / str(rows), 4, lora_tensors({module: (rows, 144)}, 4, 0))
+        if line is None:
+            assert check_folder(lora, checkpoint, "adapter").modules[module].b.shape == (rows, 4)
+        else:
+            assert line in error_of(check_folder, lora, checkpoint, "adapter")

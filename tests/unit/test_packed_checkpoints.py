@@ -26,7 +26,7 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
-from lockstep.artifacts.quantized import data_name, zero_points_name
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, zero_points_name
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.resolve import resolve_architecture
@@ -46,6 +46,7 @@ from shared import Shared
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
 ZEROS = replace(GPTQ, zero_points=True)
+ORDERED = replace(ZEROS, ordered=True)
 AWQ = next(layout for layout in LAYOUTS if layout.name == "awq")
 PACK = next(layout for layout in LAYOUTS if layout.name == "pack-quantized")
 INT8 = next(layout for layout in LAYOUTS if layout.name == "int-quantized")
@@ -95,9 +96,10 @@ def test_the_integers_of_a_checkpoint_stay_what_they_are(shared, tmp_path, layou
         is_packed = "_proj." in name
         assert (data_name(name) in weights) == is_packed
         assert (zero_points_name(name) in weights) == (is_packed and layout.zero_points)
+        assert (order_name(name) in weights) == (is_packed and layout.ordered)
     quantized = Assembly.load(results.assembly("model", precision)).quantization
     assert quantized.bits == {name: layout.bits for name in numbers if "_proj." in name}
-    assert (quantized.group_size, quantized.zero_points) == (16, layout.zero_points)
+    assert (quantized.group_size, quantized.zero_points, quantized.ordered) == (16, layout.zero_points, layout.ordered)
     again = tmp_path / "again.json"
     convert(results.checkpoint("model"), precision, again, results.assembly("model", precision))
     first = results.weights("model", precision).with_suffix(".safetensors")
@@ -140,7 +142,9 @@ def test_in_floating_point_it_is_what_the_integers_stand_for(shared, tmp_path, l
         assert np.array_equal(weights[name], expected.astype(weights[name].dtype)), name
 
 
-@pytest.mark.parametrize("layout", [ZEROS, pytest.param(AWQ, marks=pytest.mark.long), INT8], ids=label)
+@pytest.mark.parametrize(
+    "layout", [ORDERED, *(pytest.param(each, marks=pytest.mark.long) for each in (AWQ, ZEROS)), INT8], ids=label
+)
 def test_engines_say_what_the_checkpoint_says(shared, tmp_path, layout):
     results, precision = converted(shared, layout, tmp_path / "results"), precision_of(layout)
     build(results.assembly("model", precision), "onnxruntime", results.engines("model", precision, "onnxruntime"))
@@ -368,6 +372,8 @@ def _other_order(array: np.ndarray) -> np.ndarray:
         (GPTQ, _set("g_idx", _other_order), f"tensor '{PROJ}.g_idx' (I32 [144]): expected columns in the order of their "  # noqa: E501
          "groups, found another; correct config.json (desc_act: true)"),
         (GPTQ, _set("qzeros", np.zeros_like), "expected zero points of 8 (sym: true in config.json), found 1"),
+        (ORDERED, _set("g_idx", lambda a: a + np.int32(1)), "expected 9 groups of 16 columns, found 1 to 9"),
+        (ORDERED, _set("g_idx", np.zeros_like), "expected 9 groups of 16 columns, found 0 to 0"),
         (ZEROS, _set("qzeros", lambda a: a | 15), "expected zero points of at most 15, found 16; readers of the format"),  # noqa: E501
         (PACK, _set("weight_shape", lambda a: a[::-1]), "expected [400, 144], found [144, 400]"),
     ],
@@ -450,6 +456,19 @@ def test_a_config_that_asks_for_something_else_is_refused(shared, settings, mess
     model = {"source": str(folder), "golden": {"prompts": [{"text": "a"}]}, **settings}
     line = error_of(load.load({"models": {"m": model}}).check_sources)
     assert line == f"config: {message.format(path=folder / 'config.json')}"
+
+
+def test_weights_with_activation_order_are_for_one_rank_on_onnx_runtime(tmp_path):
+    folder = shutil.copytree(DEMO, tmp_path / "checkpoint")
+    already = QuantizedTensors(16, {}, zero_points=True, ordered=True)
+    with pytest.raises(InputError, match="tensor_parallel: expected 1 for weights with activation order .*, found 2"):
+        config = FAMILIES["llama"].config
+        already = replace(already, bits={f"model.layers.{layer}.mlp.up_proj.weight": 4 for layer in range(9)})
+        quantize(*assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2), "w4a16", 16, already)
+    write_settings(folder, replace(ORDERED, zero_points=False).config())
+    model = {"source": str(folder), "golden": {"prompts": [{"text": "a"}]}, "precisions": ["w4a16"]}
+    line = error_of(load.load({"models": {"m": {**model, "backends": ["cuda"]}}}).check_sources)
+    assert "expected none of cuda, which takes no activation order (desc_act)" in line
 
 
 def test_random_weights_of_a_quantised_config_are_refused(shared):

@@ -5,7 +5,8 @@ two tensors: `<name>.data`, uint8 `[out_features, num_groups, group_size * bits 
 zero point in the middle of their range (8 or 128) and stand, two a byte, the first in the low half; and
 `<name>.scales`, float32 `[out_features, num_groups]`. That is the layout of ONNX Runtime's `MatMulNBits`. Where a
 checkpoint was quantised with other zero points, these are a third, `<name>.zero_points`, uint8
-`[out_features, num_groups * bits / 8 (rounded up)]`, packed as the integers.
+`[out_features, num_groups * bits / 8 (rounded up)]`, packed as the integers. Where its groups are of columns that lie
+apart, `<name>.order`, int64 `[in_features]`, has the column of each place within the groups.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ from typing import Annotated, Any
 from lockstep.artifacts.bounds import GroupSize, Name
 from lockstep.artifacts.document import one_of
 
-_DATA, _SCALES, _ZERO_POINTS = ".data", ".scales", ".zero_points"
+_DATA, _SCALES, _ZERO_POINTS, _ORDER = ".data", ".scales", ".zero_points", ".order"
 
 
 @dataclass(frozen=True)
 class QuantizedTensors:
     """The tensors of a checkpoint that are quantised.
 
-    bits: of each of them, by name. zero_points: whether each has some of its own.
+    bits: of each of them, by name. zero_points: whether each has some of its own. ordered: whether each has an order.
     """
 
     group_size: GroupSize
     bits: Mapping[Name, Annotated[int, one_of(4, 8)]]
     zero_points: bool = False
+    ordered: bool = False
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the tensors that a quantised tensor or slot is kept as."""
         own = [zero_points_name(name)] if self.zero_points else []
-        return [data_name(name), scales_name(name), *own]
+        order = [order_name(name)] if self.ordered else []
+        return [data_name(name), scales_name(name), *own, *order]
 
 
 def data_name(name: str) -> str:
@@ -50,6 +53,11 @@ def scales_name(name: str) -> str:
 def zero_points_name(name: str) -> str:
     """Return the name of a quantised tensor's own zero points."""
     return name + _ZERO_POINTS
+
+
+def order_name(name: str) -> str:
+    """Return the name of the order of a quantised tensor's columns."""
+    return name + _ORDER
 
 
 def is_data(name: str) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FEW = 16
-_WEIGHTS = (*PRECISION_NAMES.values(), "uint8")
+_WEIGHTS = (*PRECISION_NAMES.values(), "uint8", "int64")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class IO(JsonObject):
     """
 
     name: Name
-    dtype: Annotated[str, one_of(*_WEIGHTS, "int64")]
+    dtype: Annotated[str, one_of(*_WEIGHTS)]
     shape: Annotated[
         tuple[Size | Annotated[str, one_of("num_tokens", "num_requests", "past_capacity")], ...], length(8)
     ]

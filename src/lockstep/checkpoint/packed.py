@@ -151,7 +151,7 @@ def quantized_tensors(packing: Packing, packed: Mapping[str, PackedWeight], fold
             f"{folder}: expected packed weights whose rows are a multiple of {min(GROUP_SIZES)} numbers, found rows of "
             f"{min(weight.shape[1] for weight in packed.values())}; use the checkpoint in floating point"
         )
-    return QuantizedTensors(group_size, dict.fromkeys(packed, packing.bits), packing.zero_points)
+    return QuantizedTensors(group_size, dict.fromkeys(packed, packing.bits), packing.zero_points, packing.ordered)
 
 
 def _refuse_others(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> None:

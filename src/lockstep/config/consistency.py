@@ -168,8 +168,11 @@ def _group_problems(
                 place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
                 text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
                 yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")
-            elif packing and packing.zero_points and is_quantized(precision) and not settings_of(backend).zero_points:
-                text = f"expected none of {backend}, which takes no zero points of the weights' own ({path})"
+            elif not is_quantized(precision) or packing is None or settings_of(backend).zero_points:
+                continue
+            elif packing.zero_points or packing.ordered:
+                what = "zero points of the weights' own" if packing.zero_points else "activation order (desc_act)"
+                text = f"expected none of {backend}, which takes no {what} ({path})"
                 yield Problem(("models", name, "backends"), f"{text}, with {precision}; found one")
 
 

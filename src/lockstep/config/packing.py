@@ -15,8 +15,8 @@ each group of a row:
   symmetric `weight_zero_point`, as signed: int32 [out_features * bits / 32 (rounded up), num_groups], or int8
   [out_features, num_groups].
 
-The others are read as the numbers that they stand for, as is GPTQ with activation order (`desc_act`), whose groups lie
-across a row:
+GPTQ with activation order (`desc_act`) has groups of columns that lie apart, as `g_idx` says. The others are read as
+the numbers that they stand for:
 
 - fp8: `weight` e4m3 [out_features, in_features], times `weight_scale_inv` or `weight_scale`: one for the weight, for
   each row, or for each block of `weight_block_size` (`block_structure`).
@@ -74,7 +74,7 @@ class Packing:
     @property
     def stays(self) -> bool:
         """Return whether graphs of w8a16 and w4a16 take the integers; else weights are the numbers they stand for."""
-        return self.layout in INTEGERS and not self.ordered
+        return self.layout in INTEGERS
 
     def described(self) -> str:
         """Return what a user should know of how weights are read; empty where nothing is."""

@@ -4,7 +4,8 @@ In: an assembly in fp32 and its graphs. Out: those of w8a16 or w4a16.
 
 Each `Gemm(transB=1)` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
 and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one, and of a checkpoint
-that was quantised with zero points of its own a third, `<slot>.zero_points`. The activations stay as they are:
+that was quantised with zero points of its own a third, `<slot>.zero_points`; of one with activation order another,
+`<slot>.order`, in which the product takes its activations. The activations stay as they are:
 `accuracy_level` is left out, so what the graph says is a product with the dequantised weight. An embedding that is tied
 to such a weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`, on the same
 two tensors.
@@ -27,7 +28,7 @@ from onnx import helper
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, Uncut
 from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS
-from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name, zero_points_name
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.errors import InputError
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear
@@ -115,6 +116,11 @@ def _of_ranks(
     A rank takes the same rows of a weight as in full precision, or the same columns where these are whole groups.
     Raises InputError where they are not.
     """
+    if quantized.ordered:
+        raise InputError(
+            "tensor_parallel: expected 1 for weights with activation order (desc_act), whose groups lie across ranks, "
+            f"found {ranks.degree}; choose a precision in floating point"
+        )
     graphs: dict[str, GraphFile] = {}
     classes: dict[str, ShardedClass] = {}
     for name, sharded in ranks.classes.items():
@@ -161,7 +167,8 @@ def _choose(
     head_bits: int,
 ) -> QuantizedTensors:
     """Choose the tensors that are quantised: where all slots that take one can be, with all their tensors."""
-    uses = list(_uses(files, assembly, precision, head_bits, already is not None and already.zero_points))
+    in_full = already is not None and (already.zero_points or already.ordered)
+    uses = list(_uses(files, assembly, precision, head_bits, in_full))
     if already is not None:
         uses = [replace(use, bits=_bits_already(use, already)) for use in uses]
     full = {tensor for use in uses if use.bits is None for tensor in use.tensors}
@@ -179,13 +186,14 @@ def _choose(
                 f"group_size: expected a size that divides the {use.columns} numbers of a row of {use.tensors[0]}, "
                 f"found {group_size}; choose another one, or another precision than {precision}"
             )
-    return QuantizedTensors(group_size, bits, already is not None and already.zero_points)
+    return replace(already, bits=bits) if already else QuantizedTensors(group_size, bits)
 
 
 def _bits_already(use: _Use, already: QuantizedTensors) -> int | None:
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     bits = {already.bits.get(name) or already.bits.get(name.partition(".")[2]) for name in use.tensors}
-    return bits.pop() if use.bits is not None and len(bits) == 1 else None
+    one_order = not already.ordered or len(use.tensors) == 1
+    return bits.pop() if use.bits is not None and len(bits) == 1 and one_order else None
 
 
 def _uses(
@@ -263,12 +271,13 @@ def _rewritten(
         types = [
             (onnx.TensorProto.UINT8, [rows, columns // size, size * bits[slot] // 8]),
             (onnx.TensorProto.FLOAT, [rows, columns // size]),
-            (onnx.TensorProto.UINT8, [rows, (columns // size * bits[slot] + 7) // 8]),  # zero points, where there are
         ]
+        if quantized.zero_points:
+            types.append((onnx.TensorProto.UINT8, [rows, (columns // size * bits[slot] + 7) // 8]))
+        if quantized.ordered:
+            types.append((onnx.TensorProto.INT64, [columns]))
         parts = quantized.parts(slot)
-        inputs = [
-            helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types)
-        ]  # as many as there are parts
+        inputs = [helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types, strict=True)]
         rewriter.replace_input(slot, *inputs)
         sizes: dict[str, Any] = {"bits": bits[slot], "block_size": size}
         if slot in products:
@@ -286,8 +295,10 @@ def _rewritten(
 def _product(node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any]) -> list[onnx.NodeProto]:
     (out,), (activation, _, *bias) = node.output, node.input
     product = f"{out}/product" if bias else out
-    inputs = [activation, *parts]
+    order = [part for part in parts if part.endswith(order_name(""))]
+    inputs = [f"{out}/ordered" if order else activation, *(part for part in parts if part not in order)]
     return [
+        *(helper.make_node("Gather", [activation, part], [inputs[0]], f"{node.name}/order", axis=1) for part in order),
         helper.make_node("MatMulNBits", inputs, [product], node.name, domain=_DOMAIN, **sizes),
         *([helper.make_node("Add", [product, *bias], [out], f"{node.name}/bias")] if bias else []),
     ]

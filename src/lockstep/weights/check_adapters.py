@@ -24,6 +24,7 @@ from lockstep.artifacts.dtypes import FLOAT_DTYPES
 from lockstep.artifacts.fetched import FOLDER, known
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.places import StoredFile, TensorPlace
+from lockstep.checkpoint.language import language_name
 from lockstep.checkpoint.packed import packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
@@ -34,6 +35,8 @@ from lockstep.weights.adapters import LoadedAdapter, adapter_of_bytes
 from lockstep.weights.scan import count_non_finite
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+# Codes as one row, two a byte: what shape they have stands in the weights' file, which a server may not have.
+_SHAPELESS = "bnb4"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _NAME = re.compile(r"\^?[\w.]+")
 # What a LoRA may have beside its rank and scale, and it computes the same.
@@ -138,16 +141,18 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
     modules = _modules(path, read_header(path), config, where)
     base = config.get("base_model_name_or_path")
     trained_on = f" (trained on {shorten(base)})" if base else ""
-    packed = packed_weights(packing_of(checkpoint.config), checkpoint.tensors, Path(checkpoint.source))
-    weights = unpacked_places(checkpoint.tensors, packed)
+    packing, weights = packing_of(checkpoint.config), checkpoint.tensors
+    if packing is None or packing.layout != _SHAPELESS:
+        weights = unpacked_places(weights, packed_weights(packing, weights, Path(checkpoint.source)))
+    scale = _scale(config, "")
+    own = {language_name(module): each for module in modules if (each := _scale(config, module)) != scale}
+    modules = {language_name(module): entry for module, entry in modules.items()}  # trained in a wrapper of the model
     for module, entry in modules.items():
         _check_against_base(
             path, module, entry, checkpoint, weights, bool(config.get("fan_in_fan_out")), where, trained_on
         )
         for place in (entry.a, entry.b):
             _check_finite(path, module, place, where)
-    scale = _scale(config, "")
-    own = {module: each for module in modules if (each := _scale(config, module)) != scale}
     rank = max(module.rank for module in modules.values())
     files = []
     for name in (CONFIG, WEIGHTS):
@@ -295,7 +300,8 @@ def _check_against_base(
         )
     shape = list(base.shape[::-1] if transposed else base.shape)
     found = [entry.b.shape[0], entry.a.shape[1]]
-    if shape != found:
+    two_a_byte = base.dtype == "U8" and 2 * math.prod(base.shape) == math.prod(found)
+    if shape != found and not two_a_byte:
         raise InputError(
             f"{where}: {path}: {module}: expected [out_features, in_features] {shape} as the base "
             f"({checkpoint.source}) has, found {found}; {remedy}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
                 f"{source.words(name)}: expected floats [out_features, in_features] with in_features a multiple of the "
                 f"group size {found.quantization.group_size}; choose another group_size or precision"
             )
-    made = QuantizedTensors(found.quantization.group_size, bits, found.quantization.zero_points)
+    made = replace(found.quantization, bits=bits)
     if source.packing is not None and source.packing.stays:
         _check_packed(source, made, assembly_json)
     return made
@@ -116,7 +117,7 @@ def _check_packed(source: Source, wanted: QuantizedTensors, assembly_json: Path)
     own = source.manifest.quantization
     for name, bits in wanted.bits.items():
         found = own.bits.get(name) if own else None
-        if own is None or found != bits or own.zero_points != wanted.zero_points:
+        if own is None or found != bits or (own.zero_points, own.ordered) != (wanted.zero_points, wanted.ordered):
             raise InputError(
                 f"{assembly_json}: expected {name!r} as the checkpoint has it quantised, found {bits} bits in the "
                 f"graphs, {found or 'none'} in {source.folder}; export again"

@@ -96,14 +96,21 @@ class Packed:
         groups = self.integers(rows).reshape(*scales.shape, -1).astype(np.float32)
         return ((groups - zeros[..., None]) * scales[..., None]).reshape(-1, self.shape[1])
 
+    def order(self) -> np.ndarray:
+        """Return the column of each place within the groups, int64 [in_features]."""
+        columns = self.shape[1]
+        return np.argsort(self.arrays["order"], kind="stable") if "order" in self.arrays else np.arange(columns)
+
     def check(self) -> None:
         """Raise PackedValues for what config.json says otherwise."""
         columns, middle = self.shape[1], 1 << self.packing.bits - 1
         if "order" in self.arrays:
             order, size = self.arrays["order"], self.packing.group_size or columns
-            if self.packing.ordered and not 0 <= order.min() <= order.max() < columns // size:
-                found = f"{order.min()} to {order.max()}"
-                raise PackedValues("order", f"groups 0 to {columns // size - 1}", found, "download this file again")
+            if self.packing.ordered and (
+                order.min() < 0 or not np.array_equal(np.bincount(order), np.full(columns // size, size))
+            ):
+                expected, found = f"{columns // size} groups of {size} columns", f"{order.min()} to {order.max()}"
+                raise PackedValues("order", expected, found, "download this file again")
             if not self.packing.ordered and not np.array_equal(order, np.arange(columns) // size):
                 raise PackedValues(
                     "order", "columns in the order of their groups", "another",

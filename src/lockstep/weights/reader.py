@@ -17,7 +17,14 @@ import numpy as np
 
 from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
-from lockstep.artifacts.quantized import QuantizedTensors, data_name, quantized_names, scales_name, zero_points_name
+from lockstep.artifacts.quantized import (
+    QuantizedTensors,
+    data_name,
+    order_name,
+    quantized_names,
+    scales_name,
+    zero_points_name,
+)
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import check_stored
@@ -103,7 +110,10 @@ class Weights:
             return None
         names = quantized_names(self._tensors)
         bits = {name: 8 * self.info(data_name(name)).shape[2] // self.group_size for name in names}
-        return QuantizedTensors(self.group_size, bits, any(zero_points_name(name) in self._tensors for name in names))
+        has_zeros, ordered = (
+            any(part(name) in self._tensors for name in names) for part in (zero_points_name, order_name)
+        )
+        return QuantizedTensors(self.group_size, bits, has_zeros, ordered)
 
     def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors under their names in the checkpoint, sorted.
@@ -111,7 +121,7 @@ class Weights:
         Of a quantised one the numbers that its integers and scales stand for, float32.
         """
         quantized = quantized_names(self._tensors)
-        parts = {part(name) for name in quantized for part in (data_name, scales_name, zero_points_name)}
+        parts = {part(name) for name in quantized for part in (data_name, scales_name, zero_points_name, order_name)}
         for name in sorted({*self._tensors, *quantized} - parts):
             yield name, self.dequantize(name) if data_name(name) in self._tensors else self[name]
 
@@ -131,7 +141,12 @@ class Weights:
                 f"{list(data.shape)} with {list(scales.shape)}; convert the checkpoint again"
             )
         assert self.group_size is not None  # else refused above
-        return dequantize(data, scales, self.group_size, zeros)
+        numbers = dequantize(data, scales, self.group_size, zeros)
+        if order_name(name) not in self._tensors:
+            return numbers
+        in_place = np.empty_like(numbers)
+        in_place[:, self[order_name(name)]] = numbers
+        return in_place
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._key(name) in self._tensors

@@ -22,7 +22,7 @@ import numpy as np
 from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
 from lockstep.artifacts.files import atomic_path, check_place
 from lockstep.artifacts.places import StoredFile, TensorPlace
-from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name, zero_points_name
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.errors import InputError
 from lockstep.weights.groups import integers_of, pack, scales_of
 from lockstep.weights.packed import pack_zero_points
@@ -37,7 +37,7 @@ class Stored:
     """A tensor of the file that is written.
 
     name: of the checkpoint's tensor that it is made of. dtype, shape: in the file. bits: of a part of a quantised one;
-    part: which, data, scales or zero_points.
+    part: which, data, scales, zero_points or order.
     """
 
     name: str
@@ -117,6 +117,8 @@ def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: Quantized
         if quantized.zero_points:
             packed = (rows, (groups[1] * bits + 7) // 8)
             stored[zero_points_name(name)] = Stored(name, "U8", packed, bits, "zero_points")
+        if quantized.ordered:
+            stored[order_name(name)] = Stored(name, "I64", (columns,), bits, "order")
     return stored
 
 
@@ -183,9 +185,15 @@ def _repack(source: Source, entry: Stored, group_size: int, _: np.ndarray) -> It
     """
     assert entry.bits is not None
     held = source.open_packed(entry.name, entry.part, "order", "shape", "zero_points")
+    order = held.order()
+    if entry.part == "order":
+        yield order.astype(np.int64).view(np.uint8).data
+        return
     for rows in held.blocks():
         if entry.part == "data":
-            made = pack(held.integers(rows).reshape(-1, group_size), entry.bits)
+            integers = held.integers(rows)
+            integers = integers[:, order] if held.packing.ordered else integers
+            made = pack(integers.reshape(-1, group_size), entry.bits)
         elif entry.part == "scales":
             made = held.scales(rows, group_size)
         else:
