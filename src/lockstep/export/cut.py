@@ -178,7 +178,9 @@ def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, fl
     if sinks.dtype != dtype:
         assert dtype is not None  # as all values of a trace
         sinks = emit("Cast", [sinks], [heads], dtype, to=dtype.value)
-    count = emit("Shape", [query], [1], ir.DataType.INT64, start=0, end=1)
+    # no `start` and `end`, which TensorRT 8.6 ignores
+    count = emit("Shape", [query], [2], ir.DataType.INT64)
+    count = emit("Gather", [count, ints("tokens", 0)], [1], ir.DataType.INT64, axis=0)
     size = emit("Concat", [count, ints("one", heads, 1)], [3], ir.DataType.INT64, axis=0)
     column = emit("Reshape", [sinks, ints("column", heads, 1)], [heads, 1], dtype)
     columns = emit("Expand", [column, size], [tokens, heads, 1], dtype)
