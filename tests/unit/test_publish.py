@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from demo_model import LIMITS
@@ -23,6 +24,7 @@ from lockstep.artifacts.files import sha256_file
 from lockstep.bundle.archive import read_archive
 from lockstep.bundle.opened import opened
 from lockstep.bundle.pack import pack
+from lockstep.cli.main import main
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.reproduce import LockComparison
@@ -275,3 +277,20 @@ def test_the_bill_of_materials_is_valid(results: Results) -> None:
     assert all(entry["ref"] in refs and set(entry["dependsOn"]) <= refs for entry in bill["dependencies"])
     broken = {**bill, "components": [{"type": "model"}]}
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(broken)) is not None
+
+
+def test_what_is_asked_of_verify_must_fit(signed: Path, keys: Callable) -> None:
+    public = str(keys("signer")[1])
+
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(main, ["verify", *arguments])
+        assert done.exit_code == 2, done.output
+        (line,) = done.stderr.splitlines()
+        return line
+
+    assert "expected them with --signature" in said(str(signed), "--key", public)
+    assert "expected who may have signed" in said(str(signed), "--signature")
+    assert "expected a bundle, found none" in said("--signature", "--key", public)
+    assert "expected the public keys of rebuilders" in said("--rebuilders", "2")
+    assert "expected models or bundles, found both" in said(str(signed), "demo-llama")
+    assert "signed by key" in CliRunner().invoke(main, ["verify", str(signed), "--signature", "--key", public]).output

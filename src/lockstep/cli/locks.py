@@ -105,9 +105,7 @@ def verify(
             raise InputError("verify: expected models or bundles, found both; run it for each")
         return _verify_bundles(bundles, signature, keys, identity, as_json)
     if signature:
-        raise InputError(
-            "--signature: expected a bundle, which is what is signed, found none; name one that ends with .tar"
-        )
+        raise InputError("--signature: expected a bundle, found none; name one that ends with .tar")
     if rebuilders is not None and not keys:
         raise InputError("--rebuilders: expected the public keys of rebuilders, found none; name each by --key")
     from lockstep.provenance.verify import SAME
@@ -150,6 +148,8 @@ def _verify_bundles(
     from lockstep.publish.signature import Identity, check_contents
     from lockstep.publish.signature import verify as check
 
+    if not signature and (keys or identity):
+        raise InputError("--key, --identity: expected them with --signature, found none; add it")
     if signature and not keys and not identity:
         raise InputError("--signature: expected who may have signed, found none; name a public key by --key")
     found = []

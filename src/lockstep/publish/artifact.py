@@ -215,6 +215,7 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
     if data is None:
         raise InputError(f"{reference}: expected a bundle, found none; push it with `lockstep push`")
     manifest, digest = _manifest(data, reference), sha256_digest(data)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-pull-", dir=out.parent) as folder:
         entries: dict[str, Entry] = {}
         for layer in manifest["layers"]:
