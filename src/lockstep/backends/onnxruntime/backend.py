@@ -118,13 +118,15 @@ class OnnxRuntimeProgram:
         settings = _settings(_LEVELS[level], self._low_memory)
         model = onnx.ModelProto()
         model.CopyFrom(self._model)
-        values = {}
+        held = {}
         if slots:
             assert weights is not None  # the caller's part: see Program.bind
             weights, inputs = self._inputs.bind(weights, slots, str(self._path))
-            values = _place_weights(model.graph, settings, weights, inputs, self._check)
+            held = _place_weights(model.graph, settings, weights, inputs, self._check)
         failure = f"{self._path}: ONNX Runtime {ort.__version__} cannot load this engine"
-        return OnnxRuntimeExecutable(_session(model.SerializeToString(), settings, failure), values, str(self._path))
+        session = _session(model.SerializeToString(), settings, failure)
+        del held  # the session has copies
+        return OnnxRuntimeExecutable(session, str(self._path))
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
         check_arrays(arrays, *self._inputs.declared[slot], f"{self._path}: slot {slot}")
@@ -140,11 +142,10 @@ def _declared(values: Sequence[Any]) -> dict[str, Declared]:
 
 
 class OnnxRuntimeExecutable:
-    """An ONNX Runtime session, and the values that it may read in place."""
+    """An ONNX Runtime session on buffers."""
 
-    def __init__(self, session: ort.InferenceSession, values: Mapping[str, ort.OrtValue], where: str):
+    def __init__(self, session: ort.InferenceSession, where: str):
         self._session = session
-        self._values = values
         self.where = where
         self.inputs, self.outputs = _declared(session.get_inputs()), _declared(session.get_outputs())
 
@@ -243,7 +244,7 @@ def _place_weights(
 ) -> dict[str, ort.OrtValue]:
     """Set where each slot's data lies, in initializers and settings.
 
-    Returns the values that have to live as long as the session. A slot of one tensor points into the weights' file,
+    Returns the values that have to live until the session is made. A slot of one tensor points into the weights' file,
     which ONNX Runtime maps itself: no copy of ours, and no copy at all with prepacking off.
     (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several tensors goes that way.
     """
