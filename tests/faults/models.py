@@ -75,6 +75,11 @@ MODELS = {
         "random Qwen 2: biases, as many KV heads as query heads", "all",
         {**_SIZES, "model_type": "qwen2", "num_key_value_heads": 4}, _SHORT,
     ),
+    "experts": FaultModel(
+        "random Qwen 3 MoE: three of eight experts for each token", "all",
+        {**_SIZES, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+         "norm_topk_prob": True}, _SHORT,
+    ),
     "ranks": FaultModel(
         "random Llama with biases, split over two ranks", "all",
         {**_SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True}, _SHORT, tensor_parallel=2,

@@ -21,6 +21,7 @@ RECORDS = (
     "faults-quantized.json",
     "faults-openvino-quantized.json",
     "faults-ranks.json",
+    "faults-experts.json",
     "faults-checkpoint.json",
     "faults-quantized-checkpoint.json",
     "faults-tensorrt.json",
@@ -83,7 +84,11 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _title(record: Mapping[str, Any]) -> str:
-    more = {"-ranks": ", over two ranks", "-checkpoint": ", a trained checkpoint in place of the demo's"}
+    more = {
+        "-ranks": ", over two ranks",
+        "-experts": ", experts",
+        "-checkpoint": ", a trained checkpoint in place of the demo's",
+    }
     return record["backend"] + "".join(text for end, text in more.items() if record["benchmark"].endswith(end))
 
 

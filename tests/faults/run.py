@@ -286,8 +286,7 @@ def _report(
     names = ["faults", *([backend] if backend != "onnxruntime" else [])]
     if all(map(is_quantized, judged)):  # a record of its own, beside that of the others
         names.append("quantized")
-    if rows and all(row["model"] == "ranks" for row in rows):
-        names.append("ranks")
+    names += [model for model in ("ranks", "experts") if rows and all(row["model"] == model for row in rows)]
     if of_checkpoint:
         names.append("checkpoint")
     return {
