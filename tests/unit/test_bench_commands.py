@@ -16,7 +16,19 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 import test_soak
-from benchmarks import adapters, batches, dag, demo, export, gpu, gpu_transformers, models, serving, small_weights
+from benchmarks import (
+    adapters,
+    batches,
+    dag,
+    demo,
+    export,
+    gpu,
+    gpu_transformers,
+    mixtures,
+    models,
+    serving,
+    small_weights,
+)
 from benchmarks.__main__ import bench
 from benchmarks.child import Usage
 from benchmarks.measure import THREADS_VARIABLE, thread_count
@@ -120,6 +132,20 @@ def _(here: Here) -> Sequence[Any]:
     here.smaller(small_weights, _READ_BYTES=1 << 20)
     chosen = "--model", here.checkpoint, "--batch", 1, "--backend", "onnxruntime", "--precision", "fp32"
     return *chosen, "--context", 4, "--steps", 2, "--prompt", 0, *ONE_ROUND
+
+
+@starts("mixtures", "shapes tiny tokens 3 onnxruntime seconds")
+def _(here: Here) -> Sequence[Any]:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    write_json(here.folder / "tiny.json", {**SHAPE, "model_type": "qwen3_moe", "head_dim": 16, **experts})
+    if not here.whole:
+        here.smaller(mixtures, start=_mixture_here, _VOCABULARY=288)
+    return "--shape", here.folder / "tiny.json", "--tokens", 3, *ONE_ROUND
+
+
+def _mixture_here(make: Callable[..., Callable[[int], float]], *arguments: Any) -> mixtures.Step:
+    step = make(*arguments)
+    return lambda tokens: (step(tokens) if tokens else 0.0, 1.0)
 
 
 @starts("adapters", "batch 1 decode_step seconds")
