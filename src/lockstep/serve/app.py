@@ -28,6 +28,7 @@ from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_r
 from lockstep.serve.openai_answers import AnswerFormat
 from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_prompt, chat_requests
 from lockstep.serve.openai_parameters import request_id
+from lockstep.serve.openapi import openapi
 from lockstep.serve.page import page
 from lockstep.serve.request_log import note
 from lockstep.serve.responses import ResponsesAnswer, ResponsesBody, responses_chat
@@ -66,9 +67,18 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
     encoded = [key.encode() for key in access.keys]
     triton = triton or Triton(service)
 
+    bodies: dict[str, type] = {}  # of requests, by path
+
     def route(
-        path: str, handler: Callable[[Request], Awaitable[Any]], *methods: str, refuse: Any = error_response
+        path: str,
+        handler: Callable[[Request], Awaitable[Any]],
+        *methods: str,
+        refuse: Any = error_response,
+        body: type | None = None,
     ) -> Route:
+        if body is not None:
+            bodies[path] = body
+
         async def handle(request: Request) -> Any:
             try:
                 _check_access(request, encoded, access.own_name)
@@ -83,16 +93,18 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
 
         return Route(path, handle, methods=list(methods or ("GET",)))
 
-    def completing(kind: Any, requests_of: Callable[..., Any], form_of: type[AnswerFormat]) -> Any:
+    def completing(path: str, kind: Any, requests_of: Callable[..., Any], form_of: type[AnswerFormat]) -> Route:
         async def handle(request: Request) -> Any:
             body = await decoded(await read_body(request, access), kind)
             id = request_id(body, request.headers.get("x-request-id"))
             stream = service.submit(await requests_of(body, service))
             return form_of(body, service, stream, id)
 
-        return handle
+        return route(path, handle, "POST", body=kind)
 
-    def chatting(kind: Any, chat_of: Callable[[Any], ChatBody], form_of: Callable[..., Any]) -> Any:
+    def chatting(
+        path: str, kind: Any, chat_of: Callable[[Any], ChatBody], form_of: Callable[..., Any], refuse: Any
+    ) -> Route:
         async def handle(request: Request) -> Any:
             body = await decoded(await read_body(request, access), kind)
             chat = chat_of(body)
@@ -103,7 +115,7 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
                 raise renamed(error, body.NAMES) from None
             return form_of(body, chat, service, stream, id)
 
-        return handle
+        return route(path, handle, "POST", body=kind, refuse=refuse)
 
     async def count_tokens(request: Request) -> Any:
         body = await decoded(await read_body(request, access), MessagesBody)
@@ -169,28 +181,24 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
     app = Starlette(
         exception_handlers={HTTPException: refused, Exception: failed},
         routes=[
-            route("/v1/completions", completing(CompletionBody, completion_requests, CompletionFormat), "POST"),
-            route("/v1/chat/completions", completing(ChatBody, chat_requests, ChatFormat), "POST"),
-            route("/v1/responses", chatting(ResponsesBody, responses_chat, ResponsesAnswer), "POST"),
-            route(
-                "/v1/messages",
-                chatting(MessagesBody, limited_messages_chat, MessagesAnswer),
-                "POST",
-                refuse=anthropic_error,
-            ),
-            route("/v1/messages/count_tokens", count_tokens, "POST", refuse=anthropic_error),
+            completing("/v1/completions", CompletionBody, completion_requests, CompletionFormat),
+            completing("/v1/chat/completions", ChatBody, chat_requests, ChatFormat),
+            chatting("/v1/responses", ResponsesBody, responses_chat, ResponsesAnswer, error_response),
+            chatting("/v1/messages", MessagesBody, limited_messages_chat, MessagesAnswer, anthropic_error),
+            route("/v1/messages/count_tokens", count_tokens, "POST", refuse=anthropic_error, body=MessagesBody),
             telling("/v1/models", models),
             telling("/v1/models/{name:path}", lambda request: _model(service, request.path_params["name"])),
-            route("/v1/load_lora_adapter", load_adapter, "POST"),
-            route("/v1/unload_lora_adapter", unload_adapter, "POST"),
-            route("/tokenize", tokenize, "POST"),
-            route("/detokenize", detokenize, "POST"),
+            route("/v1/load_lora_adapter", load_adapter, "POST", body=LoadAdapterBody),
+            route("/v1/unload_lora_adapter", unload_adapter, "POST", body=UnloadAdapterBody),
+            route("/tokenize", tokenize, "POST", body=TokenizeBody),
+            route("/detokenize", detokenize, "POST", body=DetokenizeBody),
             telling("/tokenizer_info", lambda request: tokenizer_info(service)),
             telling("/health", lambda request: _health(service), lambda: service.is_live),
             telling("/health/live", lambda request: _health(service), lambda: service.is_live),
             telling("/health/ready", lambda request: _health(service), lambda: service.is_ready and service.is_live),
             route("/metrics", metrics),
             telling("/version", lambda request: {"version": lockstep.__version__}),
+            telling("/openapi.json", lambda request: openapi(app.routes, bodies, bool(encoded))),
             route("/ping", ping, "GET", "POST"),
             telling("/status", lambda request: _status(service)),
             route("/", front),
