@@ -15,6 +15,7 @@ from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
+import scripted_model
 import test_soak
 from benchmarks import (
     adapters,
@@ -28,11 +29,13 @@ from benchmarks import (
     models,
     serving,
     small_weights,
+    tools,
 )
 from benchmarks.__main__ import bench
 from benchmarks.child import Usage
 from benchmarks.measure import THREADS_VARIABLE, thread_count
 from click.testing import CliRunner, Result
+from scripted_chats import scripted_chats
 from test_bench import TINY
 
 import fake_gpu
@@ -40,7 +43,7 @@ import lockstep
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
 from lockstep.stages.worker import function_named
-from real_server import make_tree
+from real_server import RealServer, make_tree
 from shared import Shared
 
 # Started by the default run elsewhere.
@@ -159,6 +162,14 @@ def _(here: Here) -> Sequence[Any]:
     tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))
     sizes = "--requests", 2, "--mean-prompt", 4, "--mean-new", 2, "--prefix", 0
     return "--target", "demo-llama/fp32/all", "--results", tree, *sizes, *ONE_ROUND
+
+
+@starts("tools", "ratios held")
+def _(here: Here) -> Sequence[Any]:
+    here.smaller(tools, WORDS=4, CALLS=2)
+    server = RealServer(scripted_chats(here.shared).root, target=scripted_model.TARGET)
+    here.stack.enter_context(server)
+    return "--url", server.url, "--tokens", 4, "--turns", 2, *ONE_ROUND
 
 
 class ServerStandIn(serving.Server):
