@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import secrets
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +13,21 @@ from typing import Any
 
 import pytest
 from demo_model import CONFIG, LIMITS, TOLERANCES
+from scripted_chats import scripted_chats
 
+from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import GoldenReport, ServedReport
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.runtime.request import Request
+from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve import check as served
+from lockstep.serve.answer_reader import AnswerPlan
+from lockstep.serve.check_tools import calls_tools, tool_call
 from lockstep.serve.openai import CompletionFormat
+from lockstep.serve.run import listening
 from lockstep.serve.service import Service
+from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import Results, Target
 from lockstep.verify import golden
 from shared import Shared
@@ -165,3 +175,25 @@ def test_an_engine_set_that_does_not_open_is_told_in_one_line(tree: Results, gol
             tree.reference("demo-llama", "all"), golden_json, TARGET, TOLERANCES["fp32"], LIMITS, tmp_path / "all.json",
         )  # fmt: skip
     assert "engines.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.exports
+def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = scripted_chats(shared)
+    assembly, weights = tree.assembly("scripted", "fp32"), tree.weights("scripted", "fp32")
+    limits = {**LIMITS, "max_seq_len": 600, "max_input_len": 600}
+    engines = tree.engines("scripted", "fp32", "onnxruntime")
+    options = EngineOptions(str(engines), str(assembly), str(weights), "all", limits, 1)
+
+    async def ask(folder: Path) -> tuple[int, str | None]:
+        template = ChatTemplate.open(assembly)
+        service = Service("scripted", Tokenizer.open(assembly), None, options, ServiceLimits(), chat_template=template)
+        async with listening(service, folder / "socket"):
+            assert calls_tools(service)
+            return await tool_call(service, folder / "socket")
+
+    with tempfile.TemporaryDirectory() as folder:
+        assert asyncio.run(ask(Path(folder))) == (2, None)
+        monkeypatch.setattr(AnswerPlan, "call_id", lambda *given: secrets.token_hex(4))
+        found, fault = asyncio.run(ask(Path(folder)))
+        assert found == 2 and fault is not None and "tool call: expected one answer, found" in fault

@@ -2,8 +2,8 @@
 
 In: an engine set that golden passed, its reference and golden's report. Out: a report. The server is the one that
 `lockstep serve` runs, on a Unix socket. Its answers are compared alone; beside a seeded load of requests that come at
-random times and of which some are cancelled; on a prefix that was left; and with the engine killed in the middle. Then
-nothing may be left in it.
+random times and of which some are cancelled; on a prefix that was left; and with the engine killed in the middle. A
+model with a format of tool calls is asked for one. Then nothing may be left in it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import PASS, GoldenReport, ServedPhase, ServedReport, TokenDifference
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime.model import CHUNK_SIZE, fitting_chunk_size
 from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.serve.check_tools import calls_tools, tool_call
 from lockstep.serve.client import Answer, complete, get
 from lockstep.serve.run import listening
 from lockstep.serve.service import Service
@@ -81,6 +83,7 @@ def check(
         python,
         options,
         ServiceLimits(max_queue=1000, start=_SECONDS),
+        chat_template=ChatTemplate.open(assembly_json),
         log=lambda line: None,  # that the engine was killed is no news
     )
     checked = _Check(service, prompts, expected, long.prompt if long else None, reference.max_new_tokens)
@@ -126,6 +129,7 @@ class _Check:
                     "alone": await self._alone(),
                     "under load": await self._under_load(),
                     "on a prefix": await self._on_a_prefix(),
+                    **({"tool call": await self._tool_call()} if calls_tools(self.service) else {}),
                     "engine killed": await self._engine_killed(),
                 }
                 await self._nothing_is_left()
@@ -181,6 +185,11 @@ class _Check:
         if self.service.ready.batch_invariant and (hit.token_ids, hit.logprobs) != (miss.token_ids, miss.logprobs):
             self.failures.append("prefix: expected the same log-probabilities with and without it, found others")
         return found
+
+    async def _tool_call(self) -> _Found:
+        requests, fault = await tool_call(self.service, self.socket)
+        self.failures += [] if fault is None else [fault]
+        return _Found(requests)
 
     async def _engine_killed(self) -> _Found:
         """Send all golden prompts at once, and kill the engine at the first token."""

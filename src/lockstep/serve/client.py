@@ -25,7 +25,18 @@ class Answer:
 
 async def get(path: Path, url: str) -> Any:
     """Return the JSON at `url`. Raises CheckError for another status than 200."""
-    async with _asked(path, f"GET {url} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()) as reader:
+    return await _json(path, url, f"GET {url} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+
+
+async def post(path: Path, url: str, body: Mapping[str, Any], request_id: str) -> Any:
+    """Return the JSON that a body is answered with. Raises CheckError for another status than 200."""
+    data = json.dumps(body).encode()
+    head = f"POST {url} HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {request_id}\r\n"
+    return await _json(path, url, head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+
+async def _json(path: Path, url: str, request: bytes) -> Any:
+    async with _asked(path, request) as reader:
         return json.loads(b"".join([part async for part in _body(reader, url)]))
 
 

@@ -1,0 +1,56 @@
+"""The part of the check `served` that asks for a tool call: a grammar holds it to its schema, and it comes again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lockstep.errors import CheckError
+from lockstep.serve.client import post
+from lockstep.serve.service import Service
+
+_ROOM, _TOKENS = 512, 64  # tokens of a request with a tool, and of its answer
+_NO_GRAMMARS = "lockstep[grammar]"  # in the error where llguidance is missing
+_CITIES = ["Paris", "Berlin"]
+_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": _CITIES}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+_TOOL = {"name": "weather", "description": "Tell the weather of a city.", "parameters": _SCHEMA}
+
+
+def calls_tools(service: Service) -> bool:
+    """Return whether the model has a format of calls and room for one, and its reasoning can be ended."""
+    reasoning, has_format = service.reasoning_format, service.tool_format is not None and service.chat.fault is None
+    can_end = reasoning is None or service.tokenizer.token_id(reasoning.end) is not None
+    return has_format and can_end and service.ready.max_seq_len >= _ROOM
+
+
+async def tool_call(service: Service, socket: Path) -> tuple[int, str | None]:
+    """Ask twice for a call; return how many answers came, and what is wrong with them, if anything is."""
+    body = {
+        "model": service.name,
+        "messages": [{"role": "user", "content": "How is the weather in Paris?"}],
+        "tools": [{"type": "function", "function": _TOOL}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": _TOKENS,
+        "thinking_token_budget": 0,
+    }
+    answers = []
+    try:
+        for _ in range(2):
+            answers += (await post(socket, "/v1/chat/completions", body, "served"))["choices"]
+    except CheckError as error:
+        # Without llguidance the engine's Python cannot hold an answer to a schema.
+        return len(answers), None if _NO_GRAMMARS in str(error) else f"tool call: {error}"
+    first, second = answers
+    functions = [call["function"] for call in first["message"].get("tool_calls", ())]
+    expected = [[{"name": _TOOL["name"], "arguments": {"city": city}}] for city in _CITIES]
+    if [{**each, "arguments": json.loads(each["arguments"])} for each in functions] not in expected:
+        said = json.dumps(first["message"])[:200]
+        return 2, f"tool call: expected one of weather with a city of its schema, found {said}"
+    return 2, None if first == second else f"tool call: expected one answer, found {json.dumps(answers)[:300]}"
