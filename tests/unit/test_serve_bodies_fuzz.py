@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.runtime import Tokenizer
+from lockstep.serve.answer_reader import AnswerPlan
 from lockstep.serve.anthropic import MessagesBody, messages_chat
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.messages import _messages, plain_messages
@@ -18,7 +19,8 @@ from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.reasoning import FORMATS as REASONING
 from lockstep.serve.responses import ResponsesBody, responses_chat
 from lockstep.serve.tool_formats import FORMATS
-from lockstep.serve.tools import calling_format, held_grammar, tools_of
+from lockstep.serve.tool_grammar import held_grammar
+from lockstep.serve.tools import calling_format, tools_of
 
 SCHEMA = {
     "type": "object",
@@ -102,7 +104,7 @@ def check(chat: ChatBody) -> None:
         plain_messages(messages, tools.given)
         for name in ("hermes", "glm", "mistral"):
             format = calling_format(FORMATS[name], tools)
-            held_grammar(tools, format, None, REASONING["think"], False, TOKENIZER)
+            held_grammar(tools, AnswerPlan(REASONING["think"], False, format), None, None, TOKENIZER)
 
 
 def takes(kind: Any, chat_of: Any, body: dict[str, Any]) -> bool:

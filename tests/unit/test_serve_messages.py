@@ -60,12 +60,19 @@ def answer(server: RealServer, text: str, **given: Any) -> dict[str, Any]:
     """Return an answer of Anthropic's API, after a look whether its stream makes the same one."""
     status, data = send(server, "/v1/messages", message(text, **given))
     assert status == 200, data
-    whole = json.loads(data)
+    whole = uncached(json.loads(data))
     status, data = send(server, "/v1/messages", message(text, stream=True, **given))
     assert status == 200, data
-    streamed = joined(data)
+    streamed = uncached(joined(data))
     assert streamed == whole
     return whole
+
+
+def uncached(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer without how many of its prompt's tokens were found again, which is another at the second."""
+    usage = answer["usage"]
+    usage["input_tokens"] += usage.pop("cache_read_input_tokens")
+    return answer
 
 
 def joined(data: bytes) -> dict[str, Any]:
@@ -132,6 +139,9 @@ def test_thinking_comes_where_it_is_asked_for(server: RealServer) -> None:
     thinking, text = answer(server, ANSWERS[260], thinking={"type": "enabled", "budget_tokens": 1024})["content"]
     assert (thinking["type"], thinking["thinking"], text["text"]) == ("thinking", "I <b>think.", "Paris.")
     assert [block["type"] for block in answer(server, ANSWERS[260])["content"]] == ["text"]
+    found = answer(server, ANSWERS[260], thinking={"type": "enabled", "budget_tokens": 3})
+    assert "I <b>think.".startswith(found["content"][0]["thinking"])
+    assert found["usage"]["output_tokens_details"]["thinking_tokens"] == 3 + 2  # and the marks
 
 
 def test_results_of_tools_go_to_the_template_and_tokens_are_counted(server: RealServer) -> None:
@@ -153,13 +163,15 @@ def test_results_of_tools_go_to_the_template_and_tokens_are_counted(server: Real
     expected = json.loads(server.request("POST", "/tokenize", text, header)[2])["count"]
     assert (status, json.loads(data)) == (200, {"input_tokens": expected})
     status, data = send(server, "/v1/messages", {**body, "max_tokens": 1})
-    assert json.loads(data)["usage"] == {"input_tokens": expected, "output_tokens": 1}
+    usage = json.loads(data)["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (expected, 0, 1)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no length": ({"max_tokens": None}, "max_tokens: expected a value"),
     "a tool of the provider": ({"tools": [{"type": "web_search_20250305", "name": "web"}]}, "of the client's own"),
     "a choice that is none": ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "tool_choice: expected type auto"),
+    "a budget that is none": ({"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking: expected 0 or more"),
     "a thinking that is none": ({"thinking": {"type": "deep"}}, "thinking: expected type enabled"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -223,7 +235,8 @@ def plain(response: Any) -> Any:
         for part in item.get("content") or ():
             part.pop("parsed", None)  # of the package
         item.pop("parsed_arguments", None)
-    return response.status, items, response.usage
+    usage = response.usage
+    return response.status, items, usage.output_tokens_details, usage.output_tokens, usage.total_tokens
 
 
 def test_a_response_of_text(client: openai.OpenAI) -> None:
@@ -257,6 +270,9 @@ def test_a_response_with_calls_and_their_results(client: openai.OpenAI) -> None:
 def test_a_response_with_reasoning_and_a_form(client: openai.OpenAI) -> None:
     reasoning, text = respond(client, ANSWERS[260], reasoning={"effort": "low"}).output
     assert reasoning.content[0].text == "I <b>think." and text.content[0].text == "Paris."
+    found = respond(client, ANSWERS[260])
+    assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+    assert found.usage.input_tokens_details.cached_tokens == 256  # a chunk of the prompt before
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "form", "schema": schema, "strict": True}}
     found = client.responses.create(model="scripted", input=prompt(ANSWERS[260]), temperature=0, text=form)

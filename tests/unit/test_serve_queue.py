@@ -136,7 +136,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         choice, finish = pick(played.has[number]), data.draw(st.sampled_from([None, None, "stop_id", "error"]))
         if finish:
             played.abort(number, choice)
-        admitted = [number] if data.draw(st.booleans()) else []
+        admitted = [(number, 0)] if data.draw(st.booleans()) else []
         frame(admitted=admitted, tokens=[[number, choice, -1 if finish == "error" else 68, finish]])
 
     def die() -> None:
@@ -150,7 +150,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         events = {"submit": submit}
         if played.has:
             events |= {
-                "admit": lambda: frame(admitted=[pick(played.has)]),
+                "admit": lambda: frame(admitted=[(pick(played.has), 0)]),
                 "token": token,
                 "refuse": lambda: service._take(
                     {"type": "refused", "id": pick(played.has), "message": "no", "param": None}

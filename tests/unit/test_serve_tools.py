@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 import scripted_model
+from jsonschema import Draft202012Validator
 from scripted_chats import ANSWERS, BERLIN, PARIS, TIME, TOOLS, TWO_CALLS, WEATHER, asked, prompt, scripted_chats
 
 from lockstep.serve.messages import plain_messages
@@ -89,7 +90,8 @@ def test_runs_under_load_are_equal_to_the_byte(server: RealServer) -> None:
         header = {"X-Request-Id": f"request-{number}"}
         status, _, data = server.request("POST", "/v1/chat/completions", bodies[number], header)
         assert status == 200, data
-        data = re.sub(rb"\"created\":\d+", b'"created":0', data)
+        # The time, and what was found of a prefix, are not the answer's.
+        data = re.sub(rb"\"(created|cached_tokens)\":\d+", b'"is":0', data)
         if not bodies[number]["stream"]:
             return data
         chunks = [json.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]
@@ -182,6 +184,20 @@ def test_marks_that_are_special_tokens_are_read(mistral: RealServer) -> None:
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["time"]
 
 
+def test_plain_json_is_a_convention_for_models_without_a_format(results: Results) -> None:
+    def asks(text: str, **given: Any) -> tuple[Any, list[tuple[str, str]]]:
+        (choice,) = server.post("/v1/chat/completions", **asked(text, tools=TOOLS, **given))["choices"]
+        calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
+        return choice, [(call["name"], call["arguments"]) for call in calls]
+
+    with RealServer(results.root, "--tool-call-parser", "json", target=scripted_model.TARGET) as server:
+        choice, calls = asks(ANSWERS[400])
+        assert calls == [("weather", PARIS)] and choice["finish_reason"] == "tool_calls"
+        assert asks(ANSWERS[460])[0]["message"]["content"] == ANSWERS[460] and asks(TWO_CALLS)[1] == []
+        ((name, arguments),) = asks(ANSWERS[460], tool_choice="required", parallel_tool_calls=False, max_tokens=100)[1]
+        assert name in ("weather", "time") and isinstance(json.loads(arguments), dict)
+
+
 def test_reasoning_is_a_field_of_its_own(client: openai.OpenAI) -> None:
     for ask_for in (ask, streamed):
         message = ask_for(client, ANSWERS[260]).message
@@ -214,6 +230,22 @@ def test_a_grammar_begins_after_the_reasoning(client: openai.OpenAI) -> None:
     extra = {"chat_template_kwargs": {"thinks": True}, "guided_choice": ["Done!"]}
     message = ask(client, ANSWERS[360], messages=messages, extra_body=extra).message
     assert (message.content, message.reasoning) == ("Done!", "still thinking")
+
+
+def test_a_budget_ends_the_reasoning(client: openai.OpenAI) -> None:
+    def budget(tokens: int, text: str = ANSWERS[260], **extra: Any) -> tuple[Any, int]:
+        found = client.chat.completions.create(**asked(text, extra_body={"thinking_token_budget": tokens, **extra}))
+        return found.choices[0].message, found.usage.completion_tokens_details.reasoning_tokens
+
+    whole, free = budget(-1)
+    assert whole.content == "Paris." and budget(free)[0].content == "Paris."
+    for tokens in (0, 1, 4):
+        message, found = budget(tokens)
+        assert found == tokens + 2 and whole.reasoning.startswith(message.reasoning or "")  # and the marks
+    # Without reasoning there is nothing to end, and a grammar begins after it.
+    assert budget(1, ANSWERS[460])[0].content == ANSWERS[460] and budget(1, ANSWERS[460])[1] == 0
+    message, found = budget(2, guided_choice=["Paris!"])
+    assert (message.content, found) == ("Paris!", 4)
 
 
 def test_reasoning_effort_goes_to_the_template(client: openai.OpenAI) -> None:
@@ -266,6 +298,11 @@ REFUSED = {
         "tools: expected a grammar",
     ),
     "an effort that is none": ({"reasoning_effort": "most"}, "reasoning_effort", "found 'most'"),
+    "a budget that is none": (
+        {"thinking_token_budget": -2},
+        "thinking_token_budget",
+        "thinking_token_budget: expected 0 or more tokens",
+    ),
     "strict that is none": ({"tools": [function(strict="yes")]}, "tools", "strict: expected true or false"),
     "a choice without tools": ({"tool_choice": "auto"}, "tool_choice", "expected none without tools"),
     "a choice that is none": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "found 'maybe'"),
@@ -290,6 +327,27 @@ REFUSED = {
         "messages[1].tool_calls[0].function.arguments: expected JSON of an object",
     ),
 }
+
+
+def test_the_openapi_document_is_that_of_the_bodies(server: RealServer) -> None:
+    text = server.request("GET", "/openapi.json")[2].decode().replace("#/components/schemas/", "#/$defs/")
+    document = json.loads(text)
+    schemas = document["components"]["schemas"]
+    assert set(re.findall(r"#/\$defs/(\w+)", text)) <= schemas.keys()
+    validators, ids = {}, []
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            ids.append(operation["operationId"])
+            assert len(operation.get("parameters", ())) == path.count("{")
+            if body := operation.get("requestBody"):
+                schema = {"$defs": schemas, **body["content"]["application/json"]["schema"]}
+                Draft202012Validator.check_schema(schema)
+                validators[path] = Draft202012Validator(schema)
+    assert len(set(ids)) == len(ids) and {"post_v1_chat_completions", "get_v1_models_name"} <= set(ids)
+    chat = validators["/v1/chat/completions"]
+    chat.validate(asked(TWO_CALLS, tools=TOOLS, stream=True))
+    assert not chat.is_valid({"model": "scripted"}) and not chat.is_valid(asked(TWO_CALLS, max_tokens="many"))
+    validators["/v1/messages"].validate({"model": "scripted", "max_tokens": 3, "messages": []})
 
 
 @pytest.mark.parametrize(("given", "param", "line"), REFUSED.values(), ids=REFUSED)

@@ -18,7 +18,8 @@ from lockstep.serve.answer_reader import AnswerPlan, joined
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.reasoning import FORMATS as REASONING
 from lockstep.serve.tool_formats import FORMATS
-from lockstep.serve.tools import Tools, calling_format, held_grammar, tools_of
+from lockstep.serve.tool_grammar import held_grammar
+from lockstep.serve.tools import Tools, calling_format, tools_of
 
 SCHEMA = {
     "type": "object",
@@ -97,7 +98,7 @@ def filled(parts: tuple[str, ...], values: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Setup, name: str, choice: str) -> None:
     tools, format = asked(choice), FORMATS[name]
-    grammar = held_grammar(tools, format, None, None, False, setup.tokenizer)
+    grammar = held_grammar(tools, AnswerPlan(format=format), None, None, setup.tokenizer)
     good = [[("f", ARGUMENTS)], [("g", {})]]
     if not format.answer:  # else a call ends the answer
         good.append([("f", ARGUMENTS), ("g", {})])
@@ -122,7 +123,7 @@ def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Set
 @pytest.mark.parametrize("name", HELD)
 def test_a_named_function_is_called_once(setup: Setup, name: str) -> None:
     tools = asked({"type": "function", "function": {"name": "f"}})
-    grammar = held_grammar(tools, FORMATS[name], None, None, False, setup.tokenizer)
+    grammar = held_grammar(tools, AnswerPlan(format=FORMATS[name]), None, None, setup.tokenizer)
     assert setup.takes(grammar, written(name, [("f", ARGUMENTS)]))
     assert not setup.takes(grammar, written(name, [("g", {})]))
     assert not setup.takes(grammar, written(name, [("f", ARGUMENTS), ("f", ARGUMENTS)]))
@@ -133,7 +134,7 @@ def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> N
     think, form = REASONING["think"], Grammar("json_schema", '{"type": "integer"}', "response_format")
     call, said = written(name, [("f", ARGUMENTS)]), "".join(FORMATS[name].answer)
     for opened, before in ((True, ""), (False, "<think>")):
-        grammar = held_grammar(asked("auto"), FORMATS[name], form, think, opened, setup.tokenizer)
+        grammar = held_grammar(asked("auto"), AnswerPlan(think, opened, FORMATS[name]), form, None, setup.tokenizer)
         assert setup.takes(grammar, f"{before}free {{text</think>\n\n{call}")
         assert setup.takes(grammar, f"{before}free {{text</think>{said}12")
         assert not setup.takes(grammar, f"{before}free {{text</think>\n\nwords")
@@ -141,19 +142,41 @@ def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> N
 
 
 def test_the_reasoning_of_harmony_is_a_message_before_the_call(setup: Setup) -> None:
-    harmony, format = REASONING["harmony"], FORMATS["harmony"]
+    plan = AnswerPlan(REASONING["harmony"], False, FORMATS["harmony"])
     thought, call = "<|channel|>analysis<|message|>Hm.<|end|>", written("harmony", [("f", ARGUMENTS)])
-    grammar = held_grammar(asked("required"), format, None, harmony, False, setup.tokenizer)
+    grammar = held_grammar(asked("required"), plan, None, None, setup.tokenizer)
     assert setup.takes(grammar, call) and setup.takes(grammar, f"{thought}<|start|>assistant{call}")
     assert not setup.takes(grammar, thought + call)
     form = Grammar("json_schema", '{"type": "integer"}', "response_format")
-    grammar = held_grammar(None, format, form, harmony, False, setup.tokenizer)
+    grammar = held_grammar(None, plan, form, None, setup.tokenizer)
     assert setup.takes(grammar, f"{thought}<|start|>assistant<|channel|>final<|message|>12")
     assert not setup.takes(grammar, f"{thought}<|start|>assistant12")
+
+
+def test_a_budget_ends_the_reasoning(setup: Setup) -> None:
+    think, harmony = REASONING["think"], REASONING["harmony"]
+    if setup.tokenizer.token_id("</think>") is None:
+        with pytest.raises(BadRequest, match="thinking_token_budget: expected a tokenizer that has </think> as one"):
+            held_grammar(None, AnswerPlan(think), None, 2, setup.tokenizer)
+        return
+    for budget, thought in ((0, ""), (2, "a"), (2, "ab")):
+        opened = held_grammar(None, AnswerPlan(think, True), None, budget, setup.tokenizer)
+        assert setup.takes(opened, f"{thought}</think>then <think> or <tool_call> [TOOL_CALLS]")
+        assert not setup.takes(opened, f"{thought}ccccccc</think>")
+    free = held_grammar(None, AnswerPlan(think), None, 2, setup.tokenizer)
+    assert setup.takes(free, "no thought <tool_call>") and setup.takes(free, "\n<think>a</think>b")
+    assert not setup.takes(free, "<think>ccccccc</think>") and not setup.takes(free, " \n<think>ccccccc")
+    form = Grammar("json_schema", '{"type": "integer"}', "response_format")
+    both = held_grammar(None, AnswerPlan(think, True), form, 2, setup.tokenizer)
+    assert setup.takes(both, "a</think>12") and not setup.takes(both, "ccccccc</think>12")
+    head, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    channels = held_grammar(None, AnswerPlan(harmony, False, FORMATS["harmony"]), None, 2, setup.tokenizer)
+    assert setup.takes(channels, f"{head}a{end}") and not setup.takes(channels, f"{head}ccccccc{end}")
+    assert setup.takes(channels, "<|channel|>final<|message|>Yes.")
 
 
 def test_a_format_without_a_grammar_is_plain_json_where_a_call_is_required(setup: Setup) -> None:
     assert calling_format(FORMATS["pythonic"], asked("required")) is FORMATS["json"]
     assert calling_format(FORMATS["pythonic"], asked("auto")) is FORMATS["pythonic"]
     with pytest.raises(BadRequest, match="strict: expected a tool_choice that requires a call, for pythonic is read"):
-        held_grammar(asked("auto"), FORMATS["pythonic"], None, None, False, setup.tokenizer)
+        held_grammar(asked("auto"), AnswerPlan(format=FORMATS["pythonic"]), None, None, setup.tokenizer)

@@ -112,7 +112,9 @@ class Engine:
         self.refused: list[tuple[int, str]] = []
         # Of the last step: request, number of a prompt token, what was computed for it and those behind it.
         self.prompt_logprobs: list[tuple[int, int, list[Logprobs]]] = []
-        self.admitted: list[int] = []  # requests that the last step took in
+        self.admitted: list[
+            tuple[int, int]
+        ] = []  # requests that the last step took in, and their tokens of found prefixes
         # Tokens of prompts that were looked for in the prefix cache, and of those found there.
         self.prefix_queries = self.prefix_hits = 0
         self._began: float | None = None  # when the step before ended, if the next one was under way then
@@ -344,7 +346,7 @@ class Engine:
         step = scheduler.schedule()
         for request in step.swapped_in:
             model.swap_in(request.slot, self._swapped.pop(request))
-        self.admitted += [self._choices[request].index for request, _ in step.admitted]
+        self.admitted += [(self._choices[request].index, len(pages) * PAGE_SIZE) for request, pages in step.admitted]
         try:
             for request, pages in step.admitted:
                 if self.prefix_caching:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.reasoning import ReasoningFormat
 from lockstep.serve.tool_formats.base import Event, Malformed, Reading, Source, ToolFormat
 
@@ -56,6 +57,21 @@ class AnswerPlan:
         digest = hashlib.sha256(f"{answer}/{number}".encode()).hexdigest()
         length = self.format.id_length if self.format else 0
         return digest[:length] if length < 24 else f"call_{digest[:length]}"  # Mistral's templates take no underscore
+
+    def num_reasoning_tokens(self, tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> int:
+        """Return how many tokens of an answer are its reasoning, up to the end mark; text: of the answer."""
+        reasoning = self.reasoning
+        if reasoning is None or not (self.opened or text.lstrip().startswith(reasoning.begin)):
+            return 0
+        end = tokenizer.token_id(reasoning.end)
+        if end is not None:
+            return tokens.index(end) + 1 if end in tokens else len(tokens)
+        stream, before = tokenizer.stream(), ""
+        for number, token in enumerate(tokens, 1):
+            before += stream.push(token)
+            if reasoning.end in before:
+                return number
+        return len(tokens)
 
     def reader(self, live: bool) -> AnswerReader:
         """Return a reader of one answer; live: calls that are held to a grammar go out before they are whole."""

@@ -40,6 +40,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
         "messages": "messages",
         "response_format": "output_config",
         "reasoning_effort": "output_config",
+        "thinking_token_budget": "thinking",
     }
 
     messages: Any
@@ -87,6 +88,9 @@ def messages_chat(body: MessagesBody) -> ChatBody:
         messages += _messages(message, f"messages[{index}]")
     choice, parallel = _choice(body.tool_choice)
     config = body.output_config or {}
+    budget = (body.thinking or {}).get("budget_tokens")
+    if budget is not None and type(budget) is not int:
+        raise BadRequest(f"thinking: expected budget_tokens as a whole number, found {ascii(budget)[:60]}", "thinking")
     return ChatBody(
         messages=messages,
         model=body.model,
@@ -103,6 +107,7 @@ def messages_chat(body: MessagesBody) -> ChatBody:
         response_format=chat_form(config.get("format")),
         reasoning_effort=config.get("effort"),
         chat_template_kwargs={"enable_thinking": body.thinks},
+        thinking_token_budget=budget,
     )
 
 
@@ -213,10 +218,17 @@ class MessagesAnswer(BlockAnswer):
         return {**self._message([_block(block) for block in self.blocks]), **self._end_of_message()}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        prompt, answer = self.usage
-        usage = {"input_tokens": prompt, "output_tokens": answer}
         common = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
-        return {**common, "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return {**common, "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        stream = self._stream
+        return {
+            "input_tokens": stream.num_prompt_tokens - stream.num_cached_tokens,  # the two together are the prompt's
+            "cache_read_input_tokens": stream.num_cached_tokens,
+            "output_tokens": stream.num_answer_tokens,
+            "output_tokens_details": {"thinking_tokens": stream.num_reasoning_tokens},
+        }
 
     def _end_of_message(self) -> dict[str, Any]:
         choice = self._stream.choices[0]
@@ -249,9 +261,7 @@ class MessagesAnswer(BlockAnswer):
         yield {"type": "content_block_delta", "index": block.number, "delta": delta}
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        prompt, answer = self.usage
-        usage = {"input_tokens": prompt, "output_tokens": answer}
-        yield {"type": "message_delta", "delta": self._end_of_message(), "usage": usage}
+        yield {"type": "message_delta", "delta": self._end_of_message(), "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def failing(self, error: StreamError) -> dict[str, Any]:

@@ -79,11 +79,6 @@ class BlockAnswer(TokenResponse):
     def has_calls(self) -> bool:
         return any(block.kind == "call" for block in self.blocks)
 
-    @property
-    def usage(self) -> tuple[int, int]:
-        """Return the numbers of tokens of prompt and answer."""
-        return self._stream.num_prompt_tokens, self._stream.num_answer_tokens
-
     def close(self) -> None:
         self._service.cancel(self._stream)
 

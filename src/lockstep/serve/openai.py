@@ -22,7 +22,11 @@ _MOST_PROMPTS = 256
 class CompletionBody(Parameters, kw_only=True):
     """The body of POST /v1/completions."""
 
-    UNSUPPORTED: ClassVar[Unsupported] = {**Parameters.UNSUPPORTED, "prompt_embeds": (None,)}
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        **Parameters.UNSUPPORTED,
+        "prompt_embeds": (None,),
+        "thinking_token_budget": (None, -1),
+    }
 
     prompt: Any  # text, token ids, or a list of either: see `_prompts`
     max_tokens: int | None = 16

@@ -95,8 +95,14 @@ class AnswerFormat(TokenResponse):
         usage = _usage(self._counts_of(choice["index"])) if self._continuous else b""
         return self._head + msgspec.json.encode(choice) + b"]" + usage + b"}\n\n"
 
-    def _counts(self) -> dict[str, int]:
-        return _counts(self._stream.num_prompt_tokens, self._stream.num_answer_tokens)
+    def _counts(self) -> dict[str, Any]:
+        """Return the numbers of tokens of all answers, and what is known of them."""
+        stream = self._stream
+        return {
+            **_counts(stream.num_prompt_tokens, stream.num_answer_tokens),
+            "prompt_tokens_details": {"cached_tokens": stream.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": stream.num_reasoning_tokens},
+        }
 
     def _counts_of(self, index: int) -> dict[str, int]:
         """Return the numbers of tokens of one answer so far, and of its prompt."""
@@ -109,7 +115,7 @@ def _counts(prompt: int, answer: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
-def _usage(counts: dict[str, int]) -> bytes:
+def _usage(counts: dict[str, Any]) -> bytes:
     return b',"usage":' + msgspec.json.encode(counts)
 
 

@@ -16,7 +16,8 @@ from lockstep.serve.openai_parameters import Parameters, longest_prompt, prompt_
 from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.stream import AnswerDelta, PromptRequest, Stream
-from lockstep.serve.tools import Tools, calling_format, held_grammar, tools_of
+from lockstep.serve.tool_grammar import BUDGET, held_grammar
+from lockstep.serve.tools import Tools, calling_format, tools_of
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 
 _UNSUPPORTED: Unsupported = {
@@ -47,6 +48,7 @@ class ChatBody(Parameters, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None  # -1: none
 
     @property
     def num_logprobs(self) -> int | None:
@@ -88,8 +90,10 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     requests = prompt_requests(body, [ids], "messages", service)
     plan = _plan(tools, service, text, body.messages)
     tokenizer = service.tokenizer
+    if (budget := body.thinking_token_budget) is not None and budget < -1:
+        raise BadRequest(f"{BUDGET}: expected 0 or more tokens, or -1 for any number, found {budget}", BUDGET)
     for prompt in requests:
-        grammar = held_grammar(tools, plan.format, prompt.request.grammar, plan.reasoning, plan.opened, tokenizer)
+        grammar = held_grammar(tools, plan, prompt.request.grammar, None if budget == -1 else budget, tokenizer)
         prompt.request = replace(prompt.request, grammar=grammar)
         prompt.plan, prompt.shown = plan, tokenizer.silent(plan.marks)
     return requests

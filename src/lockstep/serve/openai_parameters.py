@@ -39,7 +39,6 @@ _UNSUPPORTED: Unsupported = {
     "guided_whitespace_pattern": (None,),
     "logprob_token_ids": (None,),
     "repetition_detection": (None,),
-    "thinking_token_budget": (None, -1),
 }
 
 

@@ -153,13 +153,13 @@ class ResponsesAnswer(BlockAnswer):
         self._body, self._created, self._number = body, int(time.time()), 0
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        body, (prompt, answer) = self._body, self.usage
+        body, stream = self._body, self._stream
         usage = {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": answer,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + answer,
+            "input_tokens": stream.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": stream.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": stream.num_answer_tokens,
+            "output_tokens_details": {"reasoning_tokens": stream.num_reasoning_tokens},
+            "total_tokens": stream.num_prompt_tokens + stream.num_answer_tokens,
         }
         return {
             "id": self.id,

@@ -347,11 +347,11 @@ class Service:
             return
         self.counters = frame
         now = time.monotonic()
-        for number in frame.get("admitted", ()):
+        for number, cached in frame.get("admitted", ()):
             if (found := self._prompts.get(number)) and found.admitted is None:
                 self._count_waiting(found, -1)
                 self._running += len(found.choices)
-                found.admitted = now
+                found.admitted, found.num_cached_tokens = now, cached
                 self.metrics.queue_time.observe(now - found.arrived)
                 self.metrics.prompt_tokens.inc(num_tokens := len(found.request.prompt_ids))
                 self._counted += num_tokens

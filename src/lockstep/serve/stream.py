@@ -49,6 +49,7 @@ class PromptRequest:
     choices: set[int] = field(init=False)  # those that have not ended
     number: int = -1  # as the engine process knows it
     admitted: float | None = None
+    num_cached_tokens: int = 0  # of its prompt, found again as a prefix
     last_token: float | None = None
     deaths: int = 0  # engine processes that died while it was theirs
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens but the first
@@ -90,7 +91,7 @@ class Stream:
         self.sending_since: float | None = None  # a delta waits for the reader since
         self.first_token: float | None = None  # when it came
         self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
-        self.prompts, first = prompts, 0
+        self.prompts, self._tokenizer, first = prompts, tokenizer, 0
         for prompt in prompts:
             n, ids, echoes = prompt.request.n, prompt.request.prompt_ids, prompt.echo is not None
             prompt.collector = Collector(tokenizer, ids, n, prompt.stop, prompt.min_stop_tokens, echoes, prompt.shown)
@@ -107,8 +108,18 @@ class Stream:
         return [choice for prompt in self.prompts for choice in prompt.collector.completion.choices]
 
     @property
+    def num_cached_tokens(self) -> int:
+        return sum(prompt.num_cached_tokens for prompt in self.prompts)
+
+    @property
     def num_answer_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return how many of the answers' tokens are reasoning, with its marks."""
+        each = ((choice, prompt.plan) for prompt in self.prompts for choice in prompt.collector.completion.choices)
+        return sum(plan.num_reasoning_tokens(choice.token_ids, choice.text, self._tokenizer) for choice, plan in each)
 
     @property
     def done(self) -> bool:
