@@ -7,7 +7,7 @@ import json
 import secrets
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,7 @@ def test_an_engine_set_that_does_not_open_is_told_in_one_line(tree: Results, gol
 def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = scripted_chats(shared)
     assembly, weights = tree.assembly("scripted", "fp32"), tree.weights("scripted", "fp32")
-    limits = {**LIMITS, "max_seq_len": 600, "max_input_len": 600}
+    limits = {**asdict(LIMITS), "max_seq_len": 800, "max_input_len": 800}
     engines = tree.engines("scripted", "fp32", "onnxruntime")
     options = EngineOptions(str(engines), str(assembly), str(weights), "all", limits, 1)
 

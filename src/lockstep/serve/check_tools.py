@@ -9,7 +9,7 @@ from lockstep.errors import CheckError
 from lockstep.serve.client import post
 from lockstep.serve.service import Service
 
-_ROOM, _TOKENS = 512, 64  # tokens of a request with a tool, and of its answer
+_ROOM, _TOKENS = 768, 256  # tokens of a request with a tool, and of its answer
 _NO_GRAMMARS = "lockstep[grammar]"  # in the error where llguidance is missing
 _CITIES = ["Paris", "Berlin"]
 _SCHEMA = {

@@ -93,7 +93,8 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
     if (budget := body.thinking_token_budget) is not None and budget < -1:
         raise BadRequest(f"{BUDGET}: expected 0 or more tokens, or -1 for any number, found {budget}", BUDGET)
     for prompt in requests:
-        grammar = held_grammar(tools, plan, prompt.request.grammar, None if budget == -1 else budget, tokenizer)
+        is_held = budget is not None and 0 <= budget < prompt.request.max_new_tokens
+        grammar = held_grammar(tools, plan, prompt.request.grammar, budget if is_held else None, tokenizer)
         prompt.request = replace(prompt.request, grammar=grammar)
         prompt.plan, prompt.shown = plan, tokenizer.silent(plan.marks)
     return requests

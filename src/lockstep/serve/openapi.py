@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 import lockstep
 
@@ -29,11 +29,12 @@ _ERROR = {
 }
 
 
-def openapi(routes: Sequence[Route], bodies: Mapping[str, type], has_keys: bool) -> dict[str, Any]:
+def openapi(routes: Sequence[BaseRoute], bodies: Mapping[str, type], has_keys: bool) -> dict[str, Any]:
     """Return the document; bodies: of requests, by path. has_keys: requests must bring a key."""
     _, schemas = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for route in routes:
+        assert isinstance(route, Route)
         path = re.sub(r"{(\w+):\w+}", r"{\1}", route.path)
         for method in sorted((route.methods or set()) - {"HEAD"}):
             operation = _operation(method, path, bodies.get(route.path))

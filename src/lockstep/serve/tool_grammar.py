@@ -55,6 +55,7 @@ def held_grammar(
         return None
     if reasoning is None and answer == "@answer":
         return grammar
+    name = BUDGET if answer is None else "tools"
     if reasoning is not None:
         thinking = lark.reasoning(reasoning, plan.opened, budget)
         if answer is None:
@@ -63,7 +64,7 @@ def held_grammar(
             answer = f"{thinking if plan.opened else f'(SPACE {thinking})?'} ({answer})"
     around = "\n".join([f"start: {answer}", *lark.rules])
     if grammar is None:
-        return Grammar("lark", around, BUDGET if tools is None else "tools")
+        return Grammar("lark", around, name)
     return Grammar(grammar.kind, grammar.text, grammar.name, around)
 
 
