@@ -9,6 +9,7 @@ from pathlib import Path
 
 import scripted_model
 from demo_model import DEMO
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -31,7 +32,9 @@ def write(folder: Path, answers: Mapping[str, str], piece: int | None = None) ->
     grammar wants them, which takes no other tokens for what can only be one text.
     """
     library = Library.from_file(str(DEMO / "tokenizer.json"))
-    document = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    if piece is None:
+        library.add_tokens([AddedToken(mark, normalized=False) for mark in ("<think>", "</think>")])
+    document = json.loads(library.to_str())
     vocabulary, level = document["model"]["vocab"], ByteLevel(add_prefix_space=False, use_regex=False)
     places: dict[str, int] = {}
     script: dict[int, int] = {}
