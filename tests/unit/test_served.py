@@ -185,15 +185,16 @@ def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: 
     engines = tree.engines("scripted", "fp32", "onnxruntime")
     options = EngineOptions(str(engines), str(assembly), str(weights), "all", limits, 1)
 
-    async def ask(folder: Path) -> tuple[int, str | None]:
+    async def ask() -> tuple[int, str | None]:
         template = ChatTemplate.open(assembly)
         service = Service("scripted", Tokenizer.open(assembly), None, options, ServiceLimits(), chat_template=template)
-        async with listening(service, folder / "socket"):
-            assert calls_tools(service)
-            return await tool_call(service, folder / "socket")
+        with tempfile.TemporaryDirectory() as folder:
+            socket = Path(folder, "socket")
+            async with listening(service, socket):
+                assert calls_tools(service)
+                return await tool_call(service, socket)
 
-    with tempfile.TemporaryDirectory() as folder:
-        assert asyncio.run(ask(Path(folder))) == (2, None)
-        monkeypatch.setattr(AnswerPlan, "call_id", lambda *given: secrets.token_hex(4))
-        found, fault = asyncio.run(ask(Path(folder)))
-        assert found == 2 and fault is not None and "tool call: expected one answer, found" in fault
+    assert asyncio.run(ask()) == (2, None)
+    monkeypatch.setattr(AnswerPlan, "call_id", lambda *given: secrets.token_hex(4))
+    found, fault = asyncio.run(ask())
+    assert found == 2 and fault is not None and "tool call: expected one answer, found" in fault
