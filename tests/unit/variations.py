@@ -107,10 +107,10 @@ def _experts(draw: random.Random, default: dict[str, Any]) -> dict[str, Any]:
     key = next((key for key in _EXPERTS if key in default), None)
     if key is None:
         return {}
-    count, groups = draw.choice((4, 8)), draw.choice((1, 2))
-    made: dict[str, Any] = {key: count, "num_experts_per_tok": draw.choice((1, 2, 3))}
-    if "n_group" in default:
-        made |= {"n_group": groups, "topk_group": 1}
+    count, groups, taken = draw.choice((4, 8)), draw.choice((1, 2)), draw.choice((1, 2, 3))
+    made: dict[str, Any] = {key: count, "num_experts_per_tok": taken}
+    if "n_group" in default:  # groups with fewer experts than are taken leave ties, which libraries break differently
+        made |= {"n_group": groups, "topk_group": 1 if taken <= count // groups else groups}
     if "moe_intermediate_size" in default:
         made["moe_intermediate_size"] = 24
     if "shared_expert_intermediate_size" in default:
