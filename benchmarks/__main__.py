@@ -14,7 +14,7 @@ from lockstep.cli.guarded import SETTINGS, GuardedGroup
 
 COMMANDS = (
     *("demo", "dag", "export", "builds", "models"),
-    *("decode", "small-weights", "mixtures", "adapters", "throughput", "serving", "tools", "soak"),
+    *("decode", "small-weights", "cpu-peers", "mixtures", "adapters", "throughput", "serving", "tools", "soak"),
     *("gpu", "batches", "ranks", "serving-gpu"),  # on GPUs
 )
 

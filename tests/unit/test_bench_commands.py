@@ -151,6 +151,12 @@ def _mixture_here(make: Callable[..., Callable[[int], float]], *arguments: Any) 
     return lambda tokens: (step(tokens) if tokens else 0.0, 1.0)
 
 
+@starts("cpu-peers", "resident_megabytes fp32")
+def _(here: Here) -> Sequence[Any]:
+    few = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--work", here.folder / "work"
+    return "--model", here.checkpoint, "--contestant", "fp32", *few, *ONE_ROUND
+
+
 @starts("adapters", "batch 1 decode_step seconds")
 def _(here: Here) -> Sequence[Any]:
     here.smaller(adapters, _CONTEXT=4, _STEPS=2, _PROMPT=8)

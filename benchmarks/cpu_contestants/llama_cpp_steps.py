@@ -1,0 +1,123 @@
+"""llama.cpp, from a GGUF file written of a Llama checkpoint.
+
+F16, Q8_0, or Q4_0 (4 bits) with the head, or the table that is both, in Q8_0; groups of 32, int8 activations.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from side import Start, main
+
+_FILE = "model.gguf"
+
+
+def make(job: dict) -> None:
+    import gguf
+    from safetensors import safe_open
+
+    folder = Path(job["checkpoint"])
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    hidden = config["hidden_size"]
+    writer = gguf.GGUFWriter(str(Path(job["out"]) / _FILE), "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    kinds = gguf.GGMLQuantizationType
+    layers, head = kinds[job["precision"]], "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            for name in file.keys():
+                array = file.get_tensor(name).astype(np.float32)
+                of_head = kinds.F16 if layers == kinds.F16 else kinds.Q8_0
+                kind = kinds.F32 if array.ndim == 1 else of_head if name == f"{head}.weight" else layers
+                if turned := {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2]):
+                    # its RoPE turns neighbours, the checkpoint's the halves of a head
+                    pairs = array.reshape(turned, 2, -1, array.shape[1])
+                    array = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+                writer.add_tensor(_named(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+_PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+_OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def _named(name: str) -> str:
+    """Return the tensor's name in a GGUF file."""
+    stem = name.removesuffix(".weight")
+    if stem in _OTHERS:
+        return f"{_OTHERS[stem]}.weight"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{_PARTS[part]}.weight"
+
+
+def opened(job: dict) -> Start:
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    settings = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(str(Path(job["out"]) / _FILE).encode(), settings)
+    if not model:
+        raise SystemExit("llama.cpp cannot read the model")
+    terms = llama_cpp.llama_context_default_params()
+    terms.n_seq_max, terms.n_ctx = job["batch"], job["batch"] * max(job["capacity"], 256)
+    terms.n_batch = terms.n_ubatch = max(512, job["batch"])
+    terms.n_threads = terms.n_threads_batch = job["threads"]
+    context = llama_cpp.llama_init_from_model(model, terms)
+    if not context:
+        raise SystemExit("llama.cpp cannot open the model")
+    batch = llama_cpp.llama_batch_init(terms.n_batch, 0, 1)
+    vocabulary = json.loads((Path(job["checkpoint"]) / "config.json").read_text())["vocab_size"]
+
+    def run(tokens: np.ndarray, first: int) -> np.ndarray:
+        """Run tokens [sequences, tokens], at positions from `first`.
+
+        Returns the next token of each sequence.
+        """
+        batch.n_tokens = tokens.size
+        last = tokens.shape[1] - 1
+        places = []
+        for place, ((row, column), token) in enumerate(np.ndenumerate(tokens)):
+            batch.token[place], batch.pos[place] = int(token), first + column
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, row
+            batch.logits[place] = column == last
+            places += [place] * (column == last)
+        if llama_cpp.llama_decode(context, batch):
+            raise SystemExit("llama.cpp could not decode")
+        found = [llama_cpp.llama_get_logits_ith(context, place) for place in places]
+        return np.array([np.ctypeslib.as_array(at, (vocabulary,)).argmax() for at in found])
+
+    def start(prompts: np.ndarray):
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        state = {"length": prompts.shape[1], "tokens": run(prompts, 0)}
+
+        def step() -> None:
+            state["tokens"] = run(state["tokens"][:, None], state["length"])
+            state["length"] += 1
+
+        return step
+
+    return start
+
+
+if __name__ == "__main__":
+    main(("gguf", "llama-cpp-python", "numpy"), make, opened)

@@ -1,0 +1,68 @@
+"""A contestant's process, which decodes when it is asked to.
+
+In: `script.py JOB`, where JOB is JSON: "checkpoint" and "out" are folders, "precision", "threads", "batch" (the
+largest) and "capacity" (tokens of a request). Then a line of JSON on stdin for each measurement: {"batch", "context",
+"steps"} times decode steps behind a prompt, {"prompt"} a prompt of so many tokens. Out: a line of JSON on stdout for
+each: first {"versions", "resident_bytes"} once the model is open, then {"seconds"} of a step or of the prompt. What
+libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# start(prompts [batch, tokens] int64) runs them from an empty cache; the call that it gives takes a greedy step
+Start = Callable[[np.ndarray], Callable[[], None]]
+
+
+def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable[[dict], Start]) -> None:
+    """Make the model of the command line's job, and answer until stdin ends.
+
+    A model that is there is not made again.
+    """
+    answers, job = os.fdopen(os.dup(1), "w"), json.loads(sys.argv[1])
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, Any]) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    made = Path(job["out"]) / "made"
+    if not made.is_file():
+        make(job)
+        made.touch()
+    vocabulary = json.loads((Path(job["checkpoint"]) / "config.json").read_text())["vocab_size"]
+    start = opened(job)
+
+    def prompts(*shape: int) -> np.ndarray:
+        return np.random.default_rng(0).integers(3, min(vocabulary, 256), shape)
+
+    start(prompts(1, 2))()
+    versions = {name: metadata.version(name) for name in sorted(packages)}
+    answer({"versions": versions, "resident_bytes": _resident_bytes()})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        given = prompts(1, asked["prompt"]) if "prompt" in asked else prompts(asked["batch"], asked["context"])
+        began = time.perf_counter()
+        step = start(given)
+        steps = asked.get("steps", 0)
+        if steps:
+            step()  # the first may take its token from the prompt's logits
+            began = time.perf_counter()
+            for _ in range(steps):
+                step()
+        answer({"seconds": (time.perf_counter() - began) / max(steps, 1)})
+
+
+def _resident_bytes() -> int:
+    """Return what the process holds in memory, mapped files that were read included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

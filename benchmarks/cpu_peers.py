@@ -1,0 +1,192 @@
+"""`cpu-peers`: decoding on a CPU beside llama.cpp and onnxruntime-genai.
+
+In: a checkpoint of a Llama, or a shape. Each contestant is a process of its own (`cpu_contestants/`), kept open; the
+peers' environments are made from `envs/`, and models stay in the work folder. All take rounds in turn. Out: seconds of
+a decode step of one and of several requests, of prompts, memory after load, and ratios to the better peer of the same
+bits, round by round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import options
+from benchmarks.child import run_child
+from benchmarks.measure import deliver, in_turn, spread, surroundings, thread_count
+from benchmarks.shapes import checkpoint
+from lockstep.errors import CheckError
+
+_SCRIPTS = Path(__file__).parent / "cpu_contestants"
+_PINS = Path(__file__).parents[1] / "envs"
+_LIMIT = 3600.0  # seconds to make an environment: llama.cpp is built from its source
+
+
+class Contestant(NamedTuple):
+    """bits: of weights, by which it is compared. pins: of its environment; "": this Python."""
+
+    script: str
+    precision: str
+    bits: int
+    pins: str = ""
+
+
+CONTESTANTS = {
+    **{
+        name: Contestant("lockstep_steps.py", name, bits)
+        for name, bits in {"fp32": 32, "fp16": 16, "w8a16": 8, "w4a16": 4, "w8a8": 8, "w4a8": 4}.items()
+    },
+    "genai fp32": Contestant("genai_steps.py", "fp32", 32, "genai.txt"),
+    "genai int4": Contestant("genai_steps.py", "int4", 4, "genai.txt"),
+    "llama.cpp F16": Contestant("llama_cpp_steps.py", "F16", 16, "llama-cpp.txt"),
+    "llama.cpp Q8_0": Contestant("llama_cpp_steps.py", "Q8_0", 8, "llama-cpp.txt"),
+    "llama.cpp Q4_0": Contestant("llama_cpp_steps.py", "Q4_0", 4, "llama-cpp.txt"),
+}
+OPTIONS = (
+    options.Option("--model", "A checkpoint of a Llama, or a shape.", "llama-1.1b", metavar="FOLDER|SHAPE"),
+    options.Option(
+        "--contestant", "All by default.", tuple(CONTESTANTS), name="contestants", many=True, choices=tuple(CONTESTANTS)
+    ),
+    options.number("--batch", (1, 8), "Requests at once.", name="batches", many=True),
+    options.number("--prompt", (256, 1024), "Tokens of timed prompts.", name="prompts", many=True),
+    options.path("--work", "Keeps environments and models."),
+    options.CONTEXT, options.STEPS, options.THREADS, options.rounds(3), options.WRITE,
+)  # fmt: skip
+
+
+def main(write: Path | None, **settings: Any) -> None:
+    """Measure decoding on a CPU beside llama.cpp and onnxruntime-genai, in turn."""
+    deliver(run(**settings), write)
+
+
+def run(
+    model: str,
+    contestants: Sequence[str],
+    batches: Sequence[int],
+    prompts: Sequence[int],
+    context: int,
+    steps: int,
+    threads: int | None,
+    rounds: int,
+    work: Path | None = None,
+) -> dict[str, Any]:
+    """Measure each contestant: steps behind `context` tokens at each batch size, prompts, and resident memory."""
+    count, capacity = thread_count(threads), max(context + steps, *prompts) + 2
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        place = (work or Path(scratch)).resolve()
+        folder = checkpoint(model, place).resolve()
+        opened = {name: _Process(name, place, folder, max(batches), capacity, count) for name in contestants}
+        for process in opened.values():
+            stack.callback(process.close)
+        measured = {
+            **{f"step of {n}": {"batch": n, "context": context, "steps": steps} for n in batches},
+            **{f"prompt of {n}": {"prompt": n} for n in prompts},
+        }
+        times = {
+            what: in_turn({name: functools.partial(one.seconds, asked) for name, one in opened.items()}, rounds)
+            for what, asked in measured.items()
+        }
+        return {
+            "benchmark": "cpu_peers", "model": folder.name, "context": context, "steps": steps, "rounds": rounds,
+            "seconds": {what: {name: spread(each) for name, each in all_.items()} for what, all_ in times.items()},
+            "speed_relative_to_better_peer": {what: _beside_peers(all_) for what, all_ in times.items()},
+            "resident_megabytes": {name: round(one.resident_bytes / 1e6, 1) for name, one in opened.items()},
+            "peers": {name: one.versions for name, one in opened.items()},
+            **surroundings("onnxruntime", threads=threads),
+        }  # fmt: skip
+
+
+def _beside_peers(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return how many times as fast each of ours is as the better peer of its bits; above 1 ours is faster."""
+    peers = [name for name in times if CONTESTANTS[name].pins]
+    found = {}
+    for name in times.keys() - set(peers):
+        same = [peer for peer in peers if CONTESTANTS[peer].bits == CONTESTANTS[name].bits]
+        if same:
+            best = min(same, key=lambda peer: statistics.median(times[peer]))
+            ratios = [other / own for other, own in zip(times[best], times[name], strict=True)]
+            found[name] = {"peer": best, **spread(ratios, 3)}
+    return found
+
+
+class _Process:
+    """A contestant, with its model made and opened. Raises CheckError, naming its log, where it cannot."""
+
+    def __init__(self, name: str, work: Path, folder: Path, batch: int, capacity: int, threads: int):
+        own, stem = CONTESTANTS[name], f"{folder.name}-{name.replace(' ', '-')}"
+        self.name, out = name, work / "models" / stem
+        self._log = work / f"{stem}.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        python = _python(work, own.pins)
+        # another model, or one made of other pins or by another version of this code, is made again
+        of = _digest(folder / "config.json") + (_digest(_PINS / own.pins) if own.pins else "")
+        if not (out / "of").is_file() or (out / "of").read_text() != of:
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir(parents=True)
+            (out / "of").write_text(of)
+        job = {"checkpoint": str(folder), "out": str(out), "precision": own.precision, "threads": threads}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                [python, str(_SCRIPTS / own.script), json.dumps({**job, "batch": batch, "capacity": capacity})],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True,
+            )  # fmt: skip
+        ready = self._answer()
+        self.versions: dict[str, str] = ready["versions"]
+        self.resident_bytes: int = ready["resident_bytes"]
+
+    def seconds(self, asked: Mapping[str, int]) -> float:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer says
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise CheckError(f"{self.name}: expected an answer, found that it ended with {code}; see {self._log}")
+        return json.loads(line)
+
+
+def _python(work: Path, pins: str) -> str:
+    """Return the interpreter that has `pins`: ours, or that of an environment made now or before."""
+    if not pins:
+        return sys.executable
+    folder = work / "envs" / Path(pins).stem
+    python, stamp, digest = folder / "bin" / "python", folder / "pins.sha256", _digest(_PINS / pins)
+    if stamp.is_file() and stamp.read_text() == digest:
+        return str(python)
+    # torch first, so that any build of it that an index has is taken
+    torch = [line for line in (_PINS / pins).read_text().splitlines() if line.startswith("torch==")]
+    folder.mkdir(parents=True, exist_ok=True)
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        [str(python), "-m", "pip", "install", "--quiet", *torch, "-r", str(_PINS / pins)],
+    ):
+        usage = run_child(command, work / f"{folder.name}.log", _LIMIT)
+        if usage.reason:
+            raise CheckError(f"{_PINS / pins}: expected an environment with these packages, found {usage.reason}")
+    stamp.write_text(digest)
+    return str(python)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
