@@ -1,4 +1,4 @@
-"""`small-weights`: decoding with small weights on a CPU: bf16, w8a16 and w4a16 beside fp32.
+"""`small-weights`: decoding with small weights on a CPU: bf16 and quantised weights beside fp32.
 
 All in one process, in turn.
 
@@ -32,7 +32,7 @@ from lockstep.config.backends import backends as known_backends
 PACKAGES = ("numpy", "onnxruntime")
 BACKENDS = ("onnxruntime", "openvino")
 FULL = "fp32"  # of ONNX Runtime, as all without another backend's name
-PRECISIONS = ("fp32", "bf16", "w8a16", "w4a16")
+PRECISIONS = ("fp32", "bf16", "w8a16", "w4a16", "w8a8", "w4a8")
 Clock = Callable[[], float]
 _READ_BYTES = 1 << 29  # more than any cache holds
 OPTIONS = (
@@ -50,7 +50,7 @@ OPTIONS = (
 
 
 def main(write: Path | None, **settings: Any) -> None:
-    """Measure a decode step in bf16, w8a16 and w4a16 beside fp32, in turn.
+    """Measure a decode step in bf16 and with quantised weights beside fp32, in turn.
 
     The bandwidth of memory is measured too.
     """

@@ -80,7 +80,7 @@ def opened(shared: Shared, demo: Results, demo_bf16: Results) -> Any:
     """(results, name of the model, engines) of the demo in a precision."""
 
     def of(precision: str) -> tuple[Results, str, Path]:
-        if precision in QUANTIZED:
+        if precision not in ("fp32", "bf16"):
             results, name = quantized_demo(shared, precision), "model"
         else:
             results, name = {"fp32": demo, "bf16": demo_bf16}[precision], NAME
@@ -142,6 +142,12 @@ def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, preci
     assert report["result"] == "pass" and report["max_logit_error"] < 5e-3  # int8 activations alone: above 2e-2
 
 
+@pytest.mark.parametrize("precision, layers", [pytest.param("w8a8", 2, marks=LONG), ("w4a8", "all")])
+def test_activations_of_8_bits_say_what_rounded_ones_say(opened, tmp_path, precision, layers):
+    results, _, engines = opened(precision)
+    assert check(results, precision, layers, LIMITS, tmp_path, engines)["result"] == "pass"
+
+
 # the head is of 8 bits in w4a16, too
 @pytest.mark.parametrize(
     "family, precision",
@@ -192,7 +198,7 @@ def test_engines_are_beside_their_graphs(opened, tmp_path, precision):
 @pytest.mark.parametrize("precision", ALL)
 def test_a_request_gives_the_same_bits_in_any_company(opened, precision):
     model = model_of(opened, precision, max_batch_size=4, max_seq_len=256, chunk_size=64)
-    if not model.engines.backend.batch_invariant:
+    if not model.engines.batch_invariant:
         pytest.skip("not measured on a CPU like this one")
     requests = [Request(ids(length, seed), 6, argmax) for seed, length in enumerate((9, 100, 64, 129, 1, 30))]
     alone = [with_logits(Engine(model, prefix_caching=False), request)[0] for request in requests]
@@ -374,7 +380,7 @@ def test_what_needs_engines_that_the_config_skips_here_says_why(command, monkeyp
 
 def test_other_precisions_and_group_sizes_are_refused():
     assert error_of(load.load, config_with(precisions=["fp16"])) == (
-        "config: models.m.precisions[0]: expected one of fp32, bf16, w8a16, w4a16 for backend openvino "
+        "config: models.m.precisions[0]: expected one of fp32, bf16, w8a16, w4a16, w8a8, w4a8 for backend openvino "
         "(OpenVINO computes fp16 in fp32 on most CPUs); found 'fp16'"
     )
     line = error_of(load.load(config_with(precisions=["w4a16"])).check_sources)

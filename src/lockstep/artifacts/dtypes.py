@@ -84,7 +84,12 @@ class Quantization:
     activation_bits: int
 
 
-QUANTIZATIONS = {"w8a16": Quantization(8, 16), "w4a16": Quantization(4, 16)}
+QUANTIZATIONS = {
+    "w8a16": Quantization(8, 16),
+    "w4a16": Quantization(4, 16),
+    "w8a8": Quantization(8, 8),
+    "w4a8": Quantization(4, 8),
+}
 HEAD_BITS = 8  # of the output head then, where nothing says another
 GROUP_SIZES = (16, 32, 64, 128)
 GROUP_SIZE = 32  # where nothing says another
@@ -95,9 +100,14 @@ COMPUTE_NAMES = PRECISION_NAMES | dict.fromkeys(QUANTIZATIONS, "float32")
 def base_precision(precision: str) -> str:
     """Return the precision of what is not quantised.
 
-    fp32 of w8a16 and w4a16, else `precision` itself.
+    fp32 of quantised ones, else `precision` itself.
     """
     return NAME_PRECISIONS[COMPUTE_NAMES[precision]]
+
+
+def has_int8_activations(precision: str) -> bool:
+    """Return whether products with quantised weights round what they multiply to 8 bits."""
+    return precision in QUANTIZATIONS and QUANTIZATIONS[precision].activation_bits == 8
 
 
 def graph_dtype(dtype: str) -> str:

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.dtypes import has_int8_activations
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
@@ -78,6 +79,10 @@ class Backend(Protocol):
     activations: str | None = None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
     takes_canonical: bool = False  # `build` is given graphs as the assembly has them, with room for adapters
     rank_devices: bool  # each rank of a split model runs on a device of its own, by `executor`; else all on the host
+
+    def is_batch_invariant(self, assembly: Assembly) -> bool:
+        """Return whether engines of the assembly are `batch_invariant` here; int8 kernels are by exception alone."""
+        return self.batch_invariant and not has_int8_activations(assembly.precision)
 
     def version(self) -> str:
         """Return the library's version; an engine is for exactly this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,11 @@ class EngineSet:
             damaged = "the file is damaged: delete it and build the engines again"
             _same(file, "sha256", entry.sha256, sha256_file(file), damaged)
         return cls(path, manifest, assembly, backend)
+
+    @functools.cached_property
+    def batch_invariant(self) -> bool:
+        """Return whether a request's logits are the same bits whatever runs beside it."""
+        return self.backend.is_batch_invariant(self.assembly)
 
     def digest(self) -> str:
         """Return the hex sha256 of backend, version, device key, options, and each engine's digest."""

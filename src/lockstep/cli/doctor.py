@@ -23,7 +23,15 @@ _GB = 1e9
 # Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
 # bits (docs/clusters.md). A quantised target's graphs are checked beside its weights in fp32.
 _JOB_BYTES, _JOB_PER_BYTE, _QUANTIZED_PER_BYTE = 2.5e9, 4.5, 8
-_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "w8a16": 1.2, "w4a16": 0.7}  # of a parameter, with scales
+_BYTES = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "w8a16": 1.2,
+    "w4a16": 0.7,
+    "w8a8": 1.2,
+    "w4a8": 0.7,
+}  # of a parameter, with scales
 
 
 @click.command()

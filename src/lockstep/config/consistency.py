@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.dtypes import GROUP_SIZE
+from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.messages import Problem, describe
 from lockstep.config.packing import largest_group, precision_of
@@ -164,7 +164,7 @@ def _group_problems(
     for backend in model.backends:
         own = backend in model.backend_precisions
         for index, precision in enumerate(model.precisions_of(backend)):
-            if packing and is_quantized(precision) and precision != precision_of(packing.bits):
+            if packing and is_quantized(precision) and QUANTIZATIONS[precision].bits != packing.bits:
                 place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
                 text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
                 yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")

@@ -22,10 +22,10 @@ from lockstep.config.sources import RANDOM_PREFIX, SourceError, parse_source
 
 _LIMITS = targets.Limits()
 
-Precision = Literal["fp32", "fp16", "bf16", "w8a16", "w4a16"]
+Precision = Literal["fp32", "fp16", "bf16", "w8a16", "w4a16", "w8a8", "w4a8"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 # Whose engines are compared with their graphs: ONNX Runtime, which computes these, has no others on a CPU.
-COMPARED_PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16")
+COMPARED_PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8")
 _NAME = "^[a-z][a-z0-9_]*$"
 if TYPE_CHECKING:
     Backend: TypeAlias = str
@@ -134,7 +134,7 @@ class Golden(Section):
     )
     drift_text: str = Field(
         default="",
-        description="A text on which the perplexity of w8a16 and w4a16 is held beside that of the checkpoint. Empty: "
+        description="A text on which the perplexity of quantised weights is held beside that of the checkpoint. Empty: "
         "the prompts, one after another.",
     )
     long_prompt: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
@@ -161,6 +161,8 @@ class OwnTolerances(Section):
     bf16: OwnTolerance = Field(default=OwnTolerance(), description="For targets in bf16.")
     w8a16: OwnTolerance = Field(default=OwnTolerance(), description="For targets in w8a16.")
     w4a16: OwnTolerance = Field(default=OwnTolerance(), description="For targets in w4a16.")
+    w8a8: OwnTolerance = Field(default=OwnTolerance(), description="For targets in w8a8.")
+    w4a8: OwnTolerance = Field(default=OwnTolerance(), description="For targets in w4a8.")
 
 
 def _adapter_source(value: Any) -> Any:
@@ -213,14 +215,14 @@ class ModelConfig(Section):
     )
     group_size: Literal[16, 32, 64, 128] | None = Field(
         default=None,
-        description="In w8a16 and w4a16: how many numbers of a weight's row share a scale. It must divide the rows of "
+        description="Of quantised weights: how many numbers of a row share a scale. It must divide the rows of "
         "all linear weights, and the part of them that each of several ranks takes. None: 32, or of a checkpoint that "
         "is quantised already its own.",
     )
     head_bits: Literal[4, 8] | None = Field(
         default=None,
-        description="In w8a16 and w4a16: bits of the output head, and of an embedding that is tied to it. None: 8, or "
-        "in floating point as a checkpoint that is quantised already has it.",
+        description="Of quantised weights: bits of the output head, and of an embedding that is tied to it. None: 8, "
+        "or in floating point as a checkpoint that is quantised already has it.",
     )
     residual: Literal["float32"] | None = Field(
         default=None,
@@ -337,6 +339,8 @@ class Tolerances(Section):
     bf16: Tolerance = Field(default=Tolerance(), description="For targets in bf16.")
     w8a16: Tolerance = Field(default=Tolerance(), description="For targets in w8a16.")
     w4a16: Tolerance = Field(default=Tolerance(), description="For targets in w4a16.")
+    w8a8: Tolerance = Field(default=Tolerance(), description="For targets in w8a8.")
+    w4a8: Tolerance = Field(default=Tolerance(), description="For targets in w4a8.")
 
     def __getitem__(self, precision: str) -> Tolerance:
         if precision not in PRECISIONS:

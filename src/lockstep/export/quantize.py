@@ -1,14 +1,15 @@
 """Graphs of quantised weights, made of those in full precision.
 
-In: an assembly in fp32 and its graphs. Out: those of w8a16 or w4a16.
+In: an assembly in fp32 and its graphs. Out: those of a quantised precision.
 
 Each `Gemm(transB=1)` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
 and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one, and of a checkpoint
 that was quantised with zero points of its own a third, `<slot>.zero_points`; of one with activation order another,
-`<slot>.order`, in which the product takes its activations. The activations stay as they are:
-`accuracy_level` is left out, so what the graph says is a product with the dequantised weight. An embedding that is tied
-to such a weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`, on the same
-two tensors.
+`<slot>.order`, in which the product takes its activations. The activations stay as they are: `accuracy_level` is left
+out, so what the graph says is a product with the dequantised weight. In w8a8 and w4a8 they are rounded to int8 first,
+in the groups of the weight, by nodes of the graph (`onnx_tools.int8_rounding`). An embedding that is tied to such a
+weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`, on the same two
+tensors.
 
 In full precision stay what is no such weight (other embeddings, norms, biases, stacks of experts, convolutions) and
 what a graph reads in another way too.
@@ -17,7 +18,7 @@ what a graph reads in another way too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,16 +28,18 @@ from onnx import helper
 
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, Uncut
-from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS
+from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS, has_int8_activations
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.errors import InputError
+from lockstep.onnx_tools.int8_rounding import rounding
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear
 from lockstep.onnx_tools.signature import signature_of
 
 _DOMAIN = "com.microsoft"
 _OF_LAYERS = ("previous.", "current.")  # how slots of a layer's weights are called in the blocks' graphs
 Slots = Mapping[str, Sequence[str]]
+Rewrite = Callable[[GraphFile, Mapping[str, int]], tuple[GraphFile, bytes]]
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,14 @@ def quantize(
     """
     quantized = _choose(files, assembly, precision, group_size, already, head_bits)
     rewritten, classes = dict(files), {}
+    rounds = has_int8_activations(precision)
+
+    def rewrite(graph: GraphFile, bits: Mapping[str, int]) -> tuple[GraphFile, bytes]:
+        return _rewritten(graph, files[graph.file], bits, quantized, rounds)
+
     for name, graph in assembly.classes.items():
         bits = _bits(_places(assembly, name), quantized)
-        classes[name], rewritten[graph.file] = _rewritten(graph, files[graph.file], bits, quantized)
+        classes[name], rewritten[graph.file] = rewrite(graph, bits)
 
     def part(old: BoundBlock) -> BoundBlock:
         return BoundBlock(old.graph, _bound(old.slots, quantized))
@@ -76,11 +84,11 @@ def quantize(
     uncut = assembly.batchful
     if uncut is not None:
         bits = _bits([uncut.tensors], quantized)
-        graph, rewritten[uncut.file] = _rewritten(uncut, files[uncut.file], bits, quantized)
+        graph, rewritten[uncut.file] = rewrite(uncut, bits)
         uncut = Uncut(graph.file, graph.sha256, graph.signature, _bound(uncut.tensors, quantized))
     ranks = assembly.tensor_parallel
     if ranks is not None:
-        ranks = _of_ranks(files, assembly, ranks, quantized, rewritten)
+        ranks = _of_ranks(rewrite, assembly, ranks, quantized, rewritten)
     assembly = replace(
         assembly,
         precision=precision,
@@ -105,7 +113,7 @@ def _adapters_of(slots: LoraSlots, classes: Mapping[str, GraphFile]) -> LoraSlot
 
 
 def _of_ranks(
-    files: Mapping[str, bytes],
+    rewrite: Rewrite,
     assembly: Assembly,
     ranks: TensorParallel,
     quantized: QuantizedTensors,
@@ -137,7 +145,7 @@ def _of_ranks(
         for piece in sharded.pieces:
             graph = ranks.graphs[piece.graph]
             of_piece = {slot.name: bits[slot.name] for slot in graph.signature.slots if slot.name in bits}
-            graphs[piece.graph], rewritten[graph.file] = _rewritten(graph, files[graph.file], of_piece, quantized)
+            graphs[piece.graph], rewritten[graph.file] = rewrite(graph, of_piece)
         classes[name] = replace(sharded, weights=weights)
     return replace(ranks, graphs=graphs, classes=classes)
 
@@ -167,6 +175,11 @@ def _choose(
     head_bits: int,
 ) -> QuantizedTensors:
     """Choose the tensors that are quantised: where all slots that take one can be, with all their tensors."""
+    if already is not None and already.ordered and has_int8_activations(precision):
+        raise InputError(
+            f"precision {precision}: expected weights whose groups are of neighbours, found a checkpoint with "
+            "activation order (desc_act); choose a precision with activations of 16 bits"
+        )
     in_full = already is not None and (already.zero_points or already.ordered)
     uses = list(_uses(files, assembly, precision, head_bits, in_full))
     if already is not None:
@@ -258,15 +271,20 @@ def _embeddings(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeP
 
 
 def _rewritten(
-    graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors
+    graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors, rounds: bool
 ) -> tuple[GraphFile, bytes]:
-    """Return a graph, and its bytes, whose products of the slots `bits` are `MatMulNBits`."""
+    """Return a graph, and its bytes, whose products of the slots `bits` are `MatMulNBits`.
+
+    rounds: they multiply activations of int8.
+    """
     if not bits:
         return graph, data
     rewriter = Rewriter(onnx.ModelProto.FromString(data))
     size = quantized.group_size
     products, embeddings = _products(rewriter, bits), _embeddings(rewriter, bits)
-    for slot, node in {**products, **embeddings}.items():
+    rounded: dict[str, str] = {}  # by activation
+    places = {id(node): place for place, node in enumerate(rewriter.nodes)}
+    for slot, node in sorted({**products, **embeddings}.items(), key=lambda item: places[id(item[1])]):
         rows, columns = rewriter.shape(slot)
         types = [
             (onnx.TensorProto.UINT8, [rows, columns // size, size * bits[slot] // 8]),
@@ -281,7 +299,12 @@ def _rewritten(
         rewriter.replace_input(slot, *inputs)
         sizes: dict[str, Any] = {"bits": bits[slot], "block_size": size}
         if slot in products:
-            rewriter.replace(node, *_product(node, parts, sizes | {"K": columns, "N": rows}))
+            activation, nodes = node.input[0], list[onnx.NodeProto]()
+            if rounds and activation not in rounded:
+                nodes = rounding(rewriter, activation, columns, size)
+                rounded[activation] = nodes[-1].output[0]
+            node.input[0] = rounded.get(activation, activation)
+            rewriter.replace(node, *nodes, *_product(node, parts, {**sizes, "K": columns, "N": rows}))
         else:
             rewriter.replace(node, *_embedding(rewriter, node, parts, sizes, columns))
     rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))

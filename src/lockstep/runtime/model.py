@@ -101,7 +101,7 @@ class Model:
         )
         network = open_network(engines, weights_json, layers, threads, low_memory)
         if chunk_size is None:
-            wanted = CHUNK_SIZE if engines.backend.batch_invariant else SMALL_CHUNK_SIZE
+            wanted = CHUNK_SIZE if engines.batch_invariant else SMALL_CHUNK_SIZE
             chunk_size = fitting_chunk_size(wanted, rows, tokens)
         if chunk_size < 1:
             raise InputError(f"chunk_size: expected at least 1, found {chunk_size}")

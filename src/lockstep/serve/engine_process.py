@@ -105,7 +105,7 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
     ready = Ready(
         identity=root_key(model).hex(),
         backend=model.engines.manifest.backend,
-        batch_invariant=model.engines.backend.batch_invariant,
+        batch_invariant=model.engines.batch_invariant,
         engine_digest=model.engines.digest(),
         vocab_size=model.vocab_size,
         eos_token_ids=list(model.eos_token_ids),

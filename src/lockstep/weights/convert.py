@@ -4,7 +4,7 @@ Needs no torch.
 
 Where all floats have that precision already nothing is copied: the manifest points into the checkpoint. Else all
 tensors go, cast and one piece at a time, into one `weights.safetensors` beside the manifest, the same bytes each time.
-Of w8a16 and w4a16 the tensors that the assembly names are integers with scales there (`artifacts.quantized`).
+In quantised precisions the tensors that the assembly names are integers with scales there (`artifacts.quantized`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ WEIGHTS = "weights.safetensors"
 def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json: Path | None = None) -> Path:
     """Write the weights manifest `out_json` of `precision`, and return it.
 
-    precision: fp32, fp16, bf16, w8a16 or w4a16. assembly_json: of the same model and precision; it says which tensors
-    are quantised, and is needed only then.
+    precision: fp32, fp16, bf16 or a quantised one. assembly_json: of the same model and precision; it says which
+    tensors are quantised, and is needed only then.
 
     Floats are rounded to nearest, ties to even (fp64 to bf16 by way of fp32, as in torch); integers and booleans keep
     their type.

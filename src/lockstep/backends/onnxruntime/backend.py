@@ -20,14 +20,16 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from lockstep.artifacts.dtypes import named_dtype, onnx_dtype
+from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.dtypes import has_int8_activations, named_dtype, onnx_dtype
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built
 from lockstep.backends.cpu import thread_count
 from lockstep.backends.host import Declared, HostBackend
 from lockstep.backends.onnxruntime.adapter_products import keep_order
-from lockstep.backends.onnxruntime.two_parts import split_activations
+from lockstep.backends.onnxruntime.int8_products import int8_products
+from lockstep.backends.onnxruntime.int8_rows import rows_keep_their_bits
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.group_experts import group_experts
@@ -48,14 +50,23 @@ class OnnxRuntimeBackend(HostBackend):
     """ONNX Runtime's CPU provider.
 
     fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does not load. w8a16 and w4a16 are
-    computed in int8, on activations of 16 bits: two_parts.py.
+    computed in int8, on activations of 16 bits: int8_products.py. w8a8 and w4a8 are one int8 product.
     """
 
     name = "onnxruntime"
     suffixes = (".onnx",)
     revision = 2
-    precisions = ("fp32", "fp16", "w8a16", "w4a16")
+    precisions = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8")
     batch_invariant = True
+
+    def is_batch_invariant(self, assembly: Assembly) -> bool:
+        if not has_int8_activations(assembly.precision) or assembly.quantization is None:
+            return True
+        size = assembly.quantization.group_size
+        return all(
+            rows_keep_their_bits(bits, size, lambda model: _session(model, _settings(_LEVELS["basic"]), "a product"))
+            for bits in set(assembly.quantization.bits.values())
+        )
 
     def version(self) -> str:
         return ort.__version__
@@ -73,7 +84,7 @@ class OnnxRuntimeBackend(HostBackend):
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
-            rewritten = split_activations(keep_order(pad_angles(group_experts(model))))
+            rewritten = int8_products(keep_order(pad_angles(group_experts(model))))
             source = str(graph_path) if rewritten is model else rewritten.SerializeToString()
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
@@ -100,13 +111,14 @@ class OnnxRuntimeProgram:
 
     def __init__(self, engine_path: Path, slots: Sequence[IO], low_memory: bool):
         self._path = engine_path
-        self._low_memory = low_memory
         try:
             self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
         except Exception:  # protobuf's own error, of a package that comes with onnx
             raise InputError(
                 f"{engine_path}: expected an engine of ONNX Runtime, found a file that is none; build it again"
             ) from None
+        # int8 products are those of packed weights alone: of others the library makes float32 ones, at each step
+        self._low_memory = low_memory and all(node.op_type != "MatMulNBits" for node in self._model.graph.node)
         self._inputs = WeightInputs(slots, {value.name for value in self._model.graph.input})
         _inputs_to_initializers(self._model.graph, self._inputs.declared, engine_path)
 

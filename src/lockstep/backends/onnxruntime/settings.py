@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lockstep.config.backends import BackendSettings
 
-_PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16")
+_ADAPTED = ("fp32", "fp16", "w8a16", "w4a16")
 
 SETTINGS = BackendSettings(
-    precisions=_PRECISIONS,
+    precisions=(*_ADAPTED, "w8a8", "w4a8"),
     lacks="ONNX Runtime on CPU has no bf16 kernels",
     runs_ranks=True,
-    runs_adapters=_PRECISIONS,
+    runs_adapters=_ADAPTED,
     fp32_part=0.5,  # the same library computes both: no difference is seen, and planted faults begin at 6e-5
 )

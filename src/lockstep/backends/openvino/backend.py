@@ -31,7 +31,7 @@ class OpenVINOBackend(HostBackend):
     name = "openvino"
     suffixes = (".zip",)
     revision = 1
-    precisions = ("fp32", "bf16", "w8a16", "w4a16")
+    precisions = ("fp32", "bf16", "w8a16", "w4a16", "w8a8", "w4a8")
 
     def __init__(self) -> None:
         # Where that was measured: OpenVINO's kernels are others on CPUs with AMX and on those without AVX-512.

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from lockstep.artifacts.quantized import data_name
-from lockstep.backends.onnxruntime.two_parts import split_activations
+from lockstep.backends.onnxruntime.int8_products import int8_products
 from lockstep.backends.openvino.library import openvino, replace, tensor_on
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.dequantized import IntegerWeight, embedding_of
@@ -38,7 +38,7 @@ def expand(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[We
 
     Raises CheckError for others.
     """
-    graph, weights = Rewriter(split_activations(model)), list[Weight]()
+    graph, weights = Rewriter(int8_products(model)), list[Weight]()
     for node in graph.nodes:
         if (embedding := embedding_of(graph, node)) is not None:
             full = graph.input(f"{embedding.data}/full", TensorProto.FLOAT, [embedding.rows, embedding.columns])

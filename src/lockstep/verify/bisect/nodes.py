@@ -27,7 +27,7 @@ from lockstep.verify.metrics import finite
 # or form. Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that
 # then any difference counts.
 # Engines of quantised weights add activations up in two parts.
-_ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3, "w8a16": 1e-4, "w4a16": 1e-4}
+_ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3, "w8a16": 1e-4, "w4a16": 1e-4, "w8a8": 4e-3, "w4a8": 4e-3}
 _FEW = 6  # numbers of a constant that are shown
 
 

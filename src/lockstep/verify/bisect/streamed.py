@@ -23,6 +23,7 @@ from lockstep.artifacts.dtypes import base_precision
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, is_within, load_tensors
 from lockstep.export.tracer import DTYPES, layer_list
+from lockstep.verify.int8_activations import round_activations
 from lockstep.verify.validate.torch_trace import HOOK, TorchModel
 from lockstep.weights import Weights
 
@@ -56,6 +57,7 @@ class StreamedModel(TorchModel):
                 _stream(name, module, parameters)
             else:  # parameters of a module that has others in it may be read by any of them: they stay
                 _fill(name, module, parameters, recurse=False)
+        round_activations(self.model, weights, layers)
 
 
 def _mapped(array: np.ndarray) -> torch.Tensor:

@@ -179,7 +179,7 @@ class _Check(DecodingCheck):
         if short:
             count = len(other.tokens)
             batch = Decoded(batch.logits[:count], batch.tokens[:count])
-        if self.model.engines.backend.batch_invariant:
+        if self.model.engines.batch_invariant:
             same = len(batch.logits) == len(other.logits) and all(map(np.array_equal, batch.logits, other.logits))
             if not same:
                 self.fail(prompt, f"{how}: expected the bits of all logits as in the batch, found others")

@@ -35,6 +35,7 @@ from lockstep.verify.golden.reference import (
     tokens_of,
 )
 from lockstep.verify.golden.terms import GoldenTerms
+from lockstep.verify.int8_activations import round_activations
 from lockstep.weights import Weights
 from lockstep.weights.groups import unpack
 from lockstep.weights.source import Source, open_source
@@ -101,10 +102,13 @@ def make_quantized_reference(
 def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
     """Return a model's first layers in transformers, float32, dequantised.
 
-    With the numbers that quantised weights stand for. config: its config.json's content, of all layers.
+    With the numbers that quantised weights stand for, and activations of 8 bits where the precision has them. config:
+    its config.json's content, of all layers.
     """
     tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
-    return load_tensors(tensors, cut_config(config, layers), "eager", str(weights.manifest_path))
+    model = load_tensors(tensors, cut_config(config, layers), "eager", str(weights.manifest_path))
+    round_activations(model, weights, layers)
+    return model
 
 
 def _check_weights(source: Source, weights: Weights) -> float:

@@ -22,6 +22,7 @@ from polygraphy.backend.base import BaseRunner
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.dtypes import has_int8_activations
 from lockstep.artifacts.reports import (
     PASS,
     BlockErrors,
@@ -99,7 +100,8 @@ def run(
         torch.set_num_threads(threads)
     checkpoint, assembly = CheckpointManifest.load(checkpoint_json), Assembly.load(assembly_json)
     target = ValidatedGraphs(model or Path(checkpoint.source).name, assembly.precision, layers)
-    if assembly.quantization is not None:  # graphs of integer weights compute in float32, whatever engines do
+    if assembly.quantization is not None and not has_int8_activations(assembly.precision):
+        # such graphs compute in float32, whatever engines do
         tolerance = replace(tolerance, rounding=ROUNDING["fp32"])
     if assembly.tensor_parallel is not None:  # a sum over ranks rounds each rank's part, and then all: twice as often
         tolerance = replace(tolerance, rounding=math.sqrt(2) * tolerance.rounding)

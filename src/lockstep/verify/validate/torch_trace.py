@@ -38,6 +38,7 @@ from lockstep.export.torch_model import (
     load_tensors,
 )
 from lockstep.export.tracer import layer_list
+from lockstep.verify.int8_activations import round_activations
 from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy
 from lockstep.weights import Weights
 
@@ -132,6 +133,7 @@ class TorchModel:
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
         self.model = load_tensors(tensors, cut_config(config, layers), HOOK, str(weights.manifest_path))
+        round_activations(self.model, weights, layers)
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
 
     def embed(self, token_ids: np.ndarray) -> np.ndarray:
