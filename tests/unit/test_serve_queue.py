@@ -40,6 +40,7 @@ READY = Ready(
     prefix_caching=False,
     num_pages=8,
     prompt_logprobs=False,
+    verifies_drafts=True,
     adapters={},
     lost_adapters={},
 )

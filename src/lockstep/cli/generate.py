@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lockstep.cli.guarded import GroupedCommand
-from lockstep.cli.opened import TARGET_OR_BUNDLE, runnable
+from lockstep.cli.opened import SPECULATIVE, TARGET_OR_BUNDLE, runnable, speculative
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON
 from lockstep.errors import InputError
@@ -48,6 +48,7 @@ class _Generate(GroupedCommand):
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @click.option("--adapter", metavar="NAME", help="Compute it with this adapter of the model.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
+@SPECULATIVE
 @JSON
 @RESULTS
 def generate(
@@ -60,6 +61,7 @@ def generate(
     stop: tuple[str, ...],
     adapter: str | None,
     threads: int | None,
+    drafts: str | None,
     as_json: bool,
     results: Path,
     **sampling: Any,
@@ -108,4 +110,5 @@ def generate(
             threads=threads,
             adapters=None if place.adapters is None else str(place.adapters),
             adapter=adapter,
+            speculative=speculative(drafts, results),
         )

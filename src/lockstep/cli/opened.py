@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -117,6 +117,41 @@ def _of_target(name: str, tree: Results) -> Runnable:
     )
     _check_recorded(tree, place)
     return Runnable(place, config.interpreter(target.backend))
+
+
+SPECULATIVE = click.option(
+    "--speculative",
+    "drafts",
+    metavar="DRAFTS",
+    help="Verify drafts of N tokens, for the same answers in fewer steps: ngram:N, of earlier text, or draft=TARGET:N, "
+    "of a target of the same tokenizer.  [default: none]",
+)
+
+
+def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
+    """Return what `--speculative` says as plain JSON of `Speculative`. Raises InputError for what it cannot be."""
+    from lockstep.runtime.speculative import parse
+
+    if text is None:
+        return None
+    asked, tree = parse(text), Results(results)
+    if asked.target is None:
+        return asdict(asked)
+    # The first layers of a target need no check of their own: what they draft is verified.
+    model, _, rest = asked.target.partition("/")
+    precision, _, rest = rest.partition("/")
+    layers, _, backend = rest.partition("/")
+    cut = int(layers) if layers.isdecimal() else None
+    name = asked.target if cut is None else "/".join(filter(None, (model, precision, "all", backend)))
+    place = _of_target(name, tree).place
+    found = replace(
+        asked,
+        engines=str(place.engines),
+        assembly=str(place.assembly),
+        weights=str(place.weights),
+        layers=place.target.layers if cut is None else cut,
+    )
+    return asdict(found)
 
 
 def _check_recorded(tree: Results, place: Opened) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lockstep.cli.guarded import GroupedCommand
-from lockstep.cli.opened import TARGET_OR_BUNDLE, runnable
+from lockstep.cli.opened import SPECULATIVE, TARGET_OR_BUNDLE, runnable, speculative
 from lockstep.cli.serve_options import ServeOptions, run_server
 from lockstep.cli.stages import RESULTS
 from lockstep.errors import PREFIX, Ended
@@ -59,6 +59,7 @@ class _Serve(GroupedCommand):
             "--admission",
             "--no-prefix-caching",
             "--threads",
+            "--speculative",
             "--tensor-parallel",
         ),
         "What requests may do": (
@@ -157,6 +158,7 @@ class _Serve(GroupedCommand):
     type=click.IntRange(min=1),
     help="CPU threads of the engine.  [default: LOCKSTEP_THREADS, else one fewer than there are]",
 )
+@SPECULATIVE
 @click.option(
     "--max-queue",
     type=click.IntRange(min=0),
@@ -226,7 +228,7 @@ class _Serve(GroupedCommand):
 )
 @click.option("--request-log", type=click.Path(path_type=Path), help="A JSON line for each request; -: stderr.")
 @RESULTS
-def serve(target: str, weights: Path | None, results: Path, **given: Any) -> None:
+def serve(target: str, weights: Path | None, results: Path, drafts: str | None, **given: Any) -> None:
     """Serve a target, such as demo-llama/fp16, or a bundle, over HTTP.
 
     OpenAI's API, Triton's, health, metrics and a web page; Triton's over gRPC, too.
@@ -235,7 +237,7 @@ def serve(target: str, weights: Path | None, results: Path, **given: Any) -> Non
     """
     try:
         with runnable(target, weights, results) as opened:
-            run_server(opened, ServeOptions(**given))
+            run_server(opened, ServeOptions(**given, speculative=speculative(drafts, results)))
     except KeyboardInterrupt as error:  # once it takes requests, it handles signals itself
         what, number = (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", SIGINT)
         click.echo(f"{PREFIX}{what} before the server was ready", err=True)

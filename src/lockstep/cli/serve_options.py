@@ -8,10 +8,10 @@ import re
 import signal
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -51,6 +51,7 @@ class ServeOptions:
     admission: Literal["guaranteed", "optimistic"]
     no_prefix_caching: bool
     threads: int | None
+    speculative: Mapping[str, Any] | None
     max_queue: int
     max_queue_tokens: int
     queue_timeout: float
@@ -140,6 +141,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
         prefix_caching=not options.no_prefix_caching,
         admission=options.admission,
         grammar_seconds=options.grammar_timeout,
+        speculative=options.speculative,
         adapters=None if place.adapters is None else str(place.adapters),
         checkpoint=None if place.checkpoint is None else str(place.checkpoint),
     )

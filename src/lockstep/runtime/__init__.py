@@ -5,6 +5,8 @@ An engine set and a weights manifest in; logits, tokens and text out. NumPy and 
 
 from lockstep.runtime.completion import Choice, Completion
 from lockstep.runtime.decoding import Decoding
+from lockstep.runtime.draft_model import ModelDrafter
+from lockstep.runtime.drafts import NgramDrafter, Speculation
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.generate import Generation, TextDelta, generate
 from lockstep.runtime.model import Model
@@ -21,9 +23,12 @@ __all__ = [
     "Engine",
     "Generation",
     "Model",
+    "ModelDrafter",
+    "NgramDrafter",
     "Request",
     "Sampler",
     "Sampling",
+    "Speculation",
     "Speed",
     "TextDelta",
     "Token",

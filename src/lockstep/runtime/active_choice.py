@@ -22,9 +22,9 @@ from lockstep.step.sampling import Sampled, Sampler
 class ActiveChoice:
     """Choice `number` of a request, which the scheduler knows as `scheduled`.
 
-    next_token: the token that its next step brings. again: tokens that were given out before an interruption and are
-    still to be computed again. sampling_slot: the slot that the model was told to sample for it, or -1. bad_words: of
-    its text; behind all tokens of `again`.
+    answer: its tokens, of which the next step brings the last. again: tokens that were given out before an interruption
+    and are still to be computed again. sampling_slot: the slot that the model was told to sample for it, or -1.
+    bad_words: of its text; behind all tokens of `again`.
     """
 
     index: int
@@ -33,8 +33,7 @@ class ActiveChoice:
     prompt: np.ndarray
     sampler: Sampler
     scheduled: Scheduled
-    made: int = 0
-    next_token: int = -1
+    answer: list[int] = field(default_factory=list)
     sampling_slot: int = -1
     again: deque[int] = field(default_factory=deque)
     matcher: Matcher | None = None
@@ -59,17 +58,17 @@ class ActiveChoice:
         request = self.request
         if not request.max_new_tokens:
             return Token(self.index, -1, None, "max_new_tokens", self.number)
-        self.made += 1
         if self.again:
-            self.next_token = self.again.popleft()
+            self.answer.append(self.again.popleft())
             return None
         sampled, finish = self._sample(row)
-        token = self.next_token = sampled.token
+        token = sampled.token
+        self.answer.append(token)
         if token in request.stop_ids or (finish == "grammar_end" and token in eos_token_ids):
             finish = "stop_id"
         elif finish:
             pass
-        elif self.made == request.max_new_tokens:
+        elif len(self.answer) == request.max_new_tokens:
             finish = "max_new_tokens"
         elif self.scheduled.num_computed == max_seq_len:
             finish = "max_seq_len"

@@ -27,6 +27,7 @@ from typing import Any
 from lockstep.errors import InputError, LockstepError
 from lockstep.runtime.checks import CHOICES, expect
 from lockstep.runtime.completion import Collector, Completion
+from lockstep.runtime.drafts import Speculation
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import NOT_FINITE, Request, Speed
@@ -98,8 +99,9 @@ def generate_file(
     defaults: Defaults = Defaults(),
     max_input_len: int | None = None,
     progress: Callable[[Done, Speed], None] | None = None,
+    speculation: Speculation | None = None,
 ) -> Done:
-    """Complete all lines of `source` into `out`; progress: called behind each step.
+    """Complete all lines of `source` into `out`; progress: called behind each step. speculation: as of `Engine`.
 
     Raises InputError for a source that cannot be read, and an `out` that cannot be written, is of another source, or is
     the source or another run's; OSError, which names `out`, where it cannot be written any more: a full disk. A line
@@ -112,7 +114,8 @@ def generate_file(
     if same:
         raise InputError(f"{out}: expected another file than the input, found the same; give another --output")
     done, running = Done(), dict[int, tuple[dict[str, Any], Collector]]()
-    with _appended(out) as file, contextlib.closing(Engine(model, max_input_len)) as engine:
+    engine = Engine(model, max_input_len, speculation=speculation)
+    with _appended(out) as file, contextlib.closing(engine):
         known = _records(out)
 
         def feed() -> bool:

@@ -37,9 +37,11 @@ def open_network(
     layers: int | str,
     threads: int | None = None,
     low_memory: bool = False,
+    shared: Network | None = None,
 ) -> Network:
     """Bind the engine set to the weights, cut after `layers` layers (or "all").
 
+    shared: a network on the host of the same engines and weights, whose layers are taken as far as it has them.
     Raises InputError for a layer count that the model does not have, or a tensor that the weights lack or hold in
     another shape.
     """
@@ -75,6 +77,9 @@ def open_network(
         plain = bases[base].bind(weights, engines.tensors(base, part.slots))
         return replace(block, base=Block.whole(plain, _without(signature, assembly.adapters, part.graph)))
 
+    if shared is not None and count <= len(shared.layers):
+        exit = shared.exit if count == len(shared.layers) else bound(chosen[-1].exit)
+        return replace(shared, layers=shared.layers[:count], exit=exit)
     mixers = _layer_mixers(engines, assembly.mixers, chosen, load)
     if ranks is not None:
         mixers = {

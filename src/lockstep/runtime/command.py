@@ -16,6 +16,7 @@ from lockstep.targets import Limits
 
 if TYPE_CHECKING:
     from lockstep.runtime import Model
+    from lockstep.runtime.drafts import Speculation
 
 
 def generate(
@@ -32,6 +33,7 @@ def generate(
     adapters: str | None = None,
     adapter: str | None = None,
     as_json: bool = False,
+    speculative: Mapping[str, Any] | None = None,
 ) -> None:
     """Print the text as it is made; then the speed, on stderr.
 
@@ -42,6 +44,7 @@ def generate(
 
     sizes = Limits(**limits)
     model = _open(assembly, weights, engines, layers, sizes, 1, threads, adapters)
+    speculation = _speculation(model, speculative, threads)
     generation = start(
         model,
         Tokenizer.open(Path(assembly)),
@@ -51,6 +54,7 @@ def generate(
         stop,
         sizes.max_input_len,
         adapter=adapter,
+        speculation=speculation,
     )
     for piece in generation:
         if not as_json:
@@ -61,7 +65,10 @@ def generate(
             "prefill_tokens_per_s": speed.prefill_tokens_per_second,
             "decode_tokens_per_s": speed.decode_tokens_per_second,
         }
-        print(dump_json({**generation.completions[0].record(), "speed": rates}), end="")
+        document: dict[str, Any] = {**generation.completions[0].record(), "speed": rates}
+        if speculation:
+            document["drafts"] = {"tokens": speculation.num_draft_tokens, "accepted": speculation.accepted}
+        print(dump_json(document), end="")
         return
     print(flush=True)
     for what, tokens, rate in (
@@ -69,6 +76,10 @@ def generate(
         ("decode", speed.decode_tokens, speed.decode_tokens_per_second),
     ):
         print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
+    if speculation:
+        accepted, proposed = sum(speculation.accepted), speculation.num_draft_tokens
+        print(f"drafts: {accepted} of {proposed} tokens were right", file=sys.stderr)
+        _say_failure(speculation)
 
 
 def generate_file(
@@ -85,6 +96,7 @@ def generate_file(
     threads: int | None = None,
     adapters: str | None = None,
     adapter: str | None = None,
+    speculative: Mapping[str, Any] | None = None,
 ) -> None:
     """Complete a file of prompts; on a terminal say how far it is.
 
@@ -105,12 +117,25 @@ def generate_file(
     model.check_adapter(adapter)
     defaults = Defaults(max_new_tokens, Sampling(**sampling), tuple(stop), adapter)
     tokenizer = Tokenizer.open(Path(assembly))
-    done = run(model, tokenizer, Path(source), Path(out), defaults, sizes.max_input_len, say)
+    speculation = _speculation(model, speculative, threads)
+    done = run(model, tokenizer, Path(source), Path(out), defaults, sizes.max_input_len, say, speculation)
+    _say_failure(speculation)
     requests = f"{done.lines} request{'s' * (done.lines != 1)}"
     print(f"{chr(13) if sys.stderr.isatty() else ''}{out}: {requests}, {done.failed} failed", file=sys.stderr)
     if done.failed:
         which = f"the first of {done.failed} requests that failed; " * (done.failed > 1)
         raise CheckError(f"{done.first_error} ({which}see {out})")
+
+
+def _speculation(model: Model, speculative: Mapping[str, Any] | None, threads: int | None) -> Speculation | None:
+    from lockstep.runtime.speculative import Speculative, open_speculation
+
+    return open_speculation(model, Speculative(**speculative), threads) if speculative else None
+
+
+def _say_failure(speculation: Speculation | None) -> None:
+    if speculation and speculation.failure:
+        print(f"lockstep: warning: {speculation.failure}", file=sys.stderr)
 
 
 def _open(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lockstep.errors import CheckError
+from lockstep.runtime.drafts import Speculation
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import NOT_FINITE, Request, Token
@@ -26,8 +27,9 @@ class Decoding:
         max_input_len: int | None = None,
         max_num_tokens: int | None = None,
         prefix_caching: bool = False,
+        speculation: Speculation | None = None,
     ):
-        self._engine = Engine(model, max_input_len, max_num_tokens, prefix_caching)
+        self._engine = Engine(model, max_input_len, max_num_tokens, prefix_caching, speculation=speculation)
         self.speed = self._engine.speed
         self._engine.add_all(requests)
 

@@ -20,6 +20,7 @@ from lockstep.runtime.active_choice import ActiveChoice
 from lockstep.runtime.bad_words import BadWordFilter
 from lockstep.runtime.checks import check_request
 from lockstep.runtime.completion import Collector, Completion
+from lockstep.runtime.drafts import Speculation
 from lockstep.runtime.grammar.matcher import GrammarCompiler
 from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
@@ -60,16 +61,21 @@ class Engine:
         admission: Admission = "guaranteed",
         long_prefill_token_threshold: int | None = None,
         grammars: GrammarCompiler | None = None,
+        speculation: Speculation | None = None,
     ):
         """Make an engine that has no requests yet.
 
         max_num_tokens: of one step, at most the model's. long_prefill_token_threshold: tokens that one prompt brings at
         most to a step beside requests that decode, in whole chunks; by default a chunk where the backend is batch
-        invariant, else any number. grammars: compiles those of requests.
+        invariant, else any number. grammars: compiles those of requests. speculation: drafts what requests go on with;
+        each answer is the same to the bit, in fewer steps where drafts are right.
 
-        Raises InputError where a step has no room for a token of each request.
+        Raises InputError where a step has no room for a token of each request, and for speculation with a model that
+        verifies no drafts.
         """
-        self.speed = Speed()
+        if speculation is not None:
+            model.check_verifies_drafts()
+        self.speed, self.speculation = Speed(), speculation
         self._model = model
         budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
         chunk_size = fitting_chunk_size(model.chunk_size, model.max_batch_size, budget)
@@ -118,6 +124,7 @@ class Engine:
         # Tokens of prompts that were looked for in the prefix cache, and of those found there.
         self.prefix_queries = self.prefix_hits = 0
         self._began: float | None = None  # when the step before ended, if the next one was under way then
+        self._aborted: set[tuple[int, int | None]] = set()  # since the last step
         # The next step, where it was decided before the tokens of this one were known.
         self._ahead: SchedulerOutput | None = None
 
@@ -204,6 +211,7 @@ class Engine:
         found = [
             choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
         ]
+        self._aborted.add((index, number))
         for choice in found if number is not None else ():
             self._hand_on(choice)
         self._end_all(found)
@@ -226,8 +234,10 @@ class Engine:
             for made in steps:
                 yield from made
 
-    def steps(self, feed: Callable[[], bool] = lambda: False) -> Generator[list[Token]]:
+    def steps(self, feed: Callable[[], bool] = lambda: False) -> Generator[Iterator[Token]]:
         """Step until no request is left, and yield the tokens of each step. Left early, all requests end.
+
+        Of a choice that is aborted at one of its tokens, no more come.
 
         feed: called before each step; adds requests, and returns whether it may add more later. Raises InputError for a
         request whose grammar is none.
@@ -237,9 +247,12 @@ class Engine:
                 made = self.step()
                 for _, message in self.refused:
                     raise InputError(message)
-                yield made
+                yield (token for token in made if not self._was_aborted(token))
         finally:
             self.close()
+
+    def _was_aborted(self, token: Token) -> bool:
+        return not self._aborted.isdisjoint({(token.request, None), (token.request, token.choice)})
 
     def generate(
         self,
@@ -285,6 +298,7 @@ class Engine:
         """
         self._take_compiled()
         self.prompt_logprobs, self.admitted = [], []
+        self._aborted.clear()
         try:
             step = self._next_step()
             if not step.shares:
@@ -298,18 +312,41 @@ class Engine:
             raise
 
     def _choose_all(self, step: SchedulerOutput, rows: Sequence[np.ndarray | int]) -> list[Token]:
-        """Choose the next token of each request of a step that was taken.
+        """Choose the next tokens of each request of a step that was taken.
 
         rows: as `_take` gives them.
         """
-        made = []
-        for (scheduled, _), row in zip(step.shares, rows):
+        made, following = [], iter(rows)
+        for scheduled, _ in step.shares:
+            row = next(following)
             if not scheduled.in_prompt:
                 for each in (scheduled, *self._fork(scheduled)):
-                    token = self._choose(self._choices[each], row)
-                    if token is not None:
-                        made.append(token)
-        return made
+                    made.append(self._choose(self._choices[each], row))
+            if draft := step.drafts.get(scheduled):
+                made += self._verify(scheduled, draft, [next(following) for _ in draft])
+        return [token for token in made if token is not None]
+
+    def _verify(
+        self, scheduled: Scheduled, draft: Sequence[int], rows: Sequence[np.ndarray | int]
+    ) -> Iterator[Token | None]:
+        """Choose what follows each token of a draft, as far as the draft is what was chosen.
+
+        rows: what is behind each of its tokens. The cache then holds what plain steps would have put there.
+        """
+        assert self.speculation is not None
+        choice, accepted = self._choices.get(scheduled), 0
+        if choice is None:  # the token before the draft was its last
+            return
+        for token, row in zip(draft, rows):
+            if scheduled not in self._choices or choice.answer[-1] != token:
+                break
+            scheduled.num_computed += 1
+            accepted += 1
+            yield self._choose(choice, row)
+        self.speed.decode_tokens += accepted
+        self.speculation.verified(choice, len(draft), accepted)
+        if scheduled in self._choices:
+            self._model.keep(scheduled.slot, scheduled.num_computed)
 
     def _take_compiled(self) -> None:
         """Let requests go on whose grammars have been compiled; end those whose have not."""
@@ -342,6 +379,7 @@ class Engine:
         while (victim := scheduler.victim()) is not None:
             self._swapped[victim] = model.swap_out(victim.slot)
             self._choices[victim].sampling_slot = -1
+            self._forget_drafts(self._choices[victim])
             scheduler.swapped_out(victim)
         step = scheduler.schedule()
         for request in step.swapped_in:
@@ -357,10 +395,29 @@ class Engine:
         finally:  # else the tables of the slots hold them
             for _, pages in () if model.tables.shares else step.admitted:
                 scheduler.stored(pages)
+        self._draft(step)
         return step
 
+    def _draft(self, step: SchedulerOutput) -> None:
+        """Add drafts to a step in which requests decode and no prompt waits for them."""
+        if self.speculation is None or any(scheduled.in_prompt for scheduled, _ in step.shares):
+            return
+        choices = {self._choices[scheduled]: scheduled for scheduled, _ in step.shares}
+        room = {
+            choice: min(scheduled.max_tokens - scheduled.num_computed - 1, self._model.room(scheduled.num_computed + 1))
+            for choice, scheduled in choices.items()
+            if not choice.again
+        }
+        if room:
+            drafts = self.speculation.propose(room, self._scheduler.max_num_tokens - len(choices) + len(room))
+            step.drafts = {choices[choice]: draft for choice, draft in drafts.items()}
+
+    def _forget_drafts(self, choice: ActiveChoice) -> None:
+        if self.speculation is not None:
+            self.speculation.forget(choice)
+
     def _take(self, step: SchedulerOutput) -> Sequence[np.ndarray | int]:
-        """Take the step: for each share its logits, or the token that the model chose."""
+        """Take the step: for each share, and each token of its draft, the logits, or the token that the model chose."""
         model, advances = self._model, self._advances(step)
         prompt_tokens = sum(count for request, count in step.shares if request.in_prompt)
         wanted = self._wanted(step)
@@ -373,9 +430,11 @@ class Engine:
         began = self._began or time.perf_counter()
         rows: list[np.ndarray | int]
         if wanted:
-            tokens, logits = model.step_with_logits(advances, wanted)
+            ends = np.cumsum([advance.num_rows for advance in advances]).tolist()
+            numbers = [row for i in wanted for row in range(ends[i] - advances[i].num_rows, ends[i])]
+            tokens, logits = model.step_with_logits(advances, numbers)
             rows = tokens.tolist()
-            for number, row in zip(wanted, logits):
+            for number, row in zip(numbers, logits):
                 rows[number] = row
         else:
             rows = model.step_tokens(advances, following).tolist()
@@ -404,8 +463,9 @@ class Engine:
             if scheduled.in_prompt:
                 tokens = choice.prompt[start : start + count]
             else:
-                tokens = FOUND if scheduled in before else np.array([choice.next_token], np.int64)
-            advances.append(Advance(scheduled.slot, tokens, start))
+                draft = step.drafts.get(scheduled, ())
+                tokens = FOUND if scheduled in before else np.array([choice.answer[-1], *draft], np.int64)
+            advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts))
             # At the prompt's end is soon enough where no step is begun that this would change.
             if self._model.async_scheduling or start + count >= scheduled.num_prompt_tokens:
                 self._set_sampling(choice)
@@ -502,7 +562,8 @@ class Engine:
         scheduled = choice.scheduled
         ended = [scheduled, *(each for each in scheduled.siblings if each.status is not Status.RUNNING)]
         for each in ended:
-            self._choices.pop(each, None)
+            if each in self._choices:
+                self._forget_drafts(self._choices.pop(each))
             self._swapped.pop(each, None)
             if each.slot >= 0:
                 self._model.release(each.slot)

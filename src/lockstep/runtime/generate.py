@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.runtime.completion import Collector
 from lockstep.runtime.decoding import Decoding
+from lockstep.runtime.drafts import Speculation
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
@@ -65,10 +66,12 @@ def generate(
     max_input_len: int | None = None,
     max_num_tokens: int | None = None,
     adapter: str | None = None,
+    speculation: Speculation | None = None,
 ) -> Generation:
     """Generate for all prompts together, as many at a time as there are slots.
 
-    What one prompt gives does not depend on the others. adapter: with which all are computed, by name.
+    What one prompt gives does not depend on the others. adapter: with which all are computed, by name. speculation: as
+    of `Engine`.
 
     Raises InputError, before any step, for a prompt that is empty or too long.
     """
@@ -82,4 +85,6 @@ def generate(
         )
         for i, prompt in enumerate(prompts)
     ]
-    return Generation(Decoding(model, requests, max_input_len, max_num_tokens), tokenizer, requests, stop)
+    return Generation(
+        Decoding(model, requests, max_input_len, max_num_tokens, speculation=speculation), tokenizer, requests, stop
+    )

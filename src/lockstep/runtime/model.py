@@ -63,7 +63,7 @@ class Model:
         self.eos_token_ids = engines.assembly.eos_token_ids
         self._executor = executor
         self.adapters = adapters
-        self._assembly_json = assembly_json
+        self.assembly_json = assembly_json
 
     @classmethod
     def open(
@@ -80,6 +80,7 @@ class Model:
         kv_bytes: float | None = None,
         chunk_size: int | None = None,
         adapters_json: str | os.PathLike | None = None,
+        cut_of: Model | None = None,
     ) -> Model:
         """Open engines, weights and cache for the first `layers` layers.
 
@@ -88,8 +89,8 @@ class Model:
         files at each step instead of a repacked copy: slower, no copy. `kv_bytes`: memory for keys and values of all
         requests, or below 1 the share of what is free; on a CPU a quarter of the container's or machine's.
         `chunk_size`: long prompts are computed in pieces that end at multiples of it; by default 256 where the backend
-        is batch invariant, else 64. `adapters_json`: the manifest of
-        the model's adapters.
+        is batch invariant, else 64. `adapters_json`: the manifest of the model's adapters. `cut_of`: an open model; if
+        it is of these engines and weights, its first layers are these layers, bound once.
         Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not
         fit here.
         """
@@ -99,7 +100,11 @@ class Model:
             assembly_json,
             {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "max_num_tokens": max_num_tokens},
         )
-        network = open_network(engines, weights_json, layers, threads, low_memory)
+        weights = content(Path(weights_json))  # not where they lie
+        shared = None
+        if cut_of is not None and (cut_of.engines.digest(), cut_of.weights_sha256) == (engines.digest(), weights):
+            shared = cut_of._executor.network if isinstance(cut_of._executor, HostExecutor) else None
+        network = open_network(engines, weights_json, layers, threads, low_memory, shared)
         if chunk_size is None:
             wanted = CHUNK_SIZE if engines.batch_invariant else SMALL_CHUNK_SIZE
             chunk_size = fitting_chunk_size(wanted, rows, tokens)
@@ -111,7 +116,6 @@ class Model:
             network, rows, length, chunk_size, _host_bytes(kv_bytes)
         )
         adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
-        weights = content(Path(weights_json))  # not where they lie
         return cls(executor, tokens, engines, len(network.layers), chunk_size, weights, assembly_json, adapters)
 
     @functools.cached_property
@@ -120,7 +124,7 @@ class Model:
 
         Raises InputError where there is none or it cannot be opened here, CheckError for another than was exported.
         """
-        return Vocabulary(Tokenizer.open(self._assembly_json).pieces, self.vocab_size)
+        return Vocabulary(Tokenizer.open(self.assembly_json).pieces, self.vocab_size)
 
     @functools.cached_property
     def libraries(self) -> dict[str, str]:
@@ -131,7 +135,7 @@ class Model:
         """Advance any mix of requests by one or several tokens each.
 
         Gives the logits that follow each request's last token, [len(advances), vocab_size] float32, in the order of the
-        list.
+        list; those that follow each of its tokens where it `verifies`.
         Raises InputError, and changes nothing, for a slot out of range or named twice, a start other than 0 or the
         slot's length, a token outside the vocabulary, no token, or more than max_seq_len or max_num_tokens.
         """
@@ -153,8 +157,8 @@ class Model:
     def step_with_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Take a step and return each request's next token, and some logits.
 
-        The logits [len(wanted), vocab_size] float32 stand behind `advances[i]` for i of `wanted`: on a GPU no others
-        come back. The tokens are as of `step_tokens`.
+        The logits [len(wanted), vocab_size] float32 stand behind `advances[i]` for i of `wanted` (where some verify:
+        row i of all): on a GPU no others come back. The tokens are as of `step_tokens`.
         """
         return self._take(advances, lambda advances: self._executor.tokens_and_logits(advances, wanted))
 
@@ -165,6 +169,41 @@ class Model:
         Not where only those behind the last tokens are computed.
         """
         return isinstance(self._executor, HostExecutor)
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Return whether steps take drafts (`Advance.verifies`), to the bits of plain decoding.
+
+        So where a row's bits do not depend on the number of rows, and no layer has a state that wrong ones are in.
+        """
+        return self.can_forget and self.engines.backend.batch_invariant
+
+    @property
+    def can_forget(self) -> bool:
+        """Return whether `keep` can be called: a state cannot be taken back."""
+        return isinstance(self._executor, HostExecutor) and not self.has_state
+
+    def check_verifies_drafts(self) -> None:
+        """Check that steps take drafts. Raises InputError."""
+        if self.has_state:
+            raise InputError(
+                "speculative: expected a model whose layers keep keys and values, found one with a state, from which "
+                "wrong drafts cannot be taken back; leave it out"
+            )
+        if not self.verifies_drafts:
+            raise InputError(
+                "speculative: expected a backend whose rows have the same bits in any number, such as onnxruntime, "
+                f"found {self.engines.manifest.backend} on this machine; leave it out"
+            )
+
+    def room(self, length: int) -> int:
+        """Return how many tokens can follow `length` tokens before a slot's memory is laid out anew."""
+        return cast(HostExecutor, self._executor).room(length)
+
+    def keep(self, slot: int, length: int) -> None:
+        """Forget the tokens of a slot behind its first `length`: drafts that were not what follows."""
+        if length < self._executor.lengths[slot]:
+            cast(HostExecutor, self._executor).keep(slot, length)
 
     def check_gives_all_logits(self) -> None:
         """Check that `logits_behind` can be called. Raises InputError."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,12 +95,14 @@ class SchedulerOutput:
     """What goes into one step.
 
     admitted: requests that enter, each with pages of a prefix that it reuses. swapped_in: requests whose content comes
-    back. shares: (request, number of tokens) behind those that it holds.
+    back. shares: (request, number of tokens) behind those that it holds. drafts: of requests that decode, tokens to
+    verify behind their share.
     """
 
     admitted: list[tuple[Scheduled, list[int]]] = field(default_factory=list)
     swapped_in: list[Scheduled] = field(default_factory=list)
     shares: list[tuple[Scheduled, int]] = field(default_factory=list)
+    drafts: Mapping[Scheduled, Sequence[int]] = field(default_factory=dict)
 
 
 class Scheduler:

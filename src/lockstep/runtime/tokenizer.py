@@ -164,6 +164,11 @@ class Tokenizer:
         with _one_line(f"{self._path}: expected a tokenizer.json, found "):
             return _longest_token(json.loads(self._tokenizer.to_str()))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Return all tokens by their names."""
+        return self._tokenizer.get_vocab()
+
     def min_tokens(self, num_characters: int) -> int:
         """Return a lower bound of the tokens of any text of so many characters.
 

@@ -26,8 +26,10 @@ from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.model import Model
 from lockstep.runtime.prefix import root_key
 from lockstep.runtime.request import Request, Token
+from lockstep.runtime.speculative import Speculative, open_speculation
 from lockstep.serve.adapter_loader import AdapterLoader
 from lockstep.serve.frames import Connection, Frame, Ready, finite, request_of
+from lockstep.serve.say import say
 from lockstep.serve.settings import EngineOptions
 from lockstep.step.sampling import Logprobs
 
@@ -89,6 +91,9 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         adapters_json=options.adapters,
     )
     lost = _load_again(model, options)
+    asked, speculation = options.speculative, None
+    if asked is not None:
+        speculation = open_speculation(model, Speculative(**asked), options.threads)
     model.warm_up()
     grammars = Compiler(options.assembly, model.vocab_size, model.eos_token_ids, options.grammar_seconds)
     engine = Engine(
@@ -98,6 +103,7 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         admission=options.admission,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         grammars=grammars,
+        speculation=speculation,
     )
     for _ in engine.run([Request([0, 0], min(2, model.max_seq_len - 1), cache_salt="warm-up")]):
         pass
@@ -117,6 +123,7 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         prefix_caching=engine.prefix_caching,
         num_pages=pool.num_pages,
         prompt_logprobs=model.gives_all_logits,
+        verifies_drafts=model.verifies_drafts,
         adapters={name: adapter.sha256 for name, adapter in model.adapters.known.items()} if model.adapters else {},
         lost_adapters=lost,
     )
@@ -143,6 +150,7 @@ class _Loop:
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
         self._connection, self._engine, self._loader = connection, engine, loader
+        self._said_failure = False
 
     def run(self, frames: list[Frame]) -> None:
         engine, connection, said = self._engine, self._connection, 0.0
@@ -151,6 +159,7 @@ class _Loop:
                 self._take(frame)
             if engine.has_work:
                 made = engine.step()
+                self._say_failure()
                 for number, message in engine.refused:
                     self._refuse(number, message, message.partition(":")[0])
                 prompts = [[number, first, list(map(_packed, each))] for number, first, each in engine.prompt_logprobs]
@@ -197,6 +206,13 @@ class _Loop:
                 said = {"type": "not_loaded", "id": id, "message": str(error)}
             self._connection.send(said)
 
+    def _say_failure(self) -> None:
+        """Say once that nothing is drafted any more."""
+        speculation = self._engine.speculation
+        if speculation is not None and speculation.failure and not self._said_failure:
+            self._said_failure = True
+            say(speculation.failure)
+
     def _refuse(self, id: int, message: str, param: str | None = None) -> None:
         self._connection.send({"type": "refused", "id": id, "message": message, "param": param})
 
@@ -211,6 +227,7 @@ class _Loop:
             "swaps": scheduler.num_swaps,
             "prefix_queries": engine.prefix_queries,
             "prefix_hits": engine.prefix_hits,
+            **({"speculative": engine.speculation.counts()} if engine.speculation else {}),
         }
 
 

@@ -49,6 +49,7 @@ class Ready:
     prefix_caching: bool
     num_pages: int
     prompt_logprobs: bool
+    verifies_drafts: bool
     adapters: Mapping[str, str]
     lost_adapters: Mapping[str, str]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -45,6 +45,31 @@ class _EngineCounters(Collector):
             family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             family.add_metric([self._model], self._read[name]())
             yield family
+
+
+class _Drafts(Collector):
+    """Counters of speculation, where there is any."""
+
+    def __init__(self, model: str, read: Callable[[], Sequence[int]], prefix: str):
+        self._model, self._read, self._prefix = model, read, f"{prefix}:spec_decode_num"
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        if not (found := self._read()):
+            return
+        drafts, tokens, *accepted = found
+        for name, text, value in (
+            ("drafts", "Drafts that were verified.", drafts),
+            ("draft_tokens", "Tokens of drafts that were verified.", tokens),
+            ("accepted_tokens", "Tokens of drafts that were right.", sum(accepted)),
+        ):
+            family = CounterMetricFamily(f"{self._prefix}_{name}", text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+        text = "Tokens of drafts that were right, by their position in the draft."
+        family = CounterMetricFamily(f"{self._prefix}_accepted_tokens_per_pos", text, labels=["model_name", "position"])
+        for position, value in enumerate(accepted):
+            family.add_metric([self._model, str(position)], value)
+        yield family
 
 
 _INFOS = {
@@ -92,10 +117,17 @@ class Metrics:
     """The series of one server.
 
     read: by name gauges and the engine's counters, read when the metrics are. infos: by name labels and a value, or
-    None where there is nothing to tell.
+    None where there is nothing to tell. drafts: `Service.drafts`.
     """
 
-    def __init__(self, model: str, read: Mapping[str, Callable[[], float]], infos: Infos, prefix: str = "lockstep"):
+    def __init__(
+        self,
+        model: str,
+        read: Mapping[str, Callable[[], float]],
+        infos: Infos,
+        drafts: Callable[[], Sequence[int]] = list,
+        prefix: str = "lockstep",
+    ):
         self._prefix, self._model = prefix, model
         self._registry = CollectorRegistry()
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
@@ -113,6 +145,7 @@ class Metrics:
             self._make(Gauge, name, text).set_function(read[name])
         self._registry.register(self._itl)
         self._registry.register(_EngineCounters(model, read, prefix))
+        self._registry.register(_Drafts(model, drafts, prefix))
         self._registry.register(_Infos(model, infos, prefix))
 
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does

@@ -70,12 +70,13 @@ class Service:
         self._ready: Ready | None = None
         self.counters: Frame = {}  # its last
         self._earlier: dict[str, int] = dict.fromkeys(_TOTALS, 0)  # what engines that died had counted
+        self._earlier_drafts: list[int] = []
         self.draining = False
         self.restarts = 0
         self.created = int(time.time())
-        self.metrics = Metrics(name, self._read(), self._infos(), metrics_prefix)
+        self.metrics = Metrics(name, self._read(), self._infos(), self.drafts, metrics_prefix)
         self.request_log = request_log
-        self._python, self._engine_options, self._log = python, engine_options, log
+        self._python, self.engine_options, self._log = python, engine_options, log
         self.adapters = Adapters(name, adapter_root, self._is_used)
         self._link: EngineLink | None = None
         self._numbers = itertools.count()
@@ -160,6 +161,11 @@ class Service:
     def total(self, name: str) -> int:
         """Return a counter over all engines: prefix_queries and prefix_hits count tokens, swaps requests."""
         return self._earlier[name] + self.counters.get(name, 0)
+
+    def drafts(self) -> list[int]:
+        """Return `Speculation.counts` over all engines; nothing without speculation."""
+        now = self.counters.get("speculative", ())
+        return [sum(pair) for pair in itertools.zip_longest(self._earlier_drafts, now, fillvalue=0)]
 
     def _read(self) -> dict[str, Callable[[], float]]:
         """Return what the metrics read, by the name of its series."""
@@ -264,7 +270,7 @@ class Service:
         self._backlog_tokens += sign * (tokens + request.n * request.max_new_tokens)
 
     async def _open(self) -> None:
-        options = replace(self._engine_options, loaded=self.adapters.to_load())
+        options = replace(self.engine_options, loaded=self.adapters.to_load())
         link, self._ready = await EngineLink.start(self._python, options, self.limits.start)
         for line in self.adapters.engine_started(link, self._ready):
             self._log(line)
@@ -283,6 +289,7 @@ class Service:
             self.adapters.engine_died()
             for name in _TOTALS:
                 self._earlier[name] += self.counters.get(name, 0)
+            self._earlier_drafts = self.drafts()
             self.counters = {}
             code = await died.stop()
             self._log(f"engine process {died.pid} died: {said or f'it ended with code {code}'}; starting another")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class EngineOptions:
     max_seq_len, max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine
     process had loaded. threads: CPU threads, None for the default. kv_bytes: of the KV cache, a fraction below 1 of the
     free memory, or None for the default. chunk_size, long_prefill_token_threshold: in tokens, None for the default.
-    grammar_seconds: that a grammar may take to compile.
+    grammar_seconds: that a grammar may take to compile. speculative: the fields of `Speculative`, None for no drafts.
     """
 
     engines: str
@@ -34,6 +34,7 @@ class EngineOptions:
     adapters: str | None = None
     checkpoint: str | None = None
     loaded: Sequence[tuple[str, str, str]] = ()
+    speculative: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

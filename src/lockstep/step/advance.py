@@ -23,12 +23,14 @@ class Advance:
 
     `tokens` (int64, 1-D, at least one) stand at positions `start`, `start`+1, ... of its slot. `start` is 0 for a new
     request, which forgets what the slot held, else the number of tokens that the slot holds. In a step that follows
-    another, `tokens` may be `FOUND`.
+    another, `tokens` may be `FOUND`. verifies: behind the first token stand drafts; each token is computed, to the
+    bit, as in a step of its own, and the step gives what follows each (`Model.verifies_drafts`).
     """
 
     slot: int
     tokens: np.ndarray
     start: int
+    verifies: bool = False
 
     def __post_init__(self) -> None:
         tokens = np.asarray(self.tokens)
@@ -38,6 +40,11 @@ class Advance:
                 f"{tokens.dtype.name} {list(tokens.shape)}"
             )
         object.__setattr__(self, "tokens", tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of logits, or next tokens, that a step gives of it."""
+        return len(self.tokens) if self.verifies else 1
 
 
 FOUND = np.array([-1], np.int64)  # the token that the step before finds for the slot, whatever it is
@@ -80,15 +87,15 @@ class Executor(Protocol):
         ...
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Take a step and return the logits behind each request's last token.
+        """Take a step and return the logits behind each request's last token, or all that it verifies.
 
-        [len(advances), vocab_size] float32, in the order of the list. Raises InputError, and changes nothing, when the
-        pool lacks pages for it.
+        [sum of `num_rows`, vocab_size] float32, in the order of the list. Raises InputError, and changes nothing, when
+        the pool lacks pages for it.
         """
         ...
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
-        """Take a step and return each request's next token, [len(advances)] int64.
+        """Take a step and return each request's next token, [sum of `num_rows`] int64.
 
         The tokens are chosen as `set_sampling` says; -1 where the largest logit is NaN or infinite. following:
         `Model.step_tokens`.
@@ -98,8 +105,7 @@ class Executor(Protocol):
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Take a step and return each request's next token, and some logits.
 
-        The tokens are as of `tokens`; the logits [len(wanted), vocab_size] float32 stand behind `advances[i]` for each
-        i of `wanted`.
+        The tokens are as of `tokens`; the logits [len(wanted), vocab_size] float32 are of these rows.
         """
         ...
 

@@ -14,15 +14,15 @@ from lockstep.artifacts.signature import IO, Signature
 from lockstep.step.advance import Advance
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
-from lockstep.step.host_step import Chunk, HostStep, Layout, Rows
-from lockstep.step.kv_cache import KVCache
+from lockstep.step.host_step import Chunk, HostStep, Layout, RowAttention, Rows, Verified
+from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.network import Network
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.sampling import Sampling, draw
 from lockstep.weights.adapters import LoraArrays
 
-_KEPT_STEPS = 8
+_KEPT_STEPS = 16
 _ROWS = 16  # of logits at a time, where all of a prompt are asked for
 
 
@@ -50,7 +50,7 @@ class HostExecutor:
         """
         _check_declared(network)
         self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
-        self._network = network
+        self.network = network
         self._cache = KVCache(
             [mixer.cache for _, mixer in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
         )
@@ -62,6 +62,7 @@ class HostExecutor:
         )
         self._room = [0] * num_slots  # tokens that each slot's row has room for, and pages
         self._steps: dict[Layout, HostStep] = {}
+        self._row_attentions: dict[tuple[int, CacheRow], RowAttention] = {}  # by layer and row
         self._taken: tuple[HostStep, Sequence[Advance]] | None = None  # the last step
         self._samplings: dict[int, tuple[Sampling, int]] = {}  # of slots that sample
         self._adapters: np.ndarray | None = None  # the adapter slot of each request slot
@@ -117,7 +118,8 @@ class HostExecutor:
         assert self._taken is not None
         step, advances = self._taken
         advance = advances[number]
-        first = int(step.logit_rows[number]) + 1 - len(advance.tokens) - advance.start  # packed row of position 0
+        row = sum(each.num_rows for each in advances[: number + 1]) - 1
+        first = int(step.logit_rows[row]) + 1 - len(advance.tokens) - advance.start  # packed row of position 0
         for start, end in self._chunks(advance):
             for low in range(start, end, _ROWS):
                 rows = np.arange(low, min(low + _ROWS, end), dtype=np.int64)
@@ -133,12 +135,25 @@ class HostExecutor:
         self._adapters = adapter_slots
 
     def _choose(self, advances: Sequence[Advance], logits: np.ndarray) -> np.ndarray:
-        tokens = most_likely(logits)
-        for number, advance in enumerate(advances):
-            if advance.slot in self._samplings and tokens[number] >= 0:
+        tokens, end = most_likely(logits), 0
+        for advance in advances:
+            first, end = end, end + advance.num_rows
+            if advance.slot in self._samplings:
                 sampling, choice = self._samplings[advance.slot]
-                tokens[number] = draw(logits[number], sampling, choice, advance.start + len(advance.tokens))
+                position = advance.start + len(advance.tokens) + 1 - advance.num_rows
+                for row in range(first, end):
+                    if tokens[row] >= 0:
+                        tokens[row] = draw(logits[row], sampling, choice, position + row - first)
         return tokens
+
+    def room(self, length: int) -> int:
+        """Return how many tokens can follow `length` tokens in the same row."""
+        return self._cache.capacity_for(length) - length
+
+    def keep(self, slot: int, length: int) -> None:
+        """Forget the tokens of a slot behind its first `length`, as if they had never come."""
+        self._cache.clear(slot, length, int(self.lengths[slot]))
+        self.lengths[slot] = length
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
         self._reserve_row(slot, len(pages) * PAGE_SIZE)
@@ -180,6 +195,7 @@ class HostExecutor:
     def _reserve_row(self, slot: int, length: int) -> None:
         if self._cache.reserve(slot, length):
             self._steps.clear()
+            self._row_attentions.clear()
         self._room[slot] = self._cache.row_of(slot).capacity
 
     def _lay_out(self, advances: Sequence[Advance]) -> Layout:
@@ -188,15 +204,17 @@ class HostExecutor:
         A request of one token decodes.
         """
         rows: dict[int, list[int]] = {}
-        chunks = []
+        chunks: list[Chunk | Verified] = []
         for advance in advances:
             place = self._cache.row_of(advance.slot)
             if len(advance.tokens) == 1:
                 rows.setdefault(place.capacity, []).append(place.row)
+            elif advance.verifies:
+                chunks.append(Verified(place, len(advance.tokens)))
             else:
                 chunks += [Chunk(place, start, end - start) for start, end in self._chunks(advance)]
         decoding = [Rows(capacity, min(found), max(found) + 1) for capacity, found in sorted(rows.items())]
-        return Layout(tuple(decoding), tuple(chunks), len(advances))
+        return Layout(tuple(decoding), tuple(chunks), sum(advance.num_rows for advance in advances))
 
     def _chunks(self, advance: Advance) -> Iterator[tuple[int, int]]:
         """Yield (start, end) of the chunks of an advance, cut at `chunk_size`.
@@ -212,12 +230,12 @@ class HostExecutor:
     def _host_step(self, layout: Layout) -> HostStep:
         """Return the bound calls of a layout.
 
-        Decode steps come again and again with one layout: those are kept. A prompt's is used once.
+        Steps without prompts come again and again with one layout: those are kept. A prompt's is used once.
         """
         step = self._steps.get(layout)
         if step is None:
-            step = HostStep(self._network, self._cache, layout)
-            if not layout.chunks:
+            step = HostStep(self.network, self._cache, layout, self._row_attentions)
+            if layout.comes_again:
                 while len(self._steps) >= _KEPT_STEPS:
                     del self._steps[next(iter(self._steps))]
                 self._steps[layout] = step
@@ -239,8 +257,12 @@ class HostExecutor:
             rows.append(first_of[place.capacity] + place.row)
         places = step.tokens.pack(decoding, rows, layout.num_decode, chunks)
         in_order = iter(places[: len(decoding)]), iter(places[len(decoding) :])
-        for number, advance in enumerate(advances):
-            step.logit_rows[number] = next(in_order[len(advance.tokens) > 1])[1] - 1
+        step.logit_rows[:] = [
+            row
+            for advance in advances
+            for _, end in [next(in_order[len(advance.tokens) > 1])]
+            for row in range(end - advance.num_rows, end)
+        ]
         if self._adapters is not None:
             step.adapter_ids[:] = step.tokens.adapter_ids(self._adapters)
         return {capacity: np.array(sorted(found), np.int64) for capacity, found in decoded.items()}

@@ -9,6 +9,9 @@ does not decode carries a dummy token of past length 0, which costs less than ga
 
 A chunk reads just its own past, not the row's whole capacity, and is one call of its own: what it computes depends on
 its request alone, to the bit.
+
+Tokens that are verified lie among the chunks. Their attention is that of decoding, one call a token, behind each of
+which its key and value go to the cache: so each token's bits are those of a step of its own.
 """
 
 from __future__ import annotations
@@ -55,15 +58,28 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """`count` tokens of one request, each computed as in a step of its own. place: its row of the cache."""
+
+    place: CacheRow
+    count: int
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a step lie: decoding rows, then chunks.
+    """Where the tokens of a step lie: decoding rows, then chunks, and tokens that are verified.
 
     `num_logits` rows reach lm_head.
     """
 
     decoding: tuple[Rows, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk | Verified, ...]
     num_logits: int
+
+    @property
+    def comes_again(self) -> bool:
+        """Return whether steps of this layout may follow each other: a chunk's place in its prompt comes once."""
+        return all(isinstance(chunk, Verified) for chunk in self.chunks)
 
     @property
     def num_decode(self) -> int:
@@ -82,6 +98,39 @@ class Layout:
         return found
 
 
+class RowAttention:
+    """The attention of one row of the cache in one layer, as it decodes: bound once, for all layouts.
+
+    Call it with a token's query, key, value and position; it gives the token's attention, and puts its key and value
+    into the row.
+    """
+
+    def __init__(self, layer_attention: LayerAttention, past: tuple[np.ndarray, np.ndarray], dtype: np.dtype):
+        signature, shape = layer_attention.variant.decode.signature, layer_attention.cache
+        position = np.zeros(1, np.int64)  # a token's position is the length of its past
+        own = {"past_key": past[0], "past_value": past[1], "past_lengths": position, "position_ids": position}
+        self._inputs = {io.name: own[io.name] if io.name in own else _one_token(io) for io in signature.inputs}
+        self._position, self._attention = position, _one_token(layer_attention.attention)
+        self._new = [np.empty((1, shape.num_kv_heads, dim), dtype) for dim in (shape.head_dim, shape.value_head_dim)]
+        outputs = {"attention": self._attention, "key_out": self._new[0], "value_out": self._new[1]}
+        self._run = layer_attention.engines["decode"].prepare(self._inputs, outputs)
+        self._cached = [array[0].swapaxes(0, 1) for array in past]
+
+    def __call__(self, given: Mapping[str, np.ndarray], attention: np.ndarray) -> None:
+        for name in ("query", "key", "value"):
+            self._inputs[name][:] = given[name]
+        self._position[:] = given["position_ids"]
+        self._run()
+        attention[:] = self._attention
+        for cached, new in zip(self._cached, self._new):
+            cached[self._position[0]] = new[0]
+
+
+def _one_token(io: IO) -> np.ndarray:
+    """Return a buffer for one token of an input or output."""
+    return np.empty([1 if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
+
+
 class HostStep:
     """Buffers and bound calls of a layout.
 
@@ -89,8 +138,11 @@ class HostStep:
     `most_likely`.
     """
 
-    def __init__(self, network: Network, cache: KVCache, layout: Layout):
-        self.layout, self.slices = layout, layout.slices()
+    def __init__(
+        self, network: Network, cache: KVCache, layout: Layout, rows: dict[tuple[int, CacheRow], RowAttention]
+    ):
+        """Bind the calls of a layout. rows: by layer, those that are bound already; new ones are added."""
+        self.layout, self.slices, self._rows = layout, layout.slices(), rows
         self._cache = cache
         self._dims = {"num_tokens": layout.num_tokens, "num_requests": layout.num_logits}
         self._buffers: dict[tuple, list[np.ndarray]] = {}
@@ -201,6 +253,9 @@ class HostStep:
             keys, new_values = (array[index_in_group] for array in new[group])
             self._add_call(layer_attention, "decode", tokens, values, past, lengths, attention, keys, new_values)
         for chunk, tokens in zip(self.layout.chunks, slices[len(self.layout.decoding) :]):
+            if isinstance(chunk, Verified):
+                self._add_verified(index, chunk.place, tokens, layer_attention, values, attention)
+                continue
             key, value = self._chunk_buffers(chunk, layer_attention)
             past = self._past(index, chunk, layer_attention)
             lengths = np.array([chunk.start], np.int64)
@@ -244,6 +299,24 @@ class HostStep:
             np.copyto(state, new)
         else:
             state[rows] = new[rows]
+
+    def _add_verified(
+        self,
+        index: int,
+        place: CacheRow,
+        tokens: slice,
+        layer_attention: LayerAttention,
+        values: Mapping[str, np.ndarray],
+        attention: np.ndarray,
+    ) -> None:
+        row = self._rows.get((index, place))
+        if row is None:
+            past = self._cache.view(index, place.capacity, place.row, place.row + 1)
+            row = self._rows[index, place] = RowAttention(layer_attention, past, self._cache.dtype)
+        for number in range(tokens.start, tokens.stop):
+            token = slice(number, number + 1)
+            given = {name: values[name][token] for name in ("query", "key", "value", "position_ids")}
+            self._calls.append(functools.partial(row, given, attention[token]))
 
     def _past(self, index: int, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values that a chunk looks at.

@@ -203,6 +203,12 @@ class KVCache:
         for array, given in zip(own, arrays, strict=True):
             array[:, :, start : start + given.shape[2]] = given
 
+    def clear(self, slot: int, start: int, end: int) -> None:
+        """Clear tokens `start` to `end`-1 of a slot: masked entries weigh 0, but 0 times an infinity is NaN."""
+        for pair in self._row(self._places[slot]):
+            for array in pair:
+                array[:, :, start:end] = 0
+
     def reset(self, slot: int) -> None:
         """Forget a slot."""
         place = self._places.pop(slot, None)

@@ -1,0 +1,76 @@
+"""Answers with drafts beside plain ones: where drafts are verified, tokens and logits are the same bits.
+
+The drafts are what plain decoding gives, with errors planted, so that drafts of all lengths are accepted and rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from lockstep.runtime import Engine, Model, Request, Sampling
+from lockstep.runtime.active_choice import ActiveChoice
+from lockstep.runtime.drafts import Speculation
+
+_DRAFT_TOKENS, _WRONG_EACH = 4, 3
+_TEMPERATURE = 4.0  # so that the noise decides most tokens
+
+
+class RecordedDrafter:
+    """Drafts recorded answers, by request and choice, in which every `wrong_each`th token is another one."""
+
+    def __init__(self, answers: Mapping[tuple[int, int], Sequence[int]], wrong_each: int):
+        self._answers, self._wrong_each = answers, wrong_each
+
+    def propose(self, asked: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
+        return {choice: draft for choice, most in asked.items() if (draft := self._draft(choice, most))}
+
+    def _draft(self, choice: ActiveChoice, most: int) -> list[int]:
+        first = len(choice.answer)
+        tokens = self._answers[choice.index, choice.number][first : first + most]
+        return [token if number % self._wrong_each else abs(token - 1) for number, token in enumerate(tokens, first)]
+
+    def forget(self, choice: ActiveChoice) -> None:
+        """Do nothing: the answers are needed to the end."""
+
+
+def difference(model: Model, request: Request, max_num_tokens: int) -> str | None:
+    """Say where an answer with drafts differs from the plain one, greedy or drawn.
+
+    request: chooses by its logits. None for no difference, and for a model that verifies no drafts.
+    """
+    if not model.verifies_drafts:
+        return None
+    drawn = Request(
+        request.prompt_ids, request.max_new_tokens, sampling=Sampling(_TEMPERATURE, seed=1), adapter=request.adapter
+    )
+    requests = {"greedy": request, "drawn": drawn}
+    plain = _answers(Engine(model, None, max_num_tokens, prefix_caching=False), requests.values())
+    recorded = {key: [token for token, _ in answer if token >= 0] for key, answer in plain.items()}
+    speculation = Speculation(RecordedDrafter(recorded, _WRONG_EACH), _DRAFT_TOKENS)
+    engine = Engine(model, None, max_num_tokens, prefix_caching=False, speculation=speculation)
+    drafted = _answers(engine, requests.values())
+    for (key, expected), how in zip(plain.items(), requests):
+        found = drafted.get(key, [])
+        if found != expected:
+            same = [one == other for one, other in zip(expected, found)]
+            step = same.index(False) if False in same else len(same)
+            return f"step {step}, with drafts, {how}: {_said(expected[step:], found[step:])}"
+    return None
+
+
+def _answers(engine: Engine, requests: Iterable[Request]) -> dict[tuple[int, int], list[tuple[int, bytes]]]:
+    """Return each answer's tokens, with the bits of the logits that the host chose from."""
+    answers: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
+    for made in engine.run(requests):
+        logits = b"" if made.logits is None else np.ascontiguousarray(made.logits).tobytes()
+        answers.setdefault((made.request, made.choice), []).append((made.token, logits))
+    return answers
+
+
+def _said(expected: Sequence[tuple[int, bytes]], found: Sequence[tuple[int, bytes]]) -> str:
+    right, wrong = (str(answer[0][0]) if answer else "none" for answer in (expected, found))
+    if right == wrong:
+        return "expected the logits of plain decoding to the bit, found others"
+    return f"expected token {right} as without, found {wrong}"
