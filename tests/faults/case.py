@@ -211,8 +211,7 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
     """
     fault = case.fault
     if fault.place in (ASSEMBLY, RUNTIME):
-        with fault.change() if fault.place == RUNTIME else contextlib.nullcontext():
-            return [_record(case, fault.place, case.assembly, case.right_engines)]
+        return [_record(case, fault.place, case.assembly, case.right_engines)]
     engines = case.folder / "engines" / "engines.json"
     shutil.copytree(case.right_engines.parent, engines.parent)
     build = lambda: build_engines(case.assembly, case.setting.backend, engines, case.options())
@@ -233,7 +232,6 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
 
 
 def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, Any]:
-    gates = case.messages(assembly, engines)
     if case.fault.shown_by is None:
         scenarios = None
         with np.load(case.right_logits) as saved:
@@ -241,7 +239,9 @@ def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, 
     else:
         scenarios = {"its own": case.fault.shown_by}
         expected = case.logits(case.right_assembly, case.right_engines, scenarios)
-    largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines, scenarios))
+    with case.fault.change() if where == RUNTIME else contextlib.nullcontext():
+        gates = case.messages(assembly, engines)
+        largest, scenario = harm.largest_difference(expected, case.logits(assembly, engines, scenarios))
     # The right engines are off the reference themselves: only beyond both are logits certainly out of tolerance.
     bound = case.judged + read_json(case.right_error)["max_logit_error"]
     return {

@@ -6,8 +6,8 @@ A wrap takes the right function and gives the faulty one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,11 +16,15 @@ from unittest import mock
 import numpy as np
 
 from faults.fault import RUNTIME, Fault
+from faults.harm import Requests
+from lockstep import Engine, Request, Sampling
+from lockstep.runtime.drafts import Speculation
 from lockstep.step import ranks
 from lockstep.step.host import HostExecutor
-from lockstep.step.host_step import HostStep
+from lockstep.step.host_step import HostStep, RowAttention
 from lockstep.step.kv_cache import KVCache
 from lockstep.step.pages import PagePool
+from lockstep.verify.golden.drafted import RecordedDrafter
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Change = Callable[[], AbstractContextManager[Any]]
@@ -29,6 +33,17 @@ Change = Callable[[], AbstractContextManager[Any]]
 def instead(owner: Any, name: str, wrap: Wrap) -> Change:
     """Have `wrap(right)` in place of a function of `owner`."""
     return lambda: mock.patch.object(owner, name, wrap(getattr(owner, name)))
+
+
+def both(*changes: Change) -> Change:
+    @contextmanager
+    def opened() -> Iterator[None]:
+        with ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change())
+            yield
+
+    return opened
 
 
 # The cache on the host
@@ -128,6 +143,67 @@ def last_layer_not_written(right):
         arrays.keys[group][-1], arrays.values[group][-1] = kept
 
     return write_each
+
+
+# Drafts that are verified
+
+
+def first_wrong_draft_accepted(right):
+    def verify(self, scheduled, draft, rows):
+        choice, made, is_right = self._choices.get(scheduled), [], True
+        for token, row in zip(draft, rows):
+            if scheduled not in self._choices or not is_right:
+                break
+            is_right = choice.answer[-1] == token
+            scheduled.num_computed += 1
+            made.append(self._choose(choice, row))
+        if scheduled in self._choices:
+            self._model.keep(scheduled.slot, scheduled.num_computed)
+        return made
+
+    return verify
+
+
+def rejected_tokens_stay(right):
+    def call(self, given, attention):
+        position = given["position_ids"][0]
+        before = [cached[position].copy() for cached in self._cached]
+        right(self, given, attention)
+        for cached, stale in zip(self._cached, before):
+            if stale.any():
+                cached[position] = stale
+
+    return call
+
+
+def not_cleared(right):
+    def keep(self, slot, length):
+        self.lengths[slot] = length
+
+    return keep
+
+
+def noise_of_the_last(right):
+    def choose(self, advances, logits):
+        rows = [replace(a, start=a.start + len(a.tokens) - 1) if a.verifies else a for a in advances]
+        return right(self, rows, logits)
+
+    return choose
+
+
+def drafted(requests: Requests) -> Iterator[np.ndarray]:
+    """Answers with drafts, of which each third token is wrong: logits along given tokens, and tokens that are drawn."""
+    model, given = requests.model, iter(requests.sequences[1].tolist())
+    forced = Request(requests.sequences[0][:20], 60, lambda logits: next(given))
+    drawn = Request(requests.sequences[2][:20], 60, sampling=Sampling(4.0, seed=1))
+    answers = {(0, 0): requests.sequences[1][:60].tolist()}
+    answers[1, 0] = [made.token for made in Engine(model, prefix_caching=False).run([drawn])]
+    speculation = Speculation(RecordedDrafter(answers, 3), 4)
+    logits, tokens = [], []
+    for made in Engine(model, prefix_caching=False, speculation=speculation).run([forced, drawn]):
+        (tokens.append(made.token) if made.request else logits.append(made.logits))
+    yield np.stack(logits)
+    yield np.eye(model.vocab_size, dtype=np.float32)[tokens]
 
 
 # The packing of a step
@@ -275,6 +351,13 @@ FAULTS = (
             change=instead(KVCache, "write_each", rows_swapped)),
     on_host("cache-last-layer", "decoded tokens are not written in the last layer",
             change=instead(KVCache, "write_each", last_layer_not_written)),
+    on_host("draft-accepted", "the first wrong token of a draft is accepted",
+            change=instead(Engine, "_verify", first_wrong_draft_accepted), shown_by=drafted),
+    on_host("draft-stale", "what a rejected token of a draft left in the cache is not overwritten",
+            change=both(instead(HostExecutor, "keep", not_cleared),
+                        instead(RowAttention, "__call__", rejected_tokens_stay)), shown_by=drafted),
+    on_host("draft-noise", "tokens of a draft are drawn with the noise of its last position",
+            change=instead(HostExecutor, "_choose", noise_of_the_last), shown_by=drafted),
     on_host("step-gaps", "decoding rows with a gap between them are written as if there were none",
             change=instead(HostStep, "write_decoded", gaps_closed)),
     on_host("step-chunk-positions", "positions of each chunk begin at 0",

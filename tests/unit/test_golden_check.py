@@ -13,6 +13,7 @@ from demo_model import GOLDEN, LIMITS, TOLERANCES
 from onnx import numpy_helper
 from safetensors.numpy import load_file, save_file
 
+from faults.table import FAULTS
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
@@ -78,6 +79,19 @@ def test_a_device_that_chooses_other_tokens_than_its_logits_say_fails(references
         check(references, tmp_path)
     entries = read_json(failed_path(tmp_path / "check.json"))["prompts"]
     assert not any(entry["generate_equal"] for entry in entries) and all(entry["tokens_equal"] for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("draft-accepted", "with drafts, greedy: expected token"),
+        ("draft-stale", "with drafts, greedy: expected"),
+        ("draft-noise", "with drafts, drawn: expected token"),
+    ],
+)
+def test_what_drafts_change_fails(references, tmp_path, name, words):
+    with FAULTS[name].change(), pytest.raises(CheckError, match=words):
+        check(references, tmp_path)
 
 
 def test_two_checks_are_the_same_bytes(references, tmp_path):

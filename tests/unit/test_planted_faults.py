@@ -190,7 +190,8 @@ def test_the_gate_of_each_row_is_the_one_that_caught_it_in_the_records():
     """Of all plantings in records/, and each row of the table has some."""
     records = [read_json(ROOT / "records" / "bench" / name) for name in page.RECORDS]
     rows = [(record, row) for record in records for row in record["faults"]]
-    never_recorded = {"spec-window"}  # of fused attention on a GPU, in a model that was not tried there
+    # Of fused attention on a GPU, in a model that was not tried there; and of drafts, which test_golden_check.py tries.
+    never_recorded = {"spec-window", "draft-accepted", "draft-stale", "draft-noise"}
     assert {row["fault"] for _, row in rows} | never_recorded == set(FAULTS)
     assert all(FAULTS[row["fault"]].about == row["about"] for _, row in rows)
     assert {faults.missed_by(record, row) for record, row in rows if row["harmful"]} == {None}

@@ -82,7 +82,8 @@ def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path,
     report = run(tree, golden_json, tmp_path / "all.json")
     prompts = len(CONFIG.models["demo-llama"].golden.prompts)
     compared = {name: phase.requests for name, phase in report.phases.items()}
-    assert compared == {"alone": prompts, "under load": 2 * prompts, "on a prefix": 2, "engine killed": prompts}
+    phases = {"alone": prompts, "under load": 2 * prompts, "on a prefix": 2, "engine killed": prompts}
+    assert compared == {**phases, "with drafts": prompts}
     assert report.batch_invariant and report.tokens_differing == 0
     assert report.restarts == 1 and report.prefix_hit_tokens >= 64
     assert report.engine_digest == GoldenReport.load(golden_json).engine_digest

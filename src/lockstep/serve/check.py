@@ -2,8 +2,8 @@
 
 In: an engine set that golden passed, its reference and golden's report. Out: a report. The server is the one that
 `lockstep serve` runs, on a Unix socket. Its answers are compared alone; beside a seeded load of requests that come at
-random times and of which some are cancelled; on a prefix that was left; and with the engine killed in the middle. A
-model with a format of tool calls is asked for one. Then nothing may be left in it.
+random times and of which some are cancelled; on a prefix that was left; with the engine killed in the middle; and with
+drafts, where it verifies any. A model with a format of tool calls is asked for one. Then nothing may be left in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import signal
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import PASS, GoldenReport, ServedPhase, ServedReport, TokenDifference
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime.model import CHUNK_SIZE, fitting_chunk_size
+from lockstep.runtime.speculative import Speculative
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.check_tools import calls_tools, tool_call
 from lockstep.serve.client import Answer, complete, get
@@ -37,6 +38,7 @@ from lockstep.verify.metrics import finish
 _OTHERS = 24  # requests beside the golden prompts
 _CANCELLED = 8  # of them
 _APART = 0.02  # seconds: most between two arrivals
+_DRAFT_TOKENS = 3
 _SECONDS = 300.0  # that an engine may take to start again
 
 
@@ -86,7 +88,9 @@ def check(
         chat_template=ChatTemplate.open(assembly_json),
         log=lambda line: None,  # that the engine was killed is no news
     )
-    checked = _Check(service, prompts, expected, long.prompt if long else None, reference.max_new_tokens)
+    # The whole target drafts for itself: that takes no more weights, and most of its drafts are right.
+    drafts = Speculative(_DRAFT_TOKENS, str(target), options.engines, options.assembly, options.weights, target.layers)
+    checked = _Check(service, prompts, expected, long.prompt if long else None, reference.max_new_tokens, drafts)
     report = asyncio.run(checked.run(target))
     return finish(out, report, checked.failures[0] if checked.failures else None)
 
@@ -114,9 +118,10 @@ class _Check:
         expected: Sequence[Sequence[int]],
         long: Prompt | None,
         max_new_tokens: int,
+        drafts: Speculative,
     ):
         self.service, self.prompts, self.expected, self.long = service, prompts, expected, long
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.drafts = max_new_tokens, drafts
         self.failures: list[str] = []
         self.random = random.Random(0)
 
@@ -126,11 +131,12 @@ class _Check:
             self.socket = Path(folder, "socket")
             async with listening(self.service, self.socket):
                 phases = {
-                    "alone": await self._alone(),
+                    "alone": await self._alone("alone"),
                     "under load": await self._under_load(),
                     "on a prefix": await self._on_a_prefix(),
                     **({"tool call": await self._tool_call()} if calls_tools(self.service) else {}),
                     "engine killed": await self._engine_killed(),
+                    "with drafts": await self._with_drafts(),
                 }
                 await self._nothing_is_left()
                 ready, hits = self.service.ready, self.service.total("prefix_hits")
@@ -146,10 +152,18 @@ class _Check:
             num_pages=ready.num_pages,
         )
 
-    async def _alone(self) -> _Found:
+    async def _alone(self, how: str) -> _Found:
         found = _Found()
         for number in range(len(self.prompts)):
-            await self._golden(number, "alone", found)
+            await self._golden(number, how, found)
+        return found
+
+    async def _with_drafts(self) -> _Found:
+        if self.service.engine_options.speculative is None:
+            return _Found()
+        found = await self._alone("with drafts")
+        if not self.service.drafts():
+            self.failures.append("drafts: expected the engine that was started again to make some, found none")
         return found
 
     async def _under_load(self) -> _Found:
@@ -192,8 +206,11 @@ class _Check:
         return _Found(requests)
 
     async def _engine_killed(self) -> _Found:
-        """Send all golden prompts at once, and kill the engine at the first token."""
+        """Send all golden prompts at once, and kill the engine at the first token. The next one may draft."""
         found, restarts, first = _Found(), self.service.restarts, asyncio.Event()
+        if self.service.ready.verifies_drafts:
+            options = self.service.engine_options
+            self.service.engine_options = replace(options, speculative=asdict(self.drafts))
         tasks = [
             asyncio.create_task(self._golden(number, "with the engine killed", found, first))
             for number in range(len(self.prompts))

@@ -4,9 +4,9 @@ Needs no torch.
 
 In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and
 speeds apart from it. The prompts are decoded freely in one batch, then along the reference's tokens, then each alone;
-as `lockstep generate` does, which leaves the choice of tokens to the device; and in random chunks beside other
-requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole, cut on both sides of each
-edge of cache, window and RoPE, and beside the others.
+as `lockstep generate` does, which leaves the choice of tokens to the device; with drafts, where these are verified; and
+in random chunks beside other requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole,
+cut on both sides of each edge of cache, window and RoPE, and beside the others.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lockstep.errors import InputError
 from lockstep.runtime import Model, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target, Tolerances
+from lockstep.verify.golden import drafted
 from lockstep.verify.golden.decoding import DecodingCheck, open_model
 from lockstep.verify.golden.forced import Errors, chunks_to_edges, force, random_chunks
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, read_reference, short
@@ -98,6 +99,9 @@ class _Check(DecodingCheck):
             replace(entry, generate_equal=not differences, generate_differences=differences)
             for entry, differences in zip(judged, self.generate(self.prompts, tokens, self.stop_ids))
         ]
+        for prompt in self.prompts:
+            if what := drafted.difference(self.model, self.freely(prompt), self.max_num_tokens):
+                self.fail(prompt, what)
         long = self._long(self.long) if self.long else None
         mixed = self._mixed()
         entries = [
