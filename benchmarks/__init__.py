@@ -16,6 +16,8 @@ INSIDE = {
     # `dag`
     "config": "the jobs of a config of many models",
     "stages": "the same",
+    # `speculation`
+    "runtime.speculative": "drafts, as `lockstep serve` is told of them",
     # `serving` and `throughput`
     "serve.bodies": "a server on engines that are of no target",
     "serve.run": "the same",

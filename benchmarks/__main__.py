@@ -14,7 +14,18 @@ from lockstep.cli.guarded import SETTINGS, GuardedGroup
 
 COMMANDS = (
     *("demo", "dag", "export", "builds", "models"),
-    *("decode", "small-weights", "cpu-peers", "mixtures", "adapters", "throughput", "serving", "tools", "soak"),
+    *(
+        "decode",
+        "small-weights",
+        "cpu-peers",
+        "mixtures",
+        "adapters",
+        "throughput",
+        "speculation",
+        "serving",
+        "tools",
+        "soak",
+    ),
     *("gpu", "batches", "ranks", "serving-gpu"),  # on GPUs
 )
 

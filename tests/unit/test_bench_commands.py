@@ -29,6 +29,7 @@ from benchmarks import (
     models,
     serving,
     small_weights,
+    speculation,
     tools,
 )
 from benchmarks.__main__ import bench
@@ -176,6 +177,13 @@ def _(here: Here) -> Sequence[Any]:
     server = RealServer(scripted_chats(here.shared).root, target=scripted_model.TARGET)
     here.stack.enter_context(server)
     return "--url", server.url, "--tokens", 4, "--turns", 2, *ONE_ROUND
+
+
+@starts("speculation", "targets demo-llama/fp32/all tasks edit speed_of_drafts_relative_to plain")
+def _(here: Here) -> Sequence[Any]:
+    tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))
+    here.smaller(speculation, _LONGEST=40, _CONTEXT=4)
+    return "--target", "demo-llama/fp32/all", "--results", tree, "--new", 4, *ONE_ROUND
 
 
 class ServerStandIn(serving.Server):
