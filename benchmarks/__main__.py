@@ -26,7 +26,7 @@ COMMANDS = (
         "tools",
         "soak",
     ),
-    *("gpu", "batches", "ranks", "serving-gpu"),  # on GPUs
+    *("gpu", "batches", "invariance", "ranks", "serving-gpu"),  # on GPUs
 )
 
 

@@ -38,7 +38,7 @@ from unittest import mock
 
 import onnx
 
-from fake_gpu import cublas, cuda, cudnn, tensorrt
+from fake_gpu import cublas_lt, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
 from lockstep.backends import gpu as driver
 from lockstep.gpu import libraries
@@ -66,7 +66,7 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     outer.bindings = bindings
     modules = {"cuda": outer, "cuda.bindings": bindings, "cudnn": cudnn.cudnn(gpu)}
     modules |= {f"cuda.bindings.{name}": part for name, part in parts.items()}
-    fake_cublas = cublas.cublas(gpu)
+    fake_cublas = cublas_lt.cublas_lt(gpu)
     with contextlib.ExitStack() as stack:
         if name != "cuda":
             backend = importlib.import_module(f"lockstep.backends.{name}.backend").BACKEND

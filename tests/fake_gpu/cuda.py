@@ -86,7 +86,9 @@ def nvrtc() -> ModuleType:
             )
         )
         if template := kernels.pop("NAME", None):
-            kernels |= dict.fromkeys(re.findall(r"^(?:WRITE|GEMV|EXPAND)\((\w+)", source, re.MULTILINE), template)
+            kernels |= dict.fromkeys(
+                re.findall(r"^(?:WRITE|GEMV|FEW_ROWS|EXPAND)\((\w+)", source, re.MULTILINE), template
+            )
         parameters = {
             name: ([(part.split()[-1].strip("*"), "*" in part) for part in text.split(",")], defined[program])
             for name, text in kernels.items()
@@ -131,7 +133,10 @@ def driver(gpu: Gpu) -> ModuleType:
         ):
             raise Fault(f"kernel {name}: expected {parameters}, found {types}")
         named = SimpleNamespace(
-            grid=(x, y, z), **defined, **{parameter: value for (parameter, _), value in zip(parameters, values)}
+            grid=(x, y, z),
+            shared=rest[2],
+            **defined,
+            **{parameter: value for (parameter, _), value in zip(parameters, values)},
         )
         gpu.plain += not gpu.capturing(stream)
         if on_host is not None:
@@ -160,6 +165,8 @@ def driver(gpu: Gpu) -> ModuleType:
         cuDeviceGetAttribute=lambda which, device: (result.CUDA_SUCCESS, 10 - which),
         cuDeviceTotalMem=lambda device: (result.CUDA_SUCCESS, gpu.total),
         cuDriverGetVersion=lambda: (result.CUDA_SUCCESS, 12040),
+        CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8),
+        cuFuncSetAttribute=lambda function, which, value: (result.CUDA_SUCCESS,),
         cuModuleLoadData=lambda code: (result.CUDA_SUCCESS, (json.loads(code), gpu.device)),
         cuLaunchKernel=launch,
         cuModuleGetFunction=lambda module, name: (

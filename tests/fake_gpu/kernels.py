@@ -90,18 +90,18 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
         keys[:, position % k.PAGE], values[:, position % k.PAGE] = with_rope[token], value[token]
 
 
-def decode_attention(gpu: Gpu, splits: int, k: SimpleNamespace) -> None:
+def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     """What DecodeAttention.launch says. Its scratch is spoiled, as far as it may be touched; its counters must be 0."""
     _, blocks, requests = k.grid
     rows, positions = gpu.array(k.rows, (requests,), "i4"), _integers(gpu, k.positions, k.WIDE, requests)
     table = gpu.array(k.pages, (requests, k.pages_per_row), "i4")
     given, kind, partner = NUMBERS[k.GIVEN], NUMBERS[k.KIND], gpu.array(k.partner, (k.DIM,), "i4")
     heads = k.KV_HEADS * k.GROUP
-    if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or splits not in (2, 4, 8, 16):
+    if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or shares not in (1, 2, 4, 8, 16):
         raise Fault(f"decode_attention: a grid of {k.grid}")
     if any(address % 16 for address in (k.value, k.out, k.keys, k.values, k.partials)):
         raise Fault("decode_attention: an array that is not aligned to 16 bytes")
-    parts = requests * blocks * splits * k.HEADS
+    parts = requests * blocks * 16 * k.HEADS if shares > 1 else 1
     gpu.array(k.partials, (parts * k.VALUE_DIM,), "f4")[:] = gpu.array(k.stats, (parts * 2,), "f4")[:] = np.nan
     if gpu.array(k.counters, (requests * blocks,), "i4").any():
         raise Fault("decode_attention: counters that are not 0")
@@ -268,9 +268,7 @@ def all_gather(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 
 
 def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:
-    """[out_features, in_features] float32 of small_weights.cu's forms, `2^8` times as large where it has scales."""
-    if bits == 16:
-        return gpu.array(k.weight, (k.out_features, k.in_features), "f2").astype(np.float32)
+    """[out_features, in_features] float32 of small_weights.cu's forms, `2^8` times as large."""
     data = gpu.bytes(k.weight, k.out_features * k.in_features * bits // 8).reshape(k.out_features, -1)
     numbers = data if bits == 8 else np.stack([data & 15, data >> 4], -1).reshape(k.out_features, -1)
     scales = gpu.array(k.scales, (k.out_features, k.in_features // k.group_size), "f2").astype(np.float32)
@@ -283,10 +281,27 @@ def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, outputs: int, mos
     columns = 128 // bits
     if blocks != -(-k.out_features // outputs) or not 1 <= k.rows <= most:
         raise Fault(f"gemv: {blocks} blocks for {k.rows} rows of {k.out_features} outputs")
-    if k.in_features % columns or (bits < 16 and k.group_size % columns) or k.weight % 16 or k.x % 16:
+    if k.in_features % columns or k.group_size % columns or k.weight % 16 or k.x % 16:
         raise Fault(f"gemv: rows of {k.in_features} numbers in groups of {k.group_size}, {bits} bits")
     x = gpu.array(k.x, (k.rows, k.in_features), "f2").astype(np.float32)
-    found = x @ _weight(gpu, k, bits).astype(np.float16).astype(np.float32).T / (1 if bits == 16 else 256)
+    _store(gpu, k, x @ _weight(gpu, k, bits).astype(np.float16).astype(np.float32).T / 256)
+
+
+def few_rows(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
+    """What few_rows.cu says. In float64, as the library is: what is rounded to fp16 does not depend on the order."""
+    if blocks != -(-k.out_features // 32) or not 1 <= k.rows <= most or k.shared != 4 * (32 + most) * 256 * 2:
+        raise Fault(f"few_rows: {blocks} blocks with {k.shared} bytes for {k.rows} rows of {k.out_features} outputs")
+    if k.in_features % 8 or k.weight % 16 or k.x % 16:
+        raise Fault(f"few_rows: rows of {k.in_features} numbers")
+    x, weight = (
+        gpu.array(address, (rows, k.in_features), "f2").astype(np.float64)
+        for address, rows in ((k.x, k.rows), (k.weight, k.out_features))
+    )
+    _store(gpu, k, x @ weight.T)
+
+
+def _store(gpu: Gpu, k: SimpleNamespace, found: np.ndarray) -> None:
+    """Round [rows, out_features] to fp16, into up to three outputs."""
     ends = [0, k.first_end, k.second_end, k.out_features]
     for low, high, out in zip(ends, ends[1:], (k.first_out, k.second_out, k.third_out)):
         gpu.array(out, (k.rows, high - low), "f2")[:] = found[:, low:high].astype(np.float16)
@@ -315,5 +330,7 @@ for _unit in (2, 16):
 for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep.gpu.kernels") / "small_weights.cu").read_text(), re.M):
     _bits, _outputs, _, _most = map(int, _name.split("_")[1:])
     KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, most=_most)
+for _name in re.findall(r"^FEW_ROWS\((\w+)", (files("lockstep.gpu.kernels") / "few_rows.cu").read_text(), re.M):
+    KERNELS[_name] = functools.partial(few_rows, most=int(_name.split("_")[-1]))
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)

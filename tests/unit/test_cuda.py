@@ -286,16 +286,15 @@ def test_a_machine_without_cublas_is_told_so(monkeypatch):
 
 
 def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkeypatch):
-    from lockstep.gpu import cuda
-    from lockstep.gpu.kernels.cublas import Gemm
+    from lockstep.gpu.kernels.cublas_lt import CublasLt
 
-    library = SimpleNamespace(_name="/opt/libcublas.so.12", cublasCreate_v2=lambda handle: 1)
+    library = SimpleNamespace(_name="/opt/libcublasLt.so.12", cublasLtCreate=lambda handle: 1)
     monkeypatch.setattr(libraries, "open_library", lambda name: library)
     with pytest.raises(CheckError) as error:
-        Gemm(cuda.Stream())
+        CublasLt()
     assert str(error.value) == (
-        "expected the library cuBLAS (/opt/libcublas.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free memory "
-        "of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
+        "expected the library cuBLASLt (/opt/libcublasLt.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free "
+        "memory of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
     )
 
 

@@ -75,6 +75,7 @@ class Backend(Protocol):
     precisions: tuple[str, ...]
     # a request's logits are the same bits whatever runs beside it, and where its prompt was found
     batch_invariant: bool
+    on_host: bool  # engines run on the CPU here: a step takes as long as it has tokens
     takes_long: bool = False  # a build is worth a line of progress for each engine, and a record of what each took
     activations: str | None = None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
     takes_canonical: bool = False  # `build` is given graphs as the assembly has them, with room for adapters

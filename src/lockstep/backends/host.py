@@ -14,7 +14,7 @@ from lockstep.backends.cpu import cpu_key, describe_cpu
 class HostBackend(Backend):
     """A backend whose engines run on the CPU and depend on its instruction sets; equal builds are equal bytes."""
 
-    rank_devices = False
+    on_host, rank_devices = True, False
 
     def describe_device(self) -> dict[str, Any]:
         return {"type": "cpu", **describe_cpu()}

@@ -268,7 +268,7 @@ class Kernel:
     """A kernel of a module; arguments: Array (its address), int (int32), float (float32)."""
 
     def __init__(self, function: Any):
-        self.function = function
+        self.function, self._shared = function, 48 << 10
         self._types: dict[tuple[type, ...], tuple[Any, ...]] = {}  # by types of arguments
 
     def launch(
@@ -282,18 +282,28 @@ class Kernel:
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         check(driver.cuLaunchKernel(self.function, x, y, z, threads, 1, 1, 0, stream.handle, (values, types), 0))
 
+    def allow_shared(self, nbytes: int) -> None:
+        """Let launches have so many bytes of shared memory, which is asked for where it is more than 48 KiB."""
+        if nbytes > self._shared:
+            what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(self.function, what, nbytes))
+            self._shared = nbytes
+
 
 class Launch:
     """A kernel on a stream with fixed arguments, all but the last, an integer.
 
     A call costs the host a third of `Kernel.launch`. overlaps: the kernel waits itself for the one before it on the
     stream (`wait_for_previous`), and may be brought onto the device while that one runs, where the device and its
-    driver can do that, in graphs too.
+    driver can do that, in graphs too. shared: bytes of shared memory, beside what the kernel declares.
     """
 
     def __init__(
-        self, kernel: Kernel, stream: Stream, threads: int, *arguments: Array | int | float, overlaps: bool = False
-    ):
+        self, kernel: Kernel, stream: Stream, threads: int, *arguments: Array | int | float, overlaps: bool = False,
+        shared: int = 0,
+    ):  # fmt: skip
+        kernel.allow_shared(shared)
+        self._shared = shared
         self._function, self._stream, self._threads, self._held = kernel.function, stream, threads, arguments
         self._values: list[Any] = [
             _type_of(each)(each.address if isinstance(each, Array) else each) for each in arguments
@@ -301,7 +311,7 @@ class Launch:
         self._last = self._values[-1]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(each) for each in self._values))
         self._address = ctypes.addressof(self._pointers)
-        self._config = _overlapping(stream, threads) if overlaps and _can_overlap(current_device()) else None
+        self._config = _overlapping(stream, threads, shared) if overlaps and _can_overlap(current_device()) else None
 
     def __call__(self, blocks: int, last: int | None = None) -> None:
         if last is not None:
@@ -311,7 +321,8 @@ class Launch:
             check(driver.cuLaunchKernelEx(self._config, self._function, self._address, 0))
             return
         threads, stream = self._threads, self._stream.handle
-        check(driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, 0, stream, self._address, 0))
+        shared = self._shared
+        check(driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, shared, stream, self._address, 0))
 
 
 @functools.cache
@@ -320,12 +331,12 @@ def _can_overlap(number: int) -> bool:
     return compute_capability(number) >= (9, 0) and int(check(driver.cuDriverGetVersion())) >= 12040
 
 
-def _overlapping(stream: Stream, threads: int) -> Any:
+def _overlapping(stream: Stream, threads: int, shared: int) -> Any:
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-    config.blockDimX, config.hStream, config.sharedMemBytes = threads, stream.handle, 0
+    config.blockDimX, config.hStream, config.sharedMemBytes = threads, stream.handle, shared
     config.attrs, config.numAttrs = [attribute], 1
     return config
 

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.errors import InputError
 
 _CUDNN = "expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, which compute attention"
-_CUBLAS = ("libcublas.so.12", "libcublas.so.13")
+_CUBLAS = ("libcublasLt.so.12", "libcublasLt.so.13")
 _CUBLAS_FOLDERS = ("nvidia/cublas/lib", "nvidia/cu13/lib")
 
 
@@ -76,7 +76,7 @@ def require_nvrtc() -> None:
 
 
 def require_cublas() -> Any:
-    """Return cuBLAS, of `site-packages/nvidia` or else what the loader finds. Raises InputError without any."""
+    """Return cuBLASLt, of `site-packages/nvidia` or else what the loader finds. Raises InputError without any."""
     folders = [Path(entry) / folder for entry in sys.path if entry for folder in _CUBLAS_FOLDERS]
     wheels = [str(folder / name) for folder in folders for name in _CUBLAS if (folder / name).is_file()]
     for name in (*wheels, *_CUBLAS):
@@ -112,7 +112,7 @@ def _cublas_version(library: Any) -> str:
     """Return major, minor and patch (library_types.h: libraryPropertyType)."""
     value, parts = ctypes.c_int(), []
     for which in range(3):
-        if library.cublasGetProperty(which, ctypes.byref(value)):
+        if library.cublasLtGetProperty(which, ctypes.byref(value)):
             raise InputError("cuBLAS: expected its version, found none; install another")
         parts.append(str(value.value))
     return ".".join(parts)

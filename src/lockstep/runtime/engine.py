@@ -84,11 +84,11 @@ class Engine:
                 f"admission: expected guaranteed, for the attention of {model.engines.path} cannot be swapped out, "
                 "found optimistic"
             )
-        if long_prefill_token_threshold is None and model.engines.batch_invariant:
+        if long_prefill_token_threshold is None and model.engines.backend.on_host:
             # A CPU's step takes as long as it has tokens: chunk by chunk, the others wait least. On a GPU each step
             # has a price of its own, and few long steps delay fewer tokens of the others than many short ones.
             long_prefill_token_threshold = chunk_size
-        max_prefill_tokens = None if model.engines.batch_invariant else _MAX_PREFILL_TOKENS
+        max_prefill_tokens = None if model.engines.backend.on_host else _MAX_PREFILL_TOKENS
         self._scheduler = Scheduler(
             model.tables,
             model.max_batch_size,

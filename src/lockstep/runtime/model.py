@@ -88,9 +88,9 @@ class Model:
         requests, 256 tokens of each, and any number of tokens in a step. `low_memory` reads the weights from the mapped
         files at each step instead of a repacked copy: slower, no copy. `kv_bytes`: memory for keys and values of all
         requests, or below 1 the share of what is free; on a CPU a quarter of the container's or machine's.
-        `chunk_size`: long prompts are computed in pieces that end at multiples of it; by default 256 where the backend
-        is batch invariant, else 64. `adapters_json`: the manifest of the model's adapters. `cut_of`: an open model; if
-        it is of these engines and weights, its first layers are these layers, bound once.
+        `chunk_size`: long prompts are computed in pieces that end at multiples of it; by default 256 on a CPU,
+        else 64. `adapters_json`: the manifest of the model's adapters. `cut_of`: an open model; if it is of these
+        engines and weights, its first layers are these layers, bound once.
         Raises InputError for limits or a layer count that the model does not allow, CheckError for engines that do not
         fit here.
         """
@@ -106,7 +106,7 @@ class Model:
             shared = cut_of._executor.network if isinstance(cut_of._executor, HostExecutor) else None
         network = open_network(engines, weights_json, layers, threads, low_memory, shared)
         if chunk_size is None:
-            wanted = CHUNK_SIZE if engines.batch_invariant else SMALL_CHUNK_SIZE
+            wanted = CHUNK_SIZE if engines.backend.on_host else SMALL_CHUNK_SIZE
             chunk_size = fitting_chunk_size(wanted, rows, tokens)
         if chunk_size < 1:
             raise InputError(f"chunk_size: expected at least 1, found {chunk_size}")

@@ -152,7 +152,7 @@ class _Store:
         for name, count in columns.items():
             rows[name] = data[at : at + count]
             at += count
-        return SmallWeight(data, data, 16, 0, deep, (whole + more,) if beside or more else outs)
+        return SmallWeight(data, None, 16, 0, deep, (whole + more,) if beside or more else outs)
 
     def _part(
         self, group: Group, part: int, shape: tuple[int, ...] | None, cast: WeightCast | None, room: bool = False

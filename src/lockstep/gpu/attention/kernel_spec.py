@@ -8,7 +8,7 @@ from lockstep.gpu.cuda import Array
 from lockstep.gpu.kernels.step_kernels import NUMBERS
 
 PAGE = 64  # tokens of a page of the cache
-THREADS = 128  # of a block
+THREADS, SPLITS = 128, 16  # of a block; of a row at most, as paged_decode.cu has them
 # In CUDA C++, with the macros of AttentionKernelSpec.options.
 WORDS = r"""
 typedef unsigned short Bits;  // a number of KIND
@@ -125,12 +125,12 @@ class AttentionKernelSpec:
 
     @property
     def blocks(self) -> int:
-        """Return the blocks of a request and split: KV heads times the chunks of their query heads."""
+        """Return the blocks of a request and share: KV heads times the chunks of their query heads."""
         return self.kv_heads * -(-self.heads // self.kv_heads // self.block_heads)
 
-    def splits(self, requests: int, multiprocessors: int) -> int:
-        """Return into how many splits a row is divided: a power of two from 2 to 16, two blocks a multiprocessor."""
-        splits = 2
-        while splits < 16 and 2 * splits * requests * self.blocks <= 2 * multiprocessors:
-            splits *= 2
-        return splits
+    def shares(self, requests: int, multiprocessors: int) -> int:
+        """Return how many blocks share a row's splits: a power of two, up to eight blocks a multiprocessor in all."""
+        shares = 1
+        while shares < SPLITS and 2 * shares * requests * self.blocks <= 8 * multiprocessors:
+            shares *= 2
+        return shares

@@ -56,14 +56,16 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// A block: a request, a KV head with up to HEADS of its query heads (`chunk`), a split of the row. A unit is 16 tokens, what a warp takes at a time: unit n of the
-// row, counted from the first that the window leaves, goes to warp n % (splits * WARPS) of all splits.
+// A block: a request, a KV head with up to HEADS of its query heads (`chunk`), some splits of the row. A unit is 16 tokens, what a warp takes at a time; units
+// are counted from the first that the window leaves. A split is LEAST units, one behind the other, or twice, four times ... as many, so that there are at most
+// MOST: what splits there are depends on the row alone. Of a split, unit n goes to warp n % WARPS; a split's warps are put together, then the splits in order.
+// So a row has the same bits whatever blocks share its splits, and whatever rows there are beside it.
 //
 // In a warp, lane 4g + t. Scores are queries (8 rows, the other 8 are nothing) times keys: lanes read 16 bytes of the key of token g and of token g + 8, dims
 // 8t to 8t + 7 of each 32. So a product's k-th dim is another one than in memory, the same one in queries and keys, which leaves the sum what it is. Outputs
 // are values (rows: dims) times weights (columns: heads): weights are in the registers where the scores' product left them, and lanes read 16 bytes of the
 // values of tokens 2t, 2t + 1, 2t + 8, 2t + 9, of dims 8g to 8g + 7 of each 64. Nothing of the cache goes through shared memory.
-constexpr int WARPS = THREADS / 32, UNIT = 16;
+constexpr int WARPS = THREADS / 32, UNIT = 16, LEAST = 2 * WARPS, MOST = 16;
 constexpr int CHUNKS = (GROUP + HEADS - 1) / HEADS;       // blocks that share a KV head; HEADS: query heads of a block
 constexpr int KEY_PIECES = (DIM + 31) / 32;               // of a lane, for each of its two tokens
 constexpr int VALUE_PIECES = (VALUE_DIM + 63) / 64;       // likewise, of four tokens
@@ -71,6 +73,7 @@ constexpr int LINE = DIM + 8;                             // of a head in shared
 constexpr int ROPE_SIZE = (HEADS + 1) * DIM;              // numbers that a block applies RoPE to
 constexpr int ROUNDS = (ROPE_SIZE + THREADS - 1) / THREADS;
 constexpr int ITEMS = HEADS * VALUE_DIM / 4;              // four numbers each, of what a block gives
+constexpr int OWN = (ITEMS + THREADS - 1) / THREADS;      // of a thread
 constexpr float LOWEST = -1e30f;                          // finite, so that a difference of two is a number
 
 __device__ __forceinline__ int page_of(const int* table, int unit, int pages_per_row) {
@@ -109,9 +112,10 @@ struct Sum {
     __device__ __forceinline__ void add(float other_top, float other_weight, const Four& other) {
         const float higher = fmaxf(top, other_top), a = power(top - higher), b = power(other_top - higher);
         top = higher;
-        weight = weight * a + other_weight * b;
+        // by intrinsics, as of RoPE: wherever it is compiled into
+        weight = __fmaf_rn(weight, a, __fmul_rn(other_weight, b));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) values.w[e] = values.w[e] * a + other.w[e] * b;
+        for (int e = 0; e < 4; ++e) values.w[e] = __fmaf_rn(values.w[e], a, __fmul_rn(other.w[e], b));
     }
     __device__ __forceinline__ void write(Bits* out) const {
         const float one = 1.f / weight;
@@ -130,15 +134,15 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     __shared__ int is_last;
     const unsigned tid = threadIdx.x;
     const int warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-    const int split = blockIdx.x, splits = gridDim.x, kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
-    const int stride = splits * WARPS, slot = split * WARPS + warp;
+    const int kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
     const int* table = pages + request * pages_per_row;  // row i is request i: nothing waits for rows[i]
     const int first_head = kv * GROUP + chunk * HEADS, heads = min(HEADS, GROUP - chunk * HEADS);
 
     // All loads that need no position go out at once. Heads behind the last one get the RoPE of that.
     const int row = load_relaxed(rows + request);
     const int position = load_relaxed((const int*)positions + (WIDE ? 2 * request : request));  // the low half will do
-    int entries = WINDOW ? 0 : page_of(table, slot + lane * stride, pages_per_row);             // lane n: the page of this warp's n-th unit
+    const int likely = gridDim.x == 1 ? warp : blockIdx.x * LEAST + warp;                       // this warp's first unit, in a row of a usual length
+    int entries = WINDOW ? 0 : page_of(table, likely + lane * WARPS, pages_per_row);            // lane n: the page of this warp's n-th unit
     auto index_of = [&](int r) { return ROPE_SIZE % THREADS ? min(r * THREADS + tid, ROPE_SIZE - 1u) : r * THREADS + tid; };  // the number that a thread applies RoPE to
     auto source_of = [&](unsigned i) {
         const int head = i / DIM;
@@ -159,17 +163,21 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     const Vec8 new_value = load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
     Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
     if (row < 0) {
-        if (split == 0)
+        if (blockIdx.x == 0)
             for (unsigned item = tid; item < heads * VALUE_DIM / 4; item += THREADS) *(uint2*)(out_heads + item * 4) = make_uint2(0, 0);
         return;
     }
     const int low = WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0;  // the first token that is seen
     const int first = low / UNIT, units = position / UNIT - first + 1;
-    const int active = min(splits, (units + WARPS - 1) / WARPS);  // splits that have work
-    if (split >= active) return;
+    int size = LEAST;  // units of a split
+    while (size * MOST < units) size *= 2;
+    const int splits = (units + size - 1) / size, share = (splits + gridDim.x - 1) / gridDim.x, blocks = (splits + share - 1) / share;
+    if (blockIdx.x >= blocks) return;
+    const int first_split = blockIdx.x * share, last_split = min(splits, first_split + share), end = min(units, last_split * size);
+    int at = first_split * size + warp;
 
     // Then those that do, and the first unit.
-    if (WINDOW) entries = page_of(table, first + slot + lane * stride, pages_per_row);
+    if (WINDOW || at != likely) entries = page_of(table, first + at + lane * WARPS, pages_per_row);
     const int new_page = load_constant(table + position / PAGE);
     const float *own_at = own + (long long)position * DIM, *other_at = other + (long long)position * DIM;
 #pragma unroll
@@ -180,8 +188,8 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         ys[r] = load_constant(sources[r] + partners[r]);
     }
     Vec8 k[2][KEY_PIECES], v[VALUE_PIECES][4];
-    if (slot < units) {
-        const int page = __shfl_sync(~0u, entries, 0), base = (first + slot) * UNIT;
+    if (at < end) {
+        const int page = __shfl_sync(~0u, entries, 0), base = (first + at) * UNIT;
         load_keys(k, keys, page, kv, base, low, position, g, t);
         load_values(v, values, page, kv, base, low, position, g, t);
     }
@@ -201,108 +209,121 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         if (g < HEADS && 32 * n + 8 * t < DIM) q[n] = *(const Vec8*)(with_rope + g * LINE + 32 * n + 8 * t);
     }
 
-    float top = LOWEST, weight = 0;          // of head g: its largest score, the sum of its weights
-    float sums[VALUE_PIECES][4][4] = {};     // [c][j]: of dim 64c + 8g + 2j (and of the next one in 2, 3), head 2t (and the next one in 1, 3)
-    int ahead = 1;                           // units whose loads have gone out
+    const long long group = (long long)request * gridDim.y + blockIdx.y;
+    Sum total[OWN];   // where this block has all splits
+    int ahead = 1;    // units whose loads have gone out
 #pragma unroll 1
-    for (int at = slot; at < units; at += stride, ++ahead) {
-        const int base = (first + at) * UNIT, next = base + stride * UNIT;
-        const bool more = at + stride < units;
-        if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * stride, pages_per_row);
-        const int next_page = __shfl_sync(~0u, entries, ahead & 31);
-        if (base + UNIT > position) {  // the new token: into its place in the cache too, once a KV head
-            const long long place = ((long long)new_page * KV_HEADS + kv) * PAGE + position % PAGE;
+    for (int split = first_split; split < last_split; ++split) {
+        float top = LOWEST, weight = 0;          // of head g: its largest score, the sum of its weights
+        float sums[VALUE_PIECES][4][4] = {};     // [c][j]: of dim 64c + 8g + 2j (and of the next one in 2, 3), head 2t (and the next one in 1, 3)
+        const int behind = min(units, (split + 1) * size);
+#pragma unroll 1
+        for (; at < behind; at += WARPS, ++ahead) {
+            const int base = (first + at) * UNIT, next = base + WARPS * UNIT;
+            const bool more = at + WARPS < end;
+            if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * WARPS, pages_per_row);
+            const int next_page = __shfl_sync(~0u, entries, ahead & 31);
+            if (base + UNIT > position) {  // the new token: into its place in the cache too, once a KV head
+                const long long place = ((long long)new_page * KV_HEADS + kv) * PAGE + position % PAGE;
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (base + 8 * i + g == position)
+#pragma unroll
+                        for (int n = 0; n < KEY_PIECES; ++n)
+                            if (32 * n + 8 * t < DIM) {
+                                k[i][n] = *(const Vec8*)(with_rope + HEADS * LINE + 32 * n + 8 * t);
+                                if (chunk == 0) *(Vec8*)(keys + place * DIM + 32 * n + 8 * t) = k[i][n];
+                            }
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (base + i / 2 * 8 + 2 * t + i % 2 == position)
+#pragma unroll
+                        for (int c = 0; c < VALUE_PIECES; ++c)
+                            if (64 * c + 8 * g < VALUE_DIM) {
+                                v[c][i] = *(const Vec8*)(fresh + 64 * c + 8 * g);
+                                if (chunk == 0) *(Vec8*)(values + place * VALUE_DIM + 64 * c + 8 * g) = v[c][i];
+                            }
+            }
+            float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                if (base + 8 * i + g == position)
 #pragma unroll
-                    for (int n = 0; n < KEY_PIECES; ++n)
-                        if (32 * n + 8 * t < DIM) {
-                            k[i][n] = *(const Vec8*)(with_rope + HEADS * LINE + 32 * n + 8 * t);
-                            if (chunk == 0) *(Vec8*)(keys + place * DIM + 32 * n + 8 * t) = k[i][n];
-                        }
+                for (int n = 0; n < KEY_PIECES; ++n) {
+                    multiply(s[i], q[n].w[0], 0, q[n].w[1], 0, k[i][n].w[0], k[i][n].w[1]);
+                    multiply(s[i], q[n].w[2], 0, q[n].w[3], 0, k[i][n].w[2], k[i][n].w[3]);
+                }
+            if (more) load_keys(k, keys, next_page, kv, next, low, position, g, t);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (base + i / 2 * 8 + 2 * t + i % 2 == position)
+            for (int i = 0; i < 2; ++i)
 #pragma unroll
-                    for (int c = 0; c < VALUE_PIECES; ++c)
-                        if (64 * c + 8 * g < VALUE_DIM) {
-                            v[c][i] = *(const Vec8*)(fresh + 64 * c + 8 * g);
-                            if (chunk == 0) *(Vec8*)(values + place * VALUE_DIM + 64 * c + 8 * g) = v[c][i];
-                        }
+                for (int e = 0; e < 2; ++e) {
+                    const int token = base + 8 * i + 2 * t + e;
+                    s[i][e] = token >= low && token <= position ? s[i][e] * scale : -INFINITE;
+                    best = fmaxf(best, s[i][e]);
+                }
+            best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+            best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+            best = fmaxf(best, top);
+            const float less = power(top - best);
+            top = best;
+            weight *= less;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) { s[i][e] = power(s[i][e] - top); weight += s[i][e]; }
+            const unsigned p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
+            const float less0 = __shfl_sync(~0u, less, 8 * t), less1 = __shfl_sync(~0u, less, 8 * t + 4);  // of heads 2t and 2t + 1
+#pragma unroll
+            for (int c = 0; c < VALUE_PIECES; ++c)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {  // row g: the even dim of two, row g + 8: the odd one; pairs of tokens
+                    const unsigned v0 = v[c][0].w[j], v1 = v[c][1].w[j], v2 = v[c][2].w[j], v3 = v[c][3].w[j];
+                    sums[c][j][0] *= less0; sums[c][j][1] *= less1; sums[c][j][2] *= less0; sums[c][j][3] *= less1;
+                    multiply(sums[c][j], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632),
+                             p0, p1);
+                }
+            if (more) load_values(v, values, next_page, kv, next, low, position, g, t);
         }
-        float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int n = 0; n < KEY_PIECES; ++n) {
-                multiply(s[i], q[n].w[0], 0, q[n].w[1], 0, k[i][n].w[0], k[i][n].w[1]);
-                multiply(s[i], q[n].w[2], 0, q[n].w[3], 0, k[i][n].w[2], k[i][n].w[3]);
-            }
-        if (more) load_keys(k, keys, next_page, kv, next, low, position, g, t);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int token = base + 8 * i + 2 * t + e;
-                s[i][e] = token >= low && token <= position ? s[i][e] * scale : -INFINITE;
-                best = fmaxf(best, s[i][e]);
-            }
-        best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
-        best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
-        best = fmaxf(best, top);
-        const float less = power(top - best);
-        top = best;
-        weight *= less;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) { s[i][e] = power(s[i][e] - top); weight += s[i][e]; }
-        const unsigned p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
-        const float less0 = __shfl_sync(~0u, less, 8 * t), less1 = __shfl_sync(~0u, less, 8 * t + 4);  // of heads 2t and 2t + 1
+
+        // The warps of a block put their parts together.
+        weight += __shfl_xor_sync(~0u, weight, 1);
+        weight += __shfl_xor_sync(~0u, weight, 2);
+        if (split > first_split) __syncthreads();  // all have read those of the split before
+        if (t == 0 && g < HEADS) { tops[warp * HEADS + g] = top; weights[warp * HEADS + g] = weight; }
 #pragma unroll
         for (int c = 0; c < VALUE_PIECES; ++c)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {  // row g: the even dim of two, row g + 8: the odd one; pairs of tokens
-                const unsigned v0 = v[c][0].w[j], v1 = v[c][1].w[j], v2 = v[c][2].w[j], v3 = v[c][3].w[j];
-                sums[c][j][0] *= less0; sums[c][j][1] *= less1; sums[c][j][2] *= less0; sums[c][j][3] *= less1;
-                multiply(sums[c][j], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632),
-                         p0, p1);
-            }
-        if (more) load_values(v, values, next_page, kv, next, low, position, g, t);
+            for (int e = 0; e < 2; ++e)
+                if (2 * t + e < HEADS && 64 * c + 8 * g < VALUE_DIM) {
+                    Four* to = (Four*)(parts + (warp * HEADS + 2 * t + e) * VALUE_DIM + 64 * c + 8 * g);
+                    to[0] = Four{{sums[c][0][e], sums[c][0][2 + e], sums[c][1][e], sums[c][1][2 + e]}};
+                    to[1] = Four{{sums[c][2][e], sums[c][2][2 + e], sums[c][3][e], sums[c][3][2 + e]}};
+                }
+        __syncthreads();
+        const long long mine = group * MOST + split;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int item = tid + i * THREADS, head = item / (VALUE_DIM / 4), place = item % (VALUE_DIM / 4) * 4;
+            if (head >= heads) continue;  // also behind the last item
+            Sum sum;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sum.add(tops[w * HEADS + head], weights[w * HEADS + head], *(const Four*)(parts + (w * HEADS + head) * VALUE_DIM + place));
+            if (blocks == 1) { total[i].add(sum.top, sum.weight, sum.values); continue; }
+            *(Four*)(partials + (mine * ITEMS + item) * 4) = sum.values;
+            if (place == 0) { stats[(mine * HEADS + head) * 2] = sum.top; stats[(mine * HEADS + head) * 2 + 1] = sum.weight; }
+        }
     }
-
-    // The warps of a block put their parts together.
-    weight += __shfl_xor_sync(~0u, weight, 1);
-    weight += __shfl_xor_sync(~0u, weight, 2);
-    if (t == 0 && g < HEADS) { tops[warp * HEADS + g] = top; weights[warp * HEADS + g] = weight; }
+    if (blocks == 1) {
 #pragma unroll
-    for (int c = 0; c < VALUE_PIECES; ++c)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-            if (2 * t + e < HEADS && 64 * c + 8 * g < VALUE_DIM) {
-                Four* to = (Four*)(parts + (warp * HEADS + 2 * t + e) * VALUE_DIM + 64 * c + 8 * g);
-                to[0] = Four{{sums[c][0][e], sums[c][0][2 + e], sums[c][1][e], sums[c][1][2 + e]}};
-                to[1] = Four{{sums[c][2][e], sums[c][2][2 + e], sums[c][3][e], sums[c][3][2 + e]}};
-            }
-    __syncthreads();
-    const long long group = (long long)request * gridDim.y + blockIdx.y, mine = group * splits + split;
-    for (unsigned item = tid; item < ITEMS; item += THREADS) {
-        const int head = item / (VALUE_DIM / 4), at = item % (VALUE_DIM / 4) * 4;
-        if (head >= heads) continue;
-        Sum sum;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum.add(tops[w * HEADS + head], weights[w * HEADS + head], *(const Four*)(parts + (w * HEADS + head) * VALUE_DIM + at));
-        if (active == 1) { sum.write(out_heads + item * 4); continue; }
-        *(Four*)(partials + (mine * ITEMS + item) * 4) = sum.values;
-        if (at == 0) { stats[(mine * HEADS + head) * 2] = sum.top; stats[(mine * HEADS + head) * 2 + 1] = sum.weight; }
+        for (int i = 0; i < OWN; ++i)
+            if ((tid + i * THREADS) / (VALUE_DIM / 4) < heads) total[i].write(out_heads + (tid + i * THREADS) * 4);
+        return;
     }
-    if (active == 1) return;
 
     // The last block of a row puts the splits together. The barrier puts what the block has written before its arrival, and the other one what it reads behind.
     __syncthreads();
     if (tid == 0) {
-        is_last = arrive(counters + group) == active - 1;
+        is_last = arrive(counters + group) == blocks - 1;
         if (is_last) counters[group] = 0;  // for the next launch
     }
     __syncthreads();
@@ -311,20 +332,20 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         const int head = item / (VALUE_DIM / 4);
         if (head >= heads) continue;
         Sum sum;
-        for (int from = 0; from < active; from += 8) {  // eight at a time on their way
+        for (int from = 0; from < splits; from += 8) {  // eight at a time on their way
             Four some[8];
             float some_tops[8], some_weights[8];
 #pragma unroll
             for (int s = 0; s < 8; ++s)
-                if (from + s < active) {
-                    const long long part = group * splits + from + s;
+                if (from + s < splits) {
+                    const long long part = group * MOST + from + s;
                     some[s] = load_fresh((const Four*)(partials + (part * ITEMS + item) * 4));
                     some_tops[s] = load_fresh(stats + (part * HEADS + head) * 2);
                     some_weights[s] = load_fresh(stats + (part * HEADS + head) * 2 + 1);
                 }
 #pragma unroll
             for (int s = 0; s < 8; ++s)
-                if (from + s < active) sum.add(some_tops[s], some_weights[s], some[s]);
+                if (from + s < splits) sum.add(some_tops[s], some_weights[s], some[s]);
         }
         sum.write(out_heads + item * 4);
     }

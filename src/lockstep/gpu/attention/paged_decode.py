@@ -7,22 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.kernel_spec import THREADS, WORDS, AttentionKernelSpec, PagedTokens
+from lockstep.gpu.attention.kernel_spec import SPLITS, THREADS, WORDS, AttentionKernelSpec, PagedTokens
 
 # Compiled for each spec, behind the common words.
 _SOURCE = WORDS + Path(__file__).with_name("paged_decode.cu").read_text(encoding="utf-8")
 
 
 class Scratch:
-    """Memory in which thread blocks of a row pass partial results, for `rows` requests of each of `specs`."""
+    """Memory in which blocks that share a row pass what its splits give, for `rows` requests of each of `specs`."""
 
     def __init__(self, specs: Iterable[AttentionKernelSpec], rows: int):
         multiprocessors = cuda.multiprocessors(cuda.current_device())
         groups = max(rows * spec.blocks for spec in specs)
         heads = []
         for spec in specs:
-            splits = (count * spec.splits(count, multiprocessors) for count in range(1, rows + 1))
-            heads.append((spec.block_heads * spec.blocks * max(splits), spec.value_dim))
+            shared = max((count for count in range(1, rows + 1) if spec.shares(count, multiprocessors) > 1), default=1)
+            heads.append((spec.block_heads * spec.blocks * shared * SPLITS, spec.value_dim))
         what = "attention to work in"
         self.partials = cuda.empty((max(count * dim for count, dim in heads),), "f4", what)
         self.stats = cuda.empty((max(count for count, _ in heads), 2), "f4", what)
@@ -47,7 +47,7 @@ class DecodeAttention:
         rounded to the cache's dtype.
         """
         spec, requests = self._spec, out.shape[0]
-        grid = spec.splits(requests, self._multiprocessors), spec.blocks, requests
+        grid = spec.shares(requests, self._multiprocessors), spec.blocks, requests
         memory = scratch.partials, scratch.stats, scratch.counters
         scale *= math.log2(math.e)
         self._kernel.launch(stream, grid, THREADS, *tokens.arguments(out), scale, *memory)

@@ -1,8 +1,8 @@
 """Products of activations with weights on a device, and what adapters add to them.
 
-They stand between the kernels of a block. A few rows are multiplied by a kernel that reads the weight
-as it is stored (small_weights.cu), up to 16 at a time; more, and weights of shapes that the kernel does not take, by
-cuBLAS, a small weight made fp16 before, in memory that all of them share.
+They stand between the kernels of a block. Products with fp16 weights are `gemm.Gemm`'s. Up to 32 rows are multiplied
+with a quantised weight by a kernel that reads it as it is stored (small_weights.cu), 16 at a time; more, and weights of
+shapes that the kernel does not take, by `Gemm` too, made fp16 before, in memory that all of them share.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.gpu import cuda
-from lockstep.gpu.kernels.cublas import Gemm
+from lockstep.gpu.kernels.gemm import Gemm
 from lockstep.gpu.kernels.row_kernels import COMMON, PRELUDE
 
 SOURCE = COMMON + Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
 LORA_SOURCE = PRELUDE + Path(__file__).with_name("lora_expand.cu").read_text(encoding="utf-8")
 _ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
-# Rows up to which launches of the kernel are sooner done than a weight is made fp16 and read again, by its bits.
-MOST_ROWS = {4: 32, 8: 32, 16: 16}
+MOST_ROWS = 32  # up to which launches of the kernel are sooner done than a weight is made fp16 and read again
 _WIDTHS = (8192, 16384)  # out_features from which a product is wide, and very wide
 # The kernel's form for a product that is not wide, wide and very wide, by bits and most rows: outputs and warps of a
 # block.
 _FORMS = {
-    (16, 8): ((32, 16), (64, 4), (16, 8)),
-    (16, 16): ((32, 16), (64, 8), (128, 8)),
     (8, 8): ((16, 16), (32, 8), (32, 8)),
     (8, 16): ((32, 16), (16, 4), (64, 4)),
     (4, 8): ((32, 16), (64, 8), (64, 8)),
@@ -73,11 +70,11 @@ class SmallWeight:
     """Weights [out_features[i], in_features] one behind the other, quantised or fp16.
 
     data: uint8 [sum of out_features, in_features * bits / 8], or fp16 at 16 bits. scales: fp16 [sum of out_features,
-    num_groups], `SCALES_TIMES` as large (row_kernels.py); at 16 bits data again, which is not read.
+    num_groups], `SCALES_TIMES` as large (row_kernels.py); None at 16 bits.
     """
 
     data: cuda.Array
-    scales: cuda.Array
+    scales: cuda.Array | None
     bits: int
     group_size: int
     in_features: int
@@ -85,10 +82,10 @@ class SmallWeight:
 
     @property
     def fits_kernel(self) -> bool:
-        """Return whether 16 bytes of a row are of one group, and start where 16 bytes do."""
+        """Return whether 16 bytes of a quantised row are of one group, and start where 16 bytes do."""
         columns = 128 // self.bits
-        grouped = self.bits == 16 or self.group_size % columns == 0
-        return grouped and self.in_features % columns == 0 and len(self.out_features) <= _MOST_OUTPUTS
+        whole = self.group_size % columns == 0 and self.in_features % columns == 0
+        return whole and len(self.out_features) <= _MOST_OUTPUTS
 
 
 class Products:
@@ -106,9 +103,10 @@ class Products:
         outs[i] [..., out_features[i]] = x [..., in_features] times weight i, transposed, of as many rows as a call is
         given. Captured graphs of it are valid as long as it lives, and these `Products`.
         """
-        if weight.bits < 16:
-            self._largest = max(self._largest, sum(weight.out_features) * weight.in_features)
-        few = MOST_ROWS[weight.bits] if weight.fits_kernel else 0
+        if weight.bits == 16:
+            return self._gemm.bind(weight.data, x, outs)
+        self._largest = max(self._largest, sum(weight.out_features) * weight.in_features)
+        few = MOST_ROWS if weight.fits_kernel else 0
         by_kernel, by_cublas = functools.cache(functools.partial(self._few, weight, x, outs)), list[Multiplier]()
         size = _ROWS[-1]
 
@@ -128,12 +126,13 @@ class Products:
         self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], first: int, most: int
     ) -> tuple[cuda.Launch, int]:
         """Return a launch of the kernel, and its blocks, for at most `most` rows from `first` on."""
+        assert weight.scales is not None  # quantised
         total, ends = sum(weight.out_features), list(itertools.accumulate(weight.out_features))
         outputs, warps = _FORMS[weight.bits, most][sum(total >= width for width in _WIDTHS)]
         to = [out[first:] for out in outs]
         to += [to[-1]] * (_MOST_OUTPUTS - len(to))
         ends = (ends + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
-        sizes = total, weight.in_features, weight.group_size or weight.in_features
+        sizes = total, weight.in_features, weight.group_size
         kernel = self._module[f"gemv_{weight.bits}_{outputs}_{warps}_{most}"]
         given: tuple[cuda.Array | int, ...]
         given = weight.data, weight.scales, x[first:], *to, *ends, *sizes, most
@@ -141,23 +140,17 @@ class Products:
 
     def _many(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
         """Return a call of cuBLAS, made with the first call: all products that share the memory are bound then."""
-        total, whole = sum(weight.out_features), weight.data
-        if weight.bits < 16:
-            whole = self._room().reshape(total, weight.in_features)
-        ends = list(itertools.accumulate(weight.out_features))
-        starts = [0, *ends[:-1]]
-        calls = [self._gemm.bind(whole[low:high], x, out) for low, high, out in zip(starts, ends, outs, strict=True)]
-        if weight.bits < 16:
-            kernel = self._module[f"dequantize_{weight.bits}"]
-            made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
-            dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *made)
-            blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
+        assert weight.scales is not None  # quantised
+        total = sum(weight.out_features)
+        whole = self._room().reshape(total, weight.in_features)
+        product, kernel = self._gemm.bind(whole, x, outs), self._module[f"dequantize_{weight.bits}"]
+        made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
+        dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *made)
+        blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
 
         def multiply(rows: int) -> None:
-            if weight.bits < 16:
-                dequantize(blocks)
-            for call in calls:
-                call(rows)
+            dequantize(blocks)
+            product(rows)
 
         return multiply
 

@@ -1,4 +1,4 @@
-// Products of rows of activations with a weight [out_features, in_features] of fp16, int8 or int4, and such a weight as fp16.
+// Products of rows of activations with a weight [out_features, in_features] of int8 or int4, and such a weight as fp16.
 //
 // Weights are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte;
 // scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
@@ -49,9 +49,7 @@ __device__ __forceinline__ uint4 stream_ahead(const uint4* from) {
 
 // The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has them all.
 template <int BITS> __device__ __forceinline__ void unpack(u32 word, u32 scale, u32* pairs) {
-    if (BITS == 16) {
-        pairs[0] = word;
-    } else if (BITS == 8) {
+    if (BITS == 8) {
         pairs[0] = mul2(sub2(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u), scale);
         pairs[1] = mul2(sub2(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u), scale);
     } else {
@@ -68,14 +66,13 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
                                      unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
                                      int out_features, int in_features, int group_size, int rows) {
     constexpr int LANE = 128 / BITS, PARTS = LANE / 8;  // columns of a lane, and how many 16 bytes they are as fp16
-    constexpr int PAIRS = 32 / BITS / 2;  // of a word; of fp16 one
-    constexpr int WORD = PAIRS ? PAIRS : 1;
+    constexpr int WORD = 32 / BITS / 2;  // pairs
     constexpr int OUTPUTS = ACROSS * TILES * 16, THREADS = ACROSS * DEEP * 32;
     constexpr int TURN = 4 * PIECES, STEP = DEEP * TURN;  // units that a warp takes at once, and those that share its outputs
     __shared__ float sums[DEEP][OUTPUTS][8 * HALVES + 1];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, four = lane % 4;
     int across = warp % ACROSS, deep = warp / ACROSS;
-    int first = blockIdx.x * OUTPUTS, groups = BITS == 16 ? 0 : in_features / group_size;
+    int first = blockIdx.x * OUTPUTS, groups = in_features / group_size;
     int units = in_features / LANE;  // of 16 bytes, in a row of the weight
     float found[TILES][HALVES][4] = {};
     const uint4* from[2 * TILES];
@@ -94,11 +91,11 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
         for (int n = 0; n < PIECES; n++) {
             int unit = at + n * 4 + four;
             if (unit >= units) unit = 0;
-            int group = BITS == 16 ? 0 : unit * LANE / group_size;
+            int group = unit * LANE / group_size;
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
                 next[n][i] = PREFETCH ? stream_ahead(from[i] + unit) : stream(from[i] + unit);
-                if (BITS < 16) next_scale[n][i] = scale_from[i][group];
+                next_scale[n][i] = scale_from[i][group];
             }
         }
     };
@@ -114,7 +111,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
                 held[n][i] = next[n][i];
-                scale[n][i] = BITS == 16 ? 0 : next_scale[n][i] * 0x10001u;
+                scale[n][i] = next_scale[n][i] * 0x10001u;
             }
         if (at + STEP < units) load(at + STEP);
 #pragma unroll
@@ -161,7 +158,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
         float sum = 0;
 #pragma unroll
         for (int other = 0; other < DEEP; other++) sum += sums[other][of][request];
-        unsigned short result = half(BITS == 16 ? sum : sum * UNSCALE);
+        unsigned short result = half(sum * UNSCALE);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
         else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
         else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;
@@ -176,12 +173,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
                                                               second_end, out_features, in_features, group_size, rows); }
 // gemv_BITS_OUTPUTS_WARPS_ROWS, OUTPUTS and WARPS of a block. The fastest on an H200 for 4096, 12288 and 22016 outputs:
 // products.py chooses.
-GEMV(gemv_16_32_16_8, 16, 2, 1, 16, 1, 2, true, 512)
-GEMV(gemv_16_64_4_8, 16, 4, 1, 4, 1, 2, true, 128)
-GEMV(gemv_16_16_8_8, 16, 1, 1, 8, 1, 2, true, 256)
-GEMV(gemv_16_32_16_16, 16, 2, 1, 16, 2, 2, true, 512)
-GEMV(gemv_16_64_8_16, 16, 4, 1, 8, 2, 1, true, 256)
-GEMV(gemv_16_128_8_16, 16, 2, 4, 2, 2, 2, false, 256)
 GEMV(gemv_8_16_16_8, 8, 1, 1, 16, 1, 1, true, 512)
 GEMV(gemv_8_32_8_8, 8, 2, 1, 8, 1, 1, true, 256)
 GEMV(gemv_8_32_16_16, 8, 2, 1, 16, 2, 1, true, 512)

@@ -1,0 +1,121 @@
+// Products of up to 16 rows of activations with a weight [out_features, in_features] of fp16.
+//
+// Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32): the order
+// in which kernels of cuBLAS accumulate that do not split the columns, so that a row has the same bits by either, beside
+// any number of other rows. A block makes OUTPUTS outputs of ROWS rows. Weights and activations come through shared memory
+// in stages of COLUMNS columns; the first weights are asked for before the kernel in front has ended. A weight may be up
+// to three, one behind the other, each with an output of its own.
+
+typedef unsigned int u32;
+#define OUTPUTS 32
+#define STAGES 4
+#define THREADS 128
+#define COLUMNS 256
+#define PIECES (COLUMNS / 8)  // of 16 bytes, in the row of a stage
+
+#ifndef ON_HOST  // where the test has its own
+extern __shared__ __align__(128) unsigned char memory[];
+__device__ __forceinline__ u32 shared_memory() { return (u32)__cvta_generic_to_shared(memory); }
+__device__ __forceinline__ void copy_async(u32 to, const void* from, bool in) {  // 16 bytes; zeros where not `in`
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(in ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+__device__ __forceinline__ void wait_for_stage() { asm volatile("cp.async.wait_group %0;" : : "n"(STAGES - 2) : "memory"); }
+__device__ __forceinline__ void load_matrices(u32 from, u32* r) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
+}
+__device__ __forceinline__ void mma(float* d, const u32* a, const u32* b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
+
+// Where 16 bytes of a row lie in shared memory: those of 8 rows that ldmatrix reads at once are in different banks.
+__device__ __forceinline__ int place(int row, int piece) {
+    return (row * PIECES + ((piece & ~7) | ((piece ^ row) & 7))) * 16;
+}
+
+template <int ROWS>
+__device__ __forceinline__ void few_rows(const unsigned short* weight, const unsigned short* x, unsigned short* first_out,
+                                         unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
+                                         int out_features, int in_features, int rows) {
+    constexpr int STAGE = (OUTPUTS + ROWS) * COLUMNS * 2, K = COLUMNS / 16;
+    u32 base = shared_memory();
+    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first = blockIdx.x * OUTPUTS;
+    int across = warp % 2, beside = warp / 2;  // which 16 outputs and 8 rows of the block's a warp makes
+    int steps = (in_features + COLUMNS - 1) / COLUMNS;
+    auto load_weight = [&](int step) {
+        u32 to = base + step % STAGES * STAGE;
+#pragma unroll
+        for (int i = 0; i < OUTPUTS * PIECES / THREADS; i++) {
+            int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
+            int column = step * COLUMNS + piece * 8, out = min(first + row, out_features - 1);
+            bool in = column < in_features;
+            copy_async(to + place(row, piece), weight + (long long)out * in_features + (in ? column : 0), in);
+        }
+    };
+    auto load_x = [&](int step) {
+        u32 to = base + step % STAGES * STAGE + OUTPUTS * COLUMNS * 2;
+#pragma unroll
+        for (int i = 0; i < ROWS * PIECES / THREADS; i++) {
+            int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
+            int column = step * COLUMNS + piece * 8;
+            bool in = column < in_features && row < rows;
+            copy_async(to + place(row, piece), x + (in ? (long long)row * in_features + column : 0), in);
+        }
+    };
+    next_may_start();
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; step++)
+        if (step < steps) load_weight(step);
+    wait_for_previous();
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; step++) {
+        if (step < steps) load_x(step);
+        commit();
+    }
+    float sums[4] = {};
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        wait_for_stage();
+        __syncthreads();
+        if (step + STAGES - 1 < steps) {
+            load_weight(step + STAGES - 1);
+            load_x(step + STAGES - 1);
+        }
+        commit();
+        if (beside * 8 < ROWS) {
+            u32 a_from = base + step % STAGES * STAGE, b_from = a_from + OUTPUTS * COLUMNS * 2;
+            u32 a[K][4], b[K][2];
+#pragma unroll
+            for (int k = 0; k < K; k++) load_matrices(a_from + place(across * 16 + lane % 16, k * 2 + lane / 16), a[k]);
+#pragma unroll
+            for (int k = 0; k < K; k += 2) {
+                u32 r[4];
+                load_matrices(b_from + place(beside * 8 + lane % 8, k * 2 + lane / 8), r);
+                b[k][0] = r[0]; b[k][1] = r[1]; b[k + 1][0] = r[2]; b[k + 1][1] = r[3];
+            }
+#pragma unroll
+            for (int k = 0; k < K; k++) mma(sums, a[k], b[k]);
+        }
+    }
+    if (beside * 8 >= ROWS) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int out = first + across * 16 + lane / 4 + i / 2 * 8, request = beside * 8 + lane % 4 * 2 + i % 2;
+        if (out >= out_features || request >= rows) continue;
+        unsigned short result = half(sums[i]);
+        if (out < first_end) first_out[(long long)request * first_end + out] = result;
+        else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
+        else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;
+    }
+}
+
+#define FEW_ROWS(NAME, ROWS) \
+extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
+    const unsigned short* weight, const unsigned short* x, unsigned short* first_out, unsigned short* second_out, \
+    unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int rows) { \
+    few_rows<ROWS>(weight, x, first_out, second_out, third_out, first_end, second_end, out_features, in_features, rows); }
+FEW_ROWS(few_rows_8, 8)
+FEW_ROWS(few_rows_16, 16)

@@ -1,0 +1,189 @@
+"""GEMM of fp16 rows and weights whose bits do not depend on the number of rows.
+
+Each output is accumulated over the columns in order, 16 at a time, in fp32: by a kernel of our own (few_rows.cu) up to
+16 rows, by cuBLASLt beyond. On Hopper both give the same bits; so that it holds on any GPU, each algorithm of cuBLAS is
+compared with the kernel before it is used, once for a shape. As all that is left gives the same bits, the fastest on
+this GPU may be taken: which one it is changes no result.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from lockstep.errors import CheckError
+from lockstep.gpu import cuda
+from lockstep.gpu.kernels.cublas_lt import Algorithm, CublasLt
+from lockstep.gpu.kernels.row_kernels import COMMON
+
+_SOURCE = COMMON + Path(__file__).with_name("few_rows.cu").read_text(encoding="utf-8")
+_OUTPUTS, _THREADS, _STAGES, _COLUMNS = 32, 128, 4, 256  # as in few_rows.cu
+MOST_OUTPUTS = 3  # of a launch of the kernel
+_FEW = (8, 16)  # rows up to which a kernel takes them
+_MANY = (32, 64, 128, 256, 512, 1024, 2048)  # and up to which one algorithm of cuBLAS does; the last one beyond
+_TIMED = 256  # rows up to which algorithms are timed: beyond, cuBLAS's own order is as good
+_DEPTHS = (4096, 8192)  # columns of shorter products, whose algorithms cuBLAS does not offer for longer ones
+_CACHE, _COPIES = 128 << 20, 4  # bytes of weights that no GPU's L2 cache holds; copies of small ones at most
+_ALIGNED = 8  # columns of a row that start where 16 bytes do
+_BLOCK = 64  # rows of random numbers, which repeat
+T = TypeVar("T")
+
+
+class Gemm:
+    """Products of fp16 arrays on a stream."""
+
+    def __init__(self, stream: cuda.Stream):
+        self._stream, self._shapes = stream, _shapes(cuda.current_device())
+
+    def bind(self, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array]) -> Callable[[int], None]:
+        """Return a call that multiplies so many rows of `x` with weights that lie one behind the other.
+
+        outs[i] [..., out_features[i]] = x [..., in_features] times weight i, transposed. weight [sum of out_features,
+        in_features].
+        """
+        shapes, (total, depth) = self._shapes, weight.shape
+        ends = list(itertools.accumulate(out.shape[-1] for out in outs))
+        parts = [weight[low:high] for low, high in zip([0, *ends[:-1]], ends, strict=True)]
+        by_cublas = [shapes.library.bind(self._stream, part, x, out) for part, out in zip(parts, outs, strict=True)]
+
+        @functools.cache
+        def algorithms(size: int) -> list[Algorithm]:
+            return [shapes[part.shape[0], depth].algorithms[size] for part in parts]
+
+        @functools.cache
+        def few(most: int) -> cuda.Launch | None:
+            """Return the kernel's launch, None where cuBLAS takes a few rows too."""
+            if len(outs) > MOST_OUTPUTS or not all(shapes[part.shape[0], depth].kernel_agrees for part in parts):
+                return None
+            return shapes.launch(self._stream, weight, x, outs, most)
+
+        def multiply(rows: int) -> None:
+            if rows <= _FEW[-1] and (launch := few(_size(rows, _FEW))) is not None:
+                return launch(-(-total // _OUTPUTS), rows)
+            for call, algorithm in zip(by_cublas, algorithms(_size(rows, _MANY))):
+                call(rows, algorithm)
+
+        return multiply
+
+
+def _size(rows: int, sizes: Sequence[int]) -> int:
+    return next((size for size in sizes if rows <= size), sizes[-1])
+
+
+@functools.cache
+def _shapes(device: int) -> _Shapes:
+    return _Shapes()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What multiplies with weights of a shape; kernel_agrees: the kernel too, with the bits of all `algorithms`."""
+
+    kernel_agrees: bool
+    algorithms: Mapping[int, Algorithm]  # by the number of rows up to which it is taken
+
+
+class _Shapes:
+    """What multiplies with weights of each shape, [out_features, in_features], on a device: found once."""
+
+    def __init__(self) -> None:
+        self.library, self._module = CublasLt(), cuda.compile_kernels(_SOURCE)
+        self._found: dict[tuple[int, int], _Shape] = {}
+
+    def __getitem__(self, shape: tuple[int, int]) -> _Shape:
+        if shape not in self._found:
+            self._found[shape] = self._choose(*shape)
+        return self._found[shape]
+
+    def launch(
+        self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array], most: int
+    ) -> cuda.Launch:
+        """Return a launch of the kernel for up to `most` rows."""
+        total, depth = weight.shape
+        ends = [*itertools.accumulate(out.shape[-1] for out in outs), total, total]
+        to = [*outs, outs[-1], outs[-1]][:MOST_OUTPUTS]
+        given: tuple[cuda.Array | int, ...]
+        given = weight, x, *to, *ends[: MOST_OUTPUTS - 1], total, depth, most
+        kernel, shared = self._module[f"few_rows_{most}"], _STAGES * (_OUTPUTS + most) * _COLUMNS * 2
+        return cuda.Launch(kernel, stream, _THREADS, *given, overlaps=True, shared=shared)
+
+    def _choose(self, out_features: int, in_features: int) -> _Shape:
+        trial = _Trial(out_features, in_features, _TIMED)
+        calls = [self.library.bind(trial.stream, weight, trial.x, trial.out) for weight in trial.weights]
+        offered = {size: list(self._offered(out_features, in_features, size)) for size in _MANY}
+        every = list(dict.fromkeys(itertools.chain.from_iterable(offered.values())))
+        if not every:
+            raise CheckError(
+                f"cuBLAS: expected a product [{out_features}, {in_features}] of fp16 whose columns are not split, "
+                "found none; install another cuBLAS"
+            )
+        found = {algorithm: trial.bits(functools.partial(calls[0], _FEW[-1], algorithm)) for algorithm in every}
+        expected, agrees = found[every[0]], False
+        if in_features % _ALIGNED == 0:
+            launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], _FEW[-1])
+            by_kernel = trial.bits(lambda: launch(-(-out_features // _OUTPUTS), _FEW[-1]))
+            agrees = by_kernel in found.values()
+            expected = by_kernel if agrees else expected
+        same = {algorithm for algorithm in every if found[algorithm] == expected}
+        algorithms = {}
+        for size in _MANY:
+            if size <= _TIMED:
+                timed = {each: [functools.partial(call, size, each) for call in calls] for each in same}
+                algorithms[size] = trial.fastest(timed)
+            else:
+                algorithms[size] = next((each for each in offered[size] if each in same), algorithms[_TIMED])
+        return _Shape(agrees, algorithms)
+
+    def _offered(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
+        for depth in (in_features, *(depth for depth in _DEPTHS if depth < in_features)):
+            yield from self.library.algorithms(out_features, depth, rows)
+
+
+class _Trial:
+    """Random weights and rows of a shape, on a stream of their own: nothing here waits for other work."""
+
+    def __init__(self, out_features: int, in_features: int, rows: int):
+        self.stream, nbytes = cuda.Stream(), out_features * in_features * 2
+        what = "trying products out"
+        # Those behind the first are read for the time alone, as a weight is that lies in no cache.
+        copies = min(_COPIES, -(-_CACHE // nbytes))
+        self.weights = [cuda.empty((out_features, in_features), "f2", what) for _ in range(copies)]
+        self.x, self.out = cuda.empty((rows, in_features), "f2", what), cuda.empty((rows, out_features), "f2", what)
+        random = np.random.default_rng(0).standard_normal((_BLOCK, in_features), "f4")
+        self._host = random.astype(np.float16)
+        for array in (self.weights[0], self.x):
+            first = array[:_BLOCK]
+            self.stream.upload(first, self._host[: first.shape[0]])
+            for low in range(_BLOCK, array.shape[0], _BLOCK):
+                part = array[low : low + _BLOCK]
+                self.stream.copy_rows(part.address, part.nbytes, first.address, part.nbytes, part.nbytes, 1)
+
+    def bits(self, multiply: Callable[[], None]) -> bytes:
+        """Return the bits of the first rows of a product with the first weight."""
+        host = np.empty((_FEW[-1], self.out.shape[1]), np.float16)
+        multiply()
+        self.stream.download(host, self.out[: len(host)])
+        self.stream.synchronize()
+        return host.tobytes()
+
+    def fastest(self, calls: Mapping[T, Sequence[Callable[[], None]]]) -> T:
+        """Return what takes least time, of calls for each of `weights`."""
+        if len(calls) == 1:
+            return next(iter(calls))
+        taken = {}
+        for key, each in calls.items():
+            begin, end = cuda.Event(), cuda.Event()
+            each[0]()
+            begin.record(self.stream)
+            for call in (*each, *each):
+                call()
+            end.record(self.stream)
+            end.wait()
+            taken[key] = end.milliseconds_since(begin)
+        return min(taken, key=taken.__getitem__)
