@@ -25,6 +25,7 @@ from benchmarks import (
     export,
     gpu,
     gpu_transformers,
+    invariance,
     mixtures,
     models,
     serving,
@@ -275,6 +276,14 @@ def _(here: Here) -> Sequence[Any]:
 def _(here: Here) -> Sequence[Any]:
     here.on_the_fake_gpu()
     return "--shape", here.shape, "--work", here.folder / "work", *ONE_ROUND
+
+
+@starts("invariance", "positions")
+def _(here: Here) -> Sequence[Any]:
+    here.on_the_fake_gpu()
+    here.smaller(invariance, EDGES=(1, 64), NEW=2)
+    here.smaller(invariance, LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
+    return "--shape", here.shape, "--layers", 2, "--positions", 20, "--work", here.folder / "work"
 
 
 @starts("ranks", "cases tiny 1 prompt")

@@ -180,8 +180,5 @@ class _Check(DecodingCheck):
             count = len(other.tokens)
             batch = Decoded(batch.logits[:count], batch.tokens[:count])
         if self.model.engines.batch_invariant:
-            same = len(batch.logits) == len(other.logits) and all(map(np.array_equal, batch.logits, other.logits))
-            if not same:
-                self.fail(prompt, f"{how}: expected the bits of all logits as in the batch, found others")
-            return same
+            return self.same_bits(prompt, f"{how} instead of in the batch", batch.logits, other.logits)
         return not self.first_difference(prompt, how, batch.tokens, other.tokens)

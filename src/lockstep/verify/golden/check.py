@@ -160,9 +160,10 @@ class _Check(DecodingCheck):
             worst.append(self._forced_error(prompt, how, errors))
         (differences,) = self.generate([prompt], [prompt.tokens], frozenset())
         if count > self.model.chunk_size:  # else it has no whole chunk that could be reused
-            for how in ("leaving a prefix", "on the prefix that was left"):
-                (decoded,), _ = self.decode([self.along(prompt)], prefix_caching=True)
-                self.logit_error(prompt, how, decoded.logits)
+            left = self._on_prefix(prompt, "leaving a prefix")
+            reused = self._on_prefix(prompt, "on the prefix that was left")
+            if self.model.engines.batch_invariant:
+                self.same_bits(prompt, "on the prefix that was left", left, reused)
         whole, cut, single = worst
         return GoldenLongPrompt(
             num_tokens=count,
@@ -177,6 +178,11 @@ class _Check(DecodingCheck):
             generate_differences=differences,
             mixed_max_logit_error=None,
         )
+
+    def _on_prefix(self, prompt: Prompt, how: str) -> Sequence[np.ndarray]:
+        (decoded,), _ = self.decode([self.along(prompt)], prefix_caching=True)
+        self.logit_error(prompt, how, decoded.logits)
+        return decoded.logits
 
     def _mixed(self) -> list[float | None]:
         """Run all prompts in random chunks, beside the long prompt.
@@ -222,6 +228,8 @@ class _Check(DecodingCheck):
         lone = self.first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens)
         same = lone[0].step + 1 if lone else len(tokens)  # logits of equal histories
         drift = self.logit_error(prompt, "alone instead of in the batch", alone.logits, free.logits[:same])
+        if self.model.engines.batch_invariant:
+            self.same_bits(prompt, "alone instead of in the batch", free.logits, alone.logits)
         return GoldenPrompt(
             text=prompt.text,
             tokens=tuple(tokens),

@@ -140,6 +140,14 @@ class DecodingCheck:
             self.fail(prompt, f"step {wrong[0] - prompt.count(0)}, {how}: {wrong[1]}")
         return errors.worst
 
+    def same_bits(self, prompt: Prompt, how: str, expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> bool:
+        """Return whether logits of all steps are the same bits; where they are not, that goes to `failures`."""
+        differing = sum(not np.array_equal(*pair) for pair in zip(expected, found)) + abs(len(expected) - len(found))
+        if differing:
+            steps = f"{differing} of {len(expected)} steps"
+            self.fail(prompt, f"{how}: expected the bits of all logits, found others in {steps}")
+        return not differing
+
     def first_difference(
         self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]
     ) -> tuple[TokenDifference, ...]:
