@@ -26,7 +26,7 @@ from benchmarks import options
 from benchmarks.child import run_child
 from benchmarks.measure import deliver, in_turn, spread, surroundings, thread_count
 from benchmarks.shapes import checkpoint
-from lockstep.errors import CheckError
+from lockstep import CheckError
 
 _SCRIPTS = Path(__file__).parent / "cpu_contestants"
 _PINS = Path(__file__).parents[1] / "envs"

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.cpu_contestants.side import Start, main
 from benchmarks.decode import decoding, prepare
-from lockstep.targets import Results
+from lockstep import Results
 
 _BACKEND, _GROUP = "onnxruntime", 32
 

@@ -163,7 +163,7 @@ REFUSED = [
         "expected the config of a 'llama' model, found one that it refuses: ",
     ),
     ("dtype", "small", "found a config.json that it refuses: module 'torch' has no attribute 'small'; correct"),
-    ("model_type", "unknown", "model_type: expected a causal LM of transformers"),
+    ("model_type", "unknown", "model_type: expected a type of transformers"),
 ]
 
 

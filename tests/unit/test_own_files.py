@@ -64,7 +64,20 @@ CALLS: dict[str, Callable[[Demo, Path], object]] = {
 }
 NO_FILES = {  # public, and write nothing, or are classes
     *("Advance", "Assembly", "CheckError", "Engine", "EngineSet", "GoldenTerms", "InputError", "Limits", "Model"),
-    *("Request", "Results", "Sampling", "Target", "Tokenizer", "Tolerances", "Weights", "ask_python", "describe_cpu"),
+    *(
+        "ModelDrafter",
+        "NgramDrafter",
+        "Speculation",
+        "Request",
+        "Results",
+        "Sampling",
+        "Target",
+        "Tokenizer",
+        "Tolerances",
+        "Weights",
+        "ask_python",
+        "describe_cpu",
+    ),
     *("generate", "load_config", "open_model", "open_tokenizer", "run_in_python", "verify_results"),
     "make_quantized_reference",  # by `save_reference`, as make_reference; test_quantization.py makes one
 }

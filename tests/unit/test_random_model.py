@@ -151,7 +151,7 @@ def test_fetch_records_what_it_made(tmp_path: Path) -> None:
 "found list"), ('{"model_type": "llama", '
 '"dtype": "int8"}', "dtype: expected one "
 "of bfloat16"),
-    ('{"model_type": "nothing"}', "model_type: expected a causal LM of "
+    ('{"model_type": "nothing"}', "model_type: expected a type of "
 "transformers"), ('{"model_type": "t5"}', "expected a causal LM of "
 "transformers"),
 ])  # fmt: skip

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, pip_install
 from lockstep.serve.client import post
 from lockstep.serve.service import Service
 
 _ROOM, _TOKENS = 768, 256  # tokens of a request with a tool, and of its answer
-_NO_GRAMMARS = "lockstep[grammar]"  # in the error where llguidance is missing
+_NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
 _CITIES = ["Paris", "Berlin"]
 _SCHEMA = {
     "type": "object",

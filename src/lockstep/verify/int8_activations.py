@@ -13,6 +13,7 @@ import torch
 
 from lockstep.artifacts.dtypes import has_int8_activations
 from lockstep.artifacts.quantized import module_of
+from lockstep.checkpoint.fit import HEAD
 from lockstep.errors import InputError
 from lockstep.export.torch_model import is_within
 from lockstep.weights import Weights
@@ -46,6 +47,8 @@ def rounded(values: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 def _module(model: Any, modules: dict[str, Any], name: str, weights: Weights) -> Any:
+    if HEAD.fullmatch(f"{name}.weight"):  # which transformers may call otherwise, and may be the embedding
+        return model.get_output_embeddings()
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     found = [key for key in modules if key == name or key.partition(".")[2] == name]
     if len(found) != 1:

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from lockstep.artifacts.adapted import AdaptedPrompt, AdaptedReference, AdaptedReport
 from lockstep.artifacts.reports import PASS
 from lockstep.errors import InputError
