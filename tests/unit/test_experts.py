@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from families import FAMILIES
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from packed_checkpoints import LAYOUTS, write_packed
 
+import lockstep
+from lockstep import Advance, Model, Results
 from lockstep.artifacts.experts import expert_slot
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends.base import get_backend
+from lockstep.export.torch_model import cut_config, float32_tensor, load_tensors
 from lockstep.onnx_tools.group_experts import group_experts
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.verify.int8_activations import round_activations
+from lockstep.weights import Weights, slot_array
 
 EXPERTS, TAKEN, WIDTH, INNER = 16, 4, 64, 48
 BACKENDS = ["onnxruntime", "openvino"]
@@ -189,3 +200,103 @@ def test_the_blocks_of_a_family_are_grouped_and_compute_the_same(shared, family)
         for name, values in zip(names, whole, strict=True):  # fp32 rounding in another order
             assert np.abs(values - apart[name]).max() < 1e-5
     assert grouped
+
+
+@pytest.fixture(scope="module")
+def checkpoint(shared) -> Path:
+    """A random checkpoint of a mixture whose rows are groups of 32."""
+    return shared.folder("experts/checkpoint", lambda folder: make_random(CONFIG, folder)) / "model"
+
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+}
+
+
+def make_random(config: Mapping[str, object], folder: Path) -> None:
+    write_json(folder / "shape.json", config)
+    lockstep.make_random_checkpoint(folder / "shape.json", 0, folder / "model")
+
+
+def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[np.ndarray, np.ndarray, Weights]:
+    """Return what engines say behind some tokens, what transformers says with the same weights, and these."""
+    results, tokens = Results(work), np.array([3, 200, 17, 9, 101, 54])
+    paths = results.checkpoint("m"), results.assembly("m", precision), results.weights("m", precision)
+    lockstep.resolve_checkpoint(str(folder), folder, paths[0])
+    lockstep.export_graphs(paths[0], precision, paths[1])
+    lockstep.convert_weights(paths[0], precision, paths[2], paths[1])
+    engines = lockstep.build_engines(paths[1], backend, results.engines("m", precision, backend))
+    model = Model.open(engines, paths[1], paths[2], max_batch_size=1, max_seq_len=32)
+    held = Weights.open(paths[2])
+    tensors = {name: float32_tensor(array) for name, array in held.dequantized()}
+    reference = load_tensors(tensors, cut_config(read_json(folder / "config.json"), "all"), "eager", "here")
+    round_activations(reference, held, "all")
+    with torch.no_grad():
+        expected = reference(torch.as_tensor(tokens)[None], use_cache=False).logits[0, -1].numpy()
+    return model.step([Advance(0, tokens, 0)])[0], expected, held
+
+
+@pytest.mark.parametrize(
+    ("precision", "backend"),
+    [
+        ("w4a16", "onnxruntime"),
+        ("w8a8", "onnxruntime"),
+        ("w8a16", "openvino"),
+        pytest.param("w8a16", "onnxruntime", marks=pytest.mark.long),
+    ],
+)
+def test_experts_are_quantised_and_routers_are_not(checkpoint, tmp_path, precision, backend):
+    if backend == "openvino":
+        pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    found, expected, held = logits_of(checkpoint, precision, backend, tmp_path)
+    quantized = held.quantization
+    assert quantized is not None
+    experts = {f"model.layers.{n}.mlp.experts.{e}.{p}_proj.weight" for n in (0, 1) for e in range(8) for p in PARTS}
+    assert experts <= quantized.bits.keys() and not any("mlp.gate." in name for name in quantized.bits)
+    assert np.abs(found - expected).max() < 2e-3  # activations of 16 bits, logits near 1
+
+
+PARTS = ("gate", "up", "down")
+
+
+@pytest.mark.parametrize("name", ["gptq", pytest.param("awq", marks=pytest.mark.long), "pack-quantized"])
+def test_experts_of_a_quantised_checkpoint_keep_their_integers(checkpoint, tmp_path, name):
+    layout = next(each for each in LAYOUTS if each.name == name and each.bits == 4 and each.zero_points)
+    numbers = write_packed(checkpoint, tmp_path / "packed", layout)
+    found, expected, held = logits_of(tmp_path / "packed", "w4a16", "onnxruntime", tmp_path / "results")
+    assert held.quantization is not None
+    assert held.quantization.bits == {name: 4 for name in numbers if name.endswith("_proj.weight")}
+    stored = dict(held.dequantized())
+    assert all(np.array_equal(stored[name], array) for name, array in numbers.items())
+    assert np.abs(found - expected).max() < 2e-3  # as above
+
+
+def test_an_engine_holds_weights_that_were_put_together_once(monkeypatch, tmp_path):
+    """Its session has them; the arrays that they were copied from are gone."""
+    made: list[weakref.ref] = []
+
+    def recorded(*arguments: Any) -> np.ndarray:
+        array = slot_array(*arguments)
+        made.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr("lockstep.backends.onnxruntime.backend.slot_array", recorded)
+    arrays, tokens = weights(mixture()), rows(9)
+    parts = {f"up.{n}": part.copy() for n, part in enumerate(arrays["up"].reshape(EXPERTS * 2, INNER // 2, WIDTH))}
+    parts |= {f"down.{n}": part.copy() for n, part in enumerate(arrays["down"].reshape(EXPERTS * 2, WIDTH // 2, INNER))}
+    run = engine(mixture(), "onnxruntime", tmp_path, parts)
+    gc.collect()
+    assert len(made) == 2 * EXPERTS and not any(reference() is not None for reference in made)
+    assert np.abs(run(*tokens) - expected(arrays, *tokens)).max() < 1e-4

@@ -7,12 +7,13 @@ and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`
 that was quantised with zero points of its own a third, `<slot>.zero_points`; of one with activation order another,
 `<slot>.order`, in which the product takes its activations. The activations stay as they are: `accuracy_level` is left
 out, so what the graph says is a product with the dequantised weight. In w8a8 and w4a8 they are rounded to int8 first,
-in the groups of the weight, by nodes of the graph (`onnx_tools.int8_rounding`). An embedding that is tied to such a
-weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`, on the same two
-tensors.
+in the groups of the weight, by nodes of the graph (`onnx_tools.int8_rounding`); but not those of experts. An embedding
+that is tied to such a weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`,
+on the same two tensors. So does the `GatherND` of a stack `[num_experts, out_features, in_features]`, whose slots hold
+the experts' integers and scales one after another.
 
-In full precision stay what is no such weight (other embeddings, norms, biases, stacks of experts, convolutions) and
-what a graph reads in another way too.
+In full precision stay what is no such weight (other embeddings, norms, biases, convolutions), what a graph reads in
+another way too, and routers, by which experts are chosen. A line tells of experts that do.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, 
 from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS, has_int8_activations
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
-from lockstep.errors import InputError
+from lockstep.errors import InputError, note
 from lockstep.onnx_tools.int8_rounding import rounding
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear
 from lockstep.onnx_tools.signature import signature_of
@@ -44,12 +45,16 @@ Rewrite = Callable[[GraphFile, Mapping[str, int]], tuple[GraphFile, bytes]]
 
 @dataclass(frozen=True)
 class _Use:
-    """A weight slot of a block in one layer; bits: None for full precision; columns: the length of its rows."""
+    """A weight slot of a block in one layer.
+
+    bits: None for full precision. columns: the length of its rows. is_stack: of several matrices.
+    """
 
     tensors: tuple[str, ...]
     bits: int | None
     columns: int
     is_head: bool
+    is_stack: bool
 
 
 def quantize(
@@ -134,14 +139,15 @@ def _of_ranks(
     for name, sharded in ranks.classes.items():
         tensors = {slot: used[0] for slots in reversed(_places(assembly, name)) for slot, used in slots.items()}
         bits, size = _bits(_places(assembly, name), quantized), quantized.group_size
-        weights = {}
+        weights: dict[str, Shard] = {}
+        dims = {slot.name: len(slot.shape) for slot in assembly.classes[name].signature.slots}
         for slot, shard in sharded.weights.items():
-            if slot in bits:
-                weights[data_name(slot)] = weights[scales_name(slot)] = _by_groups(shard, size, tensors[slot])
-                if quantized.zero_points:  # of several groups in a byte
-                    weights[zero_points_name(slot)] = _by_groups(shard, size * 8 // bits[slot], tensors[slot])
-            else:
-                weights[slot] = shard
+            if slot not in bits or shard.axis < dims[slot] - 1:  # whole rows
+                weights |= dict.fromkeys(quantized.parts(slot) if slot in bits else [slot], shard)
+                continue
+            weights[data_name(slot)] = weights[scales_name(slot)] = _by_groups(shard, size, tensors[slot])
+            if quantized.zero_points:  # of several groups in a byte
+                weights[zero_points_name(slot)] = _by_groups(shard, size * 8 // bits[slot], tensors[slot])
         for piece in sharded.pieces:
             graph = ranks.graphs[piece.graph]
             of_piece = {slot.name: bits[slot.name] for slot in graph.signature.slots if slot.name in bits}
@@ -155,8 +161,6 @@ def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
 
     Raises InputError where a part is not made of whole groups.
     """
-    if shard.axis == 0:
-        return shard
     if any(number % group_size for rank in shard.ranges for pair in rank for number in pair):
         raise InputError(
             f"group_size: expected a size that divides the {shard.count} numbers of a row of {tensor} that each of "
@@ -188,6 +192,12 @@ def _choose(
     while more := {name for use in uses if not full.isdisjoint(use.tensors) for name in use.tensors} - full:
         full |= more
     bits = {name: use.bits for use in uses for name in use.tensors if use.bits is not None and name not in full}
+    if stacks := sorted({use.tensors[0] for use in uses if use.is_stack and use.tensors[0] not in bits}):
+        note(
+            f"precision {precision}: experts stay in float32, for their weights are kept in another form than "
+            f"[out_features, in_features] each{'' if already is None else ' or are no integers of the checkpoint'}: "
+            f"{stacks[0]}{f' and {len(stacks) - 1} more' if len(stacks) > 1 else ''}"
+        )
     if not any(use.tensors[0] in bits and not use.is_head for use in uses):
         raise InputError(
             f"precision {precision}: expected linear weights that can be quantised, found none in a model of type "
@@ -216,13 +226,15 @@ def _uses(
     for name, graph in assembly.classes.items():
         columns = {slot.name: slot.sizes[-1] for slot in graph.signature.slots}
         rewriter = Rewriter(onnx.ModelProto.FromString(files[graph.file]))
-        able, follows = _products(rewriter, columns), () if embeds_in_full else _embeddings(rewriter, columns)
+        stacks = {node.input[0] for node in rewriter.nodes if node.op_type == "GatherND"}
+        able = {**_products(rewriter, columns), **_stacks(rewriter, columns)}.keys() - _routers(rewriter, columns)
+        follows = () if embeds_in_full else _embeddings(rewriter, columns)
         for slots in _places(assembly, name):
             for slot, tensors in slots.items():
                 is_head = not slot.startswith(_OF_LAYERS)
                 bits = head_bits if is_head else QUANTIZATIONS[precision].bits
                 if slot not in follows:
-                    yield _Use(tuple(tensors), bits if slot in able else None, columns[slot], is_head)
+                    yield _Use(tuple(tensors), bits if slot in able else None, columns[slot], is_head, slot in stacks)
 
 
 def _places(assembly: Assembly, name: str) -> list[Slots]:
@@ -259,6 +271,30 @@ def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodePro
     return products
 
 
+def _routers(graph: Rewriter, slots: Collection[str]) -> set[str]:
+    """Return the slots of products by whose results a TopK chooses, without another product in between."""
+    chosen = {name for node in graph.nodes if node.op_type == "TopK" for name in node.input[:1]}
+    for node in reversed(graph.nodes):
+        if not chosen.isdisjoint(node.output) and node.op_type not in ("Gemm", "MatMul"):
+            chosen.update(node.input)
+    return {slot for slot, node in _products(graph, slots).items() if node.output[0] in chosen}
+
+
+def _stacks(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
+    """Return {slot: its GatherND} of stacks of which each row takes one matrix, to multiply it with itself."""
+    found = {}
+    for slot in slots:
+        readers = graph.consumers.get(slot, [])
+        if len(readers) != 1 or readers[0].op_type != "GatherND" or len(graph.shape(slot)) != 3:
+            continue
+        gather = readers[0]
+        products = graph.consumers.get(gather.output[0], [])
+        is_first = len(products) == 1 and products[0].op_type == "MatMul" and products[0].input[0] == gather.output[0]
+        if is_first and gather.input[0] == slot and not attributes_of(gather).get("batch_dims", 0):
+            found[slot] = gather
+    return found
+
+
 def _embeddings(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
     """Return {slot: its Gather} of weights `[vocab_size, hidden_size]` of which one Gather alone reads rows."""
     found = {}
@@ -281,17 +317,17 @@ def _rewritten(
         return graph, data
     rewriter = Rewriter(onnx.ModelProto.FromString(data))
     size = quantized.group_size
-    products, embeddings = _products(rewriter, bits), _embeddings(rewriter, bits)
+    products, stacks, embeddings = (find(rewriter, bits) for find in (_products, _stacks, _embeddings))
     rounded: dict[str, str] = {}  # by activation
     places = {id(node): place for place, node in enumerate(rewriter.nodes)}
-    for slot, node in sorted({**products, **embeddings}.items(), key=lambda item: places[id(item[1])]):
-        rows, columns = rewriter.shape(slot)
+    for slot, node in sorted({**products, **stacks, **embeddings}.items(), key=lambda item: places[id(item[1])]):
+        *rows, columns = rewriter.shape(slot)
         types = [
-            (onnx.TensorProto.UINT8, [rows, columns // size, size * bits[slot] // 8]),
-            (onnx.TensorProto.FLOAT, [rows, columns // size]),
+            (onnx.TensorProto.UINT8, [*rows, columns // size, size * bits[slot] // 8]),
+            (onnx.TensorProto.FLOAT, [*rows, columns // size]),
         ]
         if quantized.zero_points:
-            types.append((onnx.TensorProto.UINT8, [rows, (columns // size * bits[slot] + 7) // 8]))
+            types.append((onnx.TensorProto.UINT8, [*rows, (columns // size * bits[slot] + 7) // 8]))
         if quantized.ordered:
             types.append((onnx.TensorProto.INT64, [columns]))
         parts = quantized.parts(slot)
@@ -304,7 +340,9 @@ def _rewritten(
                 nodes = rounding(rewriter, activation, columns, size)
                 rounded[activation] = nodes[-1].output[0]
             node.input[0] = rounded.get(activation, activation)
-            rewriter.replace(node, *nodes, *_product(node, parts, {**sizes, "K": columns, "N": rows}))
+            rewriter.replace(node, *nodes, *_product(node, parts, {**sizes, "K": columns, "N": rows[0]}))
+        elif slot in stacks:
+            rewriter.replace(node, *_stack(rewriter, node, parts, sizes, [*rows, columns * bits[slot] // 8]))
         else:
             rewriter.replace(node, *_embedding(rewriter, node, parts, sizes, columns))
     rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
@@ -324,6 +362,22 @@ def _product(node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any
         *(helper.make_node("Gather", [activation, part], [inputs[0]], f"{node.name}/order", axis=1) for part in order),
         helper.make_node("MatMulNBits", inputs, [product], node.name, domain=_DOMAIN, **sizes),
         *([helper.make_node("Add", [product, *bias], [out], f"{node.name}/bias")] if bias else []),
+    ]
+
+
+def _stack(
+    graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any], shape: Sequence[int]
+) -> list[onnx.NodeProto]:
+    """Return the nodes that gather the experts of rows; shape: of the integers, in bytes, without groups."""
+    (out,), (data, *others), ids = node.output, parts, node.input[1]
+    for name, values in ((f"{out}/shape", shape), (f"{out}/flat", [-1])):
+        graph.constant(name, np.array(values, np.int64))
+    inputs = [f"{out}/data", f"{out}/ids", *others]
+    axes: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2}
+    return [
+        helper.make_node("Reshape", [data, f"{out}/shape"], inputs[:1], f"{node.name}/data"),
+        helper.make_node("Reshape", [ids, f"{out}/flat"], inputs[1:2], f"{node.name}/ids"),
+        helper.make_node("GatherBlockQuantized", inputs, [out], node.name, domain=_DOMAIN, **axes, **sizes),
     ]
 
 

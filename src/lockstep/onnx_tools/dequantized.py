@@ -38,7 +38,7 @@ class IntegerWeight:
 
 def embedding_of(graph: Rewriter, node: onnx.NodeProto) -> IntegerWeight | None:
     """Return what a `GatherBlockQuantized` reads; None for another operator."""
-    if node.op_type != "GatherBlockQuantized":
+    if node.op_type != "GatherBlockQuantized" or node.input[0] not in graph.inputs:  # but of experts
         return None
     (data, _, scales), sizes = node.input, attributes_of(node)
     rows, groups, _ = graph.shape(data)
@@ -62,6 +62,12 @@ def dequantize_products(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
     graph = Rewriter(model)
     products = [node for node in graph.nodes if node.op_type == "MatMulNBits"]
     embeddings = [(node, found) for node in graph.nodes if (found := embedding_of(graph, node)) is not None]
+    for node in graph.nodes:
+        if node.op_type == "GatherBlockQuantized" and node not in [known for known, _ in embeddings]:
+            raise CheckError(
+                f"{where}: expected no experts with quantised weights, found {node.name}; this backend does not take "
+                "them, use the backend onnxruntime, or fp16"
+            )
     for node, found in embeddings:
         made = _dequantized(graph, node, found)
         graph.replace(node, made, helper.make_node("Gather", [made.output[0], node.input[1]], node.output, node.name))

@@ -84,10 +84,13 @@ def _product(graph: Rewriter, node: onnx.NodeProto) -> _Product | None:
             if is_stack:
                 return _Product(node, gather, stacks, ids, node.input[1 - position], position == 0)
         if gather.op_type == _QUANTIZED and position == 0:
-            data = graph.producers[gather.input[0]].input[0]  # reshaped to [num_experts, out_features, bytes]
-            stacks = (data, *gather.input[2:])
+            # Both reshaped, to [num_experts, out_features, bytes] and [rows].
+            data, ids = (graph.producers.get(name) for name in gather.input[:2])
+            if data is None or ids is None:
+                continue
+            stacks = (data.input[0], *gather.input[2:])
             if all(_is_weight(graph, stack) for stack in stacks):
-                return _Product(node, gather, stacks, gather.input[1], node.input[1], True)
+                return _Product(node, gather, stacks, ids.input[0], node.input[1], True)
     return None
 
 

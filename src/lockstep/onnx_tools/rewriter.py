@@ -137,10 +137,15 @@ def with_types(model: ModelProto) -> ModelProto:
     declared.CopyFrom(model)
     graph = declared.graph
     inputs = {value.name: value for value in graph.input}
+    targets = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
     for node in graph.node:
-        if node.op_type == "GatherBlockQuantized":  # which it does not know: rows [num_groups, group_size]
-            (data, ids, _), size = node.input, attributes_of(node)["block_size"]
-            shape = [*dims_of(inputs[ids]), dims_of(inputs[data])[1], size]
+        if node.op_type == "GatherBlockQuantized":  # which it does not know: rows of what its integers stand for
+            (data, ids), bits = node.input[:2], attributes_of(node)["bits"]
+            reshape = makers.get(data)
+            stored = targets[reshape.input[1]].tolist() if reshape is not None else dims_of(inputs[data])
+            rows = dims_of(inputs[ids]) if ids in inputs else [None]
+            shape = [*rows, *stored[1:-1], int(stored[-1]) * 8 // bits]
             graph.value_info.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, shape))
     return onnx.shape_inference.infer_shapes(declared, strict_mode=True, data_prop=True)
 

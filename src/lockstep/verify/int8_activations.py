@@ -7,6 +7,7 @@ magnitude over 127, to nearest, ties to even. The product of the rounded numbers
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.export.torch_model import is_within
 from lockstep.weights import Weights
 
 _LEVELS = 127.0
+_OF_EXPERTS = re.compile(r"\.experts\.")  # whose activations are not rounded (export.quantize); shared ones are
 
 
 def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
@@ -34,7 +36,7 @@ def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
         return rounded(inputs[0], size), *inputs[1:]
 
     for tensor in weights.quantization.bits:
-        if is_within(tensor, layers):
+        if is_within(tensor, layers) and not _OF_EXPERTS.search(tensor):
             _module(model, modules, module_of(tensor), weights).register_forward_pre_hook(before)
 
 

@@ -97,7 +97,11 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
                 f"{source.folder}: expected tensor {name!r}, found none of this name; does config.json belong to these"
                 " weights?"
             )
-        if len(place.shape) != 2 or place.shape[1] % found.quantization.group_size or place.dtype not in FLOAT_DTYPES:
+        if (
+            len(place.shape) not in (2, 3)
+            or place.shape[-1] % found.quantization.group_size
+            or place.dtype not in FLOAT_DTYPES
+        ):
             raise InputError(
                 f"{source.words(name)}: expected floats [out_features, in_features] with in_features a multiple of the "
                 f"group size {found.quantization.group_size}; choose another group_size or precision"

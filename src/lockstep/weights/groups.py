@@ -57,12 +57,12 @@ def dequantize(
 ) -> np.ndarray:
     """Return the weight, float32 [out_features, in_features], of its integers.
 
-    data: uint8 [out_features, num_groups, group_size * bits / 8]. scales: float32 [out_features, num_groups].
-    zero_points: as they are kept; None: the middle of the range.
+    data: uint8 [out_features, num_groups, group_size * bits / 8]. scales: float32 [out_features, num_groups]. A stack
+    of several has a dimension before these. zero_points: as they are kept; None: the middle of the range.
     """
     bits = 8 if data.shape[-1] == group_size else 4
     zeros = np.full(scales.shape, 1 << bits - 1, np.uint8)
     if zero_points is not None:
-        zeros = zero_points if bits == 8 else unpack(zero_points, 2 * zero_points.shape[-1])[:, : scales.shape[1]]
+        zeros = zero_points if bits == 8 else unpack(zero_points, 2 * zero_points.shape[-1])[..., : scales.shape[-1]]
     numbers = (unpack(data, group_size).astype(np.float32) - zeros[..., None].astype(np.float32)) * scales[..., None]
-    return numbers.reshape(len(data), -1)
+    return numbers.reshape(*data.shape[:-2], -1)

@@ -109,7 +109,7 @@ class Weights:
         if self.group_size is None:
             return None
         names = quantized_names(self._tensors)
-        bits = {name: 8 * self.info(data_name(name)).shape[2] // self.group_size for name in names}
+        bits = {name: 8 * self.info(data_name(name)).shape[-1] // self.group_size for name in names}
         has_zeros, ordered = (
             any(part(name) in self._tensors for name in names) for part in (zero_points_name, order_name)
         )
@@ -128,14 +128,15 @@ class Weights:
     def dequantize(self, name: str) -> np.ndarray:
         """Return the numbers of a quantised tensor, float32.
 
-        They are what its integers, scales and zero points stand for, [out_features, in_features].
+        They are what its integers, scales and zero points stand for, [out_features, in_features]; of a stack
+        [num_experts, out_features, in_features].
         """
         data, scales = self[data_name(name)], self[scales_name(name)]
         zeros = self[zero_points_name(name)] if zero_points_name(name) in self._tensors else None
         kept = None
-        if data.ndim == 3 and self.group_size:
-            kept = (data.shape[0], (data.shape[1] * data.shape[2] + self.group_size - 1) // self.group_size)
-        if kept is None or scales.shape != data.shape[:2] or (zeros is not None and zeros.shape != kept):
+        if data.ndim in (3, 4) and self.group_size:
+            kept = (*data.shape[:-2], (data.shape[-2] * data.shape[-1] + self.group_size - 1) // self.group_size)
+        if kept is None or scales.shape != data.shape[:-1] or (zeros is not None and zeros.shape != kept):
             raise InputError(
                 f"{self.manifest_path}: expected tensor {name!r} with a scale for each group, found "
                 f"{list(data.shape)} with {list(scales.shape)}; convert the checkpoint again"

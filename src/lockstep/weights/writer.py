@@ -110,12 +110,12 @@ def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: Quantized
         if quantized is None or name not in quantized.bits:
             stored[name] = Stored(name, dtype if place.dtype in FLOAT_DTYPES else place.dtype, place.shape)
             continue
-        bits, (rows, columns) = quantized.bits[name], place.shape
-        groups = (rows, columns // quantized.group_size)
+        bits, (*rows, columns) = quantized.bits[name], place.shape
+        groups = (*rows, columns // quantized.group_size)
         stored[data_name(name)] = Stored(name, "U8", (*groups, quantized.group_size * bits // 8), bits, "data")
         stored[scales_name(name)] = Stored(name, "F32", groups, bits, "scales")
         if quantized.zero_points:
-            packed = (rows, (groups[1] * bits + 7) // 8)
+            packed = (*rows, (groups[-1] * bits + 7) // 8)
             stored[zero_points_name(name)] = Stored(name, "U8", packed, bits, "zero_points")
         if quantized.ordered:
             stored[order_name(name)] = Stored(name, "I64", (columns,), bits, "order")

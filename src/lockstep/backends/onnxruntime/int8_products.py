@@ -6,11 +6,13 @@ int8 first, in groups as the weights are. Where the graph rounds them so (w8a8, 
 they keep 16 bits: each activation is cut in two parts, both exact there or nearly: `high`, the multiple of its group's
 step that is nearest to it, which int8 holds exactly, and `low`, the rest, at most half a step, which int8 holds to
 1/254 of that. Both go through the product together, as rows of one batch, and are added behind it: 16 bits in all,
-where fp16 has 11.
+where fp16 has 11. Rows of experts (onnx_tools/group_experts.py) are cut before they are dealt out, the two parts of a
+row one behind the other.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -26,6 +28,11 @@ def int8_products(model: onnx.ModelProto) -> onnx.ModelProto:
     for node in products:
         sizes, activation, (out,) = attributes_of(node), node.input[0], node.output
         node.attribute.append(helper.make_attribute("accuracy_level", 4))
+        deal = graph.producers.get(activation)
+        if deal is not None and deal.op_type == "Split" and deal.input[1] not in graph.constants:
+            if deal.output[0] == activation:
+                _split_dealt(graph, deal, node)
+            continue
         if (source := before_rounding(graph, activation)) is not None:
             node.input[0] = source
             continue
@@ -45,12 +52,37 @@ def int8_products(model: onnx.ModelProto) -> onnx.ModelProto:
     return graph.finish() if products else model
 
 
-def _split(graph: Rewriter, activation: str, columns: int, group_size: int) -> list[onnx.NodeProto]:
+def _split_dealt(graph: Rewriter, deal: onnx.NodeProto, first: onnx.NodeProto) -> None:
+    """Cut the rows that `deal` gives to experts, and add both parts where these are together again.
+
+    first: the product of the first expert.
+    """
+    sizes, (rows, counts) = attributes_of(first), deal.input
+    (together,) = graph.consumers[first.output[0]]
+    (out,) = together.output
+    split = _split(graph, rows, sizes["K"], sizes["block_size"], beside=True)
+    twice = graph.constant("two_parts/two", np.array(2, np.int64))
+    deal.input[:] = [split[-1].output[0], f"{rows}/counts"]
+    together.output[0] = f"{out}/parts"
+    pair, axis = ints(graph, "pair", [-1, 2, sizes["N"]]), ints(graph, "second_axis", [1])
+    graph.replace(deal, *split, helper.make_node("Mul", [counts, twice], [f"{rows}/counts"]), deal)
+    graph.replace(
+        together,
+        together,
+        helper.make_node("Reshape", [f"{out}/parts", pair], [f"{out}/pair"]),
+        helper.make_node("ReduceSum", [f"{out}/pair", axis], [out], keepdims=0),
+    )
+
+
+def _split(
+    graph: Rewriter, activation: str, columns: int, group_size: int, beside: bool = False
+) -> list[onnx.NodeProto]:
+    """Return the nodes that give both parts: all rows of `high` first, or `beside` each other those of a row."""
     nodes, in_rows = nearest_multiples(graph, activation, columns, group_size)
     (groups,), (high,), stem = nodes[0].output, nodes[-1].output, f"{activation}/{group_size}"
     return [
         *nodes,
         helper.make_node("Sub", [groups, high], [f"{stem}/low"]),
-        helper.make_node("Concat", [high, f"{stem}/low"], [f"{stem}/both"], axis=0),
+        helper.make_node("Concat", [high, f"{stem}/low"], [f"{stem}/both"], axis=int(beside)),
         helper.make_node("Reshape", [f"{stem}/both", in_rows], [f"{stem}/parts"]),
     ]

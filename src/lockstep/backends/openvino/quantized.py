@@ -81,7 +81,8 @@ def group_size(model: Any) -> int:
     sizes = {
         value.get_partial_shape()[2].get_length()
         for value in model.inputs
-        if value.any_name.endswith(data_name("")) and value.element_type in (openvino.Type.u4, openvino.Type.u8)
+        if value.any_name.partition("[")[0].endswith(data_name(""))
+        and value.element_type in (openvino.Type.u4, openvino.Type.u8)
     }
     return max(sizes, default=0)
 
