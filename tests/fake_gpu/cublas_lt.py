@@ -1,6 +1,7 @@
 """The library cuBLASLt over the fake device, as `gpu.kernels.cublas_lt` calls it: products in float64.
 
-It offers an algorithm that accumulates in order, and one that splits the columns, which gives other bits.
+It offers an algorithm that accumulates in order, one that splits the columns, which gives other bits, and one that does
+not run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 
 from fake_gpu.device import Fault, Gpu
 
-IN_ORDER, OTHER_ORDER = (1,), 2  # first byte of an algorithm
+IN_ORDER, OTHER_ORDER, REFUSED = 1, 2, 3  # first byte of an algorithm
 
 
 def cublas_lt(gpu: Gpu) -> SimpleNamespace:
@@ -34,9 +35,9 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
     def heuristic(handle, product, weight, x, out, same, preference, most, found, count) -> int:
         if made[preference.value] != {1: 0, 3: 0} or made[product.value] != {"types": (68, 0), 3: 1}:
             raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {made[preference.value]}, {made[product.value]}")
-        for place, number in enumerate((*IN_ORDER, OTHER_ORDER)):
+        for place, number in enumerate((REFUSED, IN_ORDER, OTHER_ORDER)):
             found[place].algorithm[0], found[place].state, found[place].workspace = number, 0, 0
-        count._obj.value = 2
+        count._obj.value = 3
         return 0
 
     def config(algorithm, attribute, value, size, written) -> int:
@@ -51,6 +52,8 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         told = one._obj.value, zero._obj.value, work, size.value, same.value
         if told != (1.0, 0.0, None, 0, out.value) or columns != in_features or shape != (rows, out_features):
             raise Fault(f"cublasLtMatmul: {told}, {columns}, {in_features}, {shape}")
+        if algorithm[0] == REFUSED:
+            return 15
         gpu.plain += not gpu.capturing(stream.value)
         gpu.product_rows.add(rows)
 
