@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from benchmarks import options
 from benchmarks.measure import deliver, in_turn, ratios, spread, surroundings
-from lockstep import CheckError
+from lockstep import CheckError, InputError
 from lockstep.serve.answer_reader import AnswerPlan
 from lockstep.serve.tool_formats import FORMATS
 
@@ -70,8 +70,13 @@ class _Server:
 
     def _request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(self._address, timeout=600)
-        connection.request(method, path, None if body is None else json.dumps(body))
-        answer = connection.getresponse()
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body))
+            answer = connection.getresponse()
+        except OSError as error:
+            raise InputError(
+                f"--url: expected a server at {self._address}, found {error}; start one: lockstep serve TARGET"
+            ) from None
         if answer.status != 200:
             raise CheckError(f"{path}: expected status 200, found {answer.status}: {answer.read().decode()[:300]}")
         return answer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -397,3 +398,12 @@ def test_batches_keeps_what_it_had_measured_where_it_ends_early(here: Here) -> N
     ended, record = batches_of(here, lockstep.Model.open)
     assert ended.exit_code == 1 and ended.stderr.endswith("lockstep: error: expected rank 1 at a sum\n")
     assert set(record["decode"]) == {"1", "4"} and set(record["sampled"]) == {"2"} and "left_out" not in record
+
+
+def test_a_server_that_is_not_up_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = CliRunner().invoke(bench, ["tools", "--url", f"http://{address}"])
+    assert ended.exit_code == 2 and ended.stderr.count("\n") == 1, ended.output
+    assert f"--url: expected a server at {address}, found" in ended.stderr and "lockstep serve TARGET" in ended.stderr
