@@ -11,14 +11,13 @@ Vaswani et al. 2017; grouped heads, Ainslie et al. 2023.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import BatchlessGraph
-from lockstep.export.known import constant, dtype_of, shape_of
+from lockstep.export.graph_writer import GraphWriter
+from lockstep.export.known import dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
 # the position of a cache row that holds nothing yet; fits int32 too, which some backends use
@@ -84,11 +83,12 @@ def decode(batchless: BatchlessGraph) -> Graph:
     return build.finish("decode", build.op("Reshape", attention, build.ints(-1, batchless.num_heads * vdim)))
 
 
-class _Builder:
+class _Builder(GraphWriter):
     """A copy of a batchless graph to which attention is appended, operator by operator."""
 
     def __init__(self, batchless: BatchlessGraph, tokens: str = "num_tokens"):
-        self.batchless, self.graph, self.tokens = batchless, batchless.graph.clone(), tokens
+        super().__init__(batchless.graph.clone(), "attention")
+        self.batchless, self.tokens = batchless, tokens
         self.group = batchless.num_heads // batchless.num_kv_heads
         for value in self.graph.inputs:
             value.shape = ir.Shape([tokens, *shape_of(value)[1:]])
@@ -96,21 +96,6 @@ class _Builder:
         self.query, self.key, self.value, *sinks = self.graph.outputs
         self.sinks = sinks[0] if sinks else None  # [num_tokens, num_heads]
         self.dtype = dtype_of(self.key)
-        self.count = 0
-
-    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        node = ir.node(op_type, list(inputs), attributes, num_outputs=1)
-        self.graph.append(node)
-        return node.outputs[0]
-
-    def const(self, value: np.ndarray | np.generic) -> ir.Value:
-        self.count += 1
-        initializer = constant(f"attention_const_{self.count}", np.asarray(value))
-        self.graph.register_initializer(initializer)
-        return initializer
-
-    def ints(self, *values: int) -> ir.Value:
-        return self.const(np.array(values, dtype=np.int64))
 
     def past(self, requests: str) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Add the cache inputs past_key, past_value and past_lengths, and return them."""

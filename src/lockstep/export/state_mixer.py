@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
-from lockstep.export.known import constant
+from lockstep.export.graph_writer import GraphWriter
 
 _END = 2**31 - 1
 
@@ -86,32 +86,19 @@ def without_state(mixer: StateGraph) -> Graph:
     return build.finish("attention", mixer.prefill(build)[0], None)
 
 
-class Builder:
+class Builder(GraphWriter):
     """A graph that takes a mixer's inputs and its past state. requests: None for a constant state of zeros."""
 
     def __init__(self, mixer: StateGraph, tokens: str, requests: str | int | None):
-        self.mixer, self.tokens, self.requests, self.count = mixer, tokens, requests, 0
+        self.mixer, self.tokens, self.requests = mixer, tokens, requests
         self.inputs = {name: _value(name, [tokens, size], dtype) for name, (size, dtype) in mixer.sizes.items()}
-        self.graph = ir.Graph(list(self.inputs.values()), [], nodes=[], opset_imports={"": 20}, name="mixer")
+        graph = ir.Graph(list(self.inputs.values()), [], nodes=[], opset_imports={"": 20}, name="mixer")
+        super().__init__(graph, "mixer")
         if requests is None:
             self.state = self.op("Expand", self.const(np.float32(0)), self.ints(1, *mixer.state))
         else:
             self.state = _value("past_state", [requests, *mixer.state], ir.DataType.FLOAT)
             self.graph.inputs.append(self.state)
-
-    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        node = ir.node(op_type, list(inputs), attributes, num_outputs=1)
-        self.graph.append(node)
-        return node.outputs[0]
-
-    def const(self, value: np.ndarray | np.generic) -> ir.Value:
-        self.count += 1
-        initializer = constant(f"mixer_const_{self.count}", np.asarray(value))
-        self.graph.register_initializer(initializer)
-        return initializer
-
-    def ints(self, *values: int) -> ir.Value:
-        return self.const(np.array(values, dtype=np.int64))
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return a value in `dtype`. value: float32 (the state)."""

@@ -66,9 +66,9 @@ class Engine:
         """Make an engine that has no requests yet.
 
         max_num_tokens: of one step, at most the model's. long_prefill_token_threshold: tokens that one prompt brings at
-        most to a step beside requests that decode, in whole chunks; by default a chunk where the backend is batch
-        invariant, else any number. grammars: compiles those of requests. speculation: drafts what requests go on with;
-        each answer is the same to the bit, in fewer steps where drafts are right.
+        most to a step beside requests that decode, in whole chunks; by default a chunk on a CPU, else any number.
+        grammars: compiles those of requests. speculation: drafts what requests go on with; each answer is the same to
+        the bit, in fewer steps where drafts are right.
 
         Raises InputError where a step has no room for a token of each request, and for speculation with a model that
         verifies no drafts.
