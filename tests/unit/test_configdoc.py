@@ -133,11 +133,14 @@ def test_the_workflow_catalogue_shows_all_keys():
     def shown(properties, prefix=""):
         for name, details in properties.items():
             yield f"{prefix}{name}"
+            cells = name + details.get("description", "")
+            assert not re.search(r"[\n|]", cells) and "<" not in re.sub("`[^`]*`", "", cells), "its table ends here"
             yield from shown(details.get("properties", {}), f"{prefix}{name}.")
 
     text = (FOLDER / doc.SCHEMA).read_text()
     assert "$ref" not in text
-    keys = {key.replace("[]", "") for key in re.findall(r"^\| `([^`]+)` \|", doc.readme(), re.MULTILINE)}
+    rows = re.findall(r"^\| `([^`]+)` \|", doc.readme(), re.MULTILINE)
+    keys = {key.replace("[]", "").replace("<name>", "NAME") for key in rows}
     keys -= set(backends())  # the table of precisions
     assert len(keys) > 80 and keys <= set(shown(yaml.safe_load(text)["properties"]))
     about = yaml.safe_load((REPOSITORY / ".snakemake-workflow-catalog.yml").read_text())["usage"]

@@ -126,8 +126,8 @@ def generated() -> dict[str, str]:
 def catalogued(whole: Schema) -> Schema:
     """Return the schema without references, and with what stands in lists and mappings under `properties` too.
 
-    The workflow catalogue follows nothing else. `properties` of a list hold for no list, and a mapping's `<name>` for
-    no name: they only show the keys.
+    The workflow catalogue follows nothing else, and puts what it finds into a Markdown table as it is. `properties` of
+    a list hold for no list: they only show the keys, as a mapping's NAME does.
     """
 
     def inlined(node: Any) -> Any:
@@ -143,7 +143,7 @@ def catalogued(whole: Schema) -> Schema:
         if found.get("type") == "object" and "patternProperties" in found:
             entry = next(iter(found["patternProperties"].values()))
             if "properties" in entry:
-                found["properties"] = {"<name>": entry}
+                found["properties"] = {"NAME": entry}
         return found
 
     return inlined(whole)
@@ -185,6 +185,8 @@ def _closed(node: Any) -> Any:
     }
     if "default" in node:
         closed["default"] = node["default"]
+    if isinstance(node.get("description"), str):
+        closed["description"] = " ".join(node["description"].split())
     if "patternProperties" in closed:
         closed["additionalProperties"] = False
     return closed
