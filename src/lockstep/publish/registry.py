@@ -1,15 +1,12 @@
 """A repository of an OCI registry, by its HTTP API (https://github.com/opencontainers/distribution-spec).
 
-Blobs and manifests in and out, each known by its sha256. Credentials are those of `docker login`
-(`~/.docker/config.json`, or below `DOCKER_CONFIG`).
+Blobs and manifests in and out, each known by its sha256. Logins are those of docker (`logins.py`).
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import os
 import re
 import urllib.error
 import urllib.parse
@@ -18,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from email.message import Message
 from http.client import HTTPException, HTTPResponse
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lockstep.errors import CheckError, InputError
+from lockstep.publish.logins import api_host, basic_login
 
 IMAGE_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 IMAGE_INDEX = "application/vnd.oci.image.index.v1+json"
@@ -63,7 +60,7 @@ class Repository:
     def __init__(self, reference: Reference, plain_http: bool = False) -> None:
         is_local = reference.host.partition(":")[0] in ("localhost", "127.0.0.1")
         self.reference = reference
-        self._base = f"{'http' if plain_http or is_local else 'https'}://{reference.host}"
+        self._base = f"{'http' if plain_http or is_local else 'https'}://{api_host(reference.host)}"
         self._path = f"/v2/{reference.repository}"
         self._authorization: str | None = None
 
@@ -146,7 +143,7 @@ class Repository:
     def _authorize(self, challenge: str) -> str:
         """Return the header that answers a challenge: Basic, or a token that its realm gives."""
         kind, _, rest = challenge.partition(" ")
-        basic = self._credentials()
+        basic = basic_login(self.reference.host)
         if kind.lower() != "bearer":
             return f"Basic {basic}" if basic else ""
         asked = dict(re.findall(r'(\w+)="([^"]*)"', rest))
@@ -164,17 +161,6 @@ class Repository:
                 f"{self.reference}: expected a token of {realm}, found: {error}; run `docker login`"
             ) from None
         return f"Bearer {token.get('token') or token.get('access_token')}"
-
-    def _credentials(self) -> str | None:
-        folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
-        try:
-            known = json.loads((folder / "config.json").read_text())["auths"]
-            entry = known.get(self.reference.host) or known.get(f"https://{self.reference.host}/v1/") or {}
-        except (OSError, ValueError, LookupError, AttributeError):
-            return None
-        if "auth" not in entry and "username" in entry:
-            return base64.b64encode(f"{entry['username']}:{entry['password']}".encode()).decode()
-        return entry.get("auth")
 
 
 class CheckedBlob:

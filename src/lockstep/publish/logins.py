@@ -1,0 +1,57 @@
+"""What `docker login` knows of a registry: `config.json` below `DOCKER_CONFIG`, else `~/.docker`.
+
+Passwords stand in the file, or in a program `docker-credential-NAME` that the file names.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError
+
+_TIMEOUT = 60.0  # seconds; a helper may ask its user
+
+
+def basic_login(host: str) -> str | None:
+    """Return user and password of a registry as the scheme Basic has them, None where nobody is logged in.
+
+    Raises InputError for a file that is not docker's, and for a helper that cannot be started.
+    """
+    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        entries: dict[str, dict[str, str]] = config.get("auths") or {}
+        helper = (config.get("credHelpers") or {}).get(host) or config.get("credsStore")
+        names = [name for name in entries if api_host(name) == api_host(host)]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: expected what `docker login` writes, found: {error}; log in again") from None
+    if helper is not None:
+        return _of_helper(helper, names[0] if names else host)
+    for name in names:
+        if auth := entries[name].get("auth"):
+            return auth
+    return None
+
+
+def api_host(name: str) -> str:
+    """Return the host of a registry's API by a name of it, which may have a scheme and a path too."""
+    host = (name.partition("://")[2] or name).partition("/")[0]
+    return "registry-1.docker.io" if host in ("docker.io", "index.docker.io") else host
+
+
+def _of_helper(helper: str, name: str) -> str | None:
+    command = [f"docker-credential-{helper}", "get"]
+    try:
+        done = subprocess.run(command, input=name, capture_output=True, text=True, timeout=_TIMEOUT)
+        found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
+        login = f"{found['Username']}:{found['Secret']}" if found else None
+    except (OSError, ValueError, LookupError, TypeError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"{command[0]}: expected the login of {name}, found: {error}; run `docker login`") from None
+    return base64.b64encode(login.encode()).decode() if login else None
