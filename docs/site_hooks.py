@@ -1,4 +1,4 @@
-"""What `make docs` holds a built page of the site to: it requests nothing from elsewhere.
+"""What `make docs` holds a built page of the site to: it requests nothing from elsewhere. It leaves badges out.
 
 In: the HTML and CSS that mkdocs has written. Raises PluginError, which ends the build, with one line for each request.
 Links that a reader may follow are no requests.
@@ -41,6 +41,10 @@ def outside_requests(file: Path) -> list[str]:
     parser = _Requests()
     parser.feed(text)
     return parser.found
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return re.sub(r"^\[!\[.*\n", "", markdown, flags=re.MULTILINE)
 
 
 def on_post_build(config: Any) -> None:

@@ -45,6 +45,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def leads_somewhere(page: Path, link: str) -> bool:
+    if workflow := re.match(r"\.\./\.\./actions/workflows/([\w.]+)", link):  # from where the host shows the README
+        return (REPOSITORY / ".github" / "workflows" / workflow[1]).is_file()
     file, _, anchor = link.partition("#")
     target = (page.parent / file).resolve() if file else page
     return target.exists() and (not anchor or anchor in anchors(target))

@@ -46,3 +46,8 @@ def test_the_navigation_has_every_page_of_the_manual_once() -> None:
 def test_what_a_page_loads_from_elsewhere_is_seen(tmp_path: Path, name: str, text: str, found: list[str]) -> None:
     (tmp_path / name).write_text(text)
     assert site_hooks.outside_requests(tmp_path / name) == found
+
+
+def test_badges_are_no_part_of_the_site() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("[![") == 3 and "img.shields.io" not in site_hooks.on_page_markdown(text)

@@ -19,6 +19,7 @@ def test_the_oldest_snakemake_is_the_same_everywhere() -> None:
     for file, pattern in (
         ("Snakefile", r'min_version\("(.+)"\)'),
         ("pyproject.toml", r'"snakemake\[reports\]>=(.+?)"'),
+        ("README.md", r"badge/Snakemake-%E2%89%A5([\d.]+)-"),
     ):
         (claimed,) = re.findall(pattern, (REPOSITORY / file).read_text())
         assert f"{claimed}.0" == pinned, file

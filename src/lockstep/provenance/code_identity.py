@@ -105,7 +105,7 @@ def untested() -> str | None:
 def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
     """Return the version by canonical package name of a requirements file.
 
-    Each of its lines is `name==version`, blank or a comment.
+    Each of its lines is `name==version`, with or without digests of files, blank or a comment.
     """
     pins = {}
     try:
@@ -115,7 +115,7 @@ def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
             f"{path}: expected the pinned packages, found no file; install the wheel again, or use a checkout"
         ) from None
     for number, line in enumerate(lines, start=1):
-        text = line.partition("#")[0].partition(";")[0].strip()  # without the platforms that it is for
+        text = re.split(r"#|;| --hash=", line)[0].strip()  # without the platforms that it is for
         if text:
             name, exact, version = text.partition("==")
             if not exact or not version.strip():
