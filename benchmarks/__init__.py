@@ -13,9 +13,6 @@ INSIDE = {
     "backends.cpu": "the number of threads",
     # `__main__`
     "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
-    # `dag`
-    "config": "the jobs of a config of many models",
-    "stages": "the same",
     # `speculation`
     "runtime.speculative": "drafts, as `lockstep serve` is told of them",
     # `serving` and `throughput`
@@ -39,10 +36,6 @@ INSIDE = {
     "export.torch_model": "transformers' model beside ours",
     "export.tracer": "a model without weights, to see its layers",
     "export.unique_layers": "which layers are alike",
-    # `monolithic`: the unsplit model that decoding is compared with is made from the split one.
-    "artifacts.signature": "inputs and outputs of graphs",
-    "export.compose": "the domain of the functions that graphs are made of",
-    "weights": "arrays of slots",
     # On a GPU: weights that are made up, builds and engines looked into.
     "artifacts": "formats of manifests that are made up",
     "manifests.digest_cache": "random weights whose digests are known",

@@ -13,20 +13,9 @@ from benchmarks.options import Option
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 
 COMMANDS = (
-    *("demo", "dag", "export", "builds", "models"),
-    *(
-        "decode",
-        "small-weights",
-        "cpu-peers",
-        "mixtures",
-        "adapters",
-        "throughput",
-        "speculation",
-        "serving",
-        "tools",
-        "soak",
-    ),
-    *("gpu", "batches", "invariance", "ranks", "serving-gpu"),  # on GPUs
+    *("demo", "export", "builds", "models", "decode", "small-weights", "cpu-peers", "adapters", "throughput"),
+    *("speculation", "serving", "tools", "soak"),
+    *("gpu", "batches", "ranks", "serving-gpu"),  # on GPUs
 )
 
 

@@ -1,9 +1,7 @@
-"""`decode`: a decode step of the engine set, beside one monolithic graph and transformers.
-
-The monolithic graph is ONNX with past inputs, transformers is eager; all run in one process, in turn.
+"""`decode`: a decode step of the engine set, beside transformers, in one process and in turn.
 
 In: a checkpoint folder (and the precision). Out: seconds a step of each contestant at each batch size, and the ratios.
-All three get the same prompts, threads and number of steps, and their logits are compared before anything is timed.
+Both get the same prompts, threads and number of steps, and their logits are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ _BACKEND = "onnxruntime"
 def main(
     models: Sequence[str], precision: str, batches: Sequence[int], write: Path | None, threads: int | None, **sizes: int
 ) -> None:
-    """Measure a decode step beside one monolithic ONNX graph and transformers eager.
-
-    The contestants take turns in one process.
-    """
+    """Measure a decode step beside transformers eager, in turn."""
     measured = {}
     for model in models:
         with tempfile.TemporaryDirectory() as work:
@@ -96,7 +91,6 @@ def _contestants(
     prompt = np.random.default_rng(0).integers(0, 256, (batch, context))
     makers = {
         "lockstep": decoding(paths, batch, context + steps, threads),
-        "onnxruntime, one graph": _monolithic(paths, batch, context + steps),
         "transformers, eager": _transformers(folder, precision, threads),
     }
     logits, timed = {}, {}
@@ -149,20 +143,6 @@ def decoding(paths, batch: int, capacity: int, threads: int) -> Callable:
             return result
 
         return step, logits
-
-    return start
-
-
-def _monolithic(paths, batch: int, capacity: int) -> Callable:
-    from benchmarks.monolithic import Monolithic  # loads torch
-
-    model = Monolithic(paths["assembly"], paths["weights"], batch, capacity)
-
-    def start(prompt: np.ndarray):
-        model.length = 0
-        for column in prompt.T:  # it decodes only: the prompt goes in token by token, untimed
-            logits = model.step(np.ascontiguousarray(column))
-        return model.step, logits.copy()
 
     return start
 

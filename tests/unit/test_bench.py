@@ -72,6 +72,7 @@ def test_a_childs_memory_and_time_are_its_own(tmp_path):
     assert 0 < usage.cpu_seconds and 0 < usage.seconds < 60
 
 
+@pytest.mark.long
 def test_a_child_that_fails_or_hangs_says_so(tmp_path):
     assert (
         run_child([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log", 60).reason
@@ -108,7 +109,8 @@ def test_a_shape_exported_alone_runs_on_the_random_weights_of_the_gpu_benchmark(
         Model.open(tmp_path / "engines" / "engines.json", assembly, weights, "all", 2, 16)
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tied", [False, True])
 def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_path, shared, tied):
     """On a CPU: what its engines are checked against is the model of the config."""
     config = {**SHAPE, "tie_word_embeddings": True} if tied else SHAPE
@@ -134,6 +136,7 @@ def test_the_gpu_benchmark_runs_beside_transformers_own_model_of_the_shape(tmp_p
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("python", "found"), [("/no/such/python", "expected a Python with torch and transformers, found none "
 "that starts: No such file or directory"),
@@ -234,7 +237,7 @@ print(json.dumps({{"torch": gpu_transformers.torch.__version__}}))
 """
 
 
-@pytest.mark.long  # its parts are looked at above and in test_bench_dag.py, test_bench_ranks.py
+@pytest.mark.long  # its parts are looked at above and in test_bench_ranks.py
 @pytest.mark.exports
 def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     """The command, through interpreters that only their own scripts make what they are, as an environment for TensorRT
@@ -289,6 +292,7 @@ def test_the_benchmark_goes_from_a_shape_to_its_record(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_throughput_runs_a_prefix_of_whole_chunks(demo):
     paths = (demo.engines(MODEL, "fp32", "onnxruntime"), demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32"))
     model = Model.open(*paths, max_batch_size=2, max_seq_len=256, chunk_size=64)

@@ -21,13 +21,10 @@ import test_soak
 from benchmarks import (
     adapters,
     batches,
-    dag,
     demo,
     export,
     gpu,
     gpu_transformers,
-    invariance,
-    mixtures,
     models,
     serving,
     small_weights,
@@ -35,7 +32,6 @@ from benchmarks import (
     tools,
 )
 from benchmarks.__main__ import bench
-from benchmarks.child import Usage
 from benchmarks.measure import THREADS_VARIABLE, thread_count
 from click.testing import CliRunner, Result
 from scripted_chats import scripted_chats
@@ -48,6 +44,7 @@ from lockstep.backends import build
 from lockstep.stages.worker import function_named
 from real_server import RealServer, make_tree
 from shared import Shared
+from some import some
 
 # Started by the default run elsewhere.
 ELSEWHERE = {"soak": test_soak.test_a_short_run_finds_nothing_and_asks_everything}
@@ -138,20 +135,6 @@ def _(here: Here) -> Sequence[Any]:
     here.smaller(small_weights, _READ_BYTES=1 << 20)
     chosen = "--model", here.checkpoint, "--batch", 1, "--backend", "onnxruntime", "--precision", "fp32"
     return *chosen, "--context", 4, "--steps", 2, "--prompt", 0, *ONE_ROUND
-
-
-@starts("mixtures", "shapes tiny tokens 3 onnxruntime seconds")
-def _(here: Here) -> Sequence[Any]:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    write_json(here.folder / "tiny.json", {**SHAPE, "model_type": "qwen3_moe", "head_dim": 16, **experts})
-    if not here.whole:
-        here.smaller(mixtures, start=_mixture_here, _VOCABULARY=288)
-    return "--shape", here.folder / "tiny.json", "--tokens", 3, *ONE_ROUND
-
-
-def _mixture_here(make: Callable[..., Callable[[int], float]], *arguments: Any) -> mixtures.Step:
-    step = make(*arguments)
-    return lambda tokens: (step(tokens) if tokens else 0.0, 1.0)
 
 
 @starts("cpu-peers", "resident_megabytes fp32")
@@ -247,18 +230,6 @@ def _(here: Here) -> Sequence[Any]:
     return "--cores", 1, *ONE_ROUND
 
 
-@starts("dag", "plan_per_target 10")
-def _(here: Here) -> Sequence[Any]:
-    def spent(arguments: Sequence[str], folder: Path) -> Usage:
-        place = Path(arguments[arguments.index("--directory") + 1])
-        (place / "results" / "tiny-0000").mkdir(parents=True, exist_ok=True)
-        return Usage(1.0, 1.0, 1.0, None)
-
-    if not here.whole:
-        here.smaller(dag, _spent=create_autospec(dag._spent, side_effect=spent))
-    return "--targets", 10, "--finished", 10, *ONE_ROUND
-
-
 @starts("models", "models llama result")
 def _(here: Here) -> Sequence[Any]:
     tried = lambda context, name: {"result": models.REFUSED, "reason": "none", "seconds": 1.0}
@@ -277,14 +248,6 @@ def _(here: Here) -> Sequence[Any]:
 def _(here: Here) -> Sequence[Any]:
     here.on_the_fake_gpu()
     return "--shape", here.shape, "--work", here.folder / "work", *ONE_ROUND
-
-
-@starts("invariance", "positions")
-def _(here: Here) -> Sequence[Any]:
-    here.on_the_fake_gpu()
-    here.smaller(invariance, EDGES=(1, 64), NEW=2)
-    here.smaller(invariance, LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
-    return "--shape", here.shape, "--layers", 2, "--positions", 20, "--work", here.folder / "work"
 
 
 @starts("ranks", "cases tiny 1 prompt")
@@ -318,13 +281,7 @@ def record_of(command: str, here: Here) -> dict[str, Any]:
 
 
 @pytest.mark.exports
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * name.startswith("adapters"))  # they make adapters first
-        for name in sorted(set(bench.commands) - set(ELSEWHERE))
-    ],
-)
+@pytest.mark.parametrize("command", some(sorted(set(bench.commands) - set(ELSEWHERE)), "builds", "gpu", "throughput"))
 def test_each_command_starts(command: str, here: Here) -> None:
     record = record_of(command, here)
     if command in ("gpu", "batches", "serving-gpu"):
@@ -334,7 +291,7 @@ def test_each_command_starts(command: str, here: Here) -> None:
 
 @pytest.mark.long
 @pytest.mark.exports
-@pytest.mark.parametrize("command", ["dag", "export", "models", "serving"])
+@pytest.mark.parametrize("command", ["export", "models", "serving"])
 def test_what_has_stand_ins_above_starts_as_a_whole(command: str, here: Here) -> None:
     """`demo` runs in tests/workflow."""
     here.whole = True
