@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
+import importlib.util
 import io
 import os
 import signal
@@ -24,6 +25,16 @@ _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, er
 def pip_install(extra: str) -> str:
     """Return the command that installs an extra; on the package index `lockstep` is another project."""
     return f'pip install "lockstep-engines[{extra}]"'
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported by this Python; it is not loaded."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+    except ValueError:  # it is imported, and has no file
+        return True
 
 
 def note(line: str) -> None:

@@ -143,9 +143,6 @@ class Results:
         """
         return self.root / model / precision / "reference" / f"{layers}.json"
 
-    def quantized_logits(self, model: str, precision: str, layers: int | str) -> Path:
-        return self.quantized_reference(model, precision, layers).with_suffix(".safetensors")
-
     def drift(self, model: str, precision: str, layers: int | str) -> Path:
         return self.quantized_reference(model, precision, layers).with_name(f"{layers}.drift.json")
 

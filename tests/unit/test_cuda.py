@@ -67,15 +67,8 @@ def test_tolerances_are_those_of_fp16_activations():
     assert CONFIG.tolerance("demo-llama", "w8a16", "onnxruntime") == graphs
 
 
-@pytest.mark.parametrize(
-    # 8 bits run with gemma below
-    "precision, layers",
-    [
-        pytest.param("w8a16", 2, marks=pytest.mark.long),
-        ("w4a16", 2),
-        pytest.param("w4a16", "all", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("precision, layers", [("w8a16", 2), ("w4a16", 2), ("w4a16", "all")])
 def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, precision, layers):
     results = demo(shared, precision)
     engines = built(results, precision, tmp_path)
@@ -89,6 +82,7 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, p
     assert 0 < report["relative_error"] <= TOLERANCE.beside_graph
 
 
+@pytest.mark.long
 def test_the_warm_up_loads_products_of_every_size(shared, gpu, tmp_path):
     """cuBLAS loads a kernel with its first call, and chooses it by the number of rows."""
     results = demo(shared, "w8a16")
@@ -195,11 +189,12 @@ def test_a_build_needs_no_gpu_and_no_library_of_one(shared, tmp_path):
 )
 def test_where_engines_cannot_run_is_said_before_they_are_opened(monkeypatch, tmp_path, capability, installed, found):
     monkeypatch.setattr(driver, "ask_driver", lambda: capability)
-    monkeypatch.setattr("lockstep.backends.cuda.gpu._is_installed", lambda module: installed)
+    monkeypatch.setattr("lockstep.backends.cuda.gpu.is_installed", lambda module: installed)
     with pytest.raises(InputError, match=f"backend cuda: {found}"):
         CudaBackend().load(tmp_path / "middle.kernels", (), None, False)
 
 
+@pytest.mark.long
 def test_an_operator_without_a_kernel_is_named_with_the_backend_that_has_it(shared, tmp_path):
     results = shared.assembled(dict(FAMILIES["mixtral"].config), "fp16")
     model = onnx.load_model_from_string(results[0][results[1].classes["middle"].file])
@@ -207,6 +202,7 @@ def test_an_operator_without_a_kernel_is_named_with_the_backend_that_has_it(shar
         kernels_file.compile_block(model)
 
 
+@pytest.mark.long
 def test_attention_with_a_soft_cap_is_refused_by_name(shared, tmp_path):
     results = random_family(shared, "gemma2", "w8a16")
     with pytest.raises(InputError, match="expected attention that its kernels run, found a soft cap of .*; use the "):
@@ -227,6 +223,7 @@ def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path,
         assert 0 < report["relative_error"] <= tolerance.beside_graph
 
 
+@pytest.mark.long
 def test_short_prompts_are_graphs_from_the_second_of_their_layout_on(references, gpu, tmp_path):
     """Alone, several in one call of attention, and beside rows that decode: padded, and each as without a graph."""
     engines, name = built(references, "fp16", tmp_path, model="demo-llama"), "demo-llama"
@@ -298,6 +295,7 @@ def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkey
     )
 
 
+@pytest.mark.long
 def test_a_model_that_is_deleted_gives_its_memory_back(references, gpu, tmp_path):
     """cuBLAS's workspace, the buffers between steps and page-locked memory too, which all calls of a device share."""
     engines, name = built(references, "fp16", tmp_path, model="demo-llama"), "demo-llama"

@@ -12,7 +12,7 @@ import click
 from lockstep import __version__
 from lockstep.cli.extras import EXTRAS
 from lockstep.cli.terminal import JSON, echo_json
-from lockstep.errors import pip_install
+from lockstep.errors import is_installed, pip_install
 from lockstep.targets import is_quantized
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ def doctor(config: Path | None, as_json: bool) -> None:
 def _machine() -> dict[str, Any]:
     from lockstep.backends.cpu import describe_cpu
     from lockstep.backends.identity import versions
-    from lockstep.config.backends import is_installed
     from lockstep.step.host_memory import total_bytes
 
     cpu = describe_cpu()

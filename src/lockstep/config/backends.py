@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.section import Section
+from lockstep.errors import is_installed
 
 _FOLDER = Path(__file__).resolve().parents[1] / "backends"
 _MODULE = "lockstep.backends.*.settings"
@@ -91,16 +91,6 @@ def not_installed(module: str, package: str, install: str) -> str | None:
     """Return why a backend is missing: its package, and how it is installed. None where it is there."""
     there = is_installed(module)
     return None if there else f"the Python package {package} is not installed for this Python: {install}"
-
-
-def is_installed(module: str) -> bool:
-    """Return whether a module can be imported by this Python; it is not loaded."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
-    except ValueError:  # it is imported, and has no file
-        return True
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from lockstep.artifacts.files import read_json
 from lockstep.errors import LockstepError
 from lockstep.provenance.record import records
 from lockstep.provenance.slsa import now
+from lockstep.step.host_memory import total_bytes
 from lockstep.targets import Results
 
 
@@ -40,21 +41,13 @@ def about(results: Results, models: Iterable[str]) -> tuple[str, str, str, list[
 
 def _machine() -> list[str]:
     """Return processor, architecture, number of CPUs, memory and system, those that are known."""
-    cpu = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
-    memory = re.search(r"^MemTotal:\s*(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux
+    cpu = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
     known = [
         cpu and cpu[1],
         platform.machine(),
         f"{os.cpu_count()} CPUs",
-        memory and f"{int(memory[1]) * 1024 / 1e9:.0f} GB",
+        f"{total_bytes() / 1e9:.0f} GB",
         platform.system(),
     ]
     return [each for each in known if each]
-
-
-def _text(path: str) -> str:
-    """Return what a file of Linux says; nothing on another system."""
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from lockstep.backends.gpu import compute_capability, needs_gpu
-from lockstep.errors import pip_install
+from lockstep.errors import is_installed, pip_install
 
 PRECISIONS = ("fp16", "w8a16", "w4a16")
 _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
@@ -16,16 +14,7 @@ def why_not() -> str | None:
     found = compute_capability()
     if found is None or int(found.partition(".")[0]) < 8:
         return needs_gpu("8.0 or higher", found)
-    missing = [package for module, package in _PACKAGES.items() if not _is_installed(module)]
+    missing = [package for module, package in _PACKAGES.items() if not is_installed(module)]
     if missing:
         return f"needs {' and '.join(missing)} in this Python, found none: {pip_install('cuda')}"
     return None
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its package
-        return False
-    except ValueError:  # it is imported, and has no file
-        return True

@@ -234,6 +234,20 @@ class Source:
                 break
         yield from self.expect("]")
 
+    def section(
+        self, marks: tuple[str, str], each: tuple[str, str], call: Callable[[Source], Reading[None]]
+    ) -> Reading[None]:
+        """Read calls one behind another, each between marks, in a section between marks."""
+        yield from self.expect(marks[0])
+        yield from self.expect(each[0])
+        while True:
+            yield from call(self)
+            yield from self.close(each[1])
+            yield from self.space()
+            if not (yield from self.follows(each[0])):
+                break
+        yield from self.close(marks[1])
+
 
 def decoded(text: str) -> Any:
     """Return the value of a JSON text. Raises Malformed."""

@@ -11,25 +11,21 @@ _MARKS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
 
 
 def _read(source: Source) -> Reading[None]:
-    yield from source.expect(_CALLS)
-    yield from source.expect(_CALL)
-    while True:
-        head = yield from source.until(_SEPARATOR)
-        yield from source.follows(_SEPARATOR)
-        if head.strip() == "function":  # V3 and R1: the name, then JSON in a fence
-            name = yield from source.until("\n")
-            yield Event("name", source.known(name.strip()))
-            yield from source.expect(f"{_FENCE}json")
-            yield from source.json("{", sends=True)
-            yield from source.expect(_FENCE)
-        else:
-            yield Event("name", source.known(head.strip()))
-            yield from source.json("{", sends=True)
-        yield from source.close(_CALL_END)
-        yield from source.space()
-        if not (yield from source.follows(_CALL)):
-            break
-    yield from source.close(_CALLS_END)
+    return source.section((_CALLS, _CALLS_END), (_CALL, _CALL_END), _read_call)
+
+
+def _read_call(source: Source) -> Reading[None]:
+    head = yield from source.until(_SEPARATOR)
+    yield from source.follows(_SEPARATOR)
+    if head.strip() == "function":  # V3 and R1: the name, then JSON in a fence
+        name = yield from source.until("\n")
+        yield Event("name", source.known(name.strip()))
+        yield from source.expect(f"{_FENCE}json")
+        yield from source.json("{", sends=True)
+        yield from source.expect(_FENCE)
+    else:
+        yield Event("name", source.known(head.strip()))
+        yield from source.json("{", sends=True)
 
 
 DEEPSEEK_V3 = ToolFormat(

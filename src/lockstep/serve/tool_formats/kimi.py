@@ -9,18 +9,14 @@ _CALL, _CALL_END, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|to
 
 
 def _read(source: Source) -> Reading[None]:
-    yield from source.expect(_CALLS)
-    yield from source.expect(_CALL)
-    while True:
-        id = yield from source.until(_ARGUMENTS)
-        yield from source.follows(_ARGUMENTS)
-        yield Event("name", source.known(id.strip().removeprefix("functions.").rpartition(":")[0]))
-        yield from source.json("{", sends=True)
-        yield from source.close(_CALL_END)
-        yield from source.space()
-        if not (yield from source.follows(_CALL)):
-            break
-    yield from source.close(_CALLS_END)
+    return source.section((_CALLS, _CALLS_END), (_CALL, _CALL_END), _read_call)
+
+
+def _read_call(source: Source) -> Reading[None]:
+    id = yield from source.until(_ARGUMENTS)
+    yield from source.follows(_ARGUMENTS)
+    yield Event("name", source.known(id.strip().removeprefix("functions.").rpartition(":")[0]))
+    yield from source.json("{", sends=True)
 
 
 KIMI = ToolFormat(

@@ -162,8 +162,7 @@ class _Check(DecodingCheck):
         if count > self.model.chunk_size:  # else it has no whole chunk that could be reused
             left = self._on_prefix(prompt, "leaving a prefix")
             reused = self._on_prefix(prompt, "on the prefix that was left")
-            if self.model.engines.batch_invariant:
-                self.same_bits(prompt, "on the prefix that was left", left, reused)
+            self.same_bits(prompt, "on the prefix that was left", left, reused)
         whole, cut, single = worst
         return GoldenLongPrompt(
             num_tokens=count,
@@ -228,8 +227,7 @@ class _Check(DecodingCheck):
         lone = self.first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens)
         same = lone[0].step + 1 if lone else len(tokens)  # logits of equal histories
         drift = self.logit_error(prompt, "alone instead of in the batch", alone.logits, free.logits[:same])
-        if self.model.engines.batch_invariant:
-            self.same_bits(prompt, "alone instead of in the batch", free.logits, alone.logits)
+        self.same_bits(prompt, "alone instead of in the batch", free.logits, alone.logits)
         return GoldenPrompt(
             text=prompt.text,
             tokens=tuple(tokens),
