@@ -2,12 +2,12 @@
 
 What came of each is printed.
 
-    python fuzz_bundle.py BUNDLE WEIGHTS WORK [FIRST] [EVERY]        # WEIGHTS: - where the bundle holds its own
+    python fuzz_bundle.py BUNDLE WEIGHTS WORK        # WEIGHTS: - where the bundle holds its own
 
 Of each value in each JSON document of the bundle that is read when it runs, many others are tried: `mutations`. Every
 digest and seal is made right again. One line of JSON a case: {"case", "path", "value", "outcome"}; the outcome is the
 text that was generated, the one line of the refusal, or what went wrong. A case that ends the process leaves no
-outcome. FIRST and EVERY: start at that case, and take each so many-th.
+outcome.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def outcome(path: Path, weights: Path | None) -> str:
         return f"FAILED: {type(error).__name__}: {error}: {traceback.extract_tb(error.__traceback__)[-1]}"
 
 
-def main(bundle: str, weights: str, work: str, first: str = "0", every: str = "1") -> None:
+def main(bundle: str, weights: str, work: str) -> None:
     given, folder = None if weights == "-" else Path(weights), Path(work)
     source, path = Bundle(Path(bundle)), folder / "case.tar"
 
@@ -236,8 +236,6 @@ def main(bundle: str, weights: str, work: str, first: str = "0", every: str = "1
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
     for number, (name, place, value) in enumerate(cases(source.documents)):
-        if number < int(first) or number % int(every):
-            continue
         about = {"case": number, "path": f"{name}: {'.'.join(map(str, place))}", "value": repr(value)[:80]}
         print(json.dumps(about), flush=True)
         try:

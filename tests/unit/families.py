@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
+from some import some
 
 WINDOW = 5
 _SIZES = {
@@ -235,4 +235,4 @@ def some_families(*always: str) -> list[Any]:
     the same few: llama (biases), gpt2 (learned positions, transposed weights), gemma2 (windows, caps, norms around
     branches), phi3 (fused weights), gpt_neox (branches side by side), mixtral (experts).
     """
-    return [pytest.param(name, marks=[pytest.mark.long] * (name not in always)) for name in FAMILIES]
+    return some(FAMILIES, *(always or [None]))

@@ -291,6 +291,7 @@ def test_the_check_finds_a_fault_in_loading(
         checked(lora, tmp_path)
 
 
+@pytest.mark.long
 def test_the_check_finds_matrices_in_each_others_place(
     lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +327,7 @@ def test_the_check_finds_a_token_with_the_neighbours_adapter(
         checked(lora, tmp_path)
 
 
+@pytest.mark.long
 def test_a_reference_of_another_adapter_is_refused(lora: Results, tmp_path: Path) -> None:
     checked(lora, tmp_path)
     folders = {name: ADAPTERS / name for name in NAMES} | {"random": tmp_path / "other"}

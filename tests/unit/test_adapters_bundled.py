@@ -62,6 +62,7 @@ def test_a_bundle_has_the_adapters(bundle: Path, results: Results, tmp_path: Pat
     assert made.returncode == 2 and "expected one of captain, random, shakespeare; found 'pirate'" in made.stderr
 
 
+@pytest.mark.long
 def test_a_server_on_a_bundle_has_them_too(bundle: Path, tmp_path: Path) -> None:
     with RealServer(tmp_path, target=str(bundle)) as server:
         names = [entry["id"] for entry in server.get("/v1/models")["data"]]

@@ -63,6 +63,7 @@ def user(tmp_path: Path, hub: HubServer) -> User:
     return User(tmp_path, hub)
 
 
+@pytest.mark.long
 def test_an_adapter_on_the_hub_is_fetched_and_stays_at_its_commit(user: User, hub: HubServer) -> None:
     commit = hub.model(NAME, files())
     made = user.run("fetch_adapters")
@@ -88,6 +89,7 @@ def test_an_adapter_on_the_hub_is_fetched_and_stays_at_its_commit(user: User, hu
     assert json.loads(sources.read_text())["adapters"]["theirs"]["commit"] == commit
 
 
+@pytest.mark.long
 def test_each_way_that_it_can_fail_is_one_line(user: User, hub: HubServer) -> None:
     assert "expected a model on" in user.error() and "found none of this name (40" in user.error()
     hub.model(NAME, files(**{"adapter_config.json": None}))
@@ -98,6 +100,7 @@ def test_each_way_that_it_can_fail_is_one_line(user: User, hub: HubServer) -> No
     assert "found HF_HUB_OFFLINE set" in user.error(HF_HUB_OFFLINE="1")
 
 
+@pytest.mark.long
 def test_a_model_without_adapters_on_the_hub_fetches_nothing(user: User) -> None:
     made = user.run("fetch_adapters", str(ADAPTERS / "captain"))
     assert made.returncode == 2 and "expected adapters on the hub (hf:org/name), found none" in made.stderr

@@ -86,6 +86,7 @@ def test_a_folder_in_a_request_is_loaded_and_then_is_a_model(server: RealServer,
     assert json.loads(answer)["text_output"].startswith(LIGHT["shakespeare"]), "numbers are of the config's adapters"
 
 
+@pytest.mark.long
 def test_six_clients_with_three_adapters_and_none_get_what_each_gets_alone(server: RealServer, root: Path) -> None:
     """Two of the config and one that its first request loads, with places for two; drawn with seeds."""
     sizes = {f"model.layers.{layer}.self_attn.o_proj": (144, 240) for layer in range(2)}
@@ -138,6 +139,7 @@ def test_what_is_no_adapter_of_this_model_or_lies_elsewhere_is_refused(
     assert f"demo-lora:{lora}" not in names(server)
 
 
+@pytest.mark.long
 def test_without_the_option_no_folder_is_read(results: Results, root: Path) -> None:
     with RealServer(results.root, target=TARGET) as server:
         status, answer = completion(server, lora=str(root / "sailor"))
@@ -225,6 +227,7 @@ def test_two_folders_that_are_loaded_at_once_as_one_name_are_not_one(server: Rea
     assert text(server, lora="./twin").startswith(LIGHT["captain"])
 
 
+@pytest.mark.long
 def test_an_engine_that_is_started_again_has_what_was_loaded_but_for_what_changed(results: Results, root: Path) -> None:
     with RealServer(results.root, "--allow-adapter-loading", str(root), target=TARGET) as server:
         for name in ("sailor", "gone"):

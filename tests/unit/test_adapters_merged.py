@@ -137,6 +137,7 @@ def test_weights_that_are_stored_transposed_and_in_bf16_are_merged(tmp_path: Pat
     assert np.array_equal(found["h.0.attn.c_attn.weight"], exact.astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.long
 def test_the_command_writes_a_merged_checkpoint(results: Results, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     write_json(config, load.load(ROOT / "config" / "adapters.yaml").dump())

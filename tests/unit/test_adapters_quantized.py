@@ -35,6 +35,7 @@ from lockstep.weights.adapters import open_adapters
 from lockstep.weights.check_adapters import resolve_adapters
 from lockstep.weights.merge import merge
 from shared import Shared
+from some import some
 
 CONFIG_JSON = json.loads((DEMO / "config.json").read_text())
 LIMITS = {"max_batch_size": 4, "max_seq_len": 128, "max_num_tokens": 128}
@@ -103,7 +104,7 @@ def checked(results: Results, precision: str, out: Path) -> AdaptedReport:
     )
 
 
-@pytest.mark.parametrize("base", ["w4a16", pytest.param("w8a16", marks=pytest.mark.long), "gptq"])
+@pytest.mark.parametrize("base", some(["w4a16", "w8a16", "gptq"]))
 def test_engines_say_what_transformers_says_on_the_dequantised_weights(
     shared: Shared, tmp_path: Path, base: str
 ) -> None:
@@ -115,7 +116,7 @@ def test_engines_say_what_transformers_says_on_the_dequantised_weights(
     assert all(entry.from_base and entry.from_base > 1 for entry in report.prompts if entry.adapter in NAMES)
 
 
-@pytest.mark.parametrize("base", ["w4a16", pytest.param("w8a16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("base", some(["w4a16", "w8a16"]))
 def test_a_request_without_adapter_has_the_bits_of_the_quantised_model(shared: Shared, base: str) -> None:
     results, precision = made(shared, base)
     found = []

@@ -47,6 +47,7 @@ def completion(server: RealServer, **body: object) -> dict:
     return answer
 
 
+@pytest.mark.long
 def test_schedulers_see_which_adapters_run(server: RealServer) -> None:
     def seen() -> dict[str, str]:
         text = server.request("GET", "/metrics")[2].decode()
@@ -124,6 +125,7 @@ def test_tritons_requests_name_adapters(server: RealServer) -> None:
     assert status == 400 and "not supported by this server" in answer["error"]
 
 
+@pytest.mark.long
 def test_six_clients_at_once_get_what_each_gets_alone(server: RealServer) -> None:
     """Of two adapters and of none, on prompts of several lengths, drawn with seeds."""
     prompts = ["Light", "San Francisco is a", "A bridge must carry its own weight before it can carry anything else."]
@@ -148,6 +150,7 @@ def test_six_clients_at_once_get_what_each_gets_alone(server: RealServer) -> Non
     assert found == alone and len(set(alone)) > 9
 
 
+@pytest.mark.long
 def test_a_stream_with_an_adapter_goes_on_behind_an_engine_that_was_killed(results: Results) -> None:
     more = {"model": "demo-lora:captain", "ignore_eos": True}
     with RealServer(results.root, target=TARGET) as server:

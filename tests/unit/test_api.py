@@ -33,6 +33,7 @@ def test_importing_it_loads_no_other_package() -> None:
     assert not {"numpy", "onnx", "onnxruntime", "torch", "pydantic", "click"} & set(loaded)
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_module_of_a_names_name_does_not_hide_it() -> None:
     """Whoever imports the module first puts it into its package, where the name is looked for."""

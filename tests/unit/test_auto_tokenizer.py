@@ -129,6 +129,7 @@ def test_a_class_whose_unknown_token_the_file_lacks_is_one_line(tmp_path: Path) 
         load_auto(folder)
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_chat_tokens_and_all_ends_reach_graphs_and_reference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -156,6 +157,7 @@ def test_chat_tokens_and_all_ends_reach_graphs_and_reference(
     )
 
 
+@pytest.mark.long
 def test_ends_that_all_files_agree_on_are_not_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resolve_architecture(str(DEMO), DEMO, tmp_path / "architecture.json")
     resolve_checkpoint(str(DEMO), DEMO, tmp_path / "checkpoint.json")

@@ -233,6 +233,7 @@ generate_file(model, Tokenizer.open(sys.argv[2]), Path(sys.argv[4]), Path(sys.ar
 """
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_at_any_time_is_gone_on_with_by_one_other(demo, model, tokenizer, tmp_path):
     _, expected = run(model, tokenizer, tmp_path)
     source, out = tmp_path / "in.jsonl", tmp_path / "killed.jsonl"

@@ -93,6 +93,7 @@ def test_one_command_measures_every_number_of_ranks_that_the_gpus_allow(scripts:
     assert "A sum over 2 ranks of tiny:" in page
 
 
+@pytest.mark.long
 def test_too_few_gpus_are_one_line_before_anything_is_made(scripts: tuple[Path, Path], tmp_path: Path) -> None:
     ended = run(*scripts, tmp_path / "work", tmp_path, 4, 8)
     assert ended.exit_code == 2 and ended.stderr == (

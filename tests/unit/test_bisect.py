@@ -51,6 +51,7 @@ from lockstep.verify.bisect.streamed import StreamedModel
 from lockstep.verify.metrics import failed_path
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.weights import Weights, convert
+from some import some
 
 LAYERS = 3
 PROMPT = "San Francisco is a city of hills and fog, and of streets that"
@@ -222,11 +223,7 @@ ENGINE_FAULTS = FAULTS | {"middle silu": Fault("middle", attribute("alpha", 1.70
 
 
 # One fault of each sort; the others are of the long run.
-SHORT_RUN = {"embedding ids", "middle key", "middle silu", "exit eps", "prefill rope", "decode stale row"}
-
-
-def runs(faults: dict[str, Fault], short: set[str]) -> list:
-    return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in faults]
+SHORT_RUN = ("middle silu", "prefill rope", "decode stale row")
 
 
 def plant_in_graph(results: Results, fault: Fault, precision: str = "fp32") -> None:
@@ -269,7 +266,7 @@ def check_named(report: BisectReport, wrong: str, fault: Fault) -> None:
     assert BisectReport.from_json(json.loads(dump_json(report.to_json()))) == report
 
 
-@pytest.mark.parametrize("name", runs(GRAPH_FAULTS, SHORT_RUN))
+@pytest.mark.parametrize("name", some(GRAPH_FAULTS, *SHORT_RUN))
 def test_a_fault_in_a_graph_is_named_by_block_and_node(copied, right, name):
     fault = GRAPH_FAULTS[name]
     plant_in_graph(copied, fault)
@@ -278,7 +275,7 @@ def test_a_fault_in_a_graph_is_named_by_block_and_node(copied, right, name):
     assert "export again" in report.look_at[1] and f"{fault.graph}.onnx" in report.look_at[1]
 
 
-@pytest.mark.parametrize("name", runs(ENGINE_FAULTS, {"middle silu", "exit eps", "decode stale row"}))
+@pytest.mark.parametrize("name", some(ENGINE_FAULTS, "decode stale row"))
 def test_a_fault_in_an_engine_is_named_by_block_and_node(copied, right, name):
     fault = ENGINE_FAULTS[name]
     plant_in_engine(copied, fault)
@@ -330,7 +327,7 @@ def test_nothing_is_wrong_with_the_demo(copied, right):
         assert "the largest error" in report.answer
 
 
-@pytest.mark.parametrize("wrong", ["graph", "engine"])
+@pytest.mark.parametrize("wrong", some(["engine", "graph"]))
 def test_faults_are_named_in_fp16(copied, right, wrong):
     fault = (
         FAULTS["prefill scale"]
@@ -374,7 +371,7 @@ def test_without_engines_the_graphs_are_looked_at(copied, right):
     assert report.served is None and "only the graphs were looked at" in text(report)
 
 
-@pytest.mark.parametrize("name", ["entry value", "middle silu", "prefill rope", "decode stale row"])
+@pytest.mark.parametrize("name", some(["middle silu", "entry value", "prefill rope", "decode stale row"]))
 def test_a_node_of_an_engine_is_named_beside_its_graph_too(copied, right, name):
     """Where an engine is what its graph builds to, there is only the graph to compare with.
 
@@ -639,6 +636,7 @@ def test_a_prompt_without_tokens_or_too_long_is_one_line(tree):
     )
 
 
+@pytest.mark.long
 def test_engines_that_run_in_another_python_are_looked_at_there(copied, right):
     plant_in_engine(copied, FAULTS["middle gemm"])
     ask = lambda **arguments: worker.ask(
@@ -653,7 +651,7 @@ def test_engines_that_run_in_another_python_are_looked_at_there(copied, right):
 # --- PyTorch, a layer at a time ---
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", some(["gpt2", "gemma3_text", "mixtral"]))
 def test_a_streamed_model_computes_what_the_whole_one_does(tmp_path, family):
     """Computed buffers (scaled embeddings, two ropes), parameters outside layers, tensors that are put together."""
     (tmp_path / "shape.json").write_text(json.dumps(FAMILIES[family].config))
@@ -736,6 +734,7 @@ def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
 # --- a model that takes adapters ---
 
 
+@pytest.mark.long
 def test_a_model_with_adapters_is_followed_without_them(demo, shared, tmp_path):
     """A fault in a graph with room for adapters is named as in one without, and the answer says what was followed."""
     lora, results = shared_lora(demo, shared), Copy(tmp_path, demo)

@@ -34,7 +34,7 @@ def bundles(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-def tried(bundle: Path, weights: str, work: Path, every: int) -> list[dict[str, Any]]:
+def tried(bundle: Path, weights: str, work: Path) -> list[dict[str, Any]]:
     """What came of each case, the unchanged bundle first."""
     work.mkdir()
     environment = {
@@ -45,7 +45,7 @@ def tried(bundle: Path, weights: str, work: Path, every: int) -> list[dict[str, 
         "PYTHONDONTWRITEBYTECODE": "1",  # its cached files are no writes of the bundle's
         "PATH": "/usr/bin:/bin",
     }
-    command = [sys.executable, fuzz_bundle.__file__, str(bundle), weights, str(work), "0", str(every)]
+    command = [sys.executable, fuzz_bundle.__file__, str(bundle), weights, str(work)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     assert ended.returncode == 0, f"{ended.returncode} at {lines[-1:]}: {ended.stderr[-500:]}"
@@ -69,15 +69,13 @@ def wrong(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [case for case in cases if not fits(case)]
 
 
-@pytest.mark.parametrize(
-    "name, every",
-    [("apart", 97), ("inside", 499), *(pytest.param(name, 1, marks=pytest.mark.long) for name in ("apart", "inside"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["apart", "inside"])
 def test_a_sealed_bundle_with_absurd_values_is_one_line_or_runs_as_before(
-    bundles: dict, tmp_path: Path, name: str, every: int
+    bundles: dict, tmp_path: Path, name: str
 ) -> None:
-    cases = tried(*bundles[name], tmp_path / "work", every)
-    assert len(cases) > 5000 / every and sum(case["outcome"].startswith("refused: ") for case in cases) > len(cases) / 2
+    cases = tried(*bundles[name], tmp_path / "work")
+    assert len(cases) > 5000 and sum(case["outcome"].startswith("refused: ") for case in cases) > len(cases) / 2
     assert not wrong(cases)
 
 

@@ -20,8 +20,10 @@ from shared_cache import MB, checkpoint, contents, convert, never, run, start
 from lockstep.artifacts.files import write_json
 from lockstep.provenance.cache.store import Cache
 from lockstep.provenance.cache.upkeep import IN_THE_MAKING, look, prune, verify
+from some import some
 
 
+@pytest.mark.long
 def test_processes_fill_and_read_one_cache_while_another_drops_all_of_it(tmp_path: Path, cache: Cache) -> None:
     manifests = [checkpoint(tmp_path / str(seed), seed, megabytes=2) for seed in range(2)]
     undisturbed = [
@@ -194,9 +196,7 @@ ALWAYS = [("weights", "a flipped byte"), ("manifest", "gone"), ("entry", "a fold
 ALWAYS += [("entry", name) for name in ("no mapping", "another key", "a file outside", "a file too few")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [pytest.param(*each, marks=[pytest.mark.long] * (each not in ALWAYS)) for each in GARBAGE]
-)
+@pytest.mark.parametrize(("kind", "name"), some(GARBAGE, *ALWAYS))
 def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, name: str) -> None:
     manifest = checkpoint(tmp_path)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
@@ -350,6 +350,7 @@ def test_a_full_disk_of_results_says_what_it_says_without_a_cache(tmp_path: Path
     assert verify(cache) == [] and len(look(cache).entries) == 1, "the cache is not to blame"
 
 
+@pytest.mark.long
 def test_the_memory_of_a_large_file_is_no_proof(tmp_path: Path, cache: Cache) -> None:
     """A blob that was damaged behind the back of all times: it is hashed whenever it is taken."""
     manifest = checkpoint(tmp_path, megabytes=10)

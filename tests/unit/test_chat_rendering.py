@@ -18,6 +18,7 @@ from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import Chat, ChatError
 from lockstep.serve.messages import _messages
 from lockstep.serve.stream import StreamError
+from some import some, some_cases
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 LLAMA_2 = """\
@@ -119,7 +120,9 @@ def theirs() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("name", ["LLAMA_2", "CHATML", "TOOLS"])
-@pytest.mark.parametrize("messages", [CHAT, CHAT[:1], SYSTEM, CALLED], ids=["chat", "first", "system", "called"])
+@pytest.mark.parametrize(
+    "messages", some([CHAT, CHAT[:1], SYSTEM, CALLED], CALLED), ids=["chat", "first", "system", "called"]
+)
 def test_a_prompt_is_that_of_transformers(theirs: Any, name: str, messages: list) -> None:
     if name != "TOOLS" and messages is CALLED:
         messages = CALLED[-1:] if name == "CHATML" else CALLED[:2]
@@ -192,7 +195,7 @@ def test_a_content_of_null_is_written_as_transformers_writes_it(theirs: Any, nam
     assert '"content": null' in render("{{ messages | tojson }}", _messages(messages))
 
 
-@pytest.mark.parametrize("inner", [*AS_TEXT, *AS_OBJECT])
+@pytest.mark.parametrize("inner", some([*AS_TEXT, *AS_OBJECT], AS_TEXT[0], AS_OBJECT[0]))
 def test_arguments_are_what_the_template_wants(theirs: Any, inner: str) -> None:
     """The client's text to the byte, or the object that it stands for."""
     template = "{% for call in messages[1].tool_calls %}{% set call = call.function %}" + inner + "{% endfor %}"
@@ -238,10 +241,7 @@ HOSTILE = {
 ALWAYS = ("a loop without an end", "a long text", "attributes", "another template", "no syntax")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [pytest.param(text, id=name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name, text in HOSTILE.items()],
-)
+@pytest.mark.parametrize("template", some_cases(HOSTILE, *ALWAYS))
 def test_a_hostile_template_ends_with_one_line_and_holds_nobody_up(template: str, capfd: Any) -> None:
     async def tried() -> tuple[str, int]:
         ticks = 0
@@ -268,6 +268,7 @@ def test_a_hostile_template_ends_with_one_line_and_holds_nobody_up(template: str
     assert said.count("\n") <= 1 and (not said or said.startswith("lockstep: no chat: "))
 
 
+@pytest.mark.long
 def test_after_a_hostile_chat_the_next_is_rendered() -> None:
     """And one whose client is gone gives its answer to nobody else."""
     template = PLAIN + "{% if ends is not defined %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
@@ -313,6 +314,7 @@ def test_who_leaves_takes_the_process_from_nobody() -> None:
     assert same and texts == ["".join(message["content"] for message in CHAT[:n]) for n in (1, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_process_that_is_gone_is_started_again_and_one_that_hangs_is_no_mistake_of_the_chat(
     loop: str, monkeypatch: pytest.MonkeyPatch

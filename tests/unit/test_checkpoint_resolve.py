@@ -348,6 +348,7 @@ def run_printed_command(line: str) -> None:
     subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_pickled_weights_are_refused_and_the_printed_command_converts_them(tmp_path):
     import torch
@@ -369,6 +370,7 @@ def test_pickled_weights_are_refused_and_the_printed_command_converts_them(tmp_p
     assert manifest_of(folder)["tensors"].keys() == model.state_dict().keys()
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_an_absent_tokenizer_is_named_and_the_printed_command_makes_it(tmp_path):
     folder = write(tmp_path / "checkpoint", config={"model_type": "gpt2", "n_layer": 2})

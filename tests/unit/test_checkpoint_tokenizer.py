@@ -47,6 +47,7 @@ def test_what_is_json_and_no_tokenizer(tmp_path, change, expected):
     )
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_does_not_end_is_ended(tmp_path):
     """Each start of a match takes just less than the library's own limit of steps: minutes for a line of text."""
     path = tmp_path / "tokenizer.json"

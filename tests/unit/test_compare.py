@@ -106,6 +106,7 @@ def test_engines_are_their_graphs(demo, fused, tmp_path, precision) -> None:
     assert all(set(entry["outputs"]) == {"hidden_out", "query", "key", "value"} for entry in middle["runs"])
 
 
+@pytest.mark.long
 def test_a_comparison_loads_no_torch(demo, fused, tmp_path) -> None:
     """Polygraphy would, only to ask of each array whether it is one of its tensors."""
     code = (
@@ -451,6 +452,7 @@ def test_engines_with_other_flags_of_the_compiler_are_other_engines(gpu, demo, t
     assert built() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["record", "verified"])
 def test_engines_are_reproduced_with_the_tactics_of_their_record(gpu, demo, tmp_path, monkeypatch, mode) -> None:
     """A round starts in an empty folder, where `verified` would find no record, and `record` no cache to replay."""

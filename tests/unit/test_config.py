@@ -523,6 +523,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(KEYS | SCALARS, VALUES))
 @example({"[key]": None})  # pydantic's own mark for a wrong key

@@ -97,12 +97,8 @@ def resolved(folder: Path) -> Path | None:
         return None
 
 
-ALWAYS = ("num_hidden_layers", "rope_parameters", "vocab_size", "hidden_act")  # a count, a mapping, a size, a name
-
-
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=[pytest.mark.long] * (key not in ALWAYS)) for key in [*CONFIG, *OTHERS]]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("key", [*CONFIG, *OTHERS])
 def test_any_value_of_a_setting_is_taken_or_refused_in_one_line(tmp_path, key):
     taken = []
     for number, value in enumerate(VALUES):
@@ -167,6 +163,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("key", "value", "expected"), REFUSED, ids=[f"{key}={value}"[:40] for key, value, _ in REFUSED]
 )

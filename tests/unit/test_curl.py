@@ -82,6 +82,7 @@ def test_a_stream_comes_as_events(server: RealServer, tmp_path: Path) -> None:
     assert PROMPT + "".join(event["text_output"] for event in events) == whole
 
 
+@pytest.mark.long
 def test_a_client_of_curl_that_is_ended_frees_its_slot(server: RealServer, tmp_path: Path) -> None:
     """What Ctrl-C does: here a time limit, within an answer that would take the whole context."""
     before = server.request("GET", "/metrics")[2].count(b'finished_reason="abort"')

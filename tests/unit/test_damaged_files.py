@@ -113,15 +113,9 @@ def check(folder: Path) -> None:
             assert str(error).splitlines() == [str(error)] and "expected " in str(error) and len(str(error)) < 700
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_damaged_file_is_one_line_or_no_harm(tmp_path, seed):
-    write_damaged(tmp_path / "checkpoint", seed)
-    check(tmp_path / "checkpoint")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(1000, 2000, 100))
-def test_a_thousand_damaged_files(tmp_path, first):
+def test_a_damaged_file_is_one_line_or_no_harm(tmp_path, first):
     for seed in range(first, first + 100):
         folder = tmp_path / str(seed)
         folder.mkdir()

@@ -209,6 +209,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(st.text(max_size=40) | st.lists(FRAGMENTS, max_size=25).map("".join))
 @example('models: {"\\ud800": 1}')

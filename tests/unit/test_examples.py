@@ -51,6 +51,7 @@ def test_the_batch_file_is_completed_line_by_line(demo: Results, tmp_path: Path)
     assert not [record for record in records if record.get("error")]
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_what_is_trained_is_served(demo: Results, shared: Shared, tmp_path: Path) -> None:
     """From pairs of texts to an adapter, a config that loads, and a server that says the answers with it alone."""

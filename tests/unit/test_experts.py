@@ -30,6 +30,7 @@ from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.verify.int8_activations import round_activations
 from lockstep.weights import Weights, slot_array
+from some import some
 
 EXPERTS, TAKEN, WIDTH, INNER = 16, 4, 64, 48
 BACKENDS = ["onnxruntime", "openvino"]
@@ -250,12 +251,7 @@ def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[n
 
 @pytest.mark.parametrize(
     ("precision", "backend"),
-    [
-        ("w4a16", "onnxruntime"),
-        ("w8a8", "onnxruntime"),
-        ("w8a16", "openvino"),
-        pytest.param("w8a16", "onnxruntime", marks=pytest.mark.long),
-    ],
+    some([("w4a16", "onnxruntime"), ("w8a8", "onnxruntime"), ("w8a16", "openvino"), ("w8a16", "onnxruntime")]),
 )
 def test_experts_are_quantised_and_routers_are_not(checkpoint, tmp_path, precision, backend):
     if backend == "openvino":
@@ -271,7 +267,7 @@ def test_experts_are_quantised_and_routers_are_not(checkpoint, tmp_path, precisi
 PARTS = ("gate", "up", "down")
 
 
-@pytest.mark.parametrize("name", ["gptq", pytest.param("awq", marks=pytest.mark.long), "pack-quantized"])
+@pytest.mark.parametrize("name", some(["gptq", "awq", "pack-quantized"]))
 def test_experts_of_a_quantised_checkpoint_keep_their_integers(checkpoint, tmp_path, name):
     layout = next(each for each in LAYOUTS if each.name == name and each.bits == 4 and each.zero_points)
     numbers = write_packed(checkpoint, tmp_path / "packed", layout)

@@ -168,11 +168,10 @@ def windowed(shared, precision) -> Results:
     return Results(shared.folder(f"windowed-{precision}", run_stages) / "results")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    "fault",
-    [None, window_one_more, pytest.param(window_removed, marks=pytest.mark.long)],
-    ids=lambda value: getattr(value, "__name__", "none"),
+    "fault", [None, window_one_more, window_removed], ids=lambda value: getattr(value, "__name__", "none")
 )
 def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precision, fault):
     def validated():
@@ -232,8 +231,13 @@ def plant_in_engine(engines: Path, phase: str, fault) -> None:
             marks=pytest.mark.long,
         ),
         (rows_from_64_on_forgotten, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
-        (past_ignored, "prefill", r"the long prompt', behind \d+ tokens, in"),
-        (third_row_sees_the_second, "decode", r"prompt '.*, step 1"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (past_ignored, "prefill", r"the long prompt', behind \d+ tokens, in"),
+                (third_row_sees_the_second, "decode", r"prompt '.*, step 1"),
+            )
+        ),
     ],
 )
 def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_both_checks(

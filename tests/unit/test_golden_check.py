@@ -94,18 +94,15 @@ def test_what_drafts_change_fails(references, tmp_path, name, words):
         check(references, tmp_path)
 
 
+@pytest.mark.long
 def test_two_checks_are_the_same_bytes(references, tmp_path):
     first = check(references, tmp_path).read_bytes()
     assert check(references, tmp_path).read_bytes() == first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "limits",
-    [
-        {"max_batch_size": 3, "max_num_tokens": 10},
-        pytest.param({"max_batch_size": 1, "max_num_tokens": 7}, marks=pytest.mark.long),
-    ],
-    ids=str,
+    "limits", [{"max_batch_size": 3, "max_num_tokens": 10}, {"max_batch_size": 1, "max_num_tokens": 7}], ids=str
 )
 def test_more_prompts_than_slots_and_prompts_in_chunks_give_the_same(references, tmp_path, limits):
     report = read_json(check(references, tmp_path, limits=replace(LIMITS, **limits)))

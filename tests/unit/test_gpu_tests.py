@@ -42,12 +42,11 @@ def quantized_demo(shared: Shared) -> SimpleNamespace:
     )
 
 
+pytestmark = pytest.mark.long
 sys.path.append(str(FOLDER))  # some import from others
 for _name in ("test_gpu_kernels", "test_gpu_run", "test_gpu_compare", "test_gpu_quantized"):
     _spec = importlib.util.spec_from_file_location(f"fake_{_name}", FOLDER / f"{_name}.py")
     _module = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_module)
     _tests = {name: test for name, test in vars(_module).items() if name.startswith("test_")}
-    if _name == "test_gpu_compare":  # a minute each
-        _tests = {name: pytest.mark.long(test) for name, test in _tests.items()}
     globals().update(_tests)

@@ -95,6 +95,7 @@ def request(model: Model, tokenizer: Tokenizer, grammar: Grammar | None, **given
     return Request(tokenizer.encode(PROMPT), given.pop("max_new_tokens", 150), None, stop_ids, grammar=grammar, **given)
 
 
+@pytest.mark.long
 def test_greedy_or_drawn_every_answer_follows_its_schema(
     model: Model, tokenizer: Tokenizer, grammars: Compiler
 ) -> None:
@@ -314,6 +315,7 @@ def test_a_grammar_that_is_none_is_a_400_and_disturbs_nobody(
     server.wait_idle()
 
 
+@pytest.mark.long
 def test_a_killed_engine_goes_on_in_the_grammar(server: RealServer) -> None:
     given = {"guided_regex": "[a-z ]{120}END", "temperature": 1.0, "seed": 11}
     whole = server.complete(PROMPT, 200, **given)["choices"][0]

@@ -34,6 +34,7 @@ def test_an_argument_that_nobody_has_looked_at_is_refused_by_its_name():
     assert all(HARMLESS.values()), "each with its reason"
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_sparse_attention_is_refused():
     config = {
@@ -114,7 +115,6 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
 @pytest.mark.parametrize(("config", "reason"), [
     ({"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": 64}, "ALiBi"),
     pytest.param({"model_type": "falcon", **TINY, "alibi": True}, "ALiBi", marks=pytest.mark.long),
-    ({"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64}, "ALiBi"),
     ({"model_type": "falcon", **TINY}, "computes attention in code of its own"),
     ({"model_type": "gptj", "n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "vocab_size": 64}, "computes attention in "  # noqa: E501
 "code of its own"),

@@ -92,6 +92,7 @@ def test_mixed_tokens_are_named(body, named):
 LLAMA = {**FAMILIES["llama"].config, "num_hidden_layers": 1}
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_model_whose_layers_mix_tokens_beyond_some_length_is_refused(monkeypatch):
     own = modeling_llama.LlamaMLP.forward
@@ -104,6 +105,7 @@ def test_a_model_whose_layers_mix_tokens_beyond_some_length_is_refused(monkeypat
         parts_of(meta_model(LLAMA, "fp32"))
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_rope_that_reads_the_longest_position_is_refused(monkeypatch):
     own = modeling_llama.LlamaRotaryEmbedding.forward
@@ -165,6 +167,7 @@ def test_a_rope_that_changes_with_length_is_held_to_its_first_frequencies(config
     assert at and not beyond
 
 
+@pytest.mark.long
 @pytest.mark.traces
 @pytest.mark.exports
 def test_a_frozen_rope_leaves_no_look_at_other_tokens_in_the_trace():

@@ -104,6 +104,7 @@ def test_other_arrivals() -> None:
 # --- times
 
 
+@pytest.mark.long
 def test_a_stall_of_the_server_is_in_the_latency_of_all_that_were_due_meanwhile(server: ScriptedServer) -> None:
     spec = LoadSpec(prompts(20, 1), {}, rates=(20.0,), arrivals="constant", warmup=0)
     server.stall(0.3, 0.5)
@@ -130,6 +131,7 @@ def test_what_waits_for_its_turn_has_the_wait_in_its_latency(server: ScriptedSer
     assert records[5].ttft is not None and records[5].ttft >= 0.3
 
 
+@pytest.mark.long
 def test_a_slow_answer_delays_no_later_request(server: ScriptedServer) -> None:
     server.script = lambda body, number: iter((1.0, "late ") if number == 0 else ("soon ",))
     records = records_of(server, LoadSpec(prompts(5, 1), {}, rates=(20.0,), arrivals="constant", warmup=0))
@@ -144,6 +146,7 @@ def test_the_first_token_is_the_first_text_and_not_the_role(server: ScriptedServ
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello there"}]
 
 
+@pytest.mark.long
 def test_connections_are_used_again_but_not_after_a_pause(server: ScriptedServer) -> None:
     """A server closes what is idle for long, and a request that meets the closing would fail."""
     due = [0.0, 0.1, 0.2, 1.5, 1.6]
@@ -169,6 +172,7 @@ for lengths, *options in ("4,0,40,0", "--requests", "200", "-c", "90"), ("4,0,1,
 """
 
 
+@pytest.mark.long
 def test_more_requests_at_once_than_a_process_may_have_files(server: ScriptedServer) -> None:
     done = subprocess.run([sys.executable, "-c", SEVERAL_RUNS, server.url], capture_output=True, text=True)
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended: ")]
@@ -370,6 +374,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 # --- check
 
 
+@pytest.mark.long
 def test_check_passes_on_the_same_and_fails_on_worse(
     server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,6 +410,7 @@ def test_a_failure_is_worse_than_any_base() -> None:
 FEW = ("--functional", "--token-norm-dist", "6,1,4,1", "--requests", 3)
 
 
+@pytest.mark.long
 def test_functional_asks_each_prompt_alone_streamed_and_all_at_once(
     server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -413,6 +419,7 @@ def test_functional_asks_each_prompt_alone_streamed_and_all_at_once(
     assert sum("stream" not in body for body in server.bodies) == 3
 
 
+@pytest.mark.long
 def test_functional_finds_what_is_wrong(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.script = lambda body, number: iter(("other ",) if number == 3 else ("same ",))
     code, _, said = told(capsys, server.url, *FEW)
@@ -431,6 +438,7 @@ def test_functional_finds_what_is_wrong(server: ScriptedServer, capsys: pytest.C
 # --- the command
 
 
+@pytest.mark.long
 def test_the_spellings_of_tensorrt_llms_benchmark(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--input_mean 12 --input_stdev 5 --output_mean 3 --output_stdev 1 --num_requests 5"
     rate = ("--request_rate", 100, "--time-delay-dist", "exponential_dist")

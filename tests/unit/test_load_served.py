@@ -18,6 +18,7 @@ from lockstep.load.records import Planned, Prompt, Record
 from lockstep.load.report import LoadReport
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
+from some import some
 
 TEXTS = ("Once upon a time", "What is machine learning?", "San Francisco is a", "Ice floats because", "The")
 DRAWN = ("--token-norm-dist", "20,6,12,4", "--requests", 12, "--seed", 3)
@@ -69,12 +70,8 @@ def measured(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: objec
     ]
 
 
-def long(*endpoints: str) -> list[Any]:
-    """Endpoints of the long run: that all count the same tokens is a test below."""
-    return [pytest.param(endpoint, marks=pytest.mark.long) for endpoint in endpoints]
-
-
-@pytest.mark.parametrize("endpoint", ["completions", *long("triton", "grpc")])
+@pytest.mark.long
+@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
 def test_drawn_prompts_get_answers_of_the_drawn_lengths(
     server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, endpoint: str
 ) -> None:
@@ -87,7 +84,7 @@ def test_drawn_prompts_get_answers_of_the_drawn_lengths(
     assert all(record["status"] == "completed" and record["chunks"] for record in records)
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "grpc", *long("chat", "triton")])
+@pytest.mark.parametrize("endpoint", some(["completions", "grpc", "chat", "triton"]))
 def test_texts_of_a_file_are_the_same_alone_streamed_and_together(
     server: RealServer, capsys: pytest.CaptureFixture[str], dataset: Path, endpoint: str
 ) -> None:
@@ -114,7 +111,8 @@ def test_all_endpoints_count_the_same_tokens(
         assert found == counts["grpc0"], name
 
 
-@pytest.mark.parametrize("endpoint", ["completions", *long("triton", "grpc")])
+@pytest.mark.long
+@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
 def test_cancelled_requests_leave_nothing_behind(
     server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, endpoint: str
 ) -> None:
@@ -126,7 +124,8 @@ def test_cancelled_requests_leave_nothing_behind(
     server.wait_idle()
 
 
-@pytest.mark.parametrize("endpoint", ["completions", *long("triton", "grpc")])
+@pytest.mark.long
+@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
 def test_a_server_with_a_key_needs_it(
     guarded: tuple[RealServer, Path], capsys: pytest.CaptureFixture[str], endpoint: str
 ) -> None:
@@ -158,6 +157,7 @@ def test_a_refusal_that_comes_before_the_request_is_written_is_told_as_it_is(gua
     assert found == {"gRPC UNAUTHENTICATED: authorization: expected 'Bearer' and a key of this server, found nothing"}
 
 
+@pytest.mark.long
 def test_the_spelling_of_the_benchmark_of_the_backend(
     server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, dataset: Path
 ) -> None:

@@ -13,6 +13,7 @@ from lockstep.onnx_tools.lower_opset import lower
 from lockstep.onnx_tools.prepare import Prepared, check_same
 from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.show import layer_table, show
+from some import some
 
 pytestmark = pytest.mark.exports
 
@@ -67,9 +68,7 @@ def inputs_of(model, seed=0):
     return feeds
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.long] * name.startswith(("gpt2", "phi"))) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", some(FAMILIES, "llama (biases)"))
 def test_lowered_graphs_compute_the_same(graphs, family):
     for name, model in graphs(family):
         lowered = lower(model)

@@ -176,6 +176,7 @@ def check(results, out, tolerance=FP16):
     )
 
 
+@pytest.mark.long
 def test_right_graphs_and_engines_pass_on_the_activations_of_trained_models(trained, tmp_path):
     validated(trained)
     report = read_json(check(trained, tmp_path / "golden.json"))

@@ -58,6 +58,7 @@ from lockstep.weights import Weights, convert
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of
 from network import Recorder
 from shared import Shared
+from some import some
 
 openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
 
@@ -65,8 +66,7 @@ NAME, BACKEND, QUANTIZED = "demo-llama", "openvino", ("w8a16", "w4a16")
 HAS_BF16 = cpu.why_not("bf16") is None
 bf16 = pytest.mark.skipif(not HAS_BF16, reason="needs bf16 in the CPU")
 LONG = pytest.mark.long(reason="each precision, layer count and family runs by default, not each of them with each")
-ALWAYS = (("gemma2", "w8a16"),)  # the demo runs in each precision
-ALL = ("fp32", pytest.param("bf16", marks=bf16), *QUANTIZED)
+ALL = (*some(("fp32", *QUANTIZED), "w4a16"), pytest.param("bf16", marks=bf16))
 
 
 def engines_of(shared: Shared, results: Results, name: str, precision: str, key: str) -> Path:
@@ -118,9 +118,8 @@ def passes(
 @pytest.mark.parametrize(
     "precision, layers",
     [
-        ("fp32", 2),
         pytest.param("bf16", "all", marks=bf16),
-        pytest.param("fp32", "all", marks=LONG),
+        *(pytest.param("fp32", layers, marks=LONG) for layers in (2, "all")),
         pytest.param("bf16", 2, marks=[bf16, LONG]),
     ],
 )
@@ -132,30 +131,23 @@ def test_the_demo_says_what_the_reference_says(opened, references, tmp_path, pre
     assert passes(results, name, precision, layers, reference, engines, tmp_path, logits=logits)
 
 
-@pytest.mark.parametrize(
-    "precision, layers",
-    [("w8a16", "all"), ("w4a16", 2), *(pytest.param(*each, marks=LONG) for each in (("w8a16", 2), ("w4a16", "all")))],
-)
+@pytest.mark.parametrize("precision, layers", some(itertools.product(QUANTIZED, (2, "all")), ("w4a16", 2)))
 def test_quantised_weights_say_what_dequantised_ones_say(opened, tmp_path, precision, layers):
     results, _, engines = opened(precision)
     report = check(results, precision, layers, LIMITS, tmp_path, engines)
     assert report["result"] == "pass" and report["max_logit_error"] < 5e-3  # int8 activations alone: above 2e-2
 
 
-@pytest.mark.parametrize("precision, layers", [pytest.param("w8a8", 2, marks=LONG), ("w4a8", "all")])
+@pytest.mark.long
+@pytest.mark.parametrize("precision, layers", [("w8a8", 2), ("w4a8", "all")])
 def test_activations_of_8_bits_say_what_rounded_ones_say(opened, tmp_path, precision, layers):
     results, _, engines = opened(precision)
     assert check(results, precision, layers, LIMITS, tmp_path, engines)["result"] == "pass"
 
 
 # the head is of 8 bits in w4a16, too
-@pytest.mark.parametrize(
-    "family, precision",
-    [
-        pytest.param(*each, marks=() if each in ALWAYS else LONG)
-        for each in itertools.product(RANDOM, ("w4a16", "w8a16"))
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family, precision", itertools.product(RANDOM, ("w4a16", "w8a16")))
 def test_random_families_in_small_weights(shared, tmp_path, family, precision):
     results = random_family(shared, family, precision)
     engines = engines_of(shared, results, "model", precision, family)
@@ -186,7 +178,7 @@ def test_random_families_in_bf16(shared, tmp_path, family):
         assert passes(results, NAME, "bf16", layers, reference, engines, tmp_path, LIMIT, 0.8)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "w4a16"])
+@pytest.mark.parametrize("precision", some(["fp32", "w4a16"], "w4a16"))
 def test_engines_are_beside_their_graphs(opened, tmp_path, precision):
     results, name, engines = opened(precision)
     paths = results.assembly(name, precision), results.weights(name, precision), engines
@@ -439,7 +431,7 @@ def test_weights_with_zero_points_are_refused(tmp_path):
     assert line.startswith(f"{tmp_path}/g.onnx: MatMulNBits: expected integers and scales that are inputs, and no zero")
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", some(FAULTS), ids=lambda fault: fault.__name__)
 def test_engines_on_other_weights_than_the_reference_fail(opened, tmp_path, fault):
     results, _, engines = opened("w4a16")
     results = damaged(results, tmp_path / "results", fault)
@@ -493,6 +485,7 @@ def test_arrays_and_weights_that_do_not_fit_are_refused(opened):
     run.prepare(inputs, outputs)()
 
 
+@pytest.mark.long
 @bf16
 def test_bisect_follows_bf16_engines(opened, tmp_path):
     """Their graphs are computed in float32 beside them."""

@@ -43,6 +43,7 @@ from lockstep.weights import Weights, convert, packed, slot_array
 from lockstep.weights.groups import dequantize, pack
 from lockstep.weights.packed import Packed, pack_zero_points
 from shared import Shared
+from some import some
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
 ZEROS = replace(GPTQ, zero_points=True)
@@ -84,7 +85,7 @@ def converted(shared: Shared, layout: Layout, root: Path, folder: Path | None = 
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=label)
+@pytest.mark.parametrize("layout", some(LAYOUTS, ORDERED, AWQ, INT8), ids=label)
 def test_the_integers_of_a_checkpoint_stay_what_they_are(shared, tmp_path, layout):
     folder, numbers = source(shared, layout)
     results, precision = converted(shared, layout, tmp_path / "results"), precision_of(layout)
@@ -142,9 +143,7 @@ def test_in_floating_point_it_is_what_the_integers_stand_for(shared, tmp_path, l
         assert np.array_equal(weights[name], expected.astype(weights[name].dtype)), name
 
 
-@pytest.mark.parametrize(
-    "layout", [ORDERED, *(pytest.param(each, marks=pytest.mark.long) for each in (AWQ, ZEROS)), INT8], ids=label
-)
+@pytest.mark.parametrize("layout", some([ORDERED, AWQ, ZEROS, INT8]), ids=label)
 def test_engines_say_what_the_checkpoint_says(shared, tmp_path, layout):
     results, precision = converted(shared, layout, tmp_path / "results"), precision_of(layout)
     build(results.assembly("model", precision), "onnxruntime", results.engines("model", precision, "onnxruntime"))
@@ -158,6 +157,7 @@ def test_engines_say_what_the_checkpoint_says(shared, tmp_path, layout):
     assert abs(drift.perplexity / drift.full_perplexity - 1) < 1e-6
 
 
+@pytest.mark.long
 def test_ranks_take_their_part_of_the_zero_points(tmp_path):
     """Which stand two in a byte: a rank takes an even number of groups of a row."""
     config = {**FAMILIES["llama"].config, "hidden_size": 64, "intermediate_size": 128}
@@ -206,7 +206,7 @@ def test_export_takes_bits_and_groups_from_the_checkpoint(shared, tmp_path):
     assert line.startswith("group_size: expected 16, as the checkpoint ") and line.endswith("found 32; leave it out")
 
 
-@pytest.mark.parametrize("part", ["data", "scales", "zero_points"])
+@pytest.mark.parametrize("part", some(["data", "scales", "zero_points"]))
 def test_weights_that_are_not_the_checkpoints_are_refused(shared, tmp_path, part):
     def change(tensors: dict[str, np.ndarray]) -> None:
         array = tensors[f"model.layers.1.mlp.up_proj.weight.{part}"]

@@ -183,12 +183,14 @@ def llama(assembled):
     return make_small(config, meta, *assembled(meta, config, "fp32"), assembled)
 
 
+@pytest.mark.long
 def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
     for small in (wide, llama):
         found = measure(small)
         assert found.error < TOLERANCE / 4 and found.own < TOLERANCE / 4
 
 
+@pytest.mark.long
 def test_more_far_positions_than_near_requests_are_checked(shared):
     """Llama 3.1's: both sides of the length that its RoPE was made for, and its last position, are three requests."""
     rope = {
@@ -217,6 +219,7 @@ LATE_FAULTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("fault", LATE_FAULTS)
 def test_a_fault_that_begins_late_is_caught(wide, fault, phase):
@@ -276,6 +279,7 @@ def test_a_fault_in_the_export_is_a_refusal_that_says_so(assembled):
     )
 
 
+@pytest.mark.long
 def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(tmp_path, monkeypatch):
     own = modeling_llama.eager_attention_forward
 
@@ -292,6 +296,7 @@ def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_an_encoder_is_refused_unless_it_is_told_to_be_a_decoder(tmp_path):
     bert = {
         "model_type": "bert",
@@ -401,12 +406,14 @@ def test_large_shapes_become_small_and_keep_their_settings(config):
     assert ratio(text) == ratio(real)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", pytest.param("minimax_m3_vl_text", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "minimax_m3_vl_text"])
 def test_operators_that_fp16_has_other_names_for_do_not_refuse_a_model(model_type, tmp_path):
     """A Reshape more, and Min for Clip."""
     assert export_config(tiny_configs(default_config(model_type))[0], "fp16", tmp_path)
 
 
+@pytest.mark.long
 def test_a_router_whose_weights_stay_in_float32_refuses_fp16_by_name(tmp_path):
     config = tiny_configs(default_config("glm4_moe"))[0]
     with pytest.raises(InputError, match="keeps model.layers.1.mlp.gate.e_score_correction_bias in float32; choose f"):

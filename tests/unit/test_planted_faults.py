@@ -63,6 +63,7 @@ def record(graphs, tmp_path_factory):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_fault_in_a_graph_is_seen_by_validate_and_in_an_engine_by_compare(record):
     rows = rows_of(record, "scale-sqrt-2")
@@ -72,12 +73,14 @@ def test_a_fault_in_a_graph_is_seen_by_validate_and_in_an_engine_by_compare(reco
     assert rows["engine"]["largest_logit_difference"] == rows["graph"]["largest_logit_difference"] > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_fault_in_the_assembly_is_seen_by_validate(record):
     rows = rows_of(record, "slots-gate-up")
     assert list(rows) == ["assembly"] and rows["assembly"]["harmful"] and rows["assembly"]["caught_by"][0] == "validate"
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_fault_in_the_runtime_is_seen_by_golden_alone_and_gone_afterwards(record):
     from lockstep.step.kv_cache import KVCache
@@ -87,6 +90,7 @@ def test_a_fault_in_the_runtime_is_seen_by_golden_alone_and_gone_afterwards(reco
     assert KVCache.write.__qualname__ == "KVCache.write"
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_fault_that_no_request_reaches_is_harmless_and_need_not_be_caught(record):
     """The cache always has a row more than its requests hold."""
@@ -94,6 +98,7 @@ def test_a_fault_that_no_request_reaches_is_harmless_and_need_not_be_caught(reco
     assert not rows["engine"]["harmful"] and rows["engine"]["largest_logit_difference"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
     assert (record["planted"], record["distinct"], record["harmful"], record["harmful_caught"], record["score"]) == (
@@ -109,6 +114,7 @@ def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
     )
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(graphs, tmp_path):
     docs = tmp_path / "docs"
@@ -197,6 +203,7 @@ def test_the_gate_of_each_row_is_the_one_that_caught_it_in_the_records():
     assert {faults.missed_by(record, row) for record, row in rows if row["harmful"]} == {None}
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_harmful_fault_that_another_gate_caught_than_its_own_is_named(record):
     changed = json.loads(json.dumps(record))

@@ -200,6 +200,7 @@ def test_what_lm_eval_asks_for_is_what_it_can_read(server: RealServer, tokenizer
     assert all(value == max(top.values()) for value, top in zip(made["token_logprobs"], made["top_logprobs"]))
 
 
+@pytest.mark.long
 def test_a_killed_engine_gives_them_once(server: RealServer) -> None:
     given = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.0, "seed": 9}
     whole = server.complete(TEXT, 60, **given)["choices"]

@@ -4,6 +4,7 @@ that would show."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -48,6 +49,7 @@ from lockstep.verify.int8_activations import rounded
 from lockstep.weights import Weights, convert
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of, unpack
 from shared import Shared
+from some import some
 
 PRECISIONS = ("w8a16", "w4a16", "w8a8", "w4a8")
 GROUP = 16
@@ -56,7 +58,7 @@ PROMPTS = tuple(prompt.text for prompt in GOLDEN.prompts)
 # Untied with biases; tied and scaled, with norms behind; a fused query, key and value.
 RANDOM = ("llama", "gemma2", "gpt_neox")
 # The demo is a Llama, which runs in each precision.
-each_random_family = [pytest.param(name, marks=[pytest.mark.long] * (name != "gemma2")) for name in RANDOM]
+each_random_family = some(RANDOM, "gemma2")
 LIMIT = Limits(max_batch_size=3, max_input_len=64, max_seq_len=96, max_num_tokens=128)
 
 
@@ -127,18 +129,9 @@ def demo(shared: Shared, precision: str) -> Results:
     return Results(shared.folder(f"quantized/{precision}", lambda root: made(DEMO, precision, (2, "all"), ASKED, root)))
 
 
-LONG = pytest.mark.long(reason="both precisions and both layer counts run by default")
-
-
 @pytest.mark.parametrize(
     "precision, layers",
-    [
-        ("w8a16", 2),
-        ("w4a16", "all"),
-        ("w8a8", 2),
-        ("w4a8", "all"),
-        *(pytest.param(*each, marks=LONG) for each in (("w8a16", "all"), ("w4a16", 2), ("w8a8", "all"), ("w4a8", 2))),
-    ],
+    some(itertools.product(("w8a16", "w4a16", "w8a8", "w4a8"), (2, "all")), ("w4a16", "all"), ("w4a8", "all")),
 )
 def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precision, layers):
     results = demo(shared, precision)
@@ -174,6 +167,7 @@ def random_family(shared: Shared, family: str, precision: str) -> Results:
     return Results(shared.folder(f"quantized-{family}/{precision}", make))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", each_random_family)
 def test_random_families_say_what_their_dequantised_weights_say(shared, tmp_path, family):
     for precision in ("w8a16", "w4a8"):
@@ -400,7 +394,7 @@ def test_a_fault_of_the_weights_is_no_rounding_of_the_checkpoint(shared, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", some(FAULTS), ids=lambda fault: fault.__name__)
 def test_engines_on_other_weights_than_the_reference_fail(shared, tmp_path, fault):
     """As if the runtime bound, or the library read, the weights in another way than the reference."""
     results = damaged(demo(shared, "w4a16"), tmp_path / "results", fault)

@@ -32,6 +32,7 @@ from lockstep.targets import Results
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights, slot_array
 from lockstep.weights.groups import dequantize
+from some import some
 
 GROUP = 16
 # Rows of 64 and 96 numbers: each of two ranks has two and three whole groups of them.
@@ -74,6 +75,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return made(source, precision, ("all",), asked, root / "results", graphs), precision
 
 
+@pytest.mark.long
 def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str], tmp_path: Path) -> None:
     found, precision = results
     pair, random = (found.assembly("model", precision), found.weights("model", precision)), np.random.default_rng(0)
@@ -141,9 +143,7 @@ def test_ranks_read_the_file_that_one_rank_reads(results: tuple[Results, str]) -
     assert seen >= 2 * 3 * 4
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gpt_neox", *(pytest.param(name, marks=pytest.mark.long) for name in ("phi3", "cohere"))]
-)
+@pytest.mark.parametrize("family", some(["gpt_neox", "llama", "phi3", "cohere"]))
 def test_integers_and_scales_are_split_where_the_weight_is(family: str) -> None:
     """By rows, sections of a fused weight among them, or by whole groups."""
     assembly, full = split(family, "w4a16")[1], whole_precision(family)[1]

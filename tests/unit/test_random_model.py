@@ -74,6 +74,7 @@ def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> 
     assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
 
 
+@pytest.mark.long
 def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
     config = shape(tmp_path)
     whole = load_file(random_model.make(config, 0, tmp_path / "whole") / "model.safetensors")
@@ -168,6 +169,7 @@ def test_a_model_larger_than_the_disk_is_refused_before_anything_is_written(tmp_
     assert not list((tmp_path / "c").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
     """A model of 240 MB, whose largest tensor has 100 MB. Pieces have 16 MB: a few at a time, and what the page cache

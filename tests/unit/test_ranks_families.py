@@ -70,6 +70,7 @@ def make(family: str, folder: Path) -> Made:
     return Made(family, results, source)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", some_families(*ALWAYS))
 def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path: Path) -> None:
     from lockstep.serve import check as served  # loads what a server needs

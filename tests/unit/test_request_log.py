@@ -171,6 +171,7 @@ def test_no_line_has_what_was_asked_answered_or_sent_as_key(server: RealServer, 
     assert not [word for word in (PROMPT, text, "secret-key", "wrong-key", "secret-salt") if word in written]
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_nothing_and_is_said_once(tree: Path) -> None:
     with RealServer(tree, "--request-log", "/dev/full") as server:
         for _ in range(3):
@@ -179,6 +180,7 @@ def test_a_full_disk_ends_nothing_and_is_said_once(tree: Path) -> None:
     assert server.stderr.count("request log: lines are lost: No space left on device") == 1
 
 
+@pytest.mark.long
 def test_a_reader_that_does_not_read_holds_up_nobody(tree: Path) -> None:
     pipe = tree / "pipe"
     os.mkfifo(pipe)

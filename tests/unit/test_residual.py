@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from lockstep.verify import compare, golden, validate
 from lockstep.verify.bisect.run import bisect
 from lockstep.verify.compare import inputs
 from lockstep.weights import convert
+from some import some
 
 NAME = "large"
 LIMITS = Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64)
@@ -64,38 +66,40 @@ OWN = {"head_dim": 16, "tie_word_embeddings": False}
 MODELS = {"llama": by_bias, "gemma3_text": by_embedding}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("gemma3_text", marks=pytest.mark.long), "llama"])
-def made(request, shared) -> Path:
-    """Results of a model whose stream is beyond float16: in "plain", and in "wide" with `residual: float32`."""
+@pytest.fixture(params=some(["llama", "gemma3_text"]))
+def made(request, shared) -> Callable[[str], Results]:
+    """By kind, "plain" or "wide" with `residual: float32`, results of a model whose stream is beyond float16."""
 
-    def make(root: Path) -> None:
-        source = root / "source"
-        lifelike.write({**FAMILIES[request.param].config, **OWN}, 0, source, MODELS[request.param])
-        for kind, residual in (("plain", None), ("wide", "float32")):
-            results = Results(root / kind)
-            checkpoint = resolve(str(source), source, results.checkpoint(NAME))
-            architecture = resolve_architecture(str(source), source, results.architecture(NAME))
+    def of(kind: str) -> Results:
+        def make(root: Path) -> None:
+            lifelike.write({**FAMILIES[request.param].config, **OWN}, 0, root / "source", MODELS[request.param])
+            results, source = Results(root), (str(root / "source"), root / "source")
+            checkpoint = resolve(*source, results.checkpoint(NAME))
+            architecture = resolve_architecture(*source, results.architecture(NAME))
             convert(checkpoint, "fp16", results.weights(NAME, "fp16"))
             golden.make_reference(checkpoint, "all", TERMS, results.reference(NAME, "all"))
+            residual = "float32" if kind == "wide" else None
             export(architecture, "fp16", results.assembly(NAME, "fp16"), residual=residual)
             build(results.assembly(NAME, "fp16"), "onnxruntime", results.engines(NAME, "fp16", "onnxruntime"))
 
-    return shared.folder(f"residual/{request.param}", make)
+        return Results(shared.folder(f"residual/{request.param}-{kind}", make))
+
+    return of
 
 
-def paths(made: Path, kind: str) -> tuple[Path, Path, Path]:
-    results = Results(made / kind)
+def paths(made: Callable[[str], Results], kind: str) -> tuple[Path, Path, Path]:
+    results = made(kind)
     return results.assembly(NAME, "fp16"), results.weights(NAME, "fp16"), results.engines(NAME, "fp16", "onnxruntime")
 
 
-def validated(made: Path, kind: str, out: Path) -> Path:
+def validated(made: Callable[[str], Results], kind: str, out: Path) -> Path:
     assembly, weights, _ = paths(made, kind)
-    checkpoint = Results(made / kind).checkpoint(NAME)
+    checkpoint = made(kind).checkpoint(NAME)
     return validate.run(assembly, weights, checkpoint, "all", TOLERANCES, LIMITS.max_seq_len, out)
 
 
 def run_golden(
-    made: Path,
+    made: Callable[[str], Results],
     kind: str,
     folder: Path,
     backend: str = "onnxruntime",
@@ -105,7 +109,7 @@ def run_golden(
     """built, exported: engines and assembly instead of those of `made`."""
     assembly, weights, engines = paths(made, kind)
     inputs = {"assembly": exported or assembly, "weights": weights, "engines": built or engines}
-    inputs["reference"] = Results(made / kind).reference(NAME, "all")
+    inputs["reference"] = made(kind).reference(NAME, "all")
     options = {"tolerance": asdict(TOLERANCES), "limits": asdict(LIMITS), "expected": [None] * len(TERMS.prompts)}
     names = {"model": NAME, "precision": "fp16", "layers": "all", "backend": backend}
     out = folder / STAGES["golden"].output.format(**names)
@@ -121,16 +125,18 @@ def line(where: str, name: str) -> str:
 STREAM = line(r"(layer 1 \(block middle\)|the embedding \(block embedding\))", "the hidden state")
 
 
+@pytest.mark.long
 def test_plain_fp16_is_refused_for_what_it_is(made, tmp_path):
     with pytest.raises(CheckError, match=f"^{STREAM}; details in"):
         validated(made, "plain", tmp_path / "validate.json")
     with pytest.raises(CheckError, match=f"^{STREAM}; prompt 'The river', .*; details in"):
         run_golden(made, "plain", tmp_path)
-    found = bisect(Results(made / "plain"), Target(NAME, "fp16", "all", "onnxruntime"), TOLERANCES)
+    found = bisect(made("plain"), Target(NAME, "fp16", "all", "onnxruntime"), TOLERANCES)
     assert found.wrong == "overflow"
     assert re.fullmatch(STREAM, f"{found.answer.removeprefix('overflow: ')}; {found.look_at[0]}")
 
 
+@pytest.mark.long
 def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
     """On inputs of its own a graph may overflow where the model does not: it is no engine's fault."""
     assembly, weights, engines = paths(made, "plain")
@@ -153,6 +159,7 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
     assert read_json(run_golden(made, "wide", tmp_path))["max_logit_error"] > 0  # float16 is not left out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "backend, version", [("tensorrt", "8.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116")]
 )
@@ -172,9 +179,10 @@ def test_cuda_whose_hidden_state_is_float16_refuses_it(made, tmp_path):
         build(paths(made, "wide")[0], "cuda", tmp_path / "engines.json", SIZES)
 
 
+@pytest.mark.long
 def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
     """Partial sums are float16, what they are added to float32; adapters' products are float16."""
-    results = Results(made / "wide")
+    results = made("wide")
     for settings in ({"tensor_parallel": 2}, {"adapters": {"max_adapters": 2, "max_lora_rank": 8}}):
         assembly = tmp_path / next(iter(settings)) / "assembly.json"
         export(results.architecture(NAME), "fp16", assembly, residual="float32", **settings)
@@ -196,6 +204,7 @@ def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
     assert not gpu.faults
 
 
+@pytest.mark.long
 def test_only_the_stream_is_wide(made):
     """Weights, attention, keys and values stay float16; attention graphs are those of plain fp16."""
     plain, wide = (Assembly.load(paths(made, kind)[0]) for kind in ("plain", "wide"))

@@ -25,12 +25,13 @@ from lockstep.gpu.attention.rope_tables import RopeTables, check_rope_tables, re
 from lockstep.gpu.attention.variants import why_not_fused
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.sessions import open_session
+from some import some
 
 pytestmark = pytest.mark.exports
 
 POSITIONS = 100
-# Halves, with frequencies and weights scaled; neighbours, of a part of the elements; no encoding.
-ALWAYS = {"llama, yarn rope", "glm", "gpt2"}
+# Halves, with frequencies and weights scaled.
+ALWAYS = {"llama, yarn rope"}
 TWO_KINDS = {"qwen2", "gemma2", "gemma3_text", "smollm3"}
 REFUSED = {
     "deepseek_v3": "element 13 made of 2 others",  # writes neighbours into halves
@@ -57,7 +58,7 @@ def executable(model: onnx.ModelProto, folder: Path):
 
 
 def of(names) -> list:
-    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES if name in names]
+    return some([name for name in FAMILIES if name in names], *ALWAYS)
 
 
 @pytest.fixture(scope="module", params=of(FAMILIES))
@@ -142,19 +143,15 @@ def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
         assert np.abs(found - expected[0].numpy().swapaxes(0, 1)).max() < 2 * 2**-11 * 4.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "factor", "positions"),
     [
         # At position 30744 an angle of Llama-2-7B is next to pi/2: its cosine is -2.9e-6, below fp16's smallest normal
         # number.
-        pytest.param(
-            {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32},
-            1.0,
-            30745,
-            marks=pytest.mark.long,
-        ),
+        ({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}, 1.0, 30745),
         # all numbers of the encoding are below it
-        ({"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}, 1e-5, POSITIONS),
+        ({"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}, 1e-05, POSITIONS),
     ],
 )
 def test_numbers_below_the_smallest_normal_one_are_no_other_numbers(tmp_path, sizes, factor, positions) -> None:

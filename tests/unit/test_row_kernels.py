@@ -17,6 +17,7 @@ from lockstep.onnx_tools.cut_products import cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
 from shared import Shared
+from some import some
 
 # float32 inside and one rounding to fp16, beside ONNX Runtime's after each operator.
 TOLERANCE = 4e-3
@@ -179,7 +180,7 @@ def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
 
 
 @pytest.mark.parametrize("text", [RMS, LAYER_NORM, NORM, HEADS, GATED, CAPPED, TAKEN, PARTS])
-@pytest.mark.parametrize("width", [128, 4096, 60])
+@pytest.mark.parametrize("width", some([128, 4096, 60], 60))
 def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
     """60: rows that are not made of 16 bytes."""
     model = piece(text, width)
@@ -218,6 +219,7 @@ def test_the_source_depends_on_the_graph_alone() -> None:
 OTHERS = ("llama", "gemma2", "qwen2", "qwen3", "gpt_neox", "phi", "olmo2", "granite")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", some_families("llama"))  # biases; caps, scaled embeddings and norms with a one
 def test_blocks_of_the_families(family: str, shared: Shared) -> None:
     """What stands between the products of each class, and its embedding, computes what its graph does."""

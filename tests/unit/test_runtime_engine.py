@@ -18,6 +18,7 @@ from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.prefix import root_key
 from lockstep.step.host import HostExecutor
 from lockstep.weights import convert
+from some import some
 
 CHUNK = 64
 
@@ -59,7 +60,7 @@ def argmax(logits):
     return int(logits.argmax())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", some(["fp16", "fp32"]))
 def test_a_request_gives_the_same_bits_in_any_company(demo, precision):
     model = open_model(demo, precision)
     lengths = (9, 100, 64, 129, 200, 1, 65, 30)
@@ -307,7 +308,7 @@ def test_a_choice_of_a_request_that_waits_can_be_aborted(demo):
 
 
 @pytest.mark.parametrize("state", ["waiting", "in a prompt", "held"])
-@pytest.mark.parametrize("gone", [(0,), (0, 1), (1, 0), (0, 2, 1)], ids=str)
+@pytest.mark.parametrize("gone", some([((0, 2, 1),), ((0,),), ((0, 1),), ((1, 0),)]), ids=str)
 def test_the_first_choice_can_be_aborted_before_the_prompt_is_computed(demo, state, gone):
     """The others go on, each with its own draws; the last one ends all."""
     model, sampling = open_model(demo), Sampling(1.0, seed=4)

@@ -120,6 +120,7 @@ def test_a_text_has_the_ids_of_the_librarys_encode(byte_level, byte_fallback, te
         assert tokenizer.encode(text, special).tolist() == expected
 
 
+@pytest.mark.long
 def test_a_long_text_keeps_no_other_thread_out(byte_level):
     text = "It was the best of times, it was the worst of times. " * 30_000
     thread = threading.Thread(target=byte_level.encode, args=(text,))

@@ -57,6 +57,7 @@ def test_two_builds_on_the_cpu_are_the_same_at_every_level(references: Results, 
     assert reached(levels) == "R4"
 
 
+@pytest.mark.long
 def test_another_optimisation_level_is_another_input_and_other_bytes(
     references: Results, first: Results, tmp_path: Path
 ) -> None:

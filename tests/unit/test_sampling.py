@@ -8,6 +8,7 @@ from hypothesis.extra.numpy import arrays
 
 from lockstep.errors import InputError
 from lockstep.step.sampling import Sampler, Sampling, exponential_noise, probabilities
+from some import some
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], np.float32))
 any_logits = arrays(np.float32, st.integers(1, 40), elements=st.floats(-100, 100, width=32))
@@ -192,7 +193,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("temperature", [0.3, 2.5])
+@pytest.mark.parametrize("temperature", some([0.3, 2.5]))
 def test_draws_have_the_distribution_that_vllm_documents(rule, temperature):
     random = np.random.default_rng(len(str(rule)))
     logits = (random.standard_normal(40) * 3).astype(np.float32)

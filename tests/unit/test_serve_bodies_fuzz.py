@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import msgspec
+import pytest
 from demo_model import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,6 +131,7 @@ def test_the_bodies_are_taken_as_they_are() -> None:
     assert all(takes(*case) for case in CASES)
 
 
+@pytest.mark.long
 @settings(max_examples=500, deadline=None)
 @given(st.sampled_from(range(len(CASES))), st.data(), ANY)
 def test_any_value_in_any_place_is_taken_or_refused(number: int, data: st.DataObject, value: Any) -> None:

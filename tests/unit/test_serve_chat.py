@@ -328,6 +328,7 @@ def test_the_tokens_that_the_tokenizer_adds_can_be_asked_for_or_not(other: RealS
             assert (answer.usage.prompt_tokens, chat(client, **extra).usage.prompt_tokens) == (completed, chatted)
 
 
+@pytest.mark.long
 def test_a_template_without_an_end_holds_up_no_completion(other: RealServer) -> None:
     with client_of(other, "a-key") as client:
         errors: list[openai.APIStatusError] = []

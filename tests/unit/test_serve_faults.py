@@ -111,6 +111,7 @@ def test_what_fits_in_queue_and_slots_is_all_answered(server: RealServer) -> Non
         assert [events.text() for events in opened] == [alone] * 5
 
 
+@pytest.mark.long
 def test_a_request_that_waits_too_long_is_told_so(server: RealServer) -> None:
     with server.stopped_engine():
         status, headers, data = server.request("POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"})
@@ -119,6 +120,7 @@ def test_a_request_that_waits_too_long_is_told_so(server: RealServer) -> None:
     assert server.complete("a", 2)["choices"]
 
 
+@pytest.mark.long
 def test_a_thousand_clients_that_leave_at_any_moment(server: RealServer) -> None:
     alone = server.complete(PROMPT, 60)["choices"][0]["text"]
     draw = random.Random(5)
@@ -185,6 +187,7 @@ def add(texts: dict[int, str], event: dict[str, Any]) -> None:
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
 
 
+@pytest.mark.long
 def test_an_engine_that_hangs_is_replaced_too(tree: Path) -> None:
     with RealServer(tree, "--stall", 1.5) as server:
         whole = server.complete(**LONG)["choices"][0]["text"]
@@ -214,6 +217,7 @@ def test_an_engine_that_dies_twice_at_a_request_ends_it_with_an_error(tree: Path
         assert server.complete("a", 2)["choices"]
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_start_again_is_said(tree: Path) -> None:
     with RealServer(tree) as server:
         engines = Results(tree).engines("demo-llama", "fp32", "onnxruntime")
@@ -304,6 +308,7 @@ def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
         server.wait_idle()
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_request_whose_client_does_not_read(tree: Path) -> None:
     with RealServer(tree, "--drain", 0.1, "--max-queue", 300) as server:
         with server.opened(**MANY) as events:
@@ -387,6 +392,7 @@ def test_keys_that_others_can_read_are_a_warning(
     )
 
 
+@pytest.mark.long
 def test_a_body_that_does_not_come_is_waited_for_no_longer_than_said(tree: Path) -> None:
     with RealServer(tree, "--body-timeout", 0.5) as server:
         with socket.create_connection(("127.0.0.1", server.port), 20) as client:
@@ -397,6 +403,7 @@ def test_a_body_that_does_not_come_is_waited_for_no_longer_than_said(tree: Path)
         assert server.complete("a", 2)["choices"] and "Traceback" not in server.stderr
 
 
+@pytest.mark.long
 def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree: Path, tmp_path: Path) -> None:
     target, prompt = Target("demo-llama", "fp16", "all", "onnxruntime"), GOLDEN.prompts[0]
     bundle = pack(recorded(demo, tmp_path / "recorded"), target, LIMITS, tmp_path / "demo.tar", True)
@@ -432,6 +439,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tree: Path, arguments: 
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_server_takes_fewer_and_shorter_requests_when_it_is_told_to(tree: Path) -> None:
     with RealServer(tree, "--max-model-len", "24", "--max-num-seqs", "1") as server:
         assert "up to 1 requests of 24 tokens at a time, a KV cache of " in server.line
@@ -459,6 +467,7 @@ def test_a_server_that_is_ended_before_it_is_ready_says_so(tree: Path, monkeypat
     assert said.exit_code == 143 and "ended by SIGTERM before the server was ready\n" in said.output
 
 
+@pytest.mark.long
 def test_a_server_may_end_with_the_process_that_holds_its_stdin(tree: Path) -> None:
     with RealServer(tree, "--until-stdin-ends") as server:
         with server.opened(**LONG) as events:

@@ -138,6 +138,7 @@ def raw(request: Any) -> Any:
     return made
 
 
+@pytest.mark.long
 def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any]]) -> None:
     http, rpc = said["http"], said["grpc"]
     for found in (http, rpc):
@@ -252,6 +253,7 @@ def aborted(server: RealServer) -> float:
     return float(found[1]) if found else 0.0
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_frees_its_slots(server: RealServer) -> None:
     before = aborted(server)
     with Caller(server) as caller:

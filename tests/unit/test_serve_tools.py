@@ -78,6 +78,7 @@ def test_streamed_calls_have_the_name_first(client: openai.OpenAI) -> None:
     ]
 
 
+@pytest.mark.long
 def test_runs_under_load_are_equal_to_the_byte(server: RealServer) -> None:
     bodies = [
         asked(text, stream=stream, tools=TOOLS, tool_choice=choice, max_tokens=120)
@@ -184,6 +185,7 @@ def test_marks_that_are_special_tokens_are_read(mistral: RealServer) -> None:
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["time"]
 
 
+@pytest.mark.long
 def test_plain_json_is_a_convention_for_models_without_a_format(results: Results) -> None:
     def asks(text: str, **given: Any) -> tuple[Any, list[tuple[str, str]]]:
         (choice,) = server.post("/v1/chat/completions", **asked(text, tools=TOOLS, **given))["choices"]

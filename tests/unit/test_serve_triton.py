@@ -439,6 +439,7 @@ def test_damaged_requests(server: RealServer) -> None:
     server.wait_idle()
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_frees_its_slot(server: RealServer) -> None:
     for action, stream in (("generate_stream", True), ("generate", False)):
         before = aborted(server)
@@ -454,6 +455,7 @@ def test_a_client_that_leaves_frees_its_slot(server: RealServer) -> None:
         assert aborted(server) == before + 1
 
 
+@pytest.mark.long
 def test_another_request_stops_one_by_its_id(server: RealServer) -> None:
     body = {**CURL, "max_tokens": 240, "end_id": -1, "id": "42"}
     events = Events(server.port, f"{ENSEMBLE}/generate_stream", body)
@@ -466,6 +468,7 @@ def test_another_request_stops_one_by_its_id(server: RealServer) -> None:
     server.wait_idle()
 
 
+@pytest.mark.long
 def test_keys_pages_of_others_and_a_full_queue(demo: Results, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     tree = make_tree(tmp_path / "results", demo, max_batch_size=1)

@@ -31,6 +31,7 @@ from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import Results, Target
 from lockstep.verify import golden
 from shared import Shared
+from some import some
 
 TARGET = Target("demo-llama", "fp32", "all", "onnxruntime")
 
@@ -132,12 +133,14 @@ def _keep_what_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "words"),
-    [
-        (_lose_the_last_token, "with the engine killed: step"),
-        (_mix_up_numbers, "step 0: expected token"),
-        pytest.param(_lose_pieces, "expected token|expected 24 tokens|expected \\d+ tokens", marks=pytest.mark.long),
-        pytest.param(_keep_what_was_cancelled, "afterwards: expected no request", marks=pytest.mark.long),
-    ],
+    some(
+        [
+            (_mix_up_numbers, "step 0: expected token"),
+            (_lose_the_last_token, "with the engine killed: step"),
+            (_lose_pieces, "expected token|expected 24 tokens|expected \\d+ tokens"),
+            (_keep_what_was_cancelled, "afterwards: expected no request"),
+        ]
+    ),
 )
 def test_a_planted_fault_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], words: str, tree: Results, golden_json: Path, tmp_path: Path,
@@ -152,6 +155,7 @@ def test_a_planted_fault_is_found(
     assert report.result == "fail" and report.failure and "\n" not in report.failure
 
 
+@pytest.mark.long
 def test_a_token_that_golden_did_not_give_is_found(tree: Results, golden_json: Path, tmp_path: Path) -> None:
     report = GoldenReport.load(golden_json)
     entry = report.prompts[0]
@@ -178,6 +182,7 @@ def test_an_engine_set_that_does_not_open_is_told_in_one_line(tree: Results, gol
     assert "engines.json" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = scripted_chats(shared)

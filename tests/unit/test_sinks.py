@@ -16,6 +16,7 @@ from lockstep.gpu.attention.variants import why_not_fused
 CONFIG = FAMILIES["gpt_oss"].config
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_sinks_come_behind_the_numbers_of_their_head(tmp_path):
     export_config(CONFIG, "fp16", tmp_path)
@@ -51,8 +52,9 @@ def of_another_head(build, *scores):
 _weights = attention._Builder.weights
 
 
+@pytest.mark.long
 @pytest.mark.traces
-@pytest.mark.parametrize("fault", [forgotten, pytest.param(of_another_head, marks=pytest.mark.long)])
+@pytest.mark.parametrize("fault", [forgotten, of_another_head])
 def test_sinks_that_are_wrong_are_caught_before_anything_is_written(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(attention._Builder, "weights", fault)
     with pytest.raises(InputError, match="its split form differs from transformers by"):

@@ -35,6 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     main()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "name", "own"), [(SENTENCEPIECE, "tokenizer.model", sentencepiece), (TEKKEN, "tekken.json", tekken)]
 )

@@ -272,6 +272,7 @@ def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> 
     assert user.fetch().commit == commit and not lost_files(user.out)
 
 
+@pytest.mark.long
 def test_after_a_dropped_download_the_same_command_brings_the_file(
     user: User, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +289,8 @@ def test_after_a_dropped_download_the_same_command_brings_the_file(
     assert sha256_file(path) == found.sha256["model.safetensors"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_after_a_stopped_download_the_same_command_brings_the_file(
     user: User, hub: HubServer, how: signal.Signals
 ) -> None:

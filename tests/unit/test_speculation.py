@@ -30,6 +30,7 @@ from lockstep.step.advance import Advance
 from lockstep.targets import Results
 from lockstep.verify.golden.drafted import RecordedDrafter
 from real_server import RealServer, make_tree
+from some import some
 
 Answers = dict[tuple[int, int], list[tuple]]
 
@@ -68,7 +69,7 @@ def repeating(seed: int, length: int = 40) -> np.ndarray:
     return np.resize(ids(9, seed), length)
 
 
-@pytest.mark.parametrize(("precision", "errors"), [("fp32", (1, 10**9)), ("fp16", (3,))])
+@pytest.mark.parametrize(("precision", "errors"), some([("fp32", (1, 10**9)), ("fp16", (3,))]))
 def test_an_answer_is_the_plain_one_to_the_bit(demo: Results, precision: str, errors: Sequence[int]) -> None:
     """At all lengths up to the window, in all slots and more, beside prompts that come and go."""
     model = open_model(demo, precision, max_seq_len=144)
@@ -186,6 +187,7 @@ def test_a_grammar_holds_with_drafts_that_break_it(demo: Results, model: Model) 
         assert run(engine, *requests) == plain
 
 
+@pytest.mark.long
 def test_swapped_requests_keep_their_bits(demo: Results, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "LOOKAHEAD", 16)
     requests = [Request(ids(60, seed), 100, argmax) for seed in range(4)]
@@ -309,6 +311,7 @@ def test_commands_give_the_plain_answer_and_say_what_was_drafted(demo: Results, 
     assert outs[0].read_text() == outs[1].read_text()
 
 
+@pytest.mark.long
 def test_a_server_drafts_and_counts(demo: Results, tmp_path: Path) -> None:
     tree = make_tree(tmp_path, demo)
     body = {"model": "demo-llama", "prompt": "a b a b a b", "max_tokens": 40, "logprobs": 2, "temperature": 0.7}

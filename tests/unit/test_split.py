@@ -176,14 +176,9 @@ MIXED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.traces
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(config, id=name, marks=() if name == "uniform" else pytest.mark.long)
-        for name, config in MIXED.items()
-    ],
-)
+@pytest.mark.parametrize("config", MIXED.values(), ids=MIXED.keys())
 def test_unique_and_fully_traced_files_are_the_same_bytes(config):
     config = {**TINY, "num_key_value_heads": 2, **config}
     meta = meta_model(config, "fp32")

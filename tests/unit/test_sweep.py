@@ -20,6 +20,7 @@ from lockstep.verify.compare.judge import NotFiniteError, judge
 from lockstep.verify.compare.pair import Pair
 from lockstep.weights import Weights
 from shared import Shared
+from some import some
 
 MODEL = "demo-llama"
 LIMITS = CONFIG.limits.plain()
@@ -50,9 +51,7 @@ SEED = 7
 FAULTS = {fault.name: fault for fault in faults(SEED)}
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.long] * (n % 4 > 0)) for n, name in enumerate(FAULTS)]
-)
+@pytest.mark.parametrize("fault", some(FAULTS))
 def test_a_fault_between_the_edges_is_seen(demo: Results, tmp_path: Path, fault: str) -> None:
     (pattern,) = FAULTS[fault].where
     name = pattern.replace("*", "attention")

@@ -159,6 +159,7 @@ def test_an_adapter_slot_holds_nothing_of_the_adapter_before(open_model: Open, g
     assert np.array_equal(logits, fresh.step([Advance(0, np.arange(5), 0)]))
 
 
+@pytest.mark.long
 @MOST
 def test_loading_an_adapter_waits_for_nothing_and_builds_nothing(
     open_model: Open, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +194,7 @@ def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(lora: Results, f
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 @MOST
 def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_without(
     demo: Results, form: Form, open_model: Open, shared: Shared

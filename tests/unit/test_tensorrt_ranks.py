@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from benchmarks.step_timing import breakdown
 from demo_model import GOLDEN, LIMITS, TOLERANCES
+from handmade import make as make_random
 
 import fake_gpu
 from lockstep.artifacts.files import read_json
@@ -25,47 +26,35 @@ from lockstep.step.sampling import draw
 from lockstep.targets import Results, Target
 from lockstep.verify import golden
 from shared import Shared
+from some import some
 
 MODEL = "demo-llama"
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
-# version of TensorRT, or cuda; precision, attention, ranks
 FORMS = [("8.6.0", "fp32", "traced", 2), ("10.9.0", "fp16", "fused", 2), ("cuda", "fp16", "fused", 4)]
+Form = tuple[str, str, str, int]  # version of TensorRT or "cuda", precision, attention, ranks
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # as of one rank, test_tensorrt_run.py
 
 
-@pytest.fixture(scope="session")
-def split(demo: Results, shared: Shared) -> dict[tuple[str, int], tuple[Path, Path, Path]]:
-    """By precision and ranks: assembly.json of the ranks, assembly.json and weights.json of one. The demo has heads for
-    2 ranks, a random model for 4."""
+@pytest.fixture(params=some([(form,) for form in FORMS], (FORMS[2],)), ids=lambda form: "-".join(map(str, form)))
+def form(request: pytest.FixtureRequest) -> Form:
+    return request.param
+
+
+@pytest.fixture
+def split(demo: Results, shared: Shared, form: Form) -> tuple[Path, Path, Path]:
+    """assembly.json of the ranks, assembly.json and weights.json of one. The demo has heads for 2 ranks, a random model
+    for 4."""
+    _, precision, _, degree = form
 
     def make(folder: Path) -> None:
-        from handmade import make as make_random
-
         from lockstep.export import export  # loads torch
 
-        for precision in ("fp32", "fp16"):
-            export(demo.checkpoint(MODEL), precision, folder / precision / "assembly.json", tensor_parallel=2)
-        made = make_random(folder / "random", ["fp16"])
-        export(made.checkpoint("tiny"), "fp16", folder / "random" / "ranks" / "assembly.json", tensor_parallel=4)
+        of_one = demo.checkpoint(MODEL) if degree == 2 else make_random(folder, [precision]).checkpoint("tiny")
+        export(of_one, precision, folder / "ranks" / "assembly.json", tensor_parallel=degree)
 
-    folder = shared.folder("gpu-ranks", make)
-    random = Results(folder / "random" / "results")
-    return {
-        ("fp32", 2): (folder / "fp32" / "assembly.json", demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32")),
-        ("fp16", 2): (folder / "fp16" / "assembly.json", demo.assembly(MODEL, "fp16"), demo.weights(MODEL, "fp16")),
-        ("fp16", 4): (
-            folder / "random" / "ranks" / "assembly.json",
-            random.assembly("tiny", "fp16"),
-            random.weights("tiny", "fp16"),
-        ),
-    }
-
-
-@pytest.fixture(
-    params=[pytest.param(FORMS[0], marks=pytest.mark.long), *FORMS[1:]], ids=lambda form: "-".join(map(str, form))
-)
-def form(request: pytest.FixtureRequest) -> tuple[str, str, str, int]:
-    return request.param
+    folder = shared.folder(f"gpu-ranks/{precision}-{degree}", make)
+    results, name = (demo, MODEL) if degree == 2 else (Results(folder / "results"), "tiny")
+    return folder / "ranks" / "assembly.json", results.assembly(name, precision), results.weights(name, precision)
 
 
 def _installed(version: str) -> AbstractContextManager[fake_gpu.Gpu]:
@@ -73,7 +62,7 @@ def _installed(version: str) -> AbstractContextManager[fake_gpu.Gpu]:
 
 
 @pytest.fixture
-def gpu(form: tuple[str, str, str, int]) -> Iterator[fake_gpu.Gpu]:
+def gpu(form: Form) -> Iterator[fake_gpu.Gpu]:
     with _installed(form[0]) as found, pytest.MonkeyPatch.context() as patch:
         from lockstep.gpu import weights as device_weights
 
@@ -83,26 +72,14 @@ def gpu(form: tuple[str, str, str, int]) -> Iterator[fake_gpu.Gpu]:
         assert not found.faults
 
 
-@pytest.fixture(scope="session")
-def engines(split: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Path]:
-    """engines.json of each form, and by (precision, ranks) that of one rank in ONNX Runtime."""
-    folder, found = tmp_path_factory.mktemp("ranks"), {}
-    for version, precision, attention, degree in FORMS:
-        assembly, whole, _ = split[precision, degree]
-        out = folder / f"{precision}-{degree}"
-        with _installed(version):
-            options = SIZES if version == "cuda" else {"attention": attention, **SIZES}
-            backend = "cuda" if version == "cuda" else "tensorrt"
-            found[version, precision, attention, degree] = build(assembly, backend, out / "ranks.json", options)
-        found[precision, degree] = build(whole, "onnxruntime", out / "one" / "engines.json")
-    return found
-
-
 @pytest.fixture
-def paths(split: dict, engines: dict[tuple, Path], form: tuple, gpu: fake_gpu.Gpu) -> tuple[Path, Path, Path]:
+def paths(split: tuple[Path, Path, Path], shared: Shared, form: Form, gpu: fake_gpu.Gpu) -> tuple[Path, Path, Path]:
     """engines.json, assembly.json and weights.json of the form."""
-    assembly, _, weights = split[form[1], form[3]]
-    return engines[form], assembly, weights
+    version, _, attention, _ = form
+    options = SIZES if version == "cuda" else {"attention": attention, **SIZES}
+    backend = "cuda" if version == "cuda" else "tensorrt"
+    make = lambda folder: build(split[0], backend, folder / "engines.json", options)
+    return shared.folder(f"gpu-ranks-engines/{'-'.join(map(str, form))}", make) / "engines.json", split[0], split[2]
 
 
 @pytest.fixture
@@ -111,10 +88,12 @@ def open_model(paths: tuple[Path, Path, Path]) -> Callable[..., Model]:
 
 
 @pytest.fixture
-def reference(split: dict, engines: dict[tuple, Path], form: tuple) -> Callable[..., Model]:
+def reference(split: tuple[Path, Path, Path], shared: Shared, form: Form) -> Callable[..., Model]:
     """One rank, in ONNX Runtime."""
-    _, assembly, weights = split[form[1], form[3]]
-    return lambda layers=2: Model.open(engines[form[1], form[3]], assembly, weights, layers, **SIZES)
+    _, assembly, weights = split
+    make = lambda folder: build(assembly, "onnxruntime", folder / "engines.json")
+    engines = shared.folder(f"gpu-ranks-one/{form[1]}-{form[3]}", make) / "engines.json"
+    return lambda layers=2: Model.open(engines, assembly, weights, layers, **SIZES)
 
 
 def steps(model: Model) -> Iterator[tuple[list[Advance], np.ndarray]]:
@@ -137,7 +116,7 @@ def steps(model: Model) -> Iterator[tuple[list[Advance], np.ndarray]]:
     yield step(0, 1, 2, 3)
 
 
-def test_ranks_give_the_logits_of_one(open_model, reference, form: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_give_the_logits_of_one(open_model, reference, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
     for (_, found), (_, expected) in zip(steps(open_model("all")), steps(reference("all")), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[form[1]])
@@ -150,7 +129,7 @@ def test_ranks_give_the_logits_of_one(open_model, reference, form: tuple, monkey
     indirect=True,
     ids=["traced", "fused"],
 )
-def test_the_demo_passes_the_golden_check(references: Results, paths, form: tuple, gpu, tmp_path: Path) -> None:
+def test_the_demo_passes_the_golden_check(references: Results, paths, form: Form, gpu, tmp_path: Path) -> None:
     engines, assembly, weights = paths
     golden.check_engines(
         assembly,
@@ -167,16 +146,9 @@ def test_the_demo_passes_the_golden_check(references: Results, paths, form: tupl
     assert read_json(tmp_path / "golden.json")["result"] == "pass"
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        FORMS[1],
-        *(pytest.param(form, marks=pytest.mark.long) for form in FORMS[::2]),
-    ],  # four compute in the tests around it
-    indirect=True,
-    ids=lambda form: "-".join(map(str, form)),
-)
-def test_requests_share_pages_are_sampled_and_swapped_out(open_model, form: tuple) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMS, indirect=True, ids=lambda form: "-".join(map(str, form)))
+def test_requests_share_pages_are_sampled_and_swapped_out(open_model, form: Form) -> None:
     """The scheduler's work on all ranks at once: the tokens that each request has alone, and a pool that is whole."""
     shared_prompt = list(range(3, 73))
     requests = [
@@ -218,7 +190,7 @@ def test_requests_share_pages_are_sampled_and_swapped_out(open_model, form: tupl
         np.testing.assert_allclose(*pair, rtol=0, atol=TOLERANCE[form[1]])
 
 
-def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: tuple) -> None:
+def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: Form) -> None:
     model = open_model()
     model.step_tokens([Advance(0, np.arange(5), 0)])
     for position in range(5, 8):
@@ -230,7 +202,8 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: tuple) -
     assert {"embedding", "block", "attention", "sum", "exit", "gather", "next token"} < set(parts)
 
 
-def test_logits_are_gathered_where_they_are_asked_for(open_model, form: tuple) -> None:
+@pytest.mark.long
+def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) -> None:
     """Of rows that decode and of prompts, whether the step was in flight before, or not; and where a token is drawn."""
     model = open_model()
     prompts = [Advance(0, np.arange(5), 0), Advance(1, np.arange(9, 30), 0)]
@@ -328,6 +301,7 @@ def test_a_rank_that_does_not_come_is_named(open_model) -> None:
         model.step([Advance(0, np.array([3]), 6)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypatch, capfd) -> None:
     """The first rank's never comes back, so nobody would see what the second one notes."""
@@ -361,7 +335,7 @@ def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypa
     assert line.endswith("it hangs still, so this process ends")
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_a_step_that_ended_is_no_device_that_hangs(open_model, monkeypatch, capfd) -> None:
     """A rank was given up, the step said so, and the caller goes on without the model."""
     from lockstep.gpu.ranks import watch as rank_watch
@@ -414,7 +388,7 @@ def test_devices_that_do_not_serve_are_refused(open_model, gpu, change, message:
         open_model()
 
 
-@pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_ranks_may_share_the_first_gpu_for_checks(open_model, reference, gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.devices = 1
     monkeypatch.setenv("LOCKSTEP_RANKS_ON_ONE_GPU", "1")
@@ -422,6 +396,7 @@ def test_ranks_may_share_the_first_gpu_for_checks(open_model, reference, gpu, mo
     np.testing.assert_allclose(step(open_model()), step(reference()), rtol=0, atol=TOLERANCE["fp16"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 @pytest.mark.parametrize("number", [0, 1])
 def test_too_little_memory_on_one_of_two_names_that_gpu(open_model, gpu, number: int) -> None:

@@ -49,6 +49,7 @@ from lockstep.provenance.reproduce import LockComparison, against, make_again, r
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 from lockstep.weights.groups import pack
+from some import some
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="TensorRT-RTX is not installed"
@@ -105,7 +106,7 @@ def one_line(caught: pytest.ExceptionInfo) -> str:
 # --- what is built
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", some(PRECISIONS, "fp16"))
 def test_a_set_has_an_engine_of_each_graph_and_says_what_it_is_for(assemblies, engine_sets, precision):
     engines = EngineSet.open(engine_sets[precision], assemblies[precision])
     assert engines.names() == ["attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle"]
@@ -171,9 +172,7 @@ def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
         dequantize_products(refused, "here")
 
 
-@pytest.mark.parametrize(
-    "precision", [pytest.param(each, marks=[pytest.mark.long] * (each != "fp16")) for each in PRECISIONS]
-)
+@pytest.mark.parametrize("precision", some(PRECISIONS, "fp16"))
 def test_a_set_is_the_same_bytes_in_each_build(assemblies, engine_sets, tmp_path, precision):
     """By a process that hashes otherwise, with more in its environment."""
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "LOCKSTEP_TEST_PADDING": 5000 * "x"}
@@ -182,6 +181,7 @@ def test_a_set_is_the_same_bytes_in_each_build(assemblies, engine_sets, tmp_path
     assert contents(tmp_path / "again") == contents(engine_sets[precision].parent)
 
 
+@pytest.mark.long
 def test_an_engine_is_the_same_bytes_whatever_was_built_before_it(engine_sets, graph, tmp_path):
     """Ten engines, which is more than one process builds."""
     names = ("middle", "exit", "middle", "attention.prefill", "entry", "attention.decode", "embedding")
@@ -215,11 +215,12 @@ def preloaded(tmp_path_factory):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "before",
     [
         "kept = [bytearray(7919 * number % 100_003) for number in range(30_000)]",
-        pytest.param("kept = [bytes(n % 4096) for n in range(300_000)]; del kept[::2]", marks=pytest.mark.long),
+        "kept = [bytes(n % 4096) for n in range(300_000)]; del kept[::2]",
         "import numpy, threading; [threading.Thread(target=numpy.ones, args=(n << 18,)).start() for n in range(9)]",
     ],
     ids=["more", "holes", "threads"],
@@ -232,6 +233,7 @@ def test_an_engine_is_the_same_bytes_behind_other_allocations(engine_sets, graph
     assert out.read_bytes() == (engine_sets["fp16"].parent / "middle.engine").read_bytes()
 
 
+@pytest.mark.long
 def test_other_compute_capabilities_are_other_bytes_and_are_recorded(assemblies, engine_sets, graph, tmp_path):
     made = {"portable": (engine_sets["fp16"].parent / "middle.engine").read_bytes()}
     builder = Compiler()
@@ -248,6 +250,7 @@ def test_other_compute_capabilities_are_other_bytes_and_are_recorded(assemblies,
     assert len(set(made.values())) == len(made) == 4
 
 
+@pytest.mark.long
 def test_engines_are_kept_until_something_of_them_is_another(assemblies, copy):
     stamps = lambda: {path.name: path.stat().st_mtime_ns for path in copy.parent.glob("*.engine")}
     before = stamps()
@@ -430,6 +433,7 @@ def test_a_graph_that_is_refused_is_one_line_and_leaves_nothing(
     assert process.returncode == 0
 
 
+@pytest.mark.long
 def test_a_builder_that_is_killed_is_one_line_and_leaves_nothing(assemblies, engine_sets, tmp_path, monkeypatch):
     """In the middle of its third engine."""
     out, real, number = tmp_path / "engines" / "engines.json", Compiler.build, iter(range(99))
@@ -448,6 +452,7 @@ def test_a_builder_that_is_killed_is_one_line_and_leaves_nothing(assemblies, eng
     assert contents(out.parent) == contents(engine_sets["fp16"].parent)
 
 
+@pytest.mark.long
 def test_an_engine_that_was_there_stays_when_its_builder_is_killed(copy, graph):
     before, built = contents(copy.parent), Compiler()
     built.build(graph("embedding"), copy.parent / "embedding.engine", OPTIONS)
@@ -468,14 +473,15 @@ def wait_for(what, seconds: float = 120) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "whom", "code"),
     [
-        pytest.param(signal.SIGINT, os.killpg, 130, marks=pytest.mark.long),
-        pytest.param(signal.SIGINT, os.kill, 130, marks=pytest.mark.long),
+        (signal.SIGINT, os.killpg, 130),
+        (signal.SIGINT, os.kill, 130),
         (signal.SIGTERM, os.kill, 143),
-        pytest.param(signal.SIGTERM, os.killpg, 143, marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, os.kill, -9, marks=pytest.mark.long),
+        (signal.SIGTERM, os.killpg, 143),
+        (signal.SIGKILL, os.kill, -9),
     ],
     ids=["Ctrl-C", "SIGINT", "SIGTERM", "SIGTERM to all", "SIGKILL"],
 )
@@ -526,6 +532,7 @@ def test_too_few_addresses_are_one_line(assemblies, tmp_path):
     assert "Traceback" not in ended.stderr and not contents(tmp_path / "engines")
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line(assemblies, tmp_path):
     """A limit of a file's size stands for it."""
     ended = subprocess.run(

@@ -16,13 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
-from benchmarks import batches
-from benchmarks import gpu as bench
 from benchmarks.step_timing import breakdown, breakdown_prefill
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 import fake_gpu
-from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.backends.tensorrt.compat import TENSORRT
@@ -34,6 +31,7 @@ from lockstep.targets import Target
 from lockstep.verify import golden
 from lockstep.verify.bisect.explain import engine_report
 from lockstep.weights import Weights
+from some import some_cases
 
 MODEL = "demo-llama"
 # Of the first, blocks are cut: it is what 8.6 builds by default.
@@ -67,10 +65,7 @@ def engines(demo, tmp_path_factory, request):
 
 def forms(*always):
     """All forms as parameters; those but `always` are long, for what runs is mostly the same."""
-    return [pytest.param(form, id="-".join(form), marks=[pytest.mark.long] * (form not in always)) for form in FORMS]
-
-
-BOTH_ATTENTIONS = pytest.mark.parametrize("form", forms(*FORMS[1:]), indirect=True)
+    return some_cases({"-".join(form): (form,) for form in FORMS}, *map("-".join, always))
 
 
 @pytest.fixture(params=forms(FORMS[2]))
@@ -169,6 +164,7 @@ atexit.register(spies["ended"].append, True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", forms(FORMS[2]), indirect=True)
 def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engines, form, gpu):
     """The interpreter would destroy streams and engines in any order, behind the driver's and TensorRT's own end."""
@@ -182,7 +178,6 @@ def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engi
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@BOTH_ATTENTIONS
 @pytest.mark.parametrize("following", [pytest.param(False, marks=pytest.mark.long), True])
 def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, following):
     both = Both(demo, open_model, form[1], following=following)
@@ -205,7 +200,6 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, followi
         both.step(0, 1, 2, 3)
 
 
-@BOTH_ATTENTIONS
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
     precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
     golden.check_engines(
@@ -392,27 +386,6 @@ def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
     assert (gpu.launches, gpu.plain) == (launches + 5, plain)
 
 
-def test_the_benchmark_measures_steps_and_prompts_of_a_model(demo, open_model, form, gpu, monkeypatch):
-    """What it measures with, not what it measures: every part is there, and the model is as it was."""
-    for name, size in (("CONTEXT", 20), ("PREFILL", 40), ("WARM", 2), ("STEPS", 4)):
-        monkeypatch.setattr(bench, name, size)
-    model, assembly = open_model("all"), Assembly.load(demo.assembly(MODEL, form[1]))
-    tokens, told = model.step_tokens, []
-    monkeypatch.setattr(
-        model, "step_tokens", lambda advances, following=False: (told.append(following), tokens(advances, following))[1]
-    )
-    found = bench.decode(model, 2, 1)
-    assert told == [False, False, *[True] * 5, False]  # two prompts; the last step has none behind it
-    assert found["last"] == 26 and {"block", "attention", "exit", "next token", "embedding", "gaps", "step"} <= set(
-        found["microseconds"]
-    )
-    found = bench.prefill(model, 1, assembly)
-    assert found["tokens"] == 40 and {"block", "attention", "exit", "embedding", "gaps"} <= set(
-        bench.prefill_parts(model, found, assembly)["microseconds"]
-    )
-    assert [model.length(slot) for slot in range(2)] == [0, 0]
-
-
 def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeypatch):
     """The blocks run once; only tokens come back, and the step behind sends no token or position."""
     from lockstep.gpu import cuda
@@ -585,7 +558,8 @@ class Chaos:
         assert 0 < len(aborted) < len(self.requests) / 2
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, *(seed for seed in (1, 2))])
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_early(
     open_model, form, gpu, monkeypatch, seed
@@ -713,73 +687,6 @@ def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
         assert down(second).tolist() == [10 * number]
 
 
-@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
-def test_the_benchmark_of_batch_sizes_says_what_each_kind_of_step_takes(open_model, gpu, monkeypatch):
-    sizes = {"CONTEXT": 20, "WARM": 2, "STEPS": 4, "MIXED_STEPS": 2, "CHUNKS": (16, 40), "REQUESTS": 5}
-    for name, size in sizes.items():
-        monkeypatch.setattr(batches, name, size)
-    monkeypatch.setattr(batches, "lengths", lambda: (np.array([5, 9, 30, 70, 2]), np.array([3, 8, 2, 5, 1])))
-    model = open_model()
-    record = {
-        "layers": 2,
-        "precision": "fp16",
-        "device": {"name": "fake"},
-        "tensorrt": "10.9.0",
-        "options": {"max_batch_size": 4},
-        "build_seconds": 1.5,
-        "warm_up_seconds": 0.5,
-        "decode": {"1": batches.decode(model, 1, 1), "4": batches.decode(model, 4, 2)},
-        "prompts": {"40": batches.prompt(model, 40, 1)},
-        "mixed": {"3": batches.mixed(model, 3, 1)},
-        "requests": batches.requests(model),
-    }
-    record |= {
-        "sampled": {"4": batches.sampled(model, 4, 2)},
-        "sampled_requests": batches.requests(model, batches.SAMPLED),
-    }
-    assert record["sampled_requests"]["new_tokens"] == 19 and record["sampled"]["4"]["of_greedy"] > 0
-    assert record["requests"]["new_tokens"] == 19 and set(record["mixed"]["3"]) == {"16", "40"}
-    mixed = record["mixed"]["3"]["40"]
-    assert 0 < mixed["host_milliseconds"]["median"] < mixed["milliseconds"]["median"]
-    assert [model.length(slot) for slot in range(4)] == [0] * 4
-    before = {name: part for name, part in record.items() if "sampled" not in name}
-    assert "ampled" not in batches.page(before)
-    text = batches.page(record)
-    assert "Sampled (temperature 0.8, top-p 0.95)" in text and "; sampled " in text
-    assert "| 4 |" in text and "| 3 | 40 |" in text and "vLLM" not in text
-    theirs = {
-        "versions": {"vllm": "0.23.0"},
-        "decode": [{"batch": 1, "tokens_per_s": 200.0}],
-        "prefill": {"median_s": 0.05},
-        "throughput": {"runs_s": [14.0, 13.5]},
-    }
-    text = batches.page({**record, "vllm": batches.of_vllm(theirs)})
-    assert "vLLM 0.23.0" in text and "| 200.0 |" in text and "vLLM 13.5 s" in text
-
-
-@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
-def test_the_benchmark_of_batch_sizes_measures_what_fits_and_names_the_rest(open_model, gpu, monkeypatch):
-    """On a GPU of 80 GB the pool lacks 32 pages for 256 rows: all that was measured before was lost."""
-    sizes = {"CONTEXT": 20, "WARM": 2, "STEPS": 4, "MIXED_STEPS": 2, "CHUNKS": (16,), "PROMPTS": (40,)}
-    sizes |= {"BATCHES": (1, 4), "SAMPLED_BATCHES": (2, 4), "ROWS": (1, 3)}
-    for name, size in sizes.items():
-        monkeypatch.setattr(batches, name, size)
-    page, noted = open_model().tables.pool.page_nbytes, []
-    model = open_model(kv_bytes=2 * page)
-    batches.steps(model, 1, lambda **parts: noted.append({name: dict(part) for name, part in parts.items()}))
-    record = {name: part for parts in noted for name, part in parts.items()}
-    assert {name: set(part) for name, part in record.items()} == {
-        "decode": {"1"}, "sampled": {"2"}, "prompts": {"40"}, "mixed": {"1"},
-        "left_out": {"decode 4", "sampled 4", "mixed 3"},
-    }  # fmt: skip
-    assert all("KV cache: expected" in reason for reason in record["left_out"].values())
-    assert noted[0] == {"decode": record["decode"]}  # each part as soon as it is there
-    model.tables.pool.check()
-    about = {"device": {"name": "fake"}, "tensorrt": "10.9.0", "options": {"max_batch_size": 4}}
-    about |= {"layers": 2, "precision": "fp16", "build_seconds": 1.5, "warm_up_seconds": 0.5}
-    assert "and not measured: decode 4, sampled 4, mixed 3." in batches.page({**about, **record})
-
-
 @pytest.mark.parametrize("fails", [1, 4])
 def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     demo, open_model, form, gpu, monkeypatch, fails
@@ -883,6 +790,7 @@ def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:
     return {(number - first, choice): tokens for (number, choice), tokens in found.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_requests_share_pages_fork_and_are_swapped_out_with_the_tokens_that_they_have_alone(
     open_model, form, gpu, monkeypatch

@@ -16,6 +16,7 @@ from lockstep.onnx_tools.metrics import difference
 from lockstep.verify import validate
 from lockstep.verify.metrics import failed_path, largest
 from lockstep.weights import convert
+from some import some
 
 
 def run(results, precision, layers, out, **changes):
@@ -27,7 +28,7 @@ def run(results, precision, layers, out, **changes):
     return validate.run(*paths, layers, TOLERANCES[precision], LIMITS.max_seq_len, out, threads=1, **changes)
 
 
-@pytest.mark.parametrize("layers", [2, "all"])
+@pytest.mark.parametrize("layers", some([2, "all"]))
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_demos_graphs_compute_what_torch_computes(demo, tmp_path, precision, layers):
     out = tmp_path / "validate.json"
@@ -69,6 +70,7 @@ def test_one_layer_is_a_model_too(demo, tmp_path):
     assert [block["block"] for block in report["blocks"]] == ["entry"] and report["exit"]["layer"] == 0
 
 
+@pytest.mark.long
 def test_two_runs_are_the_same_bytes(demo, tmp_path):
     first = run(demo, "fp16", 2, tmp_path / "1.json").read_bytes()
     assert run(demo, "fp16", 2, tmp_path / "2.json").read_bytes() == first

@@ -12,6 +12,7 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.errors import CheckError
 from lockstep.verify import validate
 from lockstep.verify.metrics import failed_path
+from some import some
 
 FAULTY_LAYER = 3
 
@@ -108,7 +109,7 @@ def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, cop
 
 
 @pytest.mark.parametrize("copy", ["fp32"], indirect=True)
-@pytest.mark.parametrize("fault", [mask_dropped, position_off_by_one], ids=lambda value: value.__name__)
+@pytest.mark.parametrize("fault", some([mask_dropped, position_off_by_one]), ids=lambda value: value.__name__)
 def test_a_fault_in_the_kind_of_all_layers_is_found_in_the_first(demo, copy, fault):
     folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
     plant_in_attention(folder, fault)

@@ -17,6 +17,7 @@ from checkpoints import error_of, write
 
 from lockstep.checkpoint import resolve
 from lockstep.weights import Weights, convert
+from some import some
 
 RUN = (
     "import sys; from lockstep.errors import guard; from lockstep.weights import convert\nwith guard(): "
@@ -47,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize("share", some([0.5, 0.05, 0.95]))
 def test_killed_while_it_writes_and_run_again(tmp_path, share):
     checkpoint, out = big_checkpoint(tmp_path / "checkpoint", 48), tmp_path / "fp32" / "weights.json"
     process = start(RUN, checkpoint, "fp32", out)
@@ -157,6 +158,7 @@ def test_a_disk_that_others_fill_meanwhile(tmp_path):
         assert len(Weights.open(convert(checkpoint, "fp32", disk / "weights.json"))) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_memory_does_not_grow_with_a_tensor(tmp_path, precision):
     checkpoint, out = big_checkpoint(tmp_path / "checkpoint", 160), tmp_path / "out" / "weights.json"

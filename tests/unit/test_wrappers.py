@@ -25,6 +25,7 @@ from lockstep.targets import Limits, Results, Target, Tolerances
 from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
+from some import some
 
 NAME = "tiny"
 TEXT = {
@@ -102,7 +103,6 @@ WRAPPERS = {
     },
     "paligemma": {"model_type": "paligemma", "text_config": {"model_type": "gemma", **TEXT}, "vision_config": _SIGLIP},
 }
-_OFTEN = ("mistral3", "qwen3_vl")
 
 
 def write_wrapper(config: dict, folder: Path) -> torch.nn.Module:
@@ -125,7 +125,7 @@ def write_wrapper(config: dict, folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.exports
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n not in _OFTEN)) for n in WRAPPERS])
+@pytest.mark.parametrize("name", some(WRAPPERS, "qwen3_vl"))
 def test_the_language_model_of_a_wrapper_goes_through_all_stages(name, tmp_path, capsys):
     folder, results = tmp_path / "checkpoint", Results(tmp_path / "results")
     wrapper = write_wrapper(WRAPPERS[name], folder)

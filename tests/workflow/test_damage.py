@@ -8,6 +8,8 @@ import pytest
 from checkout import Checkout
 from test_locks import flip
 
+from some import some
+
 MODEL = "demo-llama"
 GRAPHS, ENGINES, REFERENCE = f"{MODEL}/fp16/graphs", f"{MODEL}/fp16/engines/onnxruntime", f"{MODEL}/reference"
 FP16, FP32 = f"{MODEL}/fp16/2", f"{MODEL}/fp32/2"
@@ -29,13 +31,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("maker, files", KINDS.items(), ids=[maker or "the user" for maker in KINDS])
-def test_a_flipped_byte_is_named_refused_and_repaired(
-    demo: Checkout, filled_cache: Path, maker: str | None, files: dict[str, tuple[str, str]]
-) -> None:
+@pytest.mark.parametrize("maker", some(KINDS, "export"), ids=[maker or "the user" for maker in KINDS])
+def test_a_flipped_byte_is_named_refused_and_repaired(demo: Checkout, filled_cache: Path, maker: str | None) -> None:
     """Each file alone is named and refused; making all of them again once, or taking them from the cache, repairs
     all."""
-    before = demo.digests()
+    before, files = demo.digests(), KINDS[maker]
     for name, (reader, target) in files.items():
         flip(demo.results / name)
         found = demo.call("lockstep", "verify", check=False)
@@ -55,12 +55,10 @@ def test_a_flipped_byte_is_named_refused_and_repaired(
     assert {name: digest for name, digest in demo.digests().items() if not name.endswith(".failed.json")} == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, rule, precision",
-    [
-        (f"{ENGINES}/engines.json", "build", "fp16"),
-        pytest.param(f"{MODEL}/fp32/weights.safetensors", "convert", "fp32", marks=pytest.mark.long),
-    ],
+    [(f"{ENGINES}/engines.json", "build", "fp16"), (f"{MODEL}/fp32/weights.safetensors", "convert", "fp32")],
 )
 def test_a_run_refuses_and_forcerun_repairs(demo: Checkout, name: str, rule: str, precision: str) -> None:
     before, target = demo.digests(), f"results/{MODEL}/{precision}/golden/onnxruntime/2.json"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from checkout import Checkout
 
+from some import some
+
 MODEL = "demo-llama"
 # Stage: a target that names one of its results, and the manifest of that.
 STAGES = {
@@ -22,7 +24,6 @@ STAGES = {
     "validate": (f"{MODEL}/fp16/2", f"{MODEL}/fp16/validate/2.json"),
     "reference": (f"{MODEL}/fp16/2", f"{MODEL}/reference/2.json"),
 }
-ALWAYS = ("build", "golden")  # one that makes artefacts, one that checks
 
 
 @contextmanager
@@ -36,9 +37,7 @@ def mounted(folder: Path, *arguments: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=[pytest.mark.long] * (stage not in ALWAYS)) for stage in STAGES]
-)
+@pytest.mark.parametrize("stage", some(STAGES, "build"))
 def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkout, stage: str) -> None:
     target, manifest = STAGES[stage]
     before = shutil.copytree(demo.results, demo.folder / "before")

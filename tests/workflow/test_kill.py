@@ -18,15 +18,14 @@ from checkout import Checkout
 ONE_TARGET = ("results/demo-llama/fp16/golden/onnxruntime/2.json",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "start, stages, targets",
     [
         # Stages that load no torch, in a run that has all else.
         pytest.param("demo", ("convert", "build", "golden"), ONE_TARGET, id="one target"),
         # That two clean runs agree is part of it: `finished` is the other.
-        pytest.param(
-            "fresh", ("convert", "export", "validate", "reference", "golden"), (), id="all", marks=pytest.mark.long
-        ),
+        pytest.param("fresh", ("convert", "export", "validate", "reference", "golden"), (), id="all"),
     ],
 )
 def test_killed_runs_end_in_the_results_of_an_undisturbed_one(

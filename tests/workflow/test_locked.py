@@ -15,6 +15,7 @@ from checkout import Checkout
 from test_locks import flip
 
 from lockstep.artifacts.files import read_json, write_json
+from some import some_cases
 
 MODEL = "demo-llama"
 LOCKED = ("--config", "locked=true")
@@ -100,13 +101,7 @@ BEFORE = {
 }
 
 
-ALWAYS = ("a weight", "a layer count", "a tolerance", "no lock")
-
-
-@pytest.mark.parametrize(
-    "edit, message",
-    [pytest.param(*case, id=name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name, case in BEFORE.items()],
-)
+@pytest.mark.parametrize("edit, message", some_cases(BEFORE, "a weight", "no lock"))
 def test_a_change_is_refused_before_any_job(locked: Checkout, edit: Callable[[Checkout], None], message: str) -> None:
     before = locked.digests()
     edit(locked)
@@ -114,6 +109,7 @@ def test_a_change_is_refused_before_any_job(locked: Checkout, edit: Callable[[Ch
     assert locked.digests() == before
 
 
+@pytest.mark.long
 def test_code_that_makes_the_same_bytes_passes(locked: Checkout) -> None:
     """It makes them again, which the lock allows, and `explain` tells it."""
     before = locked.digests()

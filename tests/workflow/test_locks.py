@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from checkout import Checkout
 
+from some import some_cases
+
 MODEL = "demo-llama"
 TARGET = f"{MODEL}/fp16/all"
 ENGINES = f"{MODEL}/fp16/engines/onnxruntime"
@@ -159,13 +161,7 @@ EDITS = {
 OTHERS = {"config", "summary", "plots"}
 
 
-ALWAYS = ("a pin", "a module", "a weight")
-
-
-@pytest.mark.parametrize(
-    "edit, stage, reason",
-    [pytest.param(*case, id=name, marks=[pytest.mark.long] * (name not in ALWAYS)) for name, case in EDITS.items()],
-)
+@pytest.mark.parametrize("edit, stage, reason", some_cases(EDITS, "a module"))
 def test_explain_names_what_changed_and_what_a_run_makes_again(demo: Checkout, edit, stage: str, reason: str) -> None:
     edit(demo)
     found = explained(demo)

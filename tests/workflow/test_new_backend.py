@@ -34,6 +34,7 @@ def dummy(demo: Checkout) -> Checkout:
     return demo
 
 
+@pytest.mark.long
 def test_a_dummy_backend_is_one_folder(dummy: Checkout) -> None:
     """As far as its engines; test_two_devices.py has two of them checked, locked and bundled."""
     made = dummy.results / "demo-llama/fp32/engines/dummy/engines.json"

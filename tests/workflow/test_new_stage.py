@@ -75,6 +75,7 @@ def counted(demo: Checkout) -> Checkout:
 COUNT = "results/demo-llama/fp16/count.json"
 
 
+@pytest.mark.long
 def test_a_stage_is_two_files_and_a_rule(counted: Checkout) -> None:
     demo, made = counted, counted.folder / COUNT
     assert demo.would_run()["count"] == 1

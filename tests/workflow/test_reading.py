@@ -88,6 +88,7 @@ def damaged(demo: Checkout) -> Checkout:
     return demo
 
 
+@pytest.mark.long
 def test_looking_changes_nothing(damaged: Checkout) -> None:
     before = state(damaged.folder)
     for module, calls in (("snakemake", SNAKEMAKE), ("lockstep", LOCKSTEP)):

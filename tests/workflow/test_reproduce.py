@@ -16,6 +16,7 @@ from checkout import Checkout
 TARGET = "demo-llama/fp16/all"
 
 
+@pytest.mark.long
 def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Checkout) -> None:
     before = demo.digests()
     process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1", "--at-least", "R4")
@@ -42,6 +43,7 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
     assert demo.call("lockstep", "verify").returncode == 0
 
 
+@pytest.mark.long
 def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(
     demo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,22 +130,23 @@ def test_an_edited_module_reruns_the_stages_that_use_it_and_what_reads_them(demo
     assert set(demo.would_run()) == {"served", "summary", "plots"}
 
 
+@pytest.mark.long
 def test_a_module_of_no_stage_and_of_another_backend_reruns_nothing(demo: Checkout) -> None:
     for module in ("cli/main.py", "backends/tensorrt/program.py"):
         demo.append(f"src/lockstep/{module}", "EDITED = 1\n")
     assert not demo.would_run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("package", "untouched"),
     [
         ("transformers", {"config", "resolve", "convert", "build", "golden", "served"}),
-        pytest.param(
+        (
             "rich",
             {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "served", "plots"},
-            marks=pytest.mark.long,
         ),
-        pytest.param(
+        (
             "snakemake",
             {
                 "config",
@@ -160,7 +161,6 @@ def test_a_module_of_no_stage_and_of_another_backend_reruns_nothing(demo: Checko
                 "summary",
                 "plots",
             },
-            marks=pytest.mark.long,
         ),
     ],
 )
@@ -187,6 +187,7 @@ def test_a_touched_checkpoint_reruns_nothing(demo: Checkout) -> None:
     assert not demo.would_run()
 
 
+@pytest.mark.long
 def test_forced_jobs_compute(demo: Checkout) -> None:
     made = f"results/{MODEL}/fp16/golden/onnxruntime/2.json"
     speed = demo.folder / made.replace(".json", ".speed.json")

@@ -43,12 +43,10 @@ with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limits", "scope", "asked"),
-    [
-        pytest.param("{}", "local", "2", id="a cluster"),
-        pytest.param("{'gpu': 1}", "global", "1", id="this machine", marks=pytest.mark.long),
-    ],
+    [pytest.param("{}", "local", "2", id="a cluster"), pytest.param("{'gpu': 1}", "global", "1", id="this machine")],
 )
 def test_jobs_of_several_ranks_ask_for_as_many_gpus(demo: Checkout, limits: str, scope: str, asked: str) -> None:
     """Those that run the model; engines are built and compared on one. On a machine where one such job runs at a time

@@ -55,6 +55,7 @@ def log_of(checkout: Checkout, stage: str, name: str) -> str:
     return (checkout.results / "logs" / stage / MODEL / f"{name}.log").read_text()
 
 
+@pytest.mark.long
 def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Path, tmp_path: Path) -> None:
     for stage, names in MADE.items():
         for name in names:

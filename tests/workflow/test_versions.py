@@ -52,6 +52,7 @@ def test_the_oldest_snakemake_plans_runs_and_judges_by_content(fresh: Checkout) 
     assert fresh.digests() == before and "Nothing to be done" in snakemake("-n", *made)
 
 
+@pytest.mark.long
 def test_another_transformers_is_one_line_at_start(fresh: Checkout, tmp_path: Path) -> None:
     about = tmp_path / "packages" / "transformers-5.17.0.dist-info"
     about.mkdir(parents=True)

@@ -18,6 +18,7 @@ import without_extras
 from lockstep import __version__
 from lockstep.cli.extras import EXTRAS
 from lockstep.cli.main import main
+from some import some
 
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 
@@ -83,6 +84,7 @@ def test_the_wheel_holds_the_package_the_workflow_and_nothing_else(wheel: Path) 
     assert any(name.endswith("/LICENSE") for name in names)
 
 
+@pytest.mark.long
 def test_another_interpreter_gets_this_package_and_no_other(installed: Path, tmp_path: Path) -> None:
     """What lies beside it in site-packages is built for this interpreter: the other has its own."""
     beside, venv = tmp_path / "site", tmp_path / "venv"
@@ -111,6 +113,7 @@ def test_the_installed_wheel_starts_outside_of_the_repository(installed: Path, t
     assert "lockstep 0." in run("-m", "lockstep", "--version")
 
 
+@pytest.mark.long
 def test_a_stage_of_an_installed_wheel_knows_its_pins(installed: Path, tmp_path: Path) -> None:
     """The pins of envs/requirements.txt are part of every record."""
     config = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
@@ -197,7 +200,7 @@ def test_each_extra_of_pyproject_is_in_the_table() -> None:
     assert not set(EXTRAS) & set(project["dependencies"])
 
 
-@pytest.mark.parametrize("command", main.commands)
+@pytest.mark.parametrize("command", some(main.commands, "generate", "run", "serve"))
 def test_a_command_names_the_extra_that_it_needs(command: str, installed: Path, tmp_path: Path) -> None:
     """With pyproject's `dependencies` alone. What needs no more says what else is missing."""
     (tmp_path / "results").mkdir()
