@@ -651,6 +651,7 @@ def test_engines_that_run_in_another_python_are_looked_at_there(copied, right):
 # --- PyTorch, a layer at a time ---
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize("family", some(["gpt2", "gemma3_text", "mixtral"]))
 def test_a_streamed_model_computes_what_the_whole_one_does(tmp_path, family):
     """Computed buffers (scaled embeddings, two ropes), parameters outside layers, tensors that are put together."""

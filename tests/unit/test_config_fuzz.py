@@ -97,31 +97,6 @@ def resolved(folder: Path) -> Path | None:
         return None
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("key", [*CONFIG, *OTHERS])
-def test_any_value_of_a_setting_is_taken_or_refused_in_one_line(tmp_path, key):
-    taken = []
-    for number, value in enumerate(VALUES):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        if resolved(folder_of(folder / "c", key, value)):
-            taken.append(value)
-    refused = len(VALUES) - len(taken)
-    assert refused >= 4, "surrogates, infinity, NaN and 10^9 layers are refused anywhere"
-    if key in (
-        "hidden_size",
-        "num_attention_heads",
-        "head_dim",
-        "vocab_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "max_position_embeddings",
-    ):
-        assert not [value for value in taken if value not in (DELETED, None, True, 1, 7, 10**9, [1, 2])] and not any(
-            value is True for value in taken
-        )
-
-
 REFUSED = [
     (
         "num_attention_heads",

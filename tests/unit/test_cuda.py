@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -293,21 +292,3 @@ def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkey
         "expected the library cuBLASLt (/opt/libcublasLt.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free "
         "memory of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
     )
-
-
-@pytest.mark.long
-def test_a_model_that_is_deleted_gives_its_memory_back(references, gpu, tmp_path):
-    """cuBLAS's workspace, the buffers between steps and page-locked memory too, which all calls of a device share."""
-    engines, name = built(references, "fp16", tmp_path, model="demo-llama"), "demo-llama"
-    paths = engines, references.assembly(name, "fp16"), references.weights(name, "fp16")
-    held = []
-    for _ in range(2):
-        model = Model.open(*paths, 2, **{size: getattr(LIMITS, size) for size in SIZES})
-        model.warm_up()
-        model.step_tokens([Advance(0, np.arange(5), 0)])
-        before = gpu.blocks
-        del model
-        gc.collect()
-        held.append((gpu.used, gpu.blocks))
-        assert gpu.blocks < before
-    assert held[1] == held[0] and held[0][1] <= 2, "what is kept is cuDNN's memory to work in"

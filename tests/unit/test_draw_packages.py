@@ -14,7 +14,3 @@ def graph() -> dict[str, set[str]]:
 def test_the_drawing_is_current(graph: dict[str, set[str]]) -> None:
     found = draw_packages.PAGE.read_text(encoding="utf-8")
     assert found == draw_packages.page(found, graph), "run: python docs/draw_packages.py"
-
-
-def test_packages_import_in_no_circle(graph: dict[str, set[str]]) -> None:
-    assert draw_packages.circle(graph) == []

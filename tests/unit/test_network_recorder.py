@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import huggingface_hub
@@ -22,7 +21,6 @@ CI = (
     "CI", "TF_BUILD", "GITHUB_ACTIONS", "GITLAB_CI", "CIRCLECI", "TRAVIS", "JENKINS_URL", "CODEBUILD_BUILD_ID",
     "BUILDKITE", "TEAMCITY_VERSION", "APPVEYOR", "BITBUCKET_BUILD_NUMBER",
 )  # fmt: skip
-COLLECTOR = "mobile.events.data.microsoft.com"
 
 
 @pytest.fixture
@@ -81,20 +79,6 @@ def test_onnx_runtime_alone_leaves_what_the_tests_look_for(recorder: Recorder) -
     """Without its switch: else a test that finds nothing would show nothing."""
     run("import onnxruntime", clean(recorder))
     assert [Path(path).name for path in recorder.traces()] == ["Microsoft", ".ses"]
-
-
-@pytest.mark.long
-def test_onnx_runtime_alone_looks_up_its_collector(recorder: Recorder) -> None:
-    """About ten seconds after its import."""
-    process = subprocess.Popen([sys.executable, "-c", "import onnxruntime, time; time.sleep(100)"], env=clean(recorder))
-    try:
-        deadline = time.monotonic() + 60
-        while not recorder.calls() and time.monotonic() < deadline:
-            time.sleep(0.2)
-    finally:
-        process.kill()
-        process.wait()
-    assert recorder.calls() and f"getaddrinfo {COLLECTOR}" in recorder.calls()[0]
 
 
 @pytest.mark.parametrize("module", ["onnx_tools.sessions", "backends.onnxruntime.backend", "onnx_tools.comparator"])

@@ -1,9 +1,7 @@
 """Planted faults: each is a change, is judged by what users would see, and counts as caught only where a gate says
 so."""
 
-import json
 import shutil
-import sys
 
 import numpy as np
 import onnx
@@ -48,72 +46,6 @@ def graphs(demo):
         yield
 
 
-@pytest.fixture(scope="module")
-def record(graphs, tmp_path_factory):
-    """One fault for each way to end, in fp32."""
-    said = []
-    names = ("scale-sqrt-2", "capacity-1", "slots-gate-up", "cache-late")
-    found = faults.run(
-        chosen(*names),
-        precisions=("fp32",),
-        work=tmp_path_factory.mktemp("faults"),
-        progress=lambda record: said.append(len(record["faults"])),
-    )
-    assert said == [2, 4, 5, 6], "the record is given after each fault, with all rows so far"
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_a_fault_in_a_graph_is_seen_by_validate_and_in_an_engine_by_compare(record):
-    rows = rows_of(record, "scale-sqrt-2")
-    assert rows["graph"]["harmful"] and rows["engine"]["harmful"]
-    assert rows["graph"]["caught_by"][0] == "validate" and rows["graph"]["message"].startswith("layer 0 ")
-    assert rows["engine"]["caught_by"][0] == "compare" and "engine attention" in rows["engine"]["message"]
-    assert rows["engine"]["largest_logit_difference"] == rows["graph"]["largest_logit_difference"] > 1e-3
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_a_fault_in_the_assembly_is_seen_by_validate(record):
-    rows = rows_of(record, "slots-gate-up")
-    assert list(rows) == ["assembly"] and rows["assembly"]["harmful"] and rows["assembly"]["caught_by"][0] == "validate"
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_a_fault_in_the_runtime_is_seen_by_golden_alone_and_gone_afterwards(record):
-    from lockstep.step.kv_cache import KVCache
-
-    rows = rows_of(record, "cache-late")
-    assert list(rows) == ["runtime"] and rows["runtime"]["harmful"] and rows["runtime"]["caught_by"] == ["golden"]
-    assert KVCache.write.__qualname__ == "KVCache.write"
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_a_fault_that_no_request_reaches_is_harmless_and_need_not_be_caught(record):
-    """The cache always has a row more than its requests hold."""
-    rows = rows_of(record, "capacity-1")
-    assert not rows["engine"]["harmful"] and rows["engine"]["largest_logit_difference"] == 0
-
-
-@pytest.mark.long
-@pytest.mark.exports
-def test_the_score_counts_the_harmful_and_messages_name_no_folder(record):
-    assert (record["planted"], record["distinct"], record["harmful"], record["harmful_caught"], record["score"]) == (
-        6,
-        4,
-        4,
-        4,
-        1.0,
-    )
-    faults.check(record)
-    assert all(
-        "/tmp" not in (row["message"] or "") and "details in" not in (row["message"] or "") for row in record["faults"]
-    )
-
-
 @pytest.mark.long
 @pytest.mark.exports
 def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(graphs, tmp_path):
@@ -141,15 +73,6 @@ def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(graphs
     assert "| onnxruntime | fp32 | 1 | 2 | 2 | 0 | 0.0 % |" in page
     assert "| scale-1.01 | scores scaled by 1.01 | demo | graph, engine | 2 | 2 | 0.21 | none |" in page
     assert str(tmp_path) not in page
-
-
-@pytest.mark.long
-def test_engines_may_be_built_and_run_in_another_python(tmp_path):
-    found = faults.run(chosen("mlp-zero", "cache-late"), precisions=("fp32",), python=sys.executable, work=tmp_path)
-    assert [(row["fault"], row["where"], row["caught_by"][0]) for row in found["faults"]] == [
-        ("mlp-zero", "graph", "validate"), ("mlp-zero", "engine", "compare"), ("cache-late", "runtime", "golden"),
-    ]  # fmt: skip
-    assert found["score"] == 1
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +126,12 @@ def test_the_gate_of_each_row_is_the_one_that_caught_it_in_the_records():
     assert {faults.missed_by(record, row) for record, row in rows if row["harmful"]} == {None}
 
 
-@pytest.mark.long
-@pytest.mark.exports
-def test_a_harmful_fault_that_another_gate_caught_than_its_own_is_named(record):
-    changed = json.loads(json.dumps(record))
-    changed["faults"][0]["caught_by"] = ["golden"]
-    with pytest.raises(CheckError, match=r"found scale-sqrt-2 \(graph, fp32\) by validate not to be"):
-        faults.check(changed)
+def test_a_harmful_fault_that_another_gate_caught_than_its_own_is_named():
+    record = read_json(ROOT / "records" / "bench" / "faults.json")
+    faults.check(record)
+    record["faults"][0]["caught_by"] = ["golden"]
+    with pytest.raises(CheckError, match=r"found scale-0.99 \(graph, fp32\) by validate not to be"):
+        faults.check(record)
 
 
 def test_what_is_not_finite_is_the_largest_difference():

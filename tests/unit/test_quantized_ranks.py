@@ -97,12 +97,14 @@ def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str],
         del two
 
 
+@pytest.mark.exports
 def test_two_ranks_say_what_the_dequantised_weights_say(results: tuple[Results, str], tmp_path: Path) -> None:
     found, precision = results
     validated(found, precision, "all", tmp_path)
     assert check(found, precision, "all", LIMIT, tmp_path)["result"] == "pass"
 
 
+@pytest.mark.exports
 def test_scales_of_another_rank_fail_validation(results: tuple[Results, str], tmp_path: Path) -> None:
     found, precision = results
     path = found.assembly("model", precision).with_name("wrong.json")

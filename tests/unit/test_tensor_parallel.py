@@ -478,6 +478,7 @@ def _validate(results: Results, tolerance: Tolerances, length: int, assembly: Pa
 # --- bad input
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize(
     ("settings", "said"),
     some([
