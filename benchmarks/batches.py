@@ -272,13 +272,13 @@ def mixed(model: Model, rows: int, rounds: int, chunks: Sequence[int] = ()) -> d
         for number in range(2 + rounds * MIXED_STEPS):
             with waits() as waited:
                 advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
-                seconds, taken = timed(lambda: model.step_tokens([*advances, Advance(rows, given, 0)], following=True))  # noqa: B023
+                seconds, taken = timed(lambda: model.step_tokens([*advances, Advance(rows, given, 0)], following=True))
             tokens[:rows], position = taken[:rows], position + 1
             samples += [(seconds, seconds - sum(waited))] if number > 1 else []
         alone = []
         for number in range(2 + MIXED_STEPS):
             advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
-            seconds, taken = timed(lambda: model.step_tokens(advances, following=True))  # noqa: B023
+            seconds, taken = timed(lambda: model.step_tokens(advances, following=True))
             tokens[:rows], position = taken, position + 1
             alone += [seconds] if number > 1 else []
         release(model)

@@ -115,10 +115,7 @@ def become(module: str, arguments: list[str], folder: str, environment: dict[str
         opened = os.open(stream, os.O_RDWR | (os.O_APPEND if number else 0))
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, buffering=1)
-        for number, mode in enumerate(["r", "w", "w"])  # noqa: SIM115
-    )
+    sys.stdin, sys.stdout, sys.stderr = (open(number, mode, buffering=1) for number, mode in enumerate(["r", "w", "w"]))
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.environ.clear()
     os.environ.update(environment)

@@ -51,7 +51,7 @@ class MetricFamily:
     def __init__(self, *given: Any) -> None:
         self.metrics: list[MetricFamily] = []
 
-    def Metric(self, labels: dict[str, str]) -> MetricFamily:  # noqa: N802  Triton's name
+    def Metric(self, labels: dict[str, str]) -> MetricFamily:
         return self
 
     def set(self, value: float) -> None:

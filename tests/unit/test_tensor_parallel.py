@@ -226,7 +226,7 @@ def test_a_rank_has_the_keys_and_values_of_its_heads(
     query, key = (np.repeat(np.arange(count), head_dim)[None] for count in (variant.num_heads, kv_heads))
     value, attention = (np.repeat(np.arange(count), value_dim)[None] for count in (kv_heads, variant.num_heads))
     for rank in range(ranks):
-        take = lambda name, array: shards[name].take(array, rank)[0].tolist()  # noqa: B023
+        take = lambda name, array: shards[name].take(array, rank)[0].tolist()
         heads = [rank * variant.num_heads // ranks + number for number in range(variant.num_heads // ranks)]
         assert take("query", query) == np.repeat(heads, head_dim).tolist()
         assert take("attention", attention) == np.repeat(heads, value_dim).tolist()

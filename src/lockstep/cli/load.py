@@ -55,7 +55,7 @@ class _Rates(click.ParamType):
 @click.option("--output-stdev", type=float, default=0.0)
 @click.option(
     "--tokenizer-dir", type=click.Path(path_type=Path), help="Send texts as token ids: a folder with tokenizer.json."
-)  # noqa: E501
+)
 @click.option(
     "--tokenizer-type", type=click.Choice(["auto", "llama", "t5"]), hidden=True, help="tokenizer.json says it."
 )
@@ -72,7 +72,7 @@ class _Rates(click.ParamType):
     type=_Rates(),
     default="inf",
     help="Requests/s, a run each: 2,4,8.  [default: all at once]",
-)  # noqa: E501
+)
 @click.option("--arrivals", "--time-delay-dist", default="exponential", show_default=True, help="Or constant.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--concurrency", "-c", type=click.IntRange(min=1), help="Most requests in flight.  [default: no limit]")
@@ -83,7 +83,7 @@ class _Rates(click.ParamType):
     default=1.0,
     show_default=True,
     help="At most so many seconds after they were sent.",
-)  # noqa: E501
+)
 @click.option(
     "--endpoint", type=click.Choice(["completions", "chat", "triton"]), help="[default: completions; triton over gRPC]"
 )
@@ -100,13 +100,13 @@ class _Rates(click.ParamType):
     default=600.0,
     show_default=True,
     help="Seconds for a request.",
-)  # noqa: E501
+)
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="A file with the API key.")
 @click.option("--functional", is_flag=True, help="Check the answers instead: alone, streamed, all at once.")
 @click.option("--exact", is_flag=True, help="With --functional: the same texts among the others as alone.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="A folder for load.json, requests.jsonl and plots."
-)  # noqa: E501
+)
 @click.option(
     "--check", type=click.Path(path_type=Path), help="Exit code 1 where a figure is worse than in this load.json."
 )
@@ -116,7 +116,7 @@ class _Rates(click.ParamType):
     default=0.1,
     show_default=True,
     help="With --check: by more than this share.",
-)  # noqa: E501
+)
 @JSON
 def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
     """Measure a server that speaks OpenAI's API, or Triton's.

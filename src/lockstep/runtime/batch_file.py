@@ -179,7 +179,7 @@ def _appended(out: Path) -> FileIO:
     The run before may still be at work, though who started it was killed.
     """
     with _expect_file(out):
-        file = open(out, "ab", buffering=0)  # noqa: SIM115  the caller closes it
+        file = open(out, "ab", buffering=0)
     if not out.is_file():
         return file
     try:
