@@ -15,7 +15,7 @@ from lockstep.cli.guarded import SETTINGS, GuardedGroup
 COMMANDS = (
     *("demo", "export", "builds", "models", "decode", "small-weights", "cpu-peers", "adapters", "throughput"),
     *("speculation", "serving", "tools", "soak"),
-    *("gpu", "batches", "ranks", "serving-gpu"),  # on GPUs
+    *("gpu", "batches", "invariance", "speculation-gpu", "ranks", "serving-gpu"),  # on GPUs
 )
 
 

@@ -19,6 +19,7 @@ from lockstep.errors import LockstepError
 from lockstep.targets import Results
 
 ROOT = Path(__file__).parents[2]
+_PATH = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 # Graphs and weights are those of any backend: the one that is always there.
 CONFIG = """
 models:
@@ -90,7 +91,7 @@ def made(
         return results
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions)) + more)
-    python, own = os.environ.get("LOCKSTEP_PYTHON", sys.executable), {"PYTHONPATH": str(ROOT / "src")}
+    python, own = os.environ.get("LOCKSTEP_PYTHON", sys.executable), {"PYTHONPATH": _PATH}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | own
     adapters = ["adapters"] if more == ADAPTERS else []
     # Which weights are quantised the export decides: their conversion is behind it.
@@ -99,6 +100,7 @@ def made(
             python,
             "-m",
             "lockstep",
+            "stage",
             stage,
             "--config",
             str(folder / "config.yaml"),

@@ -9,7 +9,10 @@ import pytest
 from benchmarks.step_timing import breakdown, breakdown_prefill
 
 from lockstep import backends
-from lockstep.runtime import Advance, Model, Tokenizer
+from lockstep.runtime import Advance, Engine, Model, Request, Sampling, Tokenizer
+from lockstep.runtime.drafts import Speculation
+from lockstep.runtime.speculative import Speculative, open_speculation
+from lockstep.verify.golden.drafted import RecordedDrafter
 
 PROMPTS = ("San Francisco is a", "Light", "Lake Zürich is long and narrow, and on clear days the snow")
 FIRST, LATER = 10, 6  # tokens after the prompts, and after slot 1 has begun again
@@ -61,3 +64,39 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, op
     model.step_tokens([Advance(0, prompts[0], 0)])
     assert {"block", "attention", "exit"} < set(breakdown_prefill(executor))
     assert np.array_equal(decode(model, prompts), expected)
+
+
+def answers(model: Model, requests: list[Request], speculation: Speculation | None = None) -> dict[tuple, list[tuple]]:
+    """Return by request and choice each token, its log-probabilities, and the bits of its logits."""
+    found: dict[tuple, list[tuple]] = {}
+    engine = Engine(model, speculation=speculation)
+    for made in engine.run(requests):
+        logits = None if made.logits is None else made.logits.tobytes()
+        found.setdefault((made.request, made.choice), []).append((made.token, made.finish, made.logprobs, logits))
+    engine.scheduler.check()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_drafts_change_no_bit(demo, tmp_path, backend):
+    """Of requests that come and go, greedy, drawn or chosen by the host, beside steps that are launched ahead."""
+    files = demo.assembly("demo-llama", "fp16"), demo.weights("demo-llama", "fp16")
+    model = Model.open(backends.build(files[0], backend, tmp_path / "engines.json"), *files, 2, max_seq_len=160)
+    random = np.random.default_rng(1)
+    prompts = [np.resize(random.integers(0, model.vocab_size, 9), length) for length in (50, 21, 64, 9, 33)]
+    samplings = Sampling(), Sampling(0.8, seed=5), Sampling(0.8, seed=6, presence_penalty=0.3, logprobs=2)
+    requests = [Request(prompt, 40, sampling=each) for prompt, each in zip(prompts, samplings)]
+    requests += [
+        Request(prompts[3], 60, choose=lambda row: int(row.argmax())),
+        Request(prompts[4], 30, sampling=Sampling(1.0, seed=3), n=2),
+    ]
+    plain = answers(model, requests)
+    recorded = {key: [token for token, *_ in answer] for key, answer in plain.items()}
+    for wrong_each in (1, 3, 10**9):
+        speculation = Speculation(RecordedDrafter(recorded, wrong_each), 5)
+        assert answers(model, requests, speculation) == plain
+        assert speculation.num_drafts and bool(sum(speculation.accepted)) is (wrong_each > 1)
+    assert sum(speculation.accepted) == speculation.num_draft_tokens
+    cut = Speculative(4, "a cut", model.engines.path, *map(str, files), 1)
+    for asked in (Speculative(4), cut):
+        assert answers(model, requests, open_speculation(model, asked)) == plain

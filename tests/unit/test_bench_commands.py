@@ -25,10 +25,12 @@ from benchmarks import (
     export,
     gpu,
     gpu_transformers,
+    invariance,
     models,
     serving,
     small_weights,
     speculation,
+    speculation_gpu,
     tools,
 )
 from benchmarks.__main__ import bench
@@ -248,6 +250,22 @@ def _(here: Here) -> Sequence[Any]:
 def _(here: Here) -> Sequence[Any]:
     here.on_the_fake_gpu()
     return "--shape", here.shape, "--work", here.folder / "work", *ONE_ROUND
+
+
+@starts("invariance", "positions")
+def _(here: Here) -> Sequence[Any]:
+    here.on_the_fake_gpu()
+    here.smaller(invariance, EDGES=(1, 64), NEW=2)
+    here.smaller(invariance, LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
+    return "--shape", here.shape, "--layers", 2, "--positions", 20, "--work", here.folder / "work"
+
+
+@starts("speculation-gpu", "requests 1 right 1.0 plain_steps_of_a_verify")
+def _(here: Here) -> Sequence[Any]:
+    here.on_the_fake_gpu()
+    limits = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64}
+    here.smaller(speculation_gpu, LIMITS=limits, PROMPT=4, NEW=12, REQUESTS=(1,), RIGHT=(1.0,))
+    return "--shape", here.shape, "--layers", 2, "--work", here.folder / "work", *ONE_ROUND
 
 
 @starts("ranks", "cases tiny 1 prompt")

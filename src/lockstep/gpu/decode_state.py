@@ -46,6 +46,16 @@ class DecodeState:
         self._samplings[slot], self._sampling_changed = changed, True
         return True
 
+    def follow(self, other: DecodeState, slots: Sequence[int]) -> None:
+        """Compute rows 0, 1 ..., and choose their tokens, as these slots of another state."""
+        samplings = self._samplings.copy()
+        samplings[: len(slots)] = other._samplings[list(slots)]
+        if (samplings != self._samplings).any():
+            self._samplings, self._sampling_changed = samplings, True
+        if other.adapters is not None:
+            self.adapters = np.full(len(self._rows), -1)
+            self.adapters[: len(slots)] = other.adapters[list(slots)]
+
     def draws(self, slots: Iterable[int]) -> bool:
         """Return whether the token of one of these slots is drawn."""
         return bool(self._samplings["temperature"][list(slots)].any())

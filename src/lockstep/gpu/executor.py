@@ -12,6 +12,9 @@ The device chooses the tokens, greedy or drawn: where these alone are asked for,
 holds what the next step goes on with. A caller that knows the next step says so, prompts and all, and it is launched
 speculatively: put on the stream before this one's tokens are back, so that the device does not wait for the host. Rows
 of it that are not asked for after all are dropped, and prompts that come on top follow it in a pass of their own.
+
+A step that verifies drafts is a decode step, of rows that are tokens of any slots: each has its slot's page table, and
+keys and values of all are written before any is read.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ import numpy as np
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import LARGEST_BATCH, Chunks, padded
-from lockstep.gpu.prompts import Inputs, captured_sizes
+from lockstep.gpu.prompts import Inputs, captured_sizes, padded_size
 from lockstep.gpu.ranks.group import RankGroup
-from lockstep.gpu.ranks.rank import Rank, StepCalls
+from lockstep.gpu.ranks.rank import MOST_VERIFIED, Rank, StepCalls
 from lockstep.gpu.resident_adapters import ResidentAdapters
 from lockstep.step.advance import FOUND, Advance
 from lockstep.step.network import Network
 from lockstep.step.packing import split
+from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
@@ -93,6 +97,21 @@ class GpuExecutor:
     def in_flight(self) -> bool:
         """Return whether a step was launched that has not been asked for yet."""
         return self._in_flight is not None
+
+    @property
+    def most_verified(self) -> int:
+        """Return the tokens of a step that verifies: see `Executor.most_verified`."""
+        fused = len(self.ranks) == 1 and self.tables.shares
+        return min(MOST_VERIFIED, self._max_num_tokens) if fused else 0
+
+    def room(self, length: int) -> int:
+        """Return how many tokens can follow without a page that a plain step would not take, but for one of many."""
+        spare = PAGE_SIZE if self.tables.pool.num_available > 2 * self.num_slots else 0
+        return min(self.tables.pages_for(length) * PAGE_SIZE + spare, self.max_seq_len) - length
+
+    def keep(self, slot: int, length: int) -> None:
+        """Forget a slot's tokens behind its first `length`; what they left in its pages is not looked at."""
+        self.lengths[slot] = length
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds and release its pages."""
@@ -170,6 +189,8 @@ class GpuExecutor:
         They are [len(advances)] int64, -1 where the largest logit is NaN or infinite. following: the step that is
         launched speculatively behind this one: `Model.step_tokens`.
         """
+        if any(advance.verifies for advance in advances):
+            return self._verify(advances, ())[0]
         with self.group.waiting():
             flight = self._put(advances)
             slots = [advance.slot for advance in advances]
@@ -185,29 +206,56 @@ class GpuExecutor:
 
     def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Run a step; return its tokens and logits of some requests: see `Executor.tokens_and_logits`."""
+        if any(advance.verifies for advance in advances):
+            return self._verify(advances, wanted)
         with self.group.waiting():
             flight = self._put(advances)
             self._gather(flight)
             found = [[by_slot[advances[number].slot] for number in wanted] for by_slot in flight.rows]
-            if self._host_logits is None:
-                some = next(iter(flight.rows[0].values()))
-                self._host_logits = cuda.pinned((self.num_slots, some.shape[1]), some.dtype)
-            logits = self._fetch_logits(self._host_logits, self.ranks[0], found[0])
+            logits = self._fetch_logits(self.ranks[0], found[0])
             self._wait(flight)
             if self.group.compares:
                 logits = logits.copy()
                 for rank, each in zip(self.group.each(), found):
-                    self.group.compare("logits", rank, self._fetch_logits(self._host_logits, rank, each), logits)
+                    self.group.compare("logits", rank, self._fetch_logits(rank, each), logits)
             slots = [advance.slot for advance in advances]
             self._tell(slots, flight.tokens)
             return flight.tokens[slots].astype(np.int64), logits.astype(np.float32)
 
-    def _fetch_logits(self, host: np.ndarray, rank: Rank, rows: Sequence[cuda.Array]) -> np.ndarray:
-        """Copy rows of logits into `host`."""
+    def _verify(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Run a step that verifies drafts; return what follows each of its tokens, and logits of some.
+
+        Nothing of it stays in flight: what follows is known when the host has looked at the tokens.
+        """
+        if any(len(advance.tokens) > 1 and not advance.verifies for advance in advances):
+            raise InputError("step: expected no prompts beside drafts, found some; take them in steps of their own")
+        rank, count = self.ranks[0], sum(advance.num_rows for advance in advances)
+        slots = [advance.slot for advance in advances for _ in advance.tokens]
+        tokens = np.concatenate([advance.tokens for advance in advances])
+        positions = [advance.start + number for advance in advances for number in range(len(advance.tokens))]
+        with self.group.waiting():
+            self._in_flight = self._prompt = None
+            self._begin(advances, self.lengths)
+            rank.verified.follow(rank.state, slots)
+            rank.verified.decode(range(count), tokens.tolist(), positions, rank.stream)
+            for attention in rank.paged:
+                attention.begin_verify(slots)
+            rows = min(padded_size(count), MOST_VERIFIED)
+            self.group.launch([rank.decode_calls(rows, self._adapted(slots), False, verified=True)])
+            rank.stream.download(rank.fetched_verified, rank.verified.found)
+            logits = self._fetch_logits(rank, [rank.decode_logits(row, verified=True) for row in wanted])
+            return rank.fetched_verified[:count].astype(np.int64), logits.astype(np.float32)
+
+    def _fetch_logits(self, rank: Rank, rows: Sequence[cuda.Array]) -> np.ndarray:
+        """Wait for rows of logits, and return them in memory that is used again."""
+        if self._host_logits is None and rows:
+            largest = max(self.num_slots, MOST_VERIFIED)
+            self._host_logits = cuda.pinned((largest, rows[0].shape[1]), rows[0].dtype)
         for at, row in enumerate(rows):
-            rank.stream.download(host[at : at + 1], row)
+            assert self._host_logits is not None
+            rank.stream.download(self._host_logits[at : at + 1], row)
         rank.stream.synchronize()
-        return host[: len(rows)]
+        return np.empty((0, 0), np.float32) if self._host_logits is None else self._host_logits[: len(rows)]
 
     def _tell(self, slots: Sequence[int], tokens: np.ndarray) -> None:
         for rank in self.ranks:
@@ -262,6 +310,8 @@ class GpuExecutor:
 
     def _put_ahead(self, following: Sequence[Advance], ends: Mapping[int, int]) -> _Flight | None:
         """Launch the next step behind one in which slots come to hold `ends`; None where that cannot be."""
+        if any(advance.verifies for advance in following):
+            return None
         decoding, chunks = _split(following)
         lengths = self._behind(ends)
         if not self._can_follow(decoding, chunks, ends, lengths):

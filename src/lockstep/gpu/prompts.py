@@ -111,8 +111,8 @@ class PromptInputs:
 
     def _sizes(self, rows: int, tokens: int, requests: int) -> tuple[int, int, int]:
         """Return numbers of decoding rows, prompt tokens and requests, padded for a pass that is captured."""
-        most_rows, most_requests = (min(_padded(count), self._slots) for count in (rows, requests))
-        most_tokens = min(_padded(tokens), self._num_tokens - most_rows)
+        most_rows, most_requests = (min(padded_size(count), self._slots) for count in (rows, requests))
+        most_tokens = min(padded_size(tokens), self._num_tokens - most_rows)
         if most_rows + most_tokens > self._captured_tokens:
             return rows, tokens, requests
         return most_rows, most_tokens, most_requests
@@ -150,10 +150,10 @@ def captured_tokens(num_ranks: int) -> int:
 
 def captured_sizes(most: int) -> list[int]:
     """Return the sizes to which prompts are padded in captured passes of up to `most` tokens."""
-    return sorted({_padded(count) for count in range(2, most + 1)})
+    return sorted({padded_size(count) for count in range(2, most + 1)})
 
 
-def _padded(count: int) -> int:
+def padded_size(count: int) -> int:
     """Return the next power of two, from 32 on the next multiple of 32, and from 512 on of 128."""
     if 0 < count < 32:
         return 1 << (count - 1).bit_length()

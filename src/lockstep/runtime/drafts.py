@@ -6,7 +6,7 @@ a draft decides how many steps an answer takes, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +15,7 @@ from lockstep.runtime.checks import expect
 
 MOST_DRAFT_TOKENS = 16
 _LONGEST, _SHORTEST = 4, 2  # n-grams
-_MOST_ROWS = 16  # tokens of a step with drafts: more cost a CPU as much as steps of their own
-_LONGEST_PAUSE = 32  # steps
+_LONGEST_PAUSE, _MISSED_PAUSE = 32, 4  # steps
 
 
 class Drafter(Protocol):
@@ -82,27 +81,29 @@ class _Text:
 class _Pace:
     """How much is drafted for a choice: after drafts that were right more, after wrong ones less.
 
-    most: tokens of the next draft. pause: steps without one. waited: how long the pause before was.
+    most: tokens of the next draft. pause: steps without one. wrong: drafts in a row of which no token was right.
     """
 
     most: int
     pause: int = 0
-    waited: int = 0
+    wrong: int = 0
 
-    def take(self, proposed: int, accepted: int, most: int) -> None:
-        if accepted:
-            self.waited = 0
-            self.most = min(most, 2 * proposed) if accepted == proposed else accepted
+    def take(self, proposed: int, accepted: int, most: int, on_host: bool) -> None:
+        self.wrong = 0 if accepted else self.wrong + 1
+        if on_host:
+            self.most = min(most, 2 * proposed) if accepted == proposed else max(1, accepted)
         else:
-            self.most = 1
-            self.pause = self.waited = min(2 * self.waited or 1, _LONGEST_PAUSE)
+            self.most = most
+        # A wrong draft costs a CPU most of a step, and a GPU little.
+        self.pause = min((1 << self.wrong) // (2 if on_host else 16), _LONGEST_PAUSE)
 
 
 class Speculation:
     """The drafts of one engine: how many tokens of which requests, and how many were right.
 
     num_drafts, num_draft_tokens: that were verified. accepted: by position in the draft, how often it was right.
-    failure: why nothing is drafted any more.
+    failure: why nothing is drafted any more. on_host: False on a GPU, whose step begins late where a draft is looked
+    for, as that needs the tokens of the one before: where there was none, some steps go by.
     """
 
     def __init__(self, drafter: Drafter, num_tokens: int):
@@ -111,16 +112,29 @@ class Speculation:
         self.num_tokens, self.num_drafts, self.num_draft_tokens = num_tokens, 0, 0
         self.accepted = [0] * num_tokens
         self.failure: str | None = None
+        self.on_host, self._pause = True, 0
         self._drafter, self._paces = drafter, dict[ActiveChoice, _Pace]()
 
-    def propose(self, room: Mapping[ActiveChoice, int], max_num_tokens: int) -> dict[ActiveChoice, list[int]]:
+    def is_due(self, choices: Sequence[ActiveChoice], most_tokens: int) -> bool:
+        """Return whether the next step may have drafts of these choices, which need the tokens of this one."""
+        paces = (self._paces.get(choice) for choice in choices)
+        return (
+            self.failure is None
+            and not self._pause
+            and most_tokens >= 2 * len(choices)
+            and any(pace is None or not pace.pause for pace in paces)
+        )
+
+    def propose(self, room: Mapping[ActiveChoice, int], most_tokens: int) -> dict[ActiveChoice, list[int]]:
         """Return the drafts of a step in which these choices decode.
 
-        room: tokens behind its next one that a choice may have. Where there are many choices, there are no drafts.
+        room: tokens behind its next one that a choice may have. most_tokens: of the step, drafts and all; where there
+        are many choices, there are no drafts.
         """
         if self.failure is not None:
             return {}
-        share = (min(_MOST_ROWS, max_num_tokens) - len(room)) // len(room)
+        self._pause = max(0, (missed := self._pause) - 1)
+        share = 0 if missed else (most_tokens - len(room)) // len(room)
         asked = {}
         for choice, most in room.items():
             pace = self._paces.setdefault(choice, _Pace(self.num_tokens))
@@ -130,10 +144,13 @@ class Speculation:
                 # Of few lengths: each number of tokens in a step is a layout, which has calls of its own to bind.
                 asked[choice] = count if count == self.num_tokens else 1 << count.bit_length() - 1
         try:
-            return self._drafter.propose(asked) if asked else {}
+            drafts = self._drafter.propose(asked) if asked else {}
         except Exception as error:  # libraries' errors share no base class, and no answer is to end for a draft
             self.failure = f"drafts: {' '.join(str(error).split()) or type(error).__name__}; decoding goes on without"
             return {}
+        if asked and not drafts and not self.on_host:
+            self._pause = _MISSED_PAUSE
+        return drafts
 
     def verified(self, choice: ActiveChoice, proposed: int, accepted: int) -> None:
         """Take how many tokens of a draft were right."""
@@ -142,7 +159,7 @@ class Speculation:
         for position in range(accepted):
             self.accepted[position] += 1
         if pace := self._paces.get(choice):
-            pace.take(proposed, accepted, self.num_tokens)
+            pace.take(proposed, accepted, self.num_tokens, self.on_host)
 
     def counts(self) -> list[int]:
         """Return num_drafts, num_draft_tokens, and accepted, by position."""

@@ -75,6 +75,7 @@ class Engine:
         """
         if speculation is not None:
             model.check_verifies_drafts()
+            speculation.on_host = model.engines.backend.on_host
         self.speed, self.speculation = Speed(), speculation
         self._model = model
         budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
@@ -409,8 +410,21 @@ class Engine:
             if not choice.again
         }
         if room:
-            drafts = self.speculation.propose(room, self._scheduler.max_num_tokens - len(choices) + len(room))
+            drafts = self.speculation.propose(room, self._most_verified - len(choices) + len(room))
             step.drafts = {choices[choice]: draft for choice, draft in drafts.items()}
+
+    def _drafts_follow(self, step: SchedulerOutput) -> bool:
+        """Return whether the step behind one, which was counted, may have drafts, which need its tokens."""
+        if self.speculation is None:
+            return False
+        choices = [self._choices[scheduled] for scheduled, _ in step.shares if not scheduled.in_prompt]
+        return bool(step.drafts) or (
+            len(choices) == len(step.shares) and self.speculation.is_due(choices, self._most_verified)
+        )
+
+    @property
+    def _most_verified(self) -> int:
+        return min(self._model.most_verified, self._scheduler.max_num_tokens)
 
     def _forget_drafts(self, choice: ActiveChoice) -> None:
         if self.speculation is not None:
@@ -498,8 +512,10 @@ class Engine:
         """Return whether the next step can be decided before this one's tokens.
 
         So where its tokens decide nothing but which requests end: no choices fork behind the step, none has a next
-        token that was given out before, and no request is to be swapped out.
+        token that was given out before, no draft may continue it, and no request is to be swapped out.
         """
+        if self._drafts_follow(step):
+            return False
         for scheduled, _ in step.shares:
             if not scheduled.in_prompt and (scheduled.siblings or self._choices[scheduled].again):
                 return False

@@ -176,12 +176,17 @@ class Model:
 
         So where a row's bits do not depend on the number of rows, and no layer has a state that wrong ones are in.
         """
-        return self.can_forget and self.engines.backend.batch_invariant
+        return self.can_forget and self.engines.batch_invariant
 
     @property
     def can_forget(self) -> bool:
         """Return whether `keep` can be called: a state cannot be taken back."""
-        return isinstance(self._executor, HostExecutor) and not self.has_state
+        return self._executor.most_verified > 0 and not self.has_state
+
+    @property
+    def most_verified(self) -> int:
+        """Return the tokens of a step with drafts: more cost as much as steps of their own."""
+        return self._executor.most_verified
 
     def check_verifies_drafts(self) -> None:
         """Check that steps take drafts. Raises InputError."""
@@ -198,12 +203,12 @@ class Model:
 
     def room(self, length: int) -> int:
         """Return how many tokens can follow `length` tokens before a slot's memory is laid out anew."""
-        return cast(HostExecutor, self._executor).room(length)
+        return self._executor.room(length)
 
     def keep(self, slot: int, length: int) -> None:
         """Forget the tokens of a slot behind its first `length`: drafts that were not what follows."""
         if length < self._executor.lengths[slot]:
-            cast(HostExecutor, self._executor).keep(slot, length)
+            self._executor.keep(slot, length)
 
     def check_gives_all_logits(self) -> None:
         """Check that `logits_behind` can be called. Raises InputError."""

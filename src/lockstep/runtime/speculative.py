@@ -59,7 +59,7 @@ def open_speculation(model: Model, asked: Speculative, threads: int | None = Non
     )
     if not draft.can_forget:
         raise InputError(
-            f"speculative: expected a draft target of a CPU backend, of layers without a state, found {asked.target}"
+            f"speculative: expected a draft target of layers that keep keys and values in pages, found {asked.target}"
         )
     return Speculation(ModelDrafter(draft), asked.num_tokens)
 

@@ -78,12 +78,25 @@ class Executor(Protocol):
         """Return whether a step was begun whose tokens were not taken yet."""
         ...
 
+    @property
+    def most_verified(self) -> int:
+        """Return the tokens of a step that `verifies`: more cost as much as steps of their own; 0: none does."""
+        ...
+
     def warm_up(self) -> None:
         """Prepare all that steps are made of: see `Model.warm_up`."""
         ...
 
     def reset(self, slot: int) -> None:
         """Forget what a slot holds; its pages go back."""
+        ...
+
+    def room(self, length: int) -> int:
+        """Return how many tokens can follow `length` tokens before a slot's memory is laid out anew."""
+        ...
+
+    def keep(self, slot: int, length: int) -> None:
+        """Forget the tokens of a slot behind its first `length`, as if they had never come."""
         ...
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:

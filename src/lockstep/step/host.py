@@ -42,6 +42,7 @@ class HostExecutor:
     """
 
     in_flight = async_scheduling = False
+    most_verified = 16
 
     def __init__(self, network: Network, num_slots: int, max_seq_len: int, chunk_size: int, kv_bytes: int):
         """Check the engines, and make an empty cache.

@@ -64,6 +64,15 @@ class Attention(Protocol):
 class PagedAttention(Attention, Protocol):
     """Attention over pages, whose content can be moved."""
 
+    def begin_verify(self, slots: Sequence[int]) -> None:
+        """Prepare a step that verifies drafts: row i is a token of slot `slots[i]`."""
+
+    def verify_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        """Return the calls of one layer in a step that verifies: as `calls` of rows that decode, of any slots.
+
+        A row sees what rows before it write. Its bits are those of a step of its own. rows: i at i, or -1.
+        """
+
     def fork(self, slot: int, other: int, length: int) -> None:
         """Copy what a slot of `length` tokens holds behind its full pages to the pages of another."""
 

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Arrays, Buffer, Calls, Chunks
+from lockstep.gpu.attention.base import Arrays, Buffer, Call, Calls, Chunks
 from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables, PagedTokens
 from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
 from lockstep.gpu.attention.prompt import PromptAttention
@@ -31,10 +31,12 @@ class FusedAttention:
         tables: PageTables,
         rows: int,
         max_seq_len: int,
+        most_verified: int,
         wide: bool,
         buffer: Buffer,
         stream: cuda.Stream,
     ):
+        """most_verified: rows of a step that verifies."""
         self._layers, self._buffer, self._stream = layers, buffer, stream
         self._dtype, self._tables = np.dtype(dtype), tables
         pages_per_row, pages = -(-max_seq_len // PAGE), tables.pool.num_pages
@@ -43,12 +45,14 @@ class FusedAttention:
         self._sent = [0] * rows  # pages of each row that the table on the device has
         self._table = cuda.zeros(self._host_table.shape, "i4")
         self._table_staging = Staging(self._table.nbytes, 1)
+        self._verified = cuda.zeros((most_verified, pages_per_row), "i4")  # the page table of each row's slot
+        self._verified_staging = Staging(self._verified.nbytes, 1)
         attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
         self._rope_tables = {key: _device_rope_tables(each, max_seq_len) for key, each in attentions.items()}
         specs = self._specs = {key: _spec(each, self._dtype, wide) for key, each in attentions.items()}
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
-        self._scratch = Scratch(specs.values(), rows)
+        self._scratch = Scratch(specs.values(), max(rows, most_verified))
         self._cache = {}
         for index, cache in ((index, layer_attention.cache) for index, layer_attention in layers.items()):
             shapes = ((pages, cache.num_kv_heads, PAGE, dim) for dim in (cache.head_dim, cache.value_head_dim))
@@ -106,6 +110,10 @@ class FusedAttention:
         """Return keys and values of all layers, [pages, num_kv_heads, 64, dim]."""
         return [array for pair in self._cache.values() for array in pair]
 
+    def begin_verify(self, slots: Sequence[int]) -> None:
+        """Send the page table of each row's slot."""
+        self._verified_staging.send(self._stream, [(self._verified[: len(slots)], self._host_table[list(slots)])])
+
     def begin(self, chunks: Chunks) -> None:
         """Send the lengths and pages of chunks."""
         self._prompts.begin(chunks, self._host_table)
@@ -114,24 +122,40 @@ class FusedAttention:
         return self._prompts.layout(chunks)
 
     def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
+        tokens, out = self._tokens(index, values, rows, self._table)
+        if not chunks:  # the executor puts row i into request i, or nothing
+            return [self._decode_call(index, tokens, out)]
+        key, query_out = id(self._layers[index]), self._buffer("query_out", tokens.query.shape, self._dtype)
+        attend = self._prompts.calls(self._specs[key], self._layers[index].variant.scale, query_out, tokens, out)
+        apply_rope = functools.partial(self._rope[key].launch, self._stream, tokens, query_out)
+        return [("rotary and cache", apply_rope), *(("attention", call) for call in attend)]
+
+    def verify_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        tokens, out = self._tokens(index, values, rows, self._verified)
+        # All keys and values are in the cache before a row looks at those of rows before it.
+        query_out = self._buffer("query_out", tokens.query.shape, self._dtype)
+        apply_rope = functools.partial(self._rope[id(self._layers[index])].launch, self._stream, tokens, query_out)
+        return [("rotary and cache", apply_rope), self._decode_call(index, tokens, out)]
+
+    def _tokens(
+        self, index: int, values: Arrays, rows: cuda.Array, table: cuda.Array
+    ) -> tuple[PagedTokens, cuda.Array]:
+        """Return what kernels read of a layer's tokens, and the array that attention goes to."""
         layer_attention, (keys, cached) = self._layers[index], self._cache[index]
         variant, shape, total = layer_attention.variant, layer_attention.cache, values["attention"].shape[0]
-        out, key = values["attention"].reshape(total, variant.num_heads, shape.value_head_dim), id(layer_attention)
         tokens = PagedTokens(
             values["query"].reshape(total, variant.num_heads, shape.head_dim),
             values["key"].reshape(total, shape.num_kv_heads, shape.head_dim),
             values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim),
-            *(keys, cached, self._rope_tables[key], rows, values["position_ids"], self._table),
+            *(keys, cached, self._rope_tables[id(layer_attention)], rows, values["position_ids"], table),
         )
-        stream, scale = self._stream, variant.scale
-        if not chunks:  # the executor puts row i into request i, or nothing
-            return [
-                ("attention", functools.partial(self._decode[key].launch, stream, tokens, out, scale, self._scratch))
-            ]
-        query_out = self._buffer("query_out", tokens.query.shape, self._dtype)
-        attend = self._prompts.calls(self._specs[key], scale, query_out, tokens, out)
-        apply_rope = functools.partial(self._rope[key].launch, stream, tokens, query_out)
-        return [("rotary and cache", apply_rope), *(("attention", call) for call in attend)]
+        return tokens, values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
+
+    def _decode_call(self, index: int, tokens: PagedTokens, out: cuda.Array) -> tuple[str, Call]:
+        layer_attention = self._layers[index]
+        launch = self._decode[id(layer_attention)].launch
+        scale = layer_attention.variant.scale
+        return "attention", functools.partial(launch, self._stream, tokens, out, scale, self._scratch)
 
 
 def _device_rope_tables(layer_attention: LayerAttention, positions: int) -> DeviceRopeTables:

@@ -43,6 +43,7 @@ def make_attention(
     tables: PageTables,
     num_slots: int,
     max_seq_len: int,
+    most_verified: int,
     kernels: Kernels,
     buffer: Buffer,
     stream: cuda.Stream,
@@ -58,6 +59,6 @@ def make_attention(
     if parts[True]:
         from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
 
-        wide = bool(kernels.wide)
-        made[True] = FusedAttention(parts[True], dtype, tables, num_slots, max_seq_len, wide, buffer, stream)
+        sizes = num_slots, max_seq_len, most_verified
+        made[True] = FusedAttention(parts[True], dtype, tables, *sizes, bool(kernels.wide), buffer, stream)
     return [made[index in fused] for index in range(len(network.layers))]

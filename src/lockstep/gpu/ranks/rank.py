@@ -26,6 +26,7 @@ from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
 from lockstep.step.pages import PageTables
 
+MOST_VERIFIED = 128  # tokens of a step that verifies drafts: more take longer than the weights take to be read
 _PRODUCTS_EVERY = 32  # tokens, of sizes whose products are warmed: kernels work in tiles of 64 tokens and more
 
 
@@ -103,6 +104,7 @@ class Rank:
         self._buffer, self._logit_buffers = Buffers(self._largest_pass), dict[tuple[str, ...], cuda.Array]()
         self._tuned: dict[int, int] = {}  # each step with prompts asks for three
         self.state = DecodeState(num_slots, max_seq_len, integer)
+        self.verified = DecodeState(MOST_VERIFIED, max_seq_len, integer)  # by token of a step that verifies drafts
         self._mask = _mask_of_engines(network)
         (logits,) = (io for io in network.exit.signature.outputs if io.name == "logits")
         self.splits_logits = logits.shape[1] != network.vocab_size
@@ -110,20 +112,22 @@ class Rank:
             self._told = cuda.empty((num_slots + 1, 2), "f4")  # sent on behind its end
             self._told_by_all = cuda.empty((num_slots, 2 * exchange.world), "f4")
         self.has_base = network.exit.base is not None or any(block.base for block, _ in network.layers)
-        self._every_row = cuda.empty((num_slots,), integer)  # the logits of a decode step
-        self.stream.upload(self._every_row, np.arange(num_slots, dtype=integer))
+        every_row = np.arange(max(num_slots, MOST_VERIFIED), dtype=integer)  # the logits of a decode step
+        self._every_row = cuda.empty(every_row.shape, integer)
+        self.stream.upload(self._every_row, every_row)
         # Of passes of prompts. None where engines have profiles: a context keeps the sizes of one pass.
         has_profiles = engine_of(network.embedding).program.by_profiles
         self.captured_tokens = 0 if has_profiles else captured_tokens(1 if exchange is None else exchange.world)
         self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
         self._attention = make_attention(
-            network, tables, num_slots, max_seq_len, self._kernels, self._buffer, self.stream
+            network, tables, num_slots, max_seq_len, MOST_VERIFIED, self._kernels, self._buffer, self.stream
         )
         self.attentions = list(dict.fromkeys(self._attention))
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
         self.step_calls: dict[tuple, StepCalls] = {}
         # of a step, and of the one behind it
         self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
+        self.fetched_verified = cuda.pinned((MOST_VERIFIED,), "i4")
 
     @property
     def paged(self) -> list[PagedAttention]:
@@ -147,25 +151,28 @@ class Rank:
         found = self._tuned[num_tokens] = max(tuned[io.name][io.shape.index("num_tokens")] for io in inputs)
         return found
 
-    def decode_logits(self, slot: int) -> cuda.Array:
-        """Return a slot's logits of the last decode step, [1, vocab_size]."""
-        return self._logit_buffers[("decode",)][slot : slot + 1]
+    def decode_logits(self, row: int, verified: bool = False) -> cuda.Array:
+        """Return a row's logits of the last step that decodes, or verifies, [1, vocab_size]."""
+        return self._logit_buffers[("verify" if verified else "decode",)][row : row + 1]
 
     def gather(self, step: StepCalls) -> None:
         """Gather the logits of a step from the ranks' parts, as its calls left them."""
         assert step.part is not None
         self._end.gather(step.part, step.logits)
 
-    def decode_calls(self, count: int, adapted: bool, drawn: bool) -> StepCalls:
-        """Return the calls that decode slots 0 to `count`-1; adapted, drawn: some are. Nothing is launched."""
-        key = (count, adapted, drawn, *(attention.capacity for attention in self.attentions))
+    def decode_calls(self, count: int, adapted: bool, drawn: bool, verified: bool = False) -> StepCalls:
+        """Return the calls that decode slots 0 to `count`-1; adapted, drawn: some are. Nothing is launched.
+
+        verified: rows are tokens of a step that verifies drafts.
+        """
+        key = (count, adapted, drawn, verified, *(attention.capacity for attention in self.attentions))
         step = self.step_calls.get(key)
         if step is None:
-            state = self.state
+            state = self.verified if verified else self.state
             arrays = state.token_ids, state.positions, state.rows, state.adapter_ids
             tokens, positions, rows, adapters = (array[:count] for array in arrays)
             inputs = Inputs(tokens, positions, rows, self._every_row[:count], rows, positions, adapters)
-            step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn)
+            step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn, verified)
         return step
 
     def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
@@ -214,8 +221,9 @@ class Rank:
             self._prompt_blocks[adapted] = PromptBlocks(list(self._bind_prompts(adapted)))
         return self._prompt_blocks[adapted]
 
-    def _make_decode_calls(self, inputs: Inputs, adapted: bool, drawn: bool) -> StepCalls:
+    def _make_decode_calls(self, inputs: Inputs, adapted: bool, drawn: bool, verified: bool) -> StepCalls:
         """Return the calls for rows of one token; nothing is put on the stream."""
+        of, state = ("verify", self.verified) if verified else ("decode", self.state)
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
         values, mask, network = inputs.values(), self._mask_array(inputs, adapted), self.network
@@ -225,19 +233,22 @@ class Rank:
                 ("sum", functools.partial(self._end.sum, step.values))
                 if isinstance(step, _Sum)
                 else (name, engine_of(step.piece).prepare(_by_engine(step, mask), step.outputs, own=True))
-                for step in self._steps(block.for_rows(adapted), values, dims, "decode")
+                for step in self._steps(block.for_rows(adapted), values, dims, of)
             ]
 
         calls = self._mask_calls(inputs, mask) + prepare("embedding", network.embedding)
         for index, (block, layer_attention) in enumerate(network.layers):
             calls += prepare("block", block)
             self._add_attention(layer_attention, values, total)
-            calls += self._attention[index].calls(index, values, inputs.rows, [], True)
+            if verified:
+                calls += self.paged[0].verify_calls(index, values, inputs.rows)
+            else:
+                calls += self._attention[index].calls(index, values, inputs.rows, [], True)
         whole = _whole(network, values, total)
         calls += prepare("exit", network.exit)
         made = values["logits"]
-        logits = self._logits("decode", (total, network.vocab_size), made.dtype)
-        calls += self._last_calls(made, logits, inputs, drawn)
+        logits = self._logits(of, (total, network.vocab_size), made.dtype)
+        calls += self._last_calls(made, logits, inputs, drawn, state)
         part = made if self.splits_logits and not drawn else None
         return StepCalls([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
 
@@ -285,13 +296,15 @@ class Rank:
         calls, found = a_pass.exit()
         for name, call in calls:
             yield add(name or "exit", call)
-        for name, call in self._last_calls(found, logits, inputs, drawn):
+        for name, call in self._last_calls(found, logits, inputs, drawn, self.state):
             yield add(name, call)
 
-    def _last_calls(self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool) -> Calls:
+    def _last_calls(
+        self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool, state: DecodeState
+    ) -> Calls:
         """Return the calls from logits, or a rank's part of them, to tokens; gathered where any is drawn."""
         kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the step
-        state, slots, held = self.state, inputs.slots, inputs.held
+        slots, held = inputs.slots, inputs.held
         found = state.found, state.token_ids, state.positions
         draw = ("next token", lambda: kernels.advance(stream, logits, slots, held, limit, state.samplings, *found))
         if not self.splits_logits:
@@ -336,7 +349,7 @@ class Rank:
     def _steps(
         self, block: Block, values: dict[str, cuda.Array], dims: Mapping[str, int], of: str
     ) -> list[_Run | _Sum]:
-        """Return what a block runs; `values` has its outputs afterwards. of: logits are "decode" or "prompts"."""
+        """Return what a block runs; `values` has its outputs afterwards. of: "decode", "verify" or "prompts"."""
         step_inputs = [io for io in block.signature.inputs if io.name not in block.adapters]
         read, made = {io.key for io in step_inputs}, {io.key for io in block.signature.outputs}
         # Later pieces, and later blocks, may read what is there, but for what this block makes anew.
@@ -373,11 +386,12 @@ class Rank:
             number += 1
 
     def _logits(self, of: str, shape: Sequence[int], dtype: np.dtype) -> cuda.Array:
-        """Return a buffer of logits, a row for each slot: [num_requests, vocab_size] or a rank's part of it."""
+        """Return a buffer of logits, a row for each request: [num_requests, vocab_size] or a rank's part of it."""
         is_part = shape[1] != self.network.vocab_size
         key = (of, "part") if is_part else (of,)
         if key not in self._logit_buffers:
-            rows = self._num_slots + is_part  # what is sent to other ranks goes on behind its end
+            requests = MOST_VERIFIED if of == "verify" else self._num_slots
+            rows = requests + is_part  # what is sent to other ranks goes on behind its end
             self._logit_buffers[key] = cuda.empty((rows, *shape[1:]), dtype, "logits")
         return self._logit_buffers[key][: shape[0]]
 

@@ -1,0 +1,148 @@
+"""`invariance`: whether a request's logits are the same bits whatever runs beside it.
+
+Requests of all lengths around the places where something changes (pages, chunks, sizes that kernels are made for) run
+alone, and then in random schedules: many at once, that come at random steps, with random room in a step (other cuts of
+prompts), on prefixes that others left, half of them with drafts of which each third token is wrong. Each position's
+logits are compared with those of the request alone, bit by bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lockstep
+from benchmarks import options
+from benchmarks.gpu import build_seconds, described, random_weights, record_path, require
+from benchmarks.measure import read_json, recorder
+from benchmarks.shapes import config_of
+from lockstep import Assembly, Engine, Model, Request, Speculation
+from lockstep.verify.golden.drafted import RecordedDrafter
+
+LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
+EDGES = (1, 16, 32, 64, 128, 192, 256, 320, 448, 512, 640, 1024, 1536)  # and one less and one more
+NEW = 32  # tokens of an answer
+OPTIONS = (
+    options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
+    options.choice("--precision", "fp16", "w8a16", "w4a16", help="Small weights in groups of 128."),
+    options.number("--positions", 100_000, "Positions to compare.", most=10_000_000),
+    options.number("--layers", 4, "Layers of the shape.", most=200),
+    *options.ON_A_GPU[:-1],
+)  # fmt: skip
+
+
+def main(
+    shape: str, precision: str, positions: int, layers: int, backend: str, python: str | None, work: Path,
+    build_options: dict[str, Any], write: Path | None,
+) -> None:  # fmt: skip
+    """Compare a request's logits alone with those beside others, bit by bit."""
+    require(python, backend)
+    out = record_path(write, work, "-".join(["invariance", *([precision] if precision != "fp16" else [])]), backend)
+    config = read_json(config_of(shape)) | {"num_hidden_layers": layers}
+    lockstep.export_config(config, precision, work / "graphs", 1, 128)
+    names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out), "python": python}
+    lockstep.run_in_python(
+        python, "benchmarks.invariance:measure", **names, backend=backend, options=build_options, positions=positions
+    )
+    print(out)
+
+
+def measure(
+    assembly: str, work: str, out: str, python: str | None, backend: str, options: dict[str, Any], positions: int
+) -> None:
+    """Build, open, compare, and write the record."""
+    folder, opened = Path(work), Assembly.load(assembly)
+    note = recorder(Path(out), {"benchmark": "invariance", "layers": len(opened.layers)})
+    weights, engines = folder / "weights" / "weights.json", folder / backend / "engines.json"
+    weights = weights if weights.is_file() else random_weights(opened, folder / "weights", False)
+    build_seconds(Path(assembly), engines, backend, {**LIMITS, **options}, python)
+    note(precision=opened.precision, **described(engines))
+    model = Model.open(engines, assembly, weights)
+    model.warm_up()
+    note(**compared(model, positions))
+
+
+def compared(model: Model, positions: int, seed: int = 0) -> dict[str, Any]:
+    """Return how many positions were compared, and those that differ, by what they were asked for.
+
+    Half of the requests ask for logits, whose bits are compared; the tokens of the others, which the device chooses.
+    """
+    random = np.random.default_rng(seed)
+    longest = min(model.max_seq_len - NEW, max(EDGES) + 1)
+    lengths = sorted({min(edge + more, longest) for edge in EDGES for more in (-1, 0, 1) if edge + more > 0})
+    shared = random.integers(0, model.vocab_size, longest)
+    prompts = []
+    for length in lengths:
+        for common in (0, length // 2, length - 1):  # tokens that stand in front of other prompts too
+            own = random.integers(0, model.vocab_size, length - common)
+            prompts.append(np.concatenate([shared[:common], own]))
+    alone = [answers(model, [(0, prompt)], number % 2, None, False)[0] for number, prompt in enumerate(prompts)]
+    tried, differing, where = 0, 0, list[dict[str, Any]]()
+    schedules = 0
+    while tried < positions:
+        most = int(random.choice([1, 2, 5, 16, 17, 44, 45, 64, 100, 200, model.max_batch_size]))
+        chosen = random.choice(len(prompts), min(most, len(prompts)) if most < 100 else most)
+        room = int(random.choice([model.max_batch_size + 64, 700, model.max_num_tokens]))
+        arrivals = np.sort(random.integers(0, 1 + int(random.choice([0, 4, 64])), len(chosen)))
+        for parity in (0, 1):
+            own = [number for number in chosen if number % 2 == parity]
+            if not own:
+                continue
+            given = [(int(at), prompts[number]) for at, number in zip(arrivals, own)]
+            recorded = [[token for token, _ in alone[number]] for number in own] if schedules % 2 else None
+            for number, found in zip(own, answers(model, given, parity, room, True, recorded)):
+                wrong = [place for place, (a, b) in enumerate(zip(alone[number], found, strict=True)) if a != b]
+                tried += len(found)
+                differing += len(wrong)
+                if wrong and len(where) < 20:
+                    where.append(
+                        {"prompt": len(prompts[number]), "position": wrong[0], "requests": len(own), "room": room}
+                    )
+        schedules += 1
+    return {"positions": tried, "differing": differing, "schedules": schedules, "first": where}
+
+
+def answers(
+    model: Model,
+    given: Sequence[tuple[int, np.ndarray]],
+    logits: int,
+    room: int | None,
+    prefix_caching: bool,
+    recorded: Sequence[list[int]] | None = None,
+) -> list[list[tuple[int, str]]]:
+    """Return by request, for each position, its token, and a digest of its logits where it asks for them.
+
+    given: (step in which it comes, prompt). room: tokens of a step. recorded: answers, which are drafted with errors.
+    """
+    drafts = RecordedDrafter({(index, 0): answer for index, answer in enumerate(recorded or ())}, 3)
+    speculation = Speculation(drafts, 4) if recorded and model.verifies_drafts else None
+    engine = Engine(model, max_num_tokens=room, prefix_caching=prefix_caching, speculation=speculation)
+    found: list[list[tuple[int, str]]] = [[] for _ in given]
+
+    def request(number: int) -> Request:
+        if not logits:
+            return Request(given[number][1], NEW)
+
+        def choose(row: np.ndarray) -> int:
+            found[number].append((int(row.argmax()), hashlib.sha256(row.tobytes()).hexdigest()))
+            return found[number][-1][0]
+
+        return Request(given[number][1], NEW, choose=choose)
+
+    owner, at, steps = dict[int, int](), 0, 0
+    try:
+        while at < len(given) or engine.has_work:
+            while at < len(given) and (given[at][0] <= steps or not engine.has_work):
+                owner[engine.add(request(at))] = at
+                at += 1
+            for token in engine.step():
+                if not logits:
+                    found[owner[token.request]].append((token.token, ""))
+            steps += 1
+    finally:
+        engine.close()
+    return found

@@ -1,0 +1,144 @@
+"""`speculation-gpu`: what drafts gain on a GPU, with a model's shape and random weights.
+
+Drafts are recorded answers in which each token is wrong with a probability. Out: by number of requests and share of
+right tokens, the seconds of answers with drafts beside plain ones, in turn, whose tokens must be the same; of a step
+that verifies, beside a plain one; and what looking for n-grams costs a text in which there are none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import lockstep
+from benchmarks import options
+from benchmarks.gpu import build_seconds, described, random_weights, record_path, require
+from benchmarks.measure import in_turn, read_json, recorder, spread
+from benchmarks.shapes import config_of
+from lockstep import Assembly, CheckError, Engine, Model, NgramDrafter, Request, Sampling, Speculation
+from lockstep.runtime.drafts import Drafter
+from lockstep.verify.golden.drafted import RecordedDrafter
+
+LIMITS = {"max_batch_size": 64, "max_num_tokens": 2048, "max_seq_len": 2048}
+PROMPT, NEW, DRAFT_TOKENS = 512, 256, 4
+REQUESTS, RIGHT = (1, 4, 16), (0.0, 0.6, 0.8, 1.0)
+OPTIONS = (
+    options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-3.1-8b"),
+    options.number("--layers", None, "Layers of the shape; by default all.", most=200),
+    *options.ON_A_GPU,
+)  # fmt: skip
+
+
+def main(
+    shape: str, layers: int | None, backend: str, python: str | None, work: Path, build_options: dict[str, Any],
+    rounds: int, write: Path | None,
+) -> None:  # fmt: skip
+    """Measure answers with drafts beside plain ones on one GPU, in fp16 with random weights."""
+    require(python, backend)
+    out = record_path(write, work, "speculation", backend)
+    config = read_json(config_of(shape))
+    lockstep.export_config(config | ({"num_hidden_layers": layers} if layers else {}), "fp16", work / "graphs")
+    names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out), "python": python}
+    lockstep.run_in_python(
+        python, "benchmarks.speculation_gpu:measure", **names, backend=backend, options=build_options, rounds=rounds
+    )
+    print(out)
+
+
+def measure(
+    assembly: str, work: str, out: str, python: str | None, backend: str, options: dict[str, Any], rounds: int
+) -> None:
+    """Build, open, measure, and write the record after each part."""
+    folder, opened = Path(work), Assembly.load(assembly)
+    note = recorder(Path(out), {"benchmark": "speculation-gpu", "layers": len(opened.layers)})
+    weights, engines = folder / "weights" / "weights.json", folder / backend / "engines.json"
+    weights = weights if weights.is_file() else random_weights(opened, folder / "weights", False)
+    build_seconds(Path(assembly), engines, backend, {**LIMITS, **options}, python)
+    note(**described(engines), prompt_tokens=PROMPT, new_tokens=NEW, draft_tokens=DRAFT_TOKENS)
+    model = Model.open(engines, assembly, weights)
+    model.warm_up()
+    by_requests = {}
+    for count in REQUESTS:
+        by_requests[str(count)] = _answers(model, count, rounds)
+        note(requests=by_requests)
+
+
+def _answers(model: Model, count: int, rounds: int) -> dict[str, Any]:
+    random = np.random.default_rng(count)
+    prompts = [random.integers(0, model.vocab_size, PROMPT) for _ in range(count)]
+    greedy = [Request(prompt, NEW) for prompt in prompts]
+    drawn = [Request(prompt, NEW, sampling=Sampling(1.0, seed=1)) for prompt in prompts]
+    plain, _, _ = _run(model, greedy, None)
+    drafters: dict[str, Drafter] = {
+        str(right): RecordedDrafter(_planted(plain, right, random), 10**9) for right in RIGHT
+    }
+    drafts = dict[str, list[tuple[int, Speculation]]]()
+
+    def seconds(requests: list[Request], drafter: Drafter | None, name: str) -> float:
+        speculation = drafter and Speculation(drafter, DRAFT_TOKENS)
+        tokens, taken, steps = _run(model, requests, speculation)
+        if requests is greedy and tokens != plain:
+            raise CheckError("speculation: expected the plain answer with drafts, found another one")
+        if speculation:
+            drafts.setdefault(name, []).append((steps, speculation))
+        return taken
+
+    calls = {"plain": lambda: seconds(greedy, None, "plain"), "plain, drawn": lambda: seconds(drawn, None, "plain")}
+    for name, drafter in drafters.items():
+        calls[name] = lambda name=name, drafter=drafter: seconds(greedy, drafter, name)  # type: ignore[misc]
+    calls["n-grams, drawn"] = lambda: seconds(drawn, NgramDrafter(), "n-grams, drawn")
+    for call in calls.values():
+        call()  # graphs are captured
+    drafts.clear()
+    times = in_turn(calls, rounds)
+    found: dict[str, Any] = {}
+    for name in [*drafters, "n-grams, drawn"]:
+        steps, speculation = drafts[name][-1]
+        plain_times = times["plain, drawn" if "drawn" in name else "plain"]
+        found[name] = {
+            "speed_relative_to_plain": _ratio(plain_times, times[name]),
+            "steps": steps,
+            "draft_tokens": speculation.num_draft_tokens,
+            "accepted_by_position": speculation.accepted,
+        }
+    steps = found["1.0"]["steps"]
+    verify, step = ([each / count for each in times[name]] for name, count in (("1.0", steps), ("plain", NEW)))
+    found["1.0"]["plain_steps_of_a_verify"] = _ratio(verify, step)
+    return {"seconds": {name: spread(values) for name, values in times.items()}, "right": found}
+
+
+def _ratio(times: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    return spread([a / b for a, b in zip(times, others, strict=True)], 3)
+
+
+def _run(
+    model: Model, requests: list[Request], speculation: Speculation | None
+) -> tuple[dict[tuple[int, int], list[int]], float, int]:
+    """Return tokens by request and choice, and the seconds and steps from the first token of all on."""
+    engine = Engine(model, prefix_caching=False, speculation=speculation)
+    tokens: dict[tuple[int, int], list[int]] = {}
+    engine.add_all(requests)
+    began, steps = 0.0, 0
+    try:
+        while engine.has_work:
+            for made in engine.step():
+                tokens.setdefault((made.request, made.choice), []).append(made.token)
+            if len(tokens) == len(requests):
+                began, steps = began or time.perf_counter(), steps + 1
+    finally:
+        engine.close()
+    return tokens, time.perf_counter() - began, steps
+
+
+def _planted(
+    answers: Mapping[tuple[int, int], list[int]], right: float, random: np.random.Generator
+) -> dict[tuple[int, int], list[int]]:
+    """Return the answers with wrong tokens: each is right with a probability."""
+    return {
+        key: [token if good else abs(token - 1) for token, good in zip(answer, random.random(len(answer)) < right)]
+        for key, answer in answers.items()
+    }
