@@ -67,7 +67,7 @@ def measure(
 
 
 def compared(model: Model, positions: int, seed: int = 0) -> dict[str, Any]:
-    """Return how many positions were compared, and those that differ, by what they were asked for.
+    """Return how many positions were compared, and those that differ; digest: of all that requests give alone.
 
     Half of the requests ask for logits, whose bits are compared; the tokens of the others, which the device chooses.
     """
@@ -103,7 +103,8 @@ def compared(model: Model, positions: int, seed: int = 0) -> dict[str, Any]:
                         {"prompt": len(prompts[number]), "position": wrong[0], "requests": len(own), "room": room}
                     )
         schedules += 1
-    return {"positions": tried, "differing": differing, "schedules": schedules, "first": where}
+    digest = hashlib.sha256(repr(alone).encode()).hexdigest()
+    return {"positions": tried, "differing": differing, "schedules": schedules, "first": where, "digest": digest}
 
 
 def answers(

@@ -80,8 +80,9 @@ def answers(model: Model, requests: list[Request], speculation: Speculation | No
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_drafts_change_no_bit(demo, tmp_path, backend):
     """Of requests that come and go, greedy, drawn or chosen by the host, beside steps that are launched ahead."""
-    files = demo.assembly("demo-llama", "fp16"), demo.weights("demo-llama", "fp16")
-    model = Model.open(backends.build(files[0], backend, tmp_path / "engines.json"), *files, 2, max_seq_len=160)
+    assembly, weights = demo.assembly("demo-llama", "fp16"), demo.weights("demo-llama", "fp16")
+    engines = backends.build(assembly, backend, tmp_path / "engines.json")
+    model = Model.open(engines, assembly, weights, 2, max_seq_len=160)
     random = np.random.default_rng(1)
     prompts = [np.resize(random.integers(0, model.vocab_size, 9), length) for length in (50, 21, 64, 9, 33)]
     samplings = Sampling(), Sampling(0.8, seed=5), Sampling(0.8, seed=6, presence_penalty=0.3, logprobs=2)
@@ -97,6 +98,6 @@ def test_drafts_change_no_bit(demo, tmp_path, backend):
         assert answers(model, requests, speculation) == plain
         assert speculation.num_drafts and bool(sum(speculation.accepted)) is (wrong_each > 1)
     assert sum(speculation.accepted) == speculation.num_draft_tokens
-    cut = Speculative(4, "a cut", model.engines.path, *map(str, files), 1)
+    cut = Speculative(4, "a cut", str(engines), str(assembly), str(weights), 1)
     for asked in (Speculative(4), cut):
         assert answers(model, requests, open_speculation(model, asked)) == plain

@@ -50,7 +50,7 @@ class DecodeState:
         """Compute rows 0, 1 ..., and choose their tokens, as these slots of another state."""
         samplings = self._samplings.copy()
         samplings[: len(slots)] = other._samplings[list(slots)]
-        if (samplings != self._samplings).any():
+        if samplings.tobytes() != self._samplings.tobytes():
             self._samplings, self._sampling_changed = samplings, True
         if other.adapters is not None:
             self.adapters = np.full(len(self._rows), -1)
