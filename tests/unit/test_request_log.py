@@ -20,7 +20,7 @@ from real_server import RealServer, make_tree
 
 PROMPT = "Once upon a time"
 NAMES = [
-    "time", "id", "endpoint", "status", "model", "prompt_tokens", "completion_tokens", "n", "stream", "finish_reasons",
+    "time", "id", "endpoint", "status", "model", "stream", "prompt_tokens", "completion_tokens", "n", "finish_reasons",
     "queue_seconds", "ttft_seconds", "seconds", "error",
 ]  # fmt: skip
 

@@ -26,6 +26,7 @@ EXTRAS = {
     "onnx_graphsurgeon": "workflow",
     "onnx_ir": "workflow",
     "onnxscript": "workflow",
+    "opentelemetry": "otel",
     "openvino": "openvino",
     "polygraphy": "workflow",
     "prometheus_client": "serve",

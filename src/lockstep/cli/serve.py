@@ -76,7 +76,7 @@ class _Serve(GroupedCommand):
             "--body-timeout",
             "--slow-reader",
         ),
-        "Operation": ("--drain", "--stall", "--metrics-prefix", "--request-log"),
+        "Operation": ("--drain", "--stall", "--metrics-prefix", "--request-log", "--otlp-traces-endpoint"),
     }
 
 
@@ -227,6 +227,13 @@ class _Serve(GroupedCommand):
     help="Of the series at /metrics; vllm: for dashboards that ask for its names.",
 )
 @click.option("--request-log", type=click.Path(path_type=Path), help="A JSON line for each request; -: stderr.")
+@click.option(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+    help="Send OpenTelemetry traces there, such as to http://localhost:4318, a span for each request.  [default: "
+    "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere]",
+)
 @RESULTS
 def serve(target: str, weights: Path | None, results: Path, drafts: str | None, **given: Any) -> None:
     """Serve a target, such as demo-llama/fp16, or a bundle, over HTTP.

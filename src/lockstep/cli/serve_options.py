@@ -22,6 +22,8 @@ from lockstep.targets import Limits
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
     from lockstep.cli.opened import Runnable
+    from lockstep.serve.request_log import RequestLog
+    from lockstep.serve.traces import Traces
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class ServeOptions:
     stall: float
     metrics_prefix: str
     request_log: Path | None
+    otlp_traces_endpoint: str | None
 
 
 def _check_ranks(place: Opened, asked: int | None) -> None:
@@ -107,7 +110,6 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     from lockstep.artifacts.chat_template import ChatTemplate
     from lockstep.runtime.tokenizer import Tokenizer
     from lockstep.serve.bodies import Access
-    from lockstep.serve.request_log import RequestLog
     from lockstep.serve.run import Address, serve
     from lockstep.serve.service import Service
     from lockstep.serve.triton_infer import Triton
@@ -158,7 +160,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     if not name.strip():
         raise InputError("--served-model-name: expected a name, found an empty one")
     template = ChatTemplate.open(place.assembly)
-    log = None if options.request_log is None else RequestLog(options.request_log, name)
+    observers = _observers(options, name)
     python = options.python or found.python
     tokenizer = Tokenizer.open(place.assembly)
     service = Service(
@@ -169,7 +171,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
         limits,
         prefix,
         template,
-        request_log=log,
+        observers=[observer.add for observer in observers],
         adapter_root=root,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
@@ -179,8 +181,24 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     address = Address(options.host, 8000 if options.port is None and options.unix is None else options.port)
     access = Access(tuple(keys), options.max_body, options.body_timeout)
     triton = Triton(service, options.fold_token_ids)
-    with contextlib.closing(log) if log else contextlib.nullcontext(), _named_options():
+    with contextlib.ExitStack() as stack, _named_options():
+        for observer in observers:
+            stack.callback(observer.close)
         serve(service, address, access, options.drain, click.echo, options.grpc_port, triton, options.unix)
+
+
+def _observers(options: ServeOptions, name: str) -> list[RequestLog | Traces]:
+    """Return what is told of each request when it has ended. Raises InputError."""
+    observers: list[RequestLog | Traces] = []
+    if options.otlp_traces_endpoint is not None:
+        from lockstep.serve.traces import Traces  # needs packages of its own
+
+        observers.append(Traces(options.otlp_traces_endpoint, name))
+    if options.request_log is not None:
+        from lockstep.serve.request_log import RequestLog
+
+        observers.append(RequestLog(options.request_log, name))
+    return observers
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import lockstep
 from lockstep.serve.anthropic import MessagesAnswer, MessagesBody, anthropic_error, limited_messages_chat, messages_chat
 from lockstep.serve.blocks import renamed
 from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, json_response, read_body
+from lockstep.serve.ended_requests import note, observed
 from lockstep.serve.kserve import kserve_routes
 from lockstep.serve.kserve import refused as triton_error
 from lockstep.serve.metrics import CONTENT_TYPE
@@ -30,7 +31,6 @@ from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_prompt, chat_r
 from lockstep.serve.openai_parameters import request_id
 from lockstep.serve.openapi import openapi
 from lockstep.serve.page import page
-from lockstep.serve.request_log import note
 from lockstep.serve.responses import ResponsesAnswer, ResponsesBody, responses_chat
 from lockstep.serve.service import Service
 from lockstep.serve.stream import TENANT, StreamError
@@ -207,7 +207,7 @@ def application(service: Service, access: Access = Access(), triton: Triton | No
         ],
     )
     app.router.redirect_slashes = False  # a client would send its key and its prompt again
-    return service.request_log.around(app) if service.request_log else app
+    return observed(app, service.observers)
 
 
 def _is_own(host: str, own_name: str) -> bool:

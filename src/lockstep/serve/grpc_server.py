@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError
 from lockstep.errors import InputError
 from lockstep.serve.app import check_key
 from lockstep.serve.bodies import Access, BadRequest
+from lockstep.serve.ended_requests import CLIENT_GONE, EndedRequest
 from lockstep.serve.grpc_messages import MESSAGES, SERVICE
 from lockstep.serve.kserve import SEQUENCE, repository_index, server_metadata
-from lockstep.serve.request_log import CLIENT_GONE
 from lockstep.serve.say import fault_of, say
 from lockstep.serve.stream import Stream, StreamError
 from lockstep.serve.tensors import Tensor, check_declaration, check_parameters, from_bytes, from_list, of, to_bytes
@@ -43,7 +43,7 @@ _CONTENTS = {  # where a tensor's values stand that are not raw
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-_Notes = dict[str, Any]  # of a request, for the log
+_Notes = dict[str, Any]  # of a request, for observers
 _Method = Callable[[Any, _Notes], Awaitable[Any]]
 
 
@@ -107,7 +107,7 @@ class GrpcServer:
     def _unary(self, name: str, method: _Method) -> Any:
         async def call(request: Any, context: Any) -> Any:
             try:
-                with self._logged(name) as notes:
+                with self._observed(name, context) as notes:
                     if name not in _OPEN:
                         self._authorize(context)
                     if isinstance(request, BadRequest):
@@ -120,8 +120,8 @@ class GrpcServer:
         return grpc.unary_unary_rpc_method_handler(call, _parser(f"{name}Request"), serialize)
 
     @contextlib.contextmanager
-    def _logged(self, name: str) -> Iterator[_Notes]:
-        """Add the line of a request that made notes, or is refused."""
+    def _observed(self, name: str, context: Any) -> Iterator[_Notes]:
+        """Tell observers of a request that made notes, or is refused."""
         began, status, notes = time.monotonic(), CLIENT_GONE, _Notes()
         try:
             yield notes
@@ -130,8 +130,10 @@ class GrpcServer:
             status, notes["error"] = error.status, error
             raise
         finally:
-            if notes and (log := self._service.request_log):
-                log.add(began, name, status, **notes)
+            if notes and self._service.observers:
+                ended = EndedRequest(began, name, status, dict(context.invocation_metadata() or ()), **notes)
+                for observe in self._service.observers:
+                    observe(ended)
 
     def _authorize(self, context: Any) -> None:
         given = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -150,7 +152,7 @@ class GrpcServer:
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
         """Run the requests of a stream side by side; responses carry their ids."""
         try:
-            with self._logged("ModelStreamInfer"):
+            with self._observed("ModelStreamInfer", context):
                 self._authorize(context)
         except BadRequest as error:
             await _abort(context, error)
@@ -167,7 +169,7 @@ class GrpcServer:
 
         try:
             async for request in requests:
-                task = asyncio.create_task(self._respond(request, send))
+                task = asyncio.create_task(self._respond(request, context, send))
                 running.add(task)
                 task.add_done_callback(running.discard)
             await asyncio.gather(*running)
@@ -175,10 +177,10 @@ class GrpcServer:
             for task in running:
                 task.cancel()
 
-    async def _respond(self, request: Any, send: Callable[[Any, Stream | None], Awaitable[None]]) -> None:
+    async def _respond(self, request: Any, context: Any, send: Callable[[Any, Stream | None], Awaitable[None]]) -> None:
         made = MESSAGES["ModelStreamInferResponse"]
         try:
-            with self._logged("ModelStreamInfer") as notes:
+            with self._observed("ModelStreamInfer", context) as notes:
                 if isinstance(request, BadRequest):
                     raise request
                 asked = infer_request(request)

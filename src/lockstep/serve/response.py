@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep.serve.bodies import error_response
-from lockstep.serve.request_log import note
+from lockstep.serve.ended_requests import note
 from lockstep.serve.stream import Stream, StreamError
 
 _HEADERS = [

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import CheckError, LockstepError
@@ -17,6 +17,7 @@ from lockstep.runtime.request import NOT_FINITE, Request
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.adapters import Adapters
 from lockstep.serve.chat import Chat
+from lockstep.serve.ended_requests import Observer
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.metrics import Infos, Metrics
@@ -27,9 +28,6 @@ from lockstep.serve.stream import TENANT, PromptRequest, Stream, StreamError
 from lockstep.serve.tool_formats import tool_format
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs
-
-if TYPE_CHECKING:
-    from lockstep.serve.request_log import RequestLog
 
 _FORGIVEN = 60.0  # seconds after which a death of the engine no longer counts
 _TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
@@ -50,7 +48,7 @@ class Service:
         metrics_prefix: str = "lockstep",
         chat_template: ChatTemplate | None = None,
         log: Callable[[str], None] = say,
-        request_log: RequestLog | None = None,
+        observers: Sequence[Observer] = (),
         adapter_root: Path | None = None,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
@@ -59,8 +57,9 @@ class Service:
 
         name: of the model, in requests. python, engine_options: of the engine process (see `EngineLink.start`).
         chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
-        again. request_log: gets what front ends say of each request. adapter_root: as of `Adapters`. tool_call_parser,
-        reasoning_parser: names of formats; None: as the chat template tells. Raises InputError for an unknown one.
+        again. observers: get what front ends know of each request when it has ended. adapter_root: as of `Adapters`.
+        tool_call_parser, reasoning_parser: names of formats; None: as the chat template tells. Raises InputError for an
+        unknown one.
         """
         self.name, self.tokenizer, self.limits = name, tokenizer, limits
         self.chat = Chat(chat_template)
@@ -75,7 +74,7 @@ class Service:
         self.restarts = 0
         self.created = int(time.time())
         self.metrics = Metrics(name, self._read(), self._infos(), self.drafts, metrics_prefix)
-        self.request_log = request_log
+        self.observers = observers
         self._python, self.engine_options, self._log = python, engine_options, log
         self.adapters = Adapters(name, adapter_root, self._is_used)
         self._link: EngineLink | None = None
