@@ -2,6 +2,9 @@
 
 Out: the time of a token of held arguments beside one of free text, in turn; CPU time of the API process's reading of an
 answer with calls, for a token; and the time to the first token behind each turn of a tool loop.
+
+The last turn's prompt must have room in the server's `max_input_len`: `--words` sets how much each turn adds. `--turns
+0` is for the demo, whose template takes no results of tools.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from benchmarks import options
@@ -23,9 +26,10 @@ from lockstep.serve.tool_formats import FORMATS
 OPTIONS = (
     options.Option("--url", "Address of the server.", "http://127.0.0.1:8000"),
     options.number("--tokens", 128, "Tokens of an answer with held arguments, and of free text.", least=2),
-    options.number("--turns", 5, "Turns of the tool loop.", least=2), options.rounds(), options.WRITE,
+    options.number("--turns", 5, "Turns of the tool loop; 0: no loop.", least=0),
+    options.number("--words", 24, "How often a phrase stands in the question, and in each result of a tool."),
+    options.rounds(), options.WRITE,
 )  # fmt: skip
-WORDS = 200  # of a tool's result
 PIECE = 4  # characters of a token, where reading is measured
 CALLS = 200  # of the text that is read
 # As much text as there is room for: the answer ends by its length, as free text does.
@@ -34,7 +38,7 @@ TOOL = {"type": "function", "function": {"name": "write_note", "parameters": NOT
 HELD = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 
 
-def main(url: str, tokens: int, turns: int, rounds: int, write: Path | None) -> None:
+def main(url: str, tokens: int, turns: int, words: int, rounds: int, write: Path | None) -> None:
     """Measure what tool calls cost a server that is up."""
     server = _Server(url)
     ask = [{"role": "user", "content": "Write a long note on the weather in Paris."}]
@@ -42,23 +46,34 @@ def main(url: str, tokens: int, turns: int, rounds: int, write: Path | None) -> 
         "free": {"messages": ask, "max_tokens": tokens, "ignore_eos": True},
         "held": {"messages": ask, "max_tokens": tokens, **HELD},
     }
-    for body in bodies.values():
-        server.chat(body)
-    times = in_turn({name: lambda body=body: server.chat(body)[1] for name, body in bodies.items()}, rounds)
-    loops = [_loop(server, turns, number) for number in range(rounds)]
-    each = [spread([loop[turn] for loop in loops]) for turn in range(turns)]
-    record = {
+    # The schema stands in the prompt: free text is to have as long a one.
+    lengths = {name: server.chat(body).prompt_tokens for name, body in bodies.items()}
+    ask = [{"role": "user", "content": ask[0]["content"] + " so" * (lengths["held"] - lengths["free"])}]
+    bodies["free"]["messages"] = ask
+    times = in_turn(
+        {name: lambda body=body: server.chat(body).seconds_per_token for name, body in bodies.items()}, rounds
+    )
+    record: dict[str, Any] = {
         "benchmark": "tools",
         "model": server.model,
         "tokens": tokens,
         "seconds_per_token": {name: spread(values) for name, values in times.items()},
         "ratios": ratios(times, "free"),
         "reading_cpu_microseconds_per_token": {name: round(_reading(name), 3) for name in ("hermes", "mistral_args")},
-        "ttft_seconds_behind_turn": each,
-        "ttft_of_the_last_turn_to_the_second": round(each[-1]["median"] / each[1]["median"], 3),
-        "surroundings": surroundings("numpy", "starlette", "uvicorn", "llguidance"),
     }
+    if turns:
+        loops = [_loop(server, turns, words, number) for number in range(rounds)]
+        each = [spread([loop[turn] for loop in loops]) for turn in range(turns)]
+        last = round(each[-1]["median"] / each[min(1, turns - 1)]["median"], 3)
+        record |= {"words": words, "ttft_seconds_behind_turn": each, "ttft_of_the_last_turn_to_the_second": last}
+    record["surroundings"] = surroundings("numpy", "starlette", "uvicorn", "llguidance")
     deliver(record, write)
+
+
+class _Answer(NamedTuple):
+    ttft: float  # seconds
+    seconds_per_token: float  # after the first
+    prompt_tokens: int
 
 
 class _Server:
@@ -81,10 +96,10 @@ class _Server:
             raise CheckError(f"{path}: expected status 200, found {answer.status}: {answer.read().decode()[:300]}")
         return answer
 
-    def chat(self, body: Mapping[str, Any]) -> tuple[float, float]:
-        """Return the seconds to the first token of an answer, and of each token after it."""
+    def chat(self, body: Mapping[str, Any]) -> _Answer:
+        """Ask for an answer, as a stream."""
         stream = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        began, first, last, count = time.perf_counter(), 0.0, 0.0, 0
+        began, first, last, count, prompt_tokens = time.perf_counter(), 0.0, 0.0, 0, 0
         answer = self._request(
             "POST", "/v1/chat/completions", {"model": self.model, "temperature": 0, **body, **stream}
         )
@@ -94,19 +109,19 @@ class _Server:
             event, now = json.loads(line[6:]), time.perf_counter()
             if made := (event.get("usage") or {}).get("completion_tokens"):
                 first = first or now
-                last, count = now, made
-        return first - began, (last - first) / max(1, count - 1)
+                last, count, prompt_tokens = now, made, event["usage"]["prompt_tokens"]
+        return _Answer(first - began, (last - first) / max(1, count - 1), prompt_tokens)
 
 
-def _loop(server: _Server, turns: int, number: int) -> list[float]:
+def _loop(server: _Server, turns: int, words: int, number: int) -> list[float]:
     """Return the seconds to the first token of each turn; each has the turns before it as its prefix."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": f"Loop {number}: " + "how is it? " * WORDS}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"Loop {number}: " + "how is it? " * words}]
     found = []
     for turn in range(turns):
-        found.append(server.chat({"messages": messages, "max_tokens": 4, "tools": [TOOL]})[0])
+        found.append(server.chat({"messages": messages, "max_tokens": 4, "tools": [TOOL]}).ttft)
         call = {"name": "write_note", "arguments": json.dumps({"note": str(turn)})}
         messages.append({"role": "assistant", "tool_calls": [{"id": f"c{turn}", "type": "function", "function": call}]})
-        messages.append({"role": "tool", "tool_call_id": f"c{turn}", "content": "it is so. " * WORDS})
+        messages.append({"role": "tool", "tool_call_id": f"c{turn}", "content": "it is so. " * words})
     return found
 
 

@@ -160,10 +160,10 @@ def _(here: Here) -> Sequence[Any]:
 
 @starts("tools", "ratios held")
 def _(here: Here) -> Sequence[Any]:
-    here.smaller(tools, WORDS=4, CALLS=2)
+    here.smaller(tools, CALLS=2)
     server = RealServer(scripted_chats(here.shared).root, target=scripted_model.TARGET)
     here.stack.enter_context(server)
-    return "--url", server.url, "--tokens", 4, "--turns", 2, *ONE_ROUND
+    return "--url", server.url, "--tokens", 4, "--turns", 2, "--words", 4, *ONE_ROUND
 
 
 @starts("speculation", "targets demo-llama/fp32/all tasks edit speed_of_drafts_relative_to plain")
