@@ -1,4 +1,4 @@
-"""A program, a batch file and a fine-tune run on the demo's engines; the compose file names what is there."""
+"""A program, a notebook, a batch file and a fine-tune run on the demo; the compose file names what is there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from demo_model import ROOT
@@ -39,6 +40,18 @@ def test_the_program_says_what_the_demo_says(demo: Results, tmp_path: Path) -> N
 
 
 KINDS = ("greedy", "sampled", "stepped")
+
+
+def test_the_notebook_says_it_too(demo: Results, tmp_path: Path) -> None:
+    """Its cells are plain Python, so a process is as good as a kernel; none has outputs of someone's last run."""
+    make_tree(tmp_path / "results", demo)
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not [cell for cell in cells if cell.outputs or cell.execution_count]
+    (tmp_path / "notebook.py").write_text("\n".join(cell.source for cell in cells), encoding="utf-8")
+    lines = run(tmp_path, "notebook.py").splitlines()
+    assert lines[0] == f"San Francisco is a{CITY}" and lines[2].startswith("' trave'") and len(lines) == 8
 
 
 def test_the_batch_file_is_completed_line_by_line(demo: Results, tmp_path: Path) -> None:
