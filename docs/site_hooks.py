@@ -1,11 +1,12 @@
-"""What `make docs` holds a built page of the site to: it requests nothing from elsewhere. It leaves badges out.
+"""What `make docs` does to pages: badges go, Mermaid graphs become SVG, and what is requested from elsewhere ends it.
 
-In: the HTML and CSS that mkdocs has written. Raises PluginError, which ends the build, with one line for each request.
-Links that a reader may follow are no requests.
+In: the HTML of pages, then the HTML and CSS that mkdocs has written. Raises PluginError, which ends the build, with one
+line for each request. Links that a reader may follow are no requests.
 """
 
 from __future__ import annotations
 
+import html
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +17,8 @@ LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "vid
 LOADED = {"stylesheet", "icon", "preload", "prefetch", "modulepreload", "preconnect", "dns-prefetch", "manifest"}
 OUTSIDE = re.compile(r"\s*(?:[a-z]+:)?//", re.IGNORECASE)
 STYLE = re.compile(r"(?:url\(|@import)\s*['\"]?\s*((?:https?:)?//[^'\")\s;]+)", re.IGNORECASE)
+
+GRAPH = re.compile(r'<pre><code class="language-mermaid">(.*?)</code></pre>', re.DOTALL)
 
 
 class _Requests(HTMLParser):
@@ -45,6 +48,16 @@ def outside_requests(file: Path) -> list[str]:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"^\[!\[.*\n", "", markdown, flags=re.MULTILINE)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    import mermaidx  # of envs/docs.txt, with Mermaid itself
+
+    def drawn(match: re.Match[str]) -> str:
+        # Its styles name the graph's id, of which a page has each once.
+        return mermaidx.render(html.unescape(match[1])).svg().replace("my-svg", f"graph-{match.start()}")
+
+    return GRAPH.sub(drawn, content)
 
 
 def on_post_build(config: Any) -> None:
