@@ -1,18 +1,23 @@
-"""The manifests against Kubernetes' own schemas, each as `kubectl apply -k` would send it."""
+"""The manifests against Kubernetes' own schemas, each as `kubectl apply -k` would send it; and examples/compose.yaml
+against Compose's."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
-MANIFESTS = Path(__file__).parents[2] / "resources" / "kubernetes"
+REPOSITORY = Path(__file__).parents[2]
+MANIFESTS = REPOSITORY / "resources" / "kubernetes"
 VERSIONS = ["1.30", "1.37"]
 # Of the Prometheus operator and of KServe: Kubernetes has no schema of them.
 ELSEWHERE = {"ServiceMonitor", "ServingRuntime", "InferenceService"}
@@ -55,6 +60,17 @@ def test_what_kustomize_makes_is_valid(folder: Path, version: str) -> None:
         for container in document["spec"]["template"]["spec"]["containers"]
     }
     assert all(image.endswith(":0.2.0") for image in images) and images
+
+
+def test_the_compose_file_is_valid_and_a_misspelt_one_is_not() -> None:
+    package = importlib.util.find_spec("check_jsonschema")  # whose file alone is read: it needs what is not installed
+    assert package is not None and package.origin is not None
+    schema = json.loads((Path(package.origin).parent / "builtin_schemas/vendor/compose-spec.json").read_text())
+    compose = yaml.safe_load((REPOSITORY / "examples" / "compose.yaml").read_text())
+    jsonschema.validate(compose, schema)
+    compose["services"]["server"]["helthcheck"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="helthcheck"):
+        jsonschema.validate(compose, schema)
 
 
 def change(path: str, value: Any) -> Callable[[Any], None]:
