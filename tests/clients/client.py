@@ -12,10 +12,13 @@ RUNS = 300  # seconds that a run may take on a busy machine; 10 on an idle one
 NOWHERE = "http://127.0.0.1:9"
 
 
-def run_client(environment: str, program: str, *arguments: object, work: Path, cwd: Path, **variables: str) -> str:
+def run_client(
+    environment: str, program: str, *arguments: object, work: Path, cwd: Path, seconds: float = RUNS, **variables: str
+) -> str:
     """Run a program of an environment in LOCKSTEP_CLIENTS, with no variable of the user and no way to the internet.
 
-    work: the folder of its home and caches. Its temporary folder is another one: the path of a Unix socket is short.
+    seconds: that it may take. work: the folder of its home and caches. Its temporary folder is another one: the path of
+    a Unix socket is short.
     Returns what it printed. Raises AssertionError with the end of that if it fails.
     """
     programs = Path(os.environ["LOCKSTEP_CLIENTS"], environment, "bin")
@@ -25,7 +28,7 @@ def run_client(environment: str, program: str, *arguments: object, work: Path, c
             [programs / program, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=RUNS,
+            timeout=seconds,
             cwd=cwd,
             env={
                 "PATH": f"{programs}:{os.defpath}",

@@ -1,10 +1,14 @@
 """The Berkeley Function Calling Leaderboard's own client and judge, unchanged, against `lockstep serve` of a model that
-says the right calls: what is lost of its score is lost by the protocol."""
+says the right calls: what is lost of its score is lost by the protocol. And against SmolLM2, whose score is its own:
+
+    LOCKSTEP_REAL=.real LOCKSTEP_BFCL_CASES=200 make clients-test ARGS="-s -k trained"
+"""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +26,7 @@ CASES = {"simple_python": 100, "multiple": 50, "parallel": 50}  # the first ones
 # A name that it knows as one of a model behind an API like OpenAI's, with tools.
 MODEL = "openbmb/MiniCPM-SALA-FC"
 PIECE = 60  # characters of a token
+COLUMNS = ("Python Simple AST", "Multiple AST", "Parallel AST")
 
 
 def lines(path: Path) -> list[Any]:
@@ -83,19 +88,47 @@ def generated(server: RealServer, cases: Mapping[str, Any], work: Path) -> dict[
     return {each["id"]: each["result"] for path in sorted(result.rglob("*.json")) for each in lines(path)}
 
 
+def scores(server: RealServer, work: Path) -> dict[str, str]:
+    """Return the shares of answers that are right, by category."""
+    bfcl(server, work, "evaluate", "--model", MODEL, "--partial-eval")
+    (path,) = (work / "score").glob("data_non_live.csv")
+    (row,) = csv.DictReader(path.open())
+    return {name: row[name] for name in COLUMNS}
+
+
+def count(server: RealServer, series: str) -> float:
+    metrics = server.request("GET", "/metrics")[2].decode()
+    found = re.search(rf"^lockstep:{series}_total\S* (\S+)$", metrics, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
 def bfcl(server: RealServer, work: Path, *options: object) -> str:
     where = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none", "BFCL_PROJECT_ROOT": str(work)}
-    return run_client("bfcl", "bfcl", *options, work=work, cwd=work, **where)
+    return run_client("bfcl", "bfcl", *options, work=work, cwd=work, seconds=7200, **where)
 
 
 def test_no_call_is_lost_and_two_runs_are_equal(server: RealServer, cases: Any, tmp_path: Path) -> None:
     first = generated(server, cases, tmp_path / "first")
     assert len(first) == sum(CASES.values()) and all(isinstance(each, list) for each in first.values())
     assert first == generated(server, cases, tmp_path / "second")
-    metrics = server.request("GET", "/metrics")[2].decode()
-    found = re.search(r"^lockstep:malformed_tool_calls_total\S* (\S+)$", metrics, re.MULTILINE)
-    assert found is not None and float(found[1]) == 0
-    bfcl(server, tmp_path / "first", "evaluate", "--model", MODEL, "--partial-eval")
-    (scores,) = (tmp_path / "first" / "score").glob("data_non_live.csv")
-    (row,) = csv.DictReader(scores.open())
-    assert {row[name] for name in ("Python Simple AST", "Multiple AST", "Parallel AST")} == {"100.00%"}, row
+    assert count(server, "malformed_tool_calls") == 0
+    assert set(scores(server, tmp_path / "first").values()) == {"100.00%"}
+
+
+@pytest.mark.skipif("LOCKSTEP_REAL" not in os.environ, reason="LOCKSTEP_REAL names no folder of `make real`")
+def test_two_runs_of_a_trained_model_are_equal(cases: Any, tmp_path: Path) -> None:
+    """With four requests at a time, on two servers."""
+    number = int(os.environ.get("LOCKSTEP_BFCL_CASES", 20))
+    some = {category: each[: number * CASES[category] // sum(CASES.values())] for category, each in cases.items()}
+    runs = []
+    for name in ("first", "second"):
+        results = Path(os.environ["LOCKSTEP_REAL"], "results").absolute()
+        options = ("--tool-call-parser", "json", "--served-model-name", MODEL, "--queue-timeout", 600)
+        with RealServer(results, *options, target="smollm2/fp16") as server:
+            runs.append(generated(server, some, tmp_path / name))
+            counts = {series: count(server, series) for series in ("tool_calls", "malformed_tool_calls")}
+            judged = scores(server, tmp_path / name)
+    assert runs[0] == runs[1] and len(runs[0]) == sum(map(len, some.values()))
+    refused = [answer for answer in runs[0].values() if isinstance(answer, str) and answer.startswith("Error")]
+    print(f"\n{len(runs[0])} cases, {len(refused)} of them refused; {counts}; {judged}")
