@@ -22,6 +22,7 @@ from lockstep.provenance.cache.store import Cache
 from lockstep.targets import Results
 from lockstep.verify import golden
 from lockstep.weights import convert
+from real_server import RealServer, make_tree
 from shared import Shared
 
 if settings.get_current_profile_name() == "default":  # and none was asked for
@@ -88,6 +89,13 @@ def references(demo: Results, shared: Shared) -> Results:
             )
 
     return Results(shared.folder("references", make))
+
+
+@pytest.fixture(scope="session")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """Serve the demo in fp32, for all tests that leave the server as it is; who needs options starts another."""
+    with RealServer(make_tree(tmp_path_factory.mktemp("server") / "results", demo)) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

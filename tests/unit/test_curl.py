@@ -6,15 +6,13 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from demo_model import ROOT
 
-from lockstep.targets import Results
-from real_server import RealServer, make_tree
+from real_server import RealServer
 
 pytestmark = pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed here")
 PROMPT = "What is machine learning?"
@@ -26,13 +24,6 @@ DOCUMENTED = [
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for number, command in enumerate(COMMAND.findall(page.read_text()))
 ]
-
-
-@pytest.fixture(scope="module")
-def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    with RealServer(make_tree(tmp_path_factory.mktemp("curl") / "results", demo)) as server:
-        yield server
-        server.wait_idle()
 
 
 def shell(server: RealServer, command: str, folder: Path) -> str:

@@ -10,7 +10,6 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,10 @@ import lockstep
 from lockstep.serve.bodies import is_near
 from lockstep.serve.openai import CompletionBody
 from lockstep.serve.openai_chat import ChatBody
-from lockstep.targets import Results
-from real_server import RealServer, make_tree
+from real_server import RealServer
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    with RealServer(make_tree(tmp_path_factory.mktemp("serve") / "results", demo)) as server:
-        yield server
 
 
 def test_says_where_it_is_and_what_it_serves(server: RealServer) -> None:

@@ -29,12 +29,6 @@ LOOPS = """\
 
 
 @pytest.fixture(scope="module")
-def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    with RealServer(make_tree(tmp_path_factory.mktemp("chat") / "results", demo)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def other(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """One with the template `LOOPS`, a tokenizer that puts a token before each prompt, and an API key."""
     folder = tmp_path_factory.mktemp("other")

@@ -25,12 +25,6 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    with RealServer(make_tree(tmp_path_factory.mktemp("tokenize") / "results", demo)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def other(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """One of a model without a chat template, whose tokenizer puts a token before each prompt, with an API key."""
     folder = tmp_path_factory.mktemp("other")

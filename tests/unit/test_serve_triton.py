@@ -9,7 +9,6 @@ import json
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,6 @@ KEYS = [
 ]
 ENSEMBLE = "/v2/models/ensemble"
 BLS = "/v2/models/tensorrt_llm_bls"
-
-
-@pytest.fixture(scope="module")
-def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    with RealServer(make_tree(tmp_path_factory.mktemp("triton") / "results", demo)) as server:
-        yield server
 
 
 def generate(server: RealServer, model: str = "ensemble", **body: Any) -> Any:
