@@ -21,6 +21,7 @@ import registry
 from lockstep.bundle.archive import read_archive
 
 assert wheel  # a fixture
+LOCK = "locks/demo-llama.lock.json"
 pytestmark = [pytest.mark.long, pytest.mark.workflow, pytest.mark.exports]
 
 
@@ -79,21 +80,40 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def test_from_the_wheel_to_a_server_elsewhere(program: Path, tmp_path: Path) -> None:
-    one, two = Stranger(program, tmp_path / "one"), Stranger(program, tmp_path / "two")
-    shutil.copytree(REPOSITORY / "resources" / "demo-llama", one.folder / "demo-llama")
-    (one.folder / "store").mkdir()
-    for arguments in (
-        ["ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "signer.key"],
-        ["ec", "-in", "signer.key", "-pubout", "-out", "signer.pub"],
-    ):
-        subprocess.run(["openssl", *arguments], cwd=one.folder, check=True)
-    shutil.copy2(one.folder / "signer.pub", two.folder)
+def change_payload(path: Path) -> str:
+    """Change a character of what is signed in a file; return what the file was."""
+    text = path.read_text()
+    envelope = json.loads(text)
+    payload = (envelope.get("dsseEnvelope") or envelope)["payload"]
+    path.write_text(text.replace(payload, payload[:-20] + ("B" if payload[-20] == "A" else "A") + payload[-19:]))
+    return text
 
+
+def make_keys(path: Path) -> None:
+    """Make a private key, `path`.key, and its public key, `path`.pub."""
+    for arguments in (
+        ["ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", f"{path}.key"],
+        ["ec", "-in", f"{path}.key", "-pubout", "-out", f"{path}.pub"],
+    ):
+        subprocess.run(["openssl", *arguments], check=True)
+
+
+@pytest.fixture(scope="module")
+def one(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    """Who made the demo's checkpoint a target in an empty folder, and locked it."""
+    one = Stranger(program, tmp_path_factory.mktemp("strangers") / "one")
+    shutil.copytree(REPOSITORY / "resources" / "demo-llama", one.folder / "demo-llama")
+    make_keys(one.folder / "signer")
     one("init", "demo-llama")
     one("run", "demo-llama.yaml", "--cores", "2")
     one("lock")
-    lock = "locks/demo-llama.lock.json"
+    return one
+
+
+def test_from_the_wheel_to_a_server_elsewhere(one: Stranger, tmp_path: Path) -> None:
+    two = Stranger(one.program, tmp_path / "two")
+    (one.folder / "store").mkdir()
+    shutil.copy2(one.folder / "signer.pub", two.folder)
     one("bundle", "demo-llama/fp32", "--weights", "--out", "demo.tar", "--sign-key", "signer.key")
     bundle = one.folder / "demo.tar"
     engine = next(member for name, member in read_archive(bundle).members.items() if name.endswith(".onnx"))
@@ -103,7 +123,7 @@ def test_from_the_wheel_to_a_server_elsewhere(program: Path, tmp_path: Path) -> 
         flip(bundle, engine.offset)
         assert f"demo.tar: {engine.name}: expected sha256" in one("push", "demo.tar", place, code=2)
         flip(bundle, engine.offset)
-        digest = one("push", "demo.tar", place, "--lock", lock).strip().partition("@")[2]
+        digest = one("push", "demo.tar", place, "--lock", LOCK).strip().partition("@")[2]
 
         manifest = json.loads(server.blob(digest).read_bytes())
         for layer in manifest["layers"]:
@@ -114,7 +134,7 @@ def test_from_the_wheel_to_a_server_elsewhere(program: Path, tmp_path: Path) -> 
         assert list(two.folder.iterdir()) == [two.folder / "signer.pub"], "nothing half-written"
         two("pull", place, "demo.tar")
         shutil.copytree(one.folder / "locks", two.folder / "locks")
-        two("pull", place, "again.tar", "--lock", lock)
+        two("pull", place, "again.tar", "--lock", LOCK)
 
     pulled = two.folder / "demo.tar"
     assert pulled.read_bytes() == bundle.read_bytes() == (two.folder / "again.tar").read_bytes()
@@ -126,12 +146,30 @@ def test_from_the_wheel_to_a_server_elsewhere(program: Path, tmp_path: Path) -> 
         assert f"demo.tar: {engine.name}: expected sha256" in two(*arguments, code=2)
     flip(pulled, engine.offset)
     signature = two.folder / "demo.tar.sig"
-    signed = signature.read_text()
-    payload = json.loads(signed)["dsseEnvelope"]["payload"]
-    changed = payload[:-20] + ("B" if payload[-20] == "A" else "A") + payload[-19:]
-    signature.write_text(signed.replace(payload, changed))
+    signed = change_payload(signature)
     line = two("verify", "demo.tar", "--signature", "--key", "signer.pub", code=1)
     assert "demo.tar.sig: expected the signature of demo.tar" in line
     signature.write_text(signed)
     assert "signed by key" in two("verify", "demo.tar", "--signature", "--key", "signer.pub")
     assert two.serves("demo.tar").startswith(" hilly city")
+
+
+def test_two_rebuilders_agree_byte_for_byte(one: Stranger, tmp_path: Path) -> None:
+    """Two who have the checkpoint, the config and the lock build the target, and sign what came out."""
+    other = Stranger(one.program, tmp_path / "other")
+    command = ("reproduce", "demo-llama/fp32", "--config", "demo-llama.yaml", "--against", LOCK, "--sign")
+    for name in ("demo-llama", "locks"):
+        shutil.copytree(one.folder / name, other.folder / name)
+    shutil.copy2(one.folder / "demo-llama.yaml", other.folder)
+    make_keys(other.folder / "other")
+    shutil.copy2(other.folder / "other.pub", one.folder)
+    asked = ("verify", "demo-llama", "--rebuilders", "2", "--key", "signer.pub", "--key", "other.pub")
+
+    one(*command, "signer.key")
+    assert "expected 2 rebuilders that agree byte for byte, found 1" in one(*asked, code=1)
+    statement = other.folder / other(*command, "other.key").splitlines()[-1]
+    place = one.folder / statement.relative_to(other.folder)
+    shutil.copy2(statement, place)
+    one(*asked)
+    change_payload(place)
+    assert f"{place.relative_to(one.folder)}: expected a signature" in one(*asked, code=1)
