@@ -37,8 +37,8 @@ def layer_count(text: str) -> int | str:
 
 
 def is_quantized(precision: str) -> bool:
-    """Return whether weights are integers with scales, by name: w8a16, w4a8 ..."""
-    return re.fullmatch(r"w[0-9]+a[0-9]+", precision) is not None
+    """Return whether weights are integers or codes with scales, by name: w8a16, w4a8, w8a8-fp8 ..."""
+    return re.fullmatch(r"w[0-9]+a[0-9]+(-fp8)?", precision) is not None
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,33 @@ class Limits:
 # are 0.03 of fp16's for the demo, and 0.1 for all layers of SmolLM2, whose groups have outliers.
 # Where activations are of 8 bits, the noise is measured on a model that rounds them too. A difference of any size makes
 # another integer the nearest one somewhere, and layers later as many as fp16's: so it is fp16's, undivided.
-ROUNDING = {"fp32": 2**-8, "fp16": 1.0, "bf16": 8.0, "w8a16": 2**-2, "w4a16": 2**-2, "w8a8": 1.0, "w4a8": 1.0}
+ROUNDING = {
+    "fp32": 2**-8,
+    "fp16": 1.0,
+    "bf16": 8.0,
+    "w8a16": 2**-2,
+    "w4a16": 2**-2,
+    "w8a8": 1.0,
+    "w4a8": 1.0,
+    "w8a8-fp8": 1.0,
+}
 # How many times what a precision costs may one number be off? An engine's roundings are other ones than those that were
 # measured: of a row of logits up to 1.6 times (fp16) and 4 times (bf16) are seen.
 NOISE = 6.0
 # The error of an engine beside its own graph on the same inputs, relative to the size of what comes out: other orders
 # of accumulation (fp32: 6e-5 is seen), and rounding where one of the two libraries has none (fp16: 4e-3 is seen).
-BESIDE_GRAPH = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2, "w8a16": 1e-3, "w4a16": 1e-3, "w8a8": 1e-2, "w4a8": 1e-2}
+BESIDE_GRAPH = {
+    "fp32": 1e-4,
+    "fp16": 1e-2,
+    "bf16": 8e-2,
+    "w8a16": 1e-3,
+    "w4a16": 1e-3,
+    "w8a8": 1e-2,
+    "w4a8": 1e-2,
+    "w8a8-fp8": 1e-2,
+}
+# Rounded to fp16, an activation is nearest to another e4m3 number now and then, which is 1/16 away: 0.1 is seen.
+FP8_BESIDE_GRAPH = 0.25
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from onnx import NodeProto, TensorProto
+
 from faults.assembly import bind, swap
 from faults.edit import LAST, Edit
 from faults.fault import ASSEMBLY, MIDDLE, Fault, change
@@ -35,7 +37,37 @@ def halves_reversed(edit: Edit) -> None:
     product.input[1] = edit.op("BitwiseOr", high, edit.op("BitShift", data, four, direction="LEFT"))
 
 
+def activations_of(edit: Edit, text: str) -> list[NodeProto]:
+    """Return the nodes that make e4m3 numbers of what is multiplied with a weight: the division, then both casts."""
+    weight = edit.reader(edit.slot(f"{text}.weight.data"), "Cast")
+    decoded = edit.producer(edit.reader(weight.output[0], "Gemm").input[0])
+    codes = edit.producer(decoded.input[0])
+    return [edit.producer(codes.input[0]), codes, decoded]
+
+
+def e5m2(edit: Edit) -> None:
+    """Activations are e5m2: two bits of the number, not three."""
+    activations_of(edit, "down_proj")[1].attribute[0].i = TensorProto.FLOAT8E5M2
+
+
+def saturated(edit: Edit) -> None:
+    """The step is half of what it is: numbers beyond half the largest one end there."""
+    division = activations_of(edit, "down_proj")[0]
+    step = edit.op("Mul", division.input[1], edit.const(0.5, "float32"))
+    division.input[1] = step
+    edit.reader(edit.reader(activations_of(edit, "down_proj")[2].output[0], "Gemm").output[0], "Mul").input[1] = step
+
+
+def scales_of_the_row_before(edit: Edit) -> None:
+    """Each output has the scale of the one before, the first that of the last."""
+    scales = edit.slot("o_proj.weight.scales")
+    product, along = edit.reader(scales, "Mul"), edit.ints(0)
+    cut = lambda low, high: edit.op("Slice", scales, edit.ints(low), edit.ints(high), along)
+    product.input[1] = edit.op("Concat", cut(-1, LAST), cut(0, -1), axis=0)
+
+
 fault = partial(Fault, precisions=("w8a16", "w4a16"), backends=("onnxruntime", "openvino"))
+of_fp8 = partial(Fault, precisions=("w8a8-fp8",), backends=("onnxruntime",))
 # fmt: off
 FAULTS = (
     fault("scales-swapped", "scales of gate and up swapped", ASSEMBLY,
@@ -48,5 +80,10 @@ FAULTS = (
           scales_of_the_one_before("o_proj", 0)),
     fault("zero-point", "zero points one below the middle", MIDDLE, zero_point),
     fault("halves-reversed", "packed numbers in the other order", MIDDLE, halves_reversed, precisions=("w4a16",)),
+    of_fp8("fp8-scales-swapped", "scales of gate and up swapped", ASSEMBLY,
+           swap(1, "block", "gate_proj.weight.scales", "up_proj.weight.scales")),
+    of_fp8("fp8-scales-next-row", "each row has the scale of the one before", MIDDLE, scales_of_the_row_before),
+    of_fp8("fp8-e5m2", "activations of down_proj in e5m2", MIDDLE, e5m2),
+    of_fp8("fp8-saturated", "activations of down_proj beyond half the largest saturate", MIDDLE, saturated),
 )
 # fmt: on

@@ -26,6 +26,7 @@ from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.places import FileEntry
+from lockstep.artifacts.quantized import data_name
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.resolve import resolve_architecture
@@ -84,6 +85,18 @@ def test_blocks_of_fp8_are_what_transformers_makes_of_them(tmp_path):
     assert np.array_equal(found.numpy(), numbers)
 
 
+@pytest.mark.parametrize("layout", ["fp8-rows", "fp8-tensor"])
+def test_codes_with_a_scale_a_row_stay_as_they_are(shared, tmp_path, layout):
+    folder, numbers = source(shared, layout)
+    results = converted(folder, "w8a8-fp8", Results(tmp_path), shared)
+    found, weights = open_source(results.checkpoint("model")), Weights.open(results.weights("model", "w8a8-fp8"))
+    for name in found.packed:
+        coded = found.coded(name)
+        assert np.array_equal(weights[data_name(name)].view(np.uint8), coded.arrays["data"]), name
+        assert np.array_equal(weights.dequantize(name), numbers[name]), name
+    assert len(found.packed) == 7 * MODEL["num_hidden_layers"]
+
+
 def converted(folder: Path, precision: str, results: Results, shared: Shared) -> Results:
     """A checkpoint through `resolve`, graphs and `convert`; other tests show that graphs are right."""
     resolved(folder, results)
@@ -104,7 +117,8 @@ def converted(folder: Path, precision: str, results: Results, shared: Shared) ->
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [("fp8-blocks", "fp32"), ("nf4", "w8a16"),
-     *(pytest.param(each, "fp32", marks=pytest.mark.long) for each in EACH if each != "fp8-blocks")],
+     *(pytest.param(each, "fp32", marks=pytest.mark.long) for each in EACH if each != "fp8-blocks"),
+     *(pytest.param(each, "w8a8-fp8", marks=pytest.mark.long) for each in ("fp8-rows", "fp8-blocks"))],
 )  # fmt: skip
 def test_engines_say_what_the_numbers_say(shared, tmp_path, layout, precision):
     results = converted(source(shared, layout)[0], precision, Results(tmp_path / "results"), shared)
@@ -133,7 +147,7 @@ def test_a_config_may_ask_for_any_precision_and_a_line_says_how_weights_are_read
     resolve_architecture(str(folder), folder, tmp_path / "architecture.json")
     assert capsys.readouterr().err.startswith(
         f"lockstep: note: {folder}: weights packed as fp8 are read as the numbers that they stand for; activations, "
-        "which config.json asks for, are not quantised\n"
+        "which config.json asks for, are not quantised; w8a8-fp8 keeps weights, and quantises activations\n"
     )
 
 

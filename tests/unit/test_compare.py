@@ -202,8 +202,8 @@ def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, 
         )
     with pytest.raises(
         InputError,
-        match="assembly.json: precision: expected one of fp32, fp16, w8a16, w4a16, w8a8, w4a8, which ONNX Runtime "
-        "computes in, found 'bf16'",
+        match="assembly.json: precision: expected one of fp32, fp16, w8a16, w4a16, w8a8, w4a8, w8a8-fp8, which ONNX "
+        "Runtime computes in, found 'bf16'",
     ):
         run(
             graphs / "assembly.json",

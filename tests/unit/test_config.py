@@ -91,12 +91,13 @@ MISTAKES = [
     (
         "[fp32, fp16]",
         "[fp32, fp8]",
-        "models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8; found 'fp8'",
+        "models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8, w8a8-fp8; "
+        "found 'fp8'",
     ),
     (
         "[fp32, fp16]",
         "[fp32, bf16]",
-        "models.demo-llama.precisions[1]: expected one of fp32, fp16, w8a16, w4a16, w8a8, w4a8 for backend "
+        "models.demo-llama.precisions[1]: expected one of fp32, fp16, w8a16, w4a16, w8a8, w4a8, w8a8-fp8 for backend "
         "onnxruntime (ONNX Runtime on CPU has no bf16 kernels); found 'bf16'",
     ),
     ("[fp32, fp16]", "[fp32, fp32]", "models.demo-llama.precisions[1]: expected each item once; found 'fp32' again"),
@@ -105,7 +106,8 @@ MISTAKES = [
     (
         "[fp32, fp16]",
         "[off]",
-        "models.demo-llama.precisions[0]: expected one of fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8; found false",
+        "models.demo-llama.precisions[0]: expected one of fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8, w8a8-fp8; "
+        "found false",
     ),
     (
         "[onnxruntime]",
@@ -242,7 +244,8 @@ MISTAKES = [
     (
         "  fp16: {",
         "  fp61: {",
-        "tolerances.fp61: unknown key, did you mean fp16? allowed: fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8",
+        "tolerances.fp61: unknown key, did you mean fp16? allowed: fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8, "
+        "w8a8-fp8",
     ),
     (
         "demo-llama:",

@@ -44,7 +44,7 @@ TORCH = (
     "export/",
     "verify/validate/",
     "verify/golden/quantized.py",
-    "verify/int8_activations.py",
+    "verify/rounded_activations.py",
     "verify/golden/reference.py",
     "verify/golden/adapted_reference.py",
     "verify/golden/teacher_forced.py",

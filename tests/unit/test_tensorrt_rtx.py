@@ -603,8 +603,8 @@ def config(**changes) -> dict:
         ),
         (
             {"model": {"backend_precisions": {"onnxruntime": ["bf16"]}}},
-            r"backend_precisions.onnxruntime\[0\]: expected one of fp32, fp16, w8a16, w4a16, w8a8, w4a8 for backend "
-            "onnxruntime.*; found 'bf16'",
+            r"backend_precisions.onnxruntime\[0\]: expected one of fp32, fp16, w8a16, w4a16, w8a8, w4a8, w8a8-fp8 for "
+            "backend onnxruntime.*; found 'bf16'",
         ),
         (
             {"model": {"backends": ["onnxruntime"], "backend_precisions": {BACKEND: ["fp16"]}}},

@@ -259,7 +259,7 @@ def test_types_that_are_not_supported_yet_are_named(tmp_path, dtype):
 
 def test_an_unknown_precision(tmp_path):
     folder = write(tmp_path / "checkpoint")
-    known = "fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8"
+    known = "fp32, fp16, bf16, w8a16, w4a16, w8a8, w4a8, w8a8-fp8"
     assert refused(folder, "int4") == f"expected a precision of {known}, found 'int4'; correct it in the config"
 
 

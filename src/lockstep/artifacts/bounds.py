@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from lockstep.artifacts.document import integers, length, matching, one_of
-from lockstep.artifacts.dtypes import COMPUTE_NAMES, GROUP_SIZES
+from lockstep.artifacts.dtypes import COMPUTE_NAMES, GROUP_SIZES, ROW
 
 REMEDY = "the file is damaged, or not one that a stage wrote: make it again, or take another bundle"
 
@@ -23,4 +23,4 @@ Name = Annotated[str, matching(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,1000}", "a name
 FileName = Annotated[str, matching(r"(?!\.)[^/\\:\x00-\x1f\x7f\ud800-\udfff]{1,255}", "the name of a file beside it")]
 Names = Annotated[Sequence[Name], length(10_000, least=1)]
 Precision = Annotated[str, one_of(*COMPUTE_NAMES)]
-GroupSize = Annotated[int, one_of(*GROUP_SIZES)]
+GroupSize = Annotated[int, one_of(ROW, *GROUP_SIZES)]

@@ -42,7 +42,7 @@ _TABLE = (
     ElementType("U8", 8, "uint8"),
     ElementType("I8", 8, "int8"),
     ElementType("F8_E5M2", 8),
-    ElementType("F8_E4M3", 8),
+    ElementType("F8_E4M3", 8, "float8_e4m3fn", onnx="float8e4m3fn"),
     ElementType("F8_E8M0", 8),
     ElementType("I16", 16, "int16"),
     ElementType("U16", 16, "uint16"),
@@ -65,7 +65,7 @@ DTYPE_BITS = {entry.safetensors: entry.bits for entry in _TABLE}
 DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BITS)}
 FLOAT_DTYPES = tuple(entry.safetensors for entry in _FLOATS)
 INFINITY_BITS = {entry.safetensors: entry.infinity for entry in _FLOATS if entry.infinity is not None}
-INTEGER_DTYPES = tuple(name for name in _NAMES if name not in FLOAT_DTYPES)
+INTEGER_DTYPES = tuple(name for name in _NAMES if name not in (*FLOAT_DTYPES, "F8_E4M3"))
 
 # {precision: safetensors' name}, {precision: name in graphs, NumPy and PyTorch}, and the latter the other way round.
 PRECISION_DTYPES = {entry.precision: entry.safetensors for entry in _FLOATS if entry.precision is not None}
@@ -75,13 +75,14 @@ NAME_PRECISIONS = {name: precision for precision, name in PRECISION_NAMES.items(
 
 @dataclass(frozen=True)
 class Quantization:
-    """A precision whose linear weights are integers with one scale per group.
+    """A precision whose linear weights are integers with one scale per group, or e4m3 numbers with one per row.
 
     bits: of the weights of layers. activation_bits: of what they are multiplied with.
     """
 
     bits: int
     activation_bits: int
+    is_fp8: bool = False
 
 
 QUANTIZATIONS = {
@@ -89,10 +90,12 @@ QUANTIZATIONS = {
     "w4a16": Quantization(4, 16),
     "w8a8": Quantization(8, 8),
     "w4a8": Quantization(4, 8),
+    "w8a8-fp8": Quantization(8, 8, is_fp8=True),
 }
 HEAD_BITS = 8  # of the output head then, where nothing says another
 GROUP_SIZES = (16, 32, 64, 128)
 GROUP_SIZE = 32  # where nothing says another
+ROW = 0  # as a group size: one scale a row, of e4m3 numbers
 # {precision: name of the type that its graphs compute in and its other weights have}, of all precisions.
 COMPUTE_NAMES = PRECISION_NAMES | dict.fromkeys(QUANTIZATIONS, "float32")
 
@@ -105,9 +108,14 @@ def base_precision(precision: str) -> str:
     return NAME_PRECISIONS[COMPUTE_NAMES[precision]]
 
 
-def has_int8_activations(precision: str) -> bool:
+def has_8_bit_activations(precision: str) -> bool:
     """Return whether products with quantised weights round what they multiply to 8 bits."""
     return precision in QUANTIZATIONS and QUANTIZATIONS[precision].activation_bits == 8
+
+
+def is_fp8(precision: str) -> bool:
+    """Return whether quantised weights and what they are multiplied with are e4m3 numbers."""
+    return precision in QUANTIZATIONS and QUANTIZATIONS[precision].is_fp8
 
 
 def graph_dtype(dtype: str) -> str:
@@ -143,12 +151,12 @@ def numpy_dtype(dtype: str) -> np.dtype:
 def named_dtype(name: str) -> np.dtype:
     """Return the NumPy type of a graph's dtype.
 
-    `ml_dtypes.bfloat16` for "bfloat16" and `ml_dtypes.int4` for "int4". Raises InputError for these where `ml_dtypes`
-    is not installed.
+    That of `ml_dtypes` for "bfloat16", "int4" and "float8_e4m3fn". Raises InputError for these where `ml_dtypes` is not
+    installed.
     """
     import numpy as np
 
-    if name not in ("bfloat16", "int4"):
+    if name not in ("bfloat16", "int4", "float8_e4m3fn"):
         return np.dtype(name)
     try:
         import ml_dtypes

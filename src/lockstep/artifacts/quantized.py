@@ -7,6 +7,9 @@ zero point in the middle of their range (8 or 128) and stand, two a byte, the fi
 checkpoint was quantised with other zero points, these are a third, `<name>.zero_points`, uint8
 `[out_features, num_groups * bits / 8 (rounded up)]`, packed as the integers. Where its groups are of columns that lie
 apart, `<name>.order`, int64 `[in_features]`, has the column of each place within the groups.
+
+With a group size of 0 (`ROW`) a weight is e4m3 numbers with a scale a row: `<name>.data`, float8_e4m3fn `[out_features,
+in_features]`, and `<name>.scales`, float32 `[out_features]`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FEW = 16
-_WEIGHTS = (*PRECISION_NAMES.values(), "uint8", "int64")
+_WEIGHTS = (*PRECISION_NAMES.values(), "uint8", "float8_e4m3fn", "int64")
 
 
 @dataclass(frozen=True)

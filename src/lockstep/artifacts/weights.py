@@ -32,7 +32,7 @@ class WeightsManifest(Document):
     """The tensors of one precision, and their files.
 
     A file's path is relative to the manifest or absolute. group_size: of the tensors that are quantised
-    (`artifacts.quantized`); None where none is.
+    (`artifacts.quantized`), 0 for a scale a row; None where none is.
     """
 
     FORMAT: ClassVar[str] = formats.WEIGHTS

@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
-from lockstep.artifacts.dtypes import has_int8_activations
+from lockstep.artifacts.dtypes import has_8_bit_activations
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
@@ -83,7 +83,7 @@ class Backend(Protocol):
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
         """Return whether engines of the assembly are `batch_invariant` here; int8 kernels are by exception alone."""
-        return self.batch_invariant and not has_int8_activations(assembly.precision)
+        return self.batch_invariant and not has_8_bit_activations(assembly.precision)
 
     def version(self) -> str:
         """Return the library's version; an engine is for exactly this one."""

@@ -31,6 +31,7 @@ _BYTES = {
     "w4a16": 0.7,
     "w8a8": 1.2,
     "w4a8": 0.7,
+    "w8a8-fp8": 1.05,
 }  # of a parameter, with scales
 
 

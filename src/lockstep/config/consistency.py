@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS
+from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, is_fp8
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.messages import Problem, describe
 from lockstep.config.packing import largest_group, precision_of
@@ -119,6 +119,9 @@ def model_problems(
             f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
         )
         yield Problem((*here, "adapters"), text)
+    if model.tensor_parallel > 1 and any(map(is_fp8, model.all_precisions())):
+        text = f"expected 1 in w8a8-fp8, whose activations have a scale a row; found {model.tensor_parallel}"
+        yield Problem((*here, "tensor_parallel"), text)
     for adapter, settled in model.adapters.items():
         for index, prompt in enumerate(settled.prompts):
             yield from _expected_problems((*here, "adapters", adapter, "prompts", index), prompt, model)
@@ -164,7 +167,8 @@ def _group_problems(
     for backend in model.backends:
         own = backend in model.backend_precisions
         for index, precision in enumerate(model.precisions_of(backend)):
-            if packing and is_quantized(precision) and QUANTIZATIONS[precision].bits != packing.bits:
+            fits = not is_quantized(precision) or not packing or QUANTIZATIONS[precision].bits == packing.bits
+            if packing and (not fits or is_fp8(precision)):
                 place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
                 text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
                 yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")

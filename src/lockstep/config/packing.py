@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.artifacts.document import ValidationError
-from lockstep.artifacts.dtypes import GROUP_SIZES, QUANTIZATIONS
+from lockstep.artifacts.dtypes import GROUP_SIZES, QUANTIZATIONS, is_fp8
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.errors import InputError
 
@@ -80,7 +80,9 @@ class Packing:
         """Return what a user should know of how weights are read; empty where nothing is."""
         how = "" if self.stays else f"weights packed as {self.layout} are read as the numbers that they stand for"
         ignored = f"{self.ignored}, which config.json asks for, are not quantised" if self.ignored else ""
-        return "; ".join(filter(None, (how, ignored)))
+        keeps = self.layout == "fp8" and self.block is None
+        but = "w8a8-fp8 keeps weights, and quantises activations" if keeps else ""
+        return "; ".join(filter(None, (how, ignored, but)))
 
 
 def largest_group(size: int) -> int | None:
@@ -98,7 +100,7 @@ def check_precision(quantized: QuantizedTensors, precision: str, group_size: int
     where the config names none.
     """
     bits = max(quantized.bits.values())
-    if QUANTIZATIONS[precision].bits != bits:
+    if QUANTIZATIONS[precision].bits != bits or is_fp8(precision):
         raise InputError(
             f"{where}: expected precision {precision_of(bits)}, for the weights are quantised to {bits} bits already, "
             f"found {precision}; choose that one, or one in floating point"

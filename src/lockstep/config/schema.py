@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from lockstep.artifacts.adapters import fetched_manifest
+from lockstep.artifacts.dtypes import is_fp8
 from lockstep.artifacts.fetched import folder_of, known
 from lockstep.config.backends import BackendSettings, backends, not_in_interpreter
 from lockstep.config.consistency import (
@@ -35,7 +36,7 @@ from lockstep.config.types import (
     Tolerances,
 )
 from lockstep.errors import InputError
-from lockstep.targets import ROUNDING, Results, Target
+from lockstep.targets import FP8_BESIDE_GRAPH, ROUNDING, Results, Target
 from lockstep.targets import Tolerances as PlainTolerances
 
 
@@ -403,8 +404,9 @@ class Config(Section):
 
         See `BackendSettings`.
         """
-        block = self.tolerance(model, precision, backend).beside_graph
-        return self._settings(backend).compare_tolerance(precision, block)
+        tolerance, settings = self.tolerance(model, precision, backend), self._settings(backend)
+        lax = is_fp8(precision) and precision in settings.fp16_activations and tolerance.block is None
+        return settings.compare_tolerance(precision, FP8_BESIDE_GRAPH if lax else tolerance.beside_graph)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """Return what a backend's build is given (`engine.build`), as plain JSON.

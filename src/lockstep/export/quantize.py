@@ -12,6 +12,9 @@ that is tied to such a weight, as a rule the output head, reads rows of it: its 
 on the same two tensors. So does the `GatherND` of a stack `[num_experts, out_features, in_features]`, whose slots hold
 the experts' integers and scales one after another.
 
+In w8a8-fp8 weights and activations are e4m3 numbers (`onnx_tools.fp8_products`), but not experts, nor a head that is
+tied to the embedding.
+
 In full precision stay what is no such weight (other embeddings, norms, biases, convolutions), what a graph reads in
 another way too, and routers, by which experts are chosen. A line tells of experts that do.
 """
@@ -29,10 +32,11 @@ from onnx import helper
 
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, Uncut
-from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS, has_int8_activations
+from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS, ROW, has_8_bit_activations, is_fp8
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.errors import InputError, note
+from lockstep.onnx_tools import fp8_products
 from lockstep.onnx_tools.int8_rounding import rounding
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear
 from lockstep.onnx_tools.signature import signature_of
@@ -71,9 +75,11 @@ def quantize(
     and of an embedding that is tied to it. Raises InputError where no weight of a layer can be quantised, or the rows
     of one are no multiple of `group_size`.
     """
+    if is_fp8(precision):
+        group_size, head_bits = ROW, HEAD_BITS
     quantized = _choose(files, assembly, precision, group_size, already, head_bits)
     rewritten, classes = dict(files), {}
-    rounds = has_int8_activations(precision)
+    rounds = has_8_bit_activations(precision)
 
     def rewrite(graph: GraphFile, bits: Mapping[str, int]) -> tuple[GraphFile, bytes]:
         return _rewritten(graph, files[graph.file], bits, quantized, rounds)
@@ -129,6 +135,11 @@ def _of_ranks(
     A rank takes the same rows of a weight as in full precision, or the same columns where these are whole groups.
     Raises InputError where they are not.
     """
+    if quantized.group_size == ROW:
+        raise InputError(
+            f"tensor_parallel: expected 1 in w8a8-fp8, whose activations have a scale a row, found {ranks.degree}; "
+            "choose another precision"
+        )
     if quantized.ordered:
         raise InputError(
             "tensor_parallel: expected 1 for weights with activation order (desc_act), whose groups lie across ranks, "
@@ -179,15 +190,18 @@ def _choose(
     head_bits: int,
 ) -> QuantizedTensors:
     """Choose the tensors that are quantised: where all slots that take one can be, with all their tensors."""
-    if already is not None and already.ordered and has_int8_activations(precision):
+    if already is not None and already.ordered and has_8_bit_activations(precision):
         raise InputError(
             f"precision {precision}: expected weights whose groups are of neighbours, found a checkpoint with "
             "activation order (desc_act); choose a precision with activations of 16 bits"
         )
-    in_full = already is not None and (already.zero_points or already.ordered)
+    fp8 = is_fp8(precision)
+    in_full = fp8 or already is not None and (already.zero_points or already.ordered)
     uses = list(_uses(files, assembly, precision, head_bits, in_full))
     if already is not None:
         uses = [replace(use, bits=_bits_already(use, already)) for use in uses]
+    if fp8:
+        uses = [replace(use, bits=None) if use.is_stack else use for use in uses]
     full = {tensor for use in uses if use.bits is None for tensor in use.tensors}
     while more := {name for use in uses if not full.isdisjoint(use.tensors) for name in use.tensors} - full:
         full |= more
@@ -204,7 +218,7 @@ def _choose(
             f"{assembly.model_type!r}; choose another precision"
         )
     for use in uses:
-        if use.tensors[0] in bits and use.columns % group_size:
+        if use.tensors[0] in bits and group_size != ROW and use.columns % group_size:
             raise InputError(
                 f"group_size: expected a size that divides the {use.columns} numbers of a row of {use.tensors[0]}, "
                 f"found {group_size}; choose another one, or another precision than {precision}"
@@ -315,6 +329,8 @@ def _rewritten(
     """
     if not bits:
         return graph, data
+    if quantized.group_size == ROW:
+        return _with_fp8(graph, data, bits, quantized)
     rewriter = Rewriter(onnx.ModelProto.FromString(data))
     size = quantized.group_size
     products, stacks, embeddings = (find(rewriter, bits) for find in (_products, _stacks, _embeddings))
@@ -346,6 +362,37 @@ def _rewritten(
         else:
             rewriter.replace(node, *_embedding(rewriter, node, parts, sizes, columns))
     rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    return _finished(graph, rewriter, bits, quantized)
+
+
+def _with_fp8(
+    graph: GraphFile, data: bytes, bits: Collection[str], quantized: QuantizedTensors
+) -> tuple[GraphFile, bytes]:
+    """Return a graph, and its bytes, whose products of the slots `bits` are of e4m3 numbers."""
+    rewriter, rounded = Rewriter(onnx.ModelProto.FromString(data)), set[str]()
+    products = {id(node): slot for slot, node in _products(rewriter, bits).items()}
+    for node in rewriter.nodes:
+        if (slot := products.get(id(node))) is None:
+            continue
+        (activation, _, *bias), (out,), shape = node.input, node.output, rewriter.shape(slot)
+        types = (onnx.TensorProto.FLOAT8E4M3FN, shape), (onnx.TensorProto.FLOAT, shape[:1])
+        codes, scales = quantized.parts(slot)
+        inputs = [
+            helper.make_tensor_value_info(part, *type_) for part, type_ in zip((codes, scales), types, strict=True)
+        ]
+        rewriter.replace_input(slot, *inputs)
+        nodes = [] if activation in rounded else fp8_products.rounding(rewriter, activation)
+        rounded.add(activation)
+        nodes += fp8_products.product(activation, codes, scales, f"{out}/product" if bias else out, node.name)
+        if bias:
+            nodes.append(helper.make_node("Add", [f"{out}/product", *bias], [out], f"{node.name}/bias"))
+        rewriter.replace(node, *nodes)
+    return _finished(graph, rewriter, bits, quantized)
+
+
+def _finished(
+    graph: GraphFile, rewriter: Rewriter, bits: Collection[str], quantized: QuantizedTensors
+) -> tuple[GraphFile, bytes]:
     model = rewriter.finish()
     written = model.SerializeToString(deterministic=True)
     slots = {part for slot in bits for part in quantized.parts(slot)}

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer, Uncut
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
-from lockstep.artifacts.dtypes import GROUP_SIZE, HEAD_BITS, PRECISION_NAMES, QUANTIZATIONS, base_precision
+from lockstep.artifacts.dtypes import GROUP_SIZE, HEAD_BITS, PRECISION_NAMES, QUANTIZATIONS, ROW, base_precision, is_fp8
 from lockstep.artifacts.files import check_place, dump_json, write_bytes
 from lockstep.artifacts.graph_files import AttentionVariant, GraphFile, StateMixer
 from lockstep.artifacts.places import FileEntry
@@ -189,6 +189,8 @@ def _proven(
         tensors = find_tensors(folder).tensors
         packed = packed_weights(packing_of(config), tensors, folder)
         check_tensors(meta, unpacked_places(tensors, packed), folder)
+        if is_fp8(precision) and quantized is None and packed:
+            quantized = QuantizedTensors(ROW, dict.fromkeys(packed, 8))
     if residual is not None and precision != "fp16":
         raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16")
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel, residual=residual)

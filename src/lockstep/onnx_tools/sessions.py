@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,6 +15,25 @@ import onnxruntime as ort
 
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import GATHERS, group_experts
+
+E4M3 = "float8_e4m3fn"
+
+
+def e4m3_value(array: np.ndarray) -> ort.OrtValue:
+    """Return an array of e4m3 numbers as ONNX Runtime takes it, which does not know NumPy's type."""
+    bits = np.ascontiguousarray(array).view(np.uint8)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.FLOAT8E4M3FN)
+
+
+class _Session(ort.InferenceSession):
+    """A session that is fed e4m3 numbers too."""
+
+    def run(self, output_names: Any, input_feed: Mapping[str, Any], run_options: Any = None) -> Any:
+        feeds = {
+            name: e4m3_value(array) if isinstance(array, np.ndarray) and array.dtype.name == E4M3 else array
+            for name, array in input_feed.items()
+        }
+        return super().run(output_names, feeds, run_options)
 
 
 def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:
@@ -32,7 +52,7 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     source = grouped or (model if isinstance(model, bytes) else str(model))
 
     def start() -> ort.InferenceSession:
-        return ort.InferenceSession(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
+        return _Session(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
 
     try:
         return start()

@@ -82,17 +82,18 @@ class Graph:
         return self._session
 
     @contextlib.contextmanager
-    def computed_file(self) -> Iterator[Path]:
-        """Yield a file of the graph as it is computed.
+    def plain_file(self) -> Iterator[Path]:
+        """Yield a file of the graph as it is computed, with float32 for e4m3, which Polygraphy does not know.
 
         It is there for as long as the context is open.
         """
-        if self.computed is self.model:
+        plain = widened(self.computed, onnx.TensorProto.FLOAT8E4M3FN)
+        if plain is self.model:
             yield self.path
             return
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / self.path.name
-            file.write_bytes(self.computed.SerializeToString())
+            file.write_bytes(plain.SerializeToString())
             yield file
 
     def run(

@@ -64,12 +64,15 @@ class Coded:
             scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
         scales = scales.astype(np.float32)
         if self.packing.block is None:
-            scales = scales.reshape(-1, 1)
-            scales = scales[rows] if len(scales) > 1 else scales
+            scales = self.row_scales()[rows, None]
         else:
             high, wide = self.packing.block
             scales = scales[np.arange(rows.start, rows.stop) // high].repeat(wide, axis=1)[:, : self.shape[1]]
         return e4m3()[self.arrays["data"][rows]] * scales
+
+    def row_scales(self) -> np.ndarray:
+        """Return the scale of each row of fp8 that has no blocks, float32 [out_features]."""
+        return np.broadcast_to(self.arrays["scales"].astype(np.float32).reshape(-1), self.shape[:1])
 
     def _nvfp4(self, rows: slice) -> np.ndarray:
         scales, whole = e4m3()[self.arrays["scales"][rows]], self.arrays["whole"].astype(np.float32).reshape(-1)[0]

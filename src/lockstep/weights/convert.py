@@ -4,7 +4,8 @@ Needs no torch.
 
 Where all floats have that precision already nothing is copied: the manifest points into the checkpoint. Else all
 tensors go, cast and one piece at a time, into one `weights.safetensors` beside the manifest, the same bytes each time.
-In quantised precisions the tensors that the assembly names are integers with scales there (`artifacts.quantized`).
+In quantised precisions the tensors that the assembly names are integers or e4m3 numbers with scales there
+(`artifacts.quantized`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.dtypes import COMPUTE_NAMES, FLOAT_DTYPES, PRECISION_DTYPES, QUANTIZATIONS, base_precision
+from lockstep.artifacts.dtypes import COMPUTE_NAMES, FLOAT_DTYPES, PRECISION_DTYPES, QUANTIZATIONS, ROW, base_precision
 from lockstep.artifacts.files import remove_leftovers
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.weights import WeightsManifest
@@ -66,7 +67,9 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
 
             file, tensors = write_cast(source, dtype, out.with_name(WEIGHTS), before_replaced, quantized)
             remember(out.with_name(WEIGHTS), file.sha256)
-            WeightsManifest.of(precision, (file,), tensors, quantized.group_size if quantized else None).save(out)
+            WeightsManifest.of(precision, (file,), tensors, None if quantized is None else quantized.group_size).save(
+                out
+            )
     return out
 
 
@@ -97,14 +100,12 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
                 f"{source.folder}: expected tensor {name!r}, found none of this name; does config.json belong to these"
                 " weights?"
             )
-        if (
-            len(place.shape) not in (2, 3)
-            or place.shape[-1] % found.quantization.group_size
-            or place.dtype not in FLOAT_DTYPES
-        ):
+        size = found.quantization.group_size
+        fits = len(place.shape) == 2 if size == ROW else len(place.shape) in (2, 3) and not place.shape[-1] % size
+        if not fits or place.dtype not in FLOAT_DTYPES:
             raise InputError(
                 f"{source.words(name)}: expected floats [out_features, in_features] with in_features a multiple of the "
-                f"group size {found.quantization.group_size}; choose another group_size or precision"
+                f"group size {size or 1}; choose another group_size or precision"
             )
     made = replace(found.quantization, bits=bits)
     if source.packing is not None and source.packing.stays:

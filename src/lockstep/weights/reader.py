@@ -11,11 +11,11 @@ import mmap
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
-from lockstep.artifacts.dtypes import DTYPE_BITS, numpy_dtype
+from lockstep.artifacts.dtypes import DTYPE_BITS, ROW, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.quantized import (
     QuantizedTensors,
@@ -28,6 +28,7 @@ from lockstep.artifacts.quantized import (
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import check_stored
+from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
 
 
@@ -109,6 +110,8 @@ class Weights:
         if self.group_size is None:
             return None
         names = quantized_names(self._tensors)
+        if self.group_size == ROW:
+            return QuantizedTensors(ROW, dict.fromkeys(names, 8))
         bits = {name: 8 * self.info(data_name(name)).shape[-1] // self.group_size for name in names}
         has_zeros, ordered = (
             any(part(name) in self._tensors for name in names) for part in (zero_points_name, order_name)
@@ -132,15 +135,16 @@ class Weights:
         [num_experts, out_features, in_features].
         """
         data, scales = self[data_name(name)], self[scales_name(name)]
+        if self.group_size == ROW:
+            if data.ndim != 2 or scales.shape != data.shape[:1]:
+                self._refuse_scales(name, "row", data, scales)
+            return e4m3.dequantize(data, scales)
         zeros = self[zero_points_name(name)] if zero_points_name(name) in self._tensors else None
         kept = None
         if data.ndim in (3, 4) and self.group_size:
             kept = (*data.shape[:-2], (data.shape[-2] * data.shape[-1] + self.group_size - 1) // self.group_size)
         if kept is None or scales.shape != data.shape[:-1] or (zeros is not None and zeros.shape != kept):
-            raise InputError(
-                f"{self.manifest_path}: expected tensor {name!r} with a scale for each group, found "
-                f"{list(data.shape)} with {list(scales.shape)}; convert the checkpoint again"
-            )
+            self._refuse_scales(name, "group", data, scales)
         assert self.group_size is not None  # else refused above
         numbers = dequantize(data, scales, self.group_size, zeros)
         if order_name(name) not in self._tensors:
@@ -148,6 +152,12 @@ class Weights:
         in_place = np.empty_like(numbers)
         in_place[:, self[order_name(name)]] = numbers
         return in_place
+
+    def _refuse_scales(self, name: str, of: str, data: np.ndarray, scales: np.ndarray) -> NoReturn:
+        raise InputError(
+            f"{self.manifest_path}: expected tensor {name!r} with a scale for each {of}, found "
+            f"{list(data.shape)} with {list(scales.shape)}; convert the checkpoint again"
+        )
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._key(name) in self._tensors

@@ -54,6 +54,17 @@ class Source:
         """Return whether graphs take the integers of a tensor as the checkpoint has them."""
         return name in self.packed and self.packing is not None and self.packing.stays
 
+    def keeps_codes(self, name: str) -> bool:
+        """Return whether a tensor is e4m3 numbers with one scale, or one a row: what w8a8-fp8 takes as it is."""
+        packing = self.packing
+        return name in self.packed and packing is not None and packing.layout == "fp8" and packing.block is None
+
+    def coded(self, name: str) -> Coded:
+        """Read a weight that is kept as codes. Raises InputError for what config.json says otherwise."""
+        coded = self._open(name)
+        assert isinstance(coded, Coded)  # of a layout of codes
+        return coded
+
     def float_dtypes(self) -> set[str]:
         return {place.dtype for place in self.tensors.values() if place.dtype in FLOAT_DTYPES}
 

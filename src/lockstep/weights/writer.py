@@ -19,17 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, numpy_dtype
+from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, ROW, numpy_dtype
 from lockstep.artifacts.files import atomic_path, check_place
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.errors import InputError
+from lockstep.weights import e4m3
 from lockstep.weights.groups import integers_of, pack, scales_of
 from lockstep.weights.packed import pack_zero_points
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+Bring = Callable[["Source", "Stored", int, np.ndarray], Iterator[memoryview]]
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,10 @@ def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: Quantized
             stored[name] = Stored(name, dtype if place.dtype in FLOAT_DTYPES else place.dtype, place.shape)
             continue
         bits, (*rows, columns) = quantized.bits[name], place.shape
+        if quantized.group_size == ROW:
+            stored[data_name(name)] = Stored(name, "F8_E4M3", place.shape, bits, "data")
+            stored[scales_name(name)] = Stored(name, "F32", tuple(rows), bits, "scales")
+            continue
         groups = (*rows, columns // quantized.group_size)
         stored[data_name(name)] = Stored(name, "U8", (*groups, quantized.group_size * bits // 8), bits, "data")
         stored[scales_name(name)] = Stored(name, "F32", groups, bits, "scales")
@@ -155,7 +163,9 @@ def _contents(
         name, found = entry.name, source.tensors[entry.name].dtype
         if entry.bits is not None:
             assert quantized is not None  # it says which they are
-            bring = _repack if source.stays_packed(name) else _quantize
+            bring: Bring = _repack if source.stays_packed(name) else _quantize
+            if quantized.group_size == ROW:
+                bring = _codes if source.keeps_codes(name) else _quantize_rows
             yield from bring(source, entry, quantized.group_size, buffer)
         elif found in FLOAT_DTYPES and found != entry.dtype:
             yield from _cast(source, name, entry.dtype, buffer)
@@ -176,6 +186,29 @@ def _quantize(source: Source, entry: Stored, group_size: int, buffer: np.ndarray
         scales = scales_of(groups, entry.bits)
         made = scales if entry.part == "scales" else pack(integers_of(groups, scales, entry.bits), entry.bits)
         yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
+
+
+def _quantize_rows(source: Source, entry: Stored, _: int, buffer: np.ndarray) -> Iterator[memoryview]:
+    """Yield the data or the scales of a tensor that becomes e4m3: of whole rows, which may take several pieces."""
+    columns = source.tensors[entry.name].shape[-1]
+    rest = np.empty(0, np.float32)
+    for piece in _cast(source, entry.name, "F32", buffer):
+        rest = np.concatenate([rest, np.frombuffer(piece, np.float32)])
+        count = rest.size // columns
+        if count:
+            rows, rest = rest[: count * columns].reshape(count, columns), rest[count * columns :]
+            scales = e4m3.row_scales(rows)
+            made = scales if entry.part == "scales" else e4m3.codes_of(rows, scales)
+            yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
+
+
+def _codes(source: Source, entry: Stored, _: int, __: np.ndarray) -> Iterator[memoryview]:
+    """Yield the data or the scales of a weight that the checkpoint holds as e4m3 numbers: the same ones."""
+    coded = source.coded(entry.name)
+    scales, codes = np.ascontiguousarray(coded.row_scales()), coded.arrays["data"]
+    if e4m3.has_nan(codes):
+        source.array(entry.name)  # says which numbers are not finite
+    yield (scales if entry.part == "scales" else codes).reshape(-1).view(np.uint8).data
 
 
 def _repack(source: Source, entry: Stored, group_size: int, _: np.ndarray) -> Iterator[memoryview]:

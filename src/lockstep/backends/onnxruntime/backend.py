@@ -21,7 +21,7 @@ import onnx
 import onnxruntime as ort
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.dtypes import has_int8_activations, named_dtype, onnx_dtype
+from lockstep.artifacts.dtypes import has_8_bit_activations, is_fp8, named_dtype, onnx_dtype
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built
@@ -33,6 +33,7 @@ from lockstep.backends.onnxruntime.int8_rows import rows_keep_their_bits
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.group_experts import group_experts
+from lockstep.onnx_tools.sessions import E4M3, e4m3_value
 from lockstep.step.executable import Run, check_bound
 from lockstep.weights import Tensors, WeightInputs, check_arrays, check_bound_slots, check_inputs, slot_array
 
@@ -50,17 +51,18 @@ class OnnxRuntimeBackend(HostBackend):
     """ONNX Runtime's CPU provider.
 
     fp16 graphs are computed in fp32 with casts, as ONNX Runtime does on x86; bf16 does not load. w8a16 and w4a16 are
-    computed in int8, on activations of 16 bits: int8_products.py. w8a8 and w4a8 are one int8 product.
+    computed in int8, on activations of 16 bits: int8_products.py. w8a8 and w4a8 are one int8 product, w8a8-fp8 one of
+    float32.
     """
 
     name = "onnxruntime"
     suffixes = (".onnx",)
     revision = 2
-    precisions = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8")
+    precisions = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
     batch_invariant = True
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
-        if not has_int8_activations(assembly.precision) or assembly.quantization is None:
+        if not has_8_bit_activations(assembly.precision) or assembly.quantization is None or is_fp8(assembly.precision):
             return True
         size = assembly.quantization.group_size
         return all(
@@ -270,7 +272,9 @@ def _place_weights(
             in_files[slot] = place
         else:
             shape = next(tuple(tensor.dims) for tensor in graph.initializer if tensor.name == slot)
-            values[slot] = ort.OrtValue.ortvalue_from_numpy(slot_array(weights, names, shape))
+            array = slot_array(weights, names, shape)
+            is_e4m3 = array.dtype.name == E4M3
+            values[slot] = e4m3_value(array) if is_e4m3 else ort.OrtValue.ortvalue_from_numpy(array)
     settings.add_external_initializers(list(values), list(values.values()))
     folder = Path("/")
     if in_files:  # one folder a session, and files in it or below: what ONNX Runtime allows
@@ -279,7 +283,11 @@ def _place_weights(
     for tensor in graph.initializer:
         if tensor.name in slots:
             in_memory = tensor.name in values
-            place = (folder / "memory", 0, values[tensor.name].numpy().nbytes) if in_memory else in_files[tensor.name]
+            place = (
+                (folder / "memory", 0, values[tensor.name].tensor_size_in_bytes())
+                if in_memory
+                else in_files[tensor.name]
+            )
             path, offset, length = place
             for key, value in {"location": path.relative_to(folder), "offset": offset, "length": length}.items():
                 tensor.external_data.add(key=key, value=str(value))

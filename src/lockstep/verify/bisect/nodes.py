@@ -27,7 +27,8 @@ from lockstep.verify.metrics import finite
 # or form. Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that
 # then any difference counts.
 # Engines of quantised weights add activations up in two parts.
-_ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3, "w8a16": 1e-4, "w4a16": 1e-4, "w8a8": 4e-3, "w4a8": 4e-3}
+_ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3, "w8a16": 1e-4, "w4a16": 1e-4}
+_ROUNDED_ACTIVATIONS = 4e-3
 _FEW = 6  # numbers of a constant that are shown
 
 
@@ -65,7 +66,7 @@ def first_fault(
                 )
             else:
                 errors[output] = before
-    for bound in (_ROUNDING[precision], 0.0):
+    for bound in (_ROUNDING.get(precision, _ROUNDED_ACTIVATIONS), 0.0):
         wrong = _ancestors(
             suspect.graph,
             {name for name in outputs if errors.get(name, 0.0) > bound},

@@ -23,7 +23,7 @@ from lockstep.artifacts.dtypes import base_precision
 from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, is_within, load_tensors
 from lockstep.export.tracer import DTYPES, layer_list
-from lockstep.verify.int8_activations import round_activations
+from lockstep.verify.rounded_activations import round_activations
 from lockstep.verify.validate.torch_trace import HOOK, TorchModel
 from lockstep.weights import Weights
 

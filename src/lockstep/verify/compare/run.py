@@ -29,7 +29,7 @@ from lockstep.verify.metrics import finish, largest
 from lockstep.weights import Weights
 
 # What ONNX Runtime computes in on a CPU; nor has NumPy, and so Polygraphy, bfloat16.
-PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8")
+PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
 SECONDS = 120.0  # for all sizes of an engine; the demo's take two
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.drift import Drift
+from lockstep.artifacts.dtypes import ROW
 from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
@@ -35,11 +36,12 @@ from lockstep.verify.golden.reference import (
     tokens_of,
 )
 from lockstep.verify.golden.terms import GoldenTerms
-from lockstep.verify.int8_activations import round_activations
-from lockstep.weights import Weights
+from lockstep.verify.rounded_activations import round_activations
+from lockstep.weights import Weights, e4m3
 from lockstep.weights.groups import unpack
 from lockstep.weights.source import Source, open_source
 
+_TINY = float(np.finfo(np.float32).tiny)
 _ROUNDING = 1e-3  # of a step: what float32 arithmetic adds to half of one
 _WITHIN = {False: "within half a step of", True: "equal to"}
 
@@ -119,7 +121,9 @@ def _check_weights(source: Source, weights: Weights) -> float:
     worst = 0.0
     for name in quantized_names(dict.fromkeys(weights.names())):
         error, allowed = _steps(source, weights, name)
-        exact = source.stays_packed(name)  # quantised by whoever made the checkpoint: there is nothing to round
+        exact = source.stays_packed(name) or (
+            weights.group_size == ROW and source.keeps_codes(name)
+        )  # quantised by whoever made the checkpoint: there is nothing to round
         wrong = np.argwhere(~(error <= (0 if exact else allowed + _ROUNDING)))
         if len(wrong):
             row, column = map(int, wrong[0])
@@ -142,11 +146,14 @@ def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.
     assert group_size is not None  # checked before
     exact = source.array(name).astype(np.float64)
     data, scales = weights[data_name(name)], weights[scales_name(name)].astype(np.float64)
-    step = np.repeat(np.abs(scales), group_size, axis=1)
     error = np.abs(weights.dequantize(name) - exact)
-    last = unpack(data, group_size).reshape(place.shape) == (255 if data.shape[-1] == group_size else 15)
-    # A step of zero is that of a group of zeros, or of nearly that.
-    in_steps = np.divide(error, step, out=np.where(error > np.finfo(np.float32).tiny, np.inf, 0.0), where=step > 0)
+    if group_size == ROW:
+        step, last, none = e4m3.steps(data.view(np.uint8)) * scales[:, None], np.zeros((), bool), 448 * _TINY
+    else:
+        step, none = np.repeat(np.abs(scales), group_size, axis=1), _TINY
+        last = unpack(data, group_size).reshape(place.shape) == (255 if data.shape[-1] == group_size else 15)
+    # A step of zero is that of a group or row of zeros, or of nearly that.
+    in_steps = np.divide(error, step, out=np.where(error > none, np.inf, 0.0), where=step > 0)
     return in_steps, np.where(last, 1.0, 0.5)
 
 

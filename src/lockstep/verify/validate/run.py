@@ -22,7 +22,7 @@ from polygraphy.backend.base import BaseRunner
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.dtypes import has_int8_activations
+from lockstep.artifacts.dtypes import has_8_bit_activations
 from lockstep.artifacts.reports import (
     PASS,
     BlockErrors,
@@ -100,7 +100,7 @@ def run(
         torch.set_num_threads(threads)
     checkpoint, assembly = CheckpointManifest.load(checkpoint_json), Assembly.load(assembly_json)
     target = ValidatedGraphs(model or Path(checkpoint.source).name, assembly.precision, layers)
-    if assembly.quantization is not None and not has_int8_activations(assembly.precision):
+    if assembly.quantization is not None and not has_8_bit_activations(assembly.precision):
         # such graphs compute in float32, whatever engines do
         tolerance = replace(tolerance, rounding=ROUNDING["fp32"])
     if assembly.tensor_parallel is not None:  # a sum over ranks rounds each rank's part, and then all: twice as often
@@ -143,7 +143,7 @@ def _check_graph(name: str, graph: Graph, notes: _Notes) -> None:
     check_model(graph.path, graph.model)
     notes.note_graph(name, checker=PASS)
     notes.note_graph(name, inspect=inspect(graph.path, graph.computed, inputs, graph.outputs))
-    with graph.computed_file() as file:
+    with graph.plain_file() as file:
         notes.note_graph(name, lint=lint(graph.path, file, inputs))
 
 

@@ -38,8 +38,8 @@ from lockstep.export.torch_model import (
     load_tensors,
 )
 from lockstep.export.tracer import layer_list
-from lockstep.verify.int8_activations import round_activations
 from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy
+from lockstep.verify.rounded_activations import round_activations
 from lockstep.weights import Weights
 
 HOOK = "lockstep_recording"

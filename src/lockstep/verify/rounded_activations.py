@@ -1,8 +1,9 @@
-"""Activations of 8 bits in PyTorch, as of w8a8 and w4a8. Needs torch.
+"""Activations of 8 bits in PyTorch, as of w8a8, w4a8 and w8a8-fp8. Needs torch.
 
 In: a model whose quantised weights are dequantised. Out: the same model, whose products with these round what they
-multiply as the int8 kernels of ONNX Runtime do: in the groups of the weight, symmetric, the step is the largest
-magnitude over 127, to nearest, ties to even. The product of the rounded numbers is float32's.
+multiply: as the int8 kernels of ONNX Runtime do, in the groups of the weight, symmetric, the step is the largest
+magnitude over 127, to nearest, ties to even; or each row to e4m3, the step is its largest magnitude over 448. The
+product of the rounded numbers is float32's.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 
-from lockstep.artifacts.dtypes import has_int8_activations
+from lockstep.artifacts.dtypes import ROW, has_8_bit_activations
 from lockstep.artifacts.quantized import module_of
 from lockstep.checkpoint.fit import HEAD
 from lockstep.errors import InputError
 from lockstep.export.torch_model import is_within
+from lockstep.onnx_tools.fp8_products import LARGEST, TINY
 from lockstep.weights import Weights
 
 _LEVELS = 127.0
@@ -28,7 +30,7 @@ def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
 
     layers: that the model is cut after. Raises InputError for a quantised weight that is of no module.
     """
-    if not has_int8_activations(weights.precision) or weights.quantization is None:
+    if not has_8_bit_activations(weights.precision) or weights.quantization is None:
         return
     modules, size = dict(model.named_modules()), weights.quantization.group_size
 
@@ -41,7 +43,11 @@ def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
 
 
 def rounded(values: torch.Tensor, group_size: int) -> torch.Tensor:
-    """Round [..., in_features] to int8, in groups."""
+    """Round [..., in_features] to int8, in groups, or to e4m3."""
+    if group_size == ROW:
+        rows = values.float()
+        step = torch.clamp(rows.abs().amax(-1, keepdim=True) / LARGEST, min=TINY)
+        return ((rows / step).to(torch.float8_e4m3fn).float() * step).to(values.dtype)
     groups = values.float().unflatten(-1, (-1, group_size))
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 0, _LEVELS / largest, 0.0)
