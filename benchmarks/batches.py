@@ -40,7 +40,7 @@ GROUP = 128
 SAMPLED, SAMPLED_BATCHES = Sampling(0.8, top_p=0.95), (1, 16, 64, 256)
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
-    options.choice("--precision", "fp16", "w8a16", "w4a16", help="Small weights in groups of 128, of cuda."),
+    options.choice("--precision", "fp16", "w8a16", "w4a16", "w8a8-fp8", help="Integers in groups of 128."),
     options.path("--vllm", "A record of vLLM on the same machine, to be put beside.", metavar="FILE", exists=True),
     options.number("--tensor-parallel", 1, "Ranks, each on a GPU of its own: with what sums over them take.", most=16),
     options.Option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),

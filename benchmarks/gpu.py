@@ -35,7 +35,7 @@ from benchmarks.step_timing import breakdown, breakdown_prefill
 from lockstep import Advance, Assembly, CheckError, InputError, Model
 from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import BoundBlock
-from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype
+from lockstep.artifacts.dtypes import DTYPE_BITS, graph_dtype, named_dtype
 from lockstep.artifacts.quantized import is_scales
 from lockstep.backends import get_backend
 from lockstep.manifests.digest_cache import remember
@@ -273,7 +273,7 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
     with open(path, "wb") as file:
 
         def write(numbers: np.ndarray) -> None:
-            data = memoryview(numbers).cast("B")
+            data = memoryview(numbers.reshape(-1).view(np.uint8))
             file.write(data)
             digest.update(data)
 
@@ -283,7 +283,7 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
             if role in places and places[role]["shape"] == shape:
                 tensors[name] = places[role]
                 continue
-            count, dtype = math.prod(shape), np.dtype(dtypes[name])
+            count, dtype = math.prod(shape), named_dtype(dtypes[name])
             length = dtype.itemsize * count
             places[role] = tensors[name] = {
                 "file": 0,
@@ -293,16 +293,18 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
                 "shape": shape,
             }
             offset += length
-            if len(shape) == 1:
+            if len(shape) == 1 and not is_scales(name):
                 write(np.ones(count, dtype))
                 continue
             if is_scales(name):
-                steps = 2 ** _bits(assembly, name) / 12**0.5  # the standard deviation of the integers
+                steps = _spread(_bits(assembly, name))
                 write((random.uniform(0.5, 1.5, count) * 0.02 / steps).astype(dtype))
                 continue
             while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
                 start = int(random.integers(0, pool.size // 2))
                 piece = (small[_bits(assembly, name)] if dtype == np.uint8 else pool)[start : start + count]
+                if dtype.itemsize == 1 and dtype != np.uint8:  # e4m3
+                    piece = np.clip(piece * np.float32(_spread(8) / 0.02), -448, 448)
                 write(np.ascontiguousarray(piece, dtype))
                 count -= piece.size
     remember(path, digest.hexdigest())
@@ -311,6 +313,11 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
     group = {"group_size": assembly.quantization.group_size} if assembly.quantization else {}
     write_json(folder / "weights.json", {**manifest, **group})
     return folder / "weights.json"
+
+
+def _spread(bits: int) -> float:
+    """Return the standard deviation of random integers of so many bits, which e4m3 numbers have too."""
+    return float(2**bits / 12**0.5)
 
 
 def _bits(assembly: Assembly, name: str) -> int:

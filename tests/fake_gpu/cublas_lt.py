@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 
 from fake_gpu.device import Fault, Gpu
 
 IN_ORDER, OTHER_ORDER, REFUSED = 1, 2, 3  # first byte of an algorithm
+HALF, E4M3 = 2, 28  # types of elements
+FP16 = {"types": (68, 0), 3: 1}  # what a description of fp16 products says, and of e4m3 but for addresses of scales
+FP8 = FP16 | {31: 3, 32: 3, 25: 0}
 
 
 def cublas_lt(gpu: Gpu) -> SimpleNamespace:
@@ -24,21 +28,31 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         return 0
 
     def layout(pointer, kind, rows, columns, leading) -> int:
-        if kind.value != 2 or leading.value != rows.value:
+        if kind.value not in (HALF, E4M3) or leading.value != rows.value or (kind.value == E4M3 and rows.value % 16):
             raise Fault(f"cublasLtMatrixLayoutCreate: {kind}, {rows}, {leading}")
-        return make(pointer, (columns.value, rows.value))
+        return make(pointer, (columns.value, rows.value, kind.value))
 
     def set_attribute(thing, attribute, value, size) -> int:
         made[thing.value][attribute] = value._obj.value
         return 0
 
     def heuristic(handle, product, weight, x, out, same, preference, most, found, count) -> int:
-        if made[preference.value] != {1: 0, 3: 0} or made[product.value] != {"types": (68, 0), 3: 1}:
-            raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {made[preference.value]}, {made[product.value]}")
+        if made[preference.value] != {1: 0, 3: 0}:
+            raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {made[preference.value]}")
+        described(product, made[weight.value], made[x.value], made[out.value])
         for place, number in enumerate((REFUSED, IN_ORDER, OTHER_ORDER)):
             found[place].algorithm[0], found[place].state, found[place].workspace = number, 0, 0
         count._obj.value = 3
         return 0
+
+    def described(product, weight, x, out) -> bool:
+        """Whether a product is of e4m3 numbers."""
+        told = {key: value for key, value in made[product.value].items() if key not in (17, 18)}
+        fp8 = told == FP8
+        kinds = weight[2], x[2], out[2]
+        if told != (FP8 if fp8 else FP16) or kinds != ((E4M3, E4M3, HALF) if fp8 else (HALF,) * 3):
+            raise Fault(f"cuBLAS: {made[product.value]} of {kinds}")
+        return fp8
 
     def config(algorithm, attribute, value, size, written) -> int:
         value._obj.value = 1
@@ -48,7 +62,11 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         handle, product, one, weight, of_weight, x, of_x, zero, out, of_out, same, of_same, algorithm, work, size,
         stream,
     ) -> int:  # fmt: skip
-        (out_features, in_features), (rows, columns), shape = (made[each.value] for each in (of_weight, of_x, of_out))
+        fp8 = described(product, *(made[each.value] for each in (of_weight, of_x, of_out)))
+        sizes = (made[each.value][:2] for each in (of_weight, of_x, of_out))
+        (out_features, in_features), (rows, columns), shape = sizes
+        if fp8 and (out_features % 16 or weight.value % 16 or x.value % 16):
+            raise Fault(f"cublasLtMatmul: {out_features} outputs, {weight.value}, {x.value}")
         told = one._obj.value, zero._obj.value, work, size.value, same.value
         if told != (1.0, 0.0, None, 0, out.value) or columns != in_features or shape != (rows, out_features):
             raise Fault(f"cublasLtMatmul: {told}, {columns}, {in_features}, {shape}")
@@ -58,9 +76,13 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         gpu.product_rows.add(rows)
 
         def run() -> None:
-            left = gpu.array(weight.value, (out_features, in_features), "f2").astype(np.float64)
-            right = gpu.array(x.value, (rows, in_features), "f2").astype(np.float64)
+            kind = np.dtype(ml_dtypes.float8_e4m3fn if fp8 else np.float16)
+            left = gpu.array(weight.value, (out_features, in_features), kind).astype(np.float64)
+            right = gpu.array(x.value, (rows, in_features), kind).astype(np.float64)
             found = right @ left.T
+            if fp8:
+                of_weight, of_rows = (made[product.value][key] for key in (17, 18))
+                found *= gpu.array(of_weight, (out_features,), "f4") * gpu.array(of_rows, (rows, 1), "f4")
             gpu.array(out.value, (rows, out_features), "f2")[:] = found * (1.01 if algorithm[0] == OTHER_ORDER else 1)
 
         gpu.launch(stream.value, gpu.device, run)

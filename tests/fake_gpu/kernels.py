@@ -14,7 +14,9 @@ import numpy as np
 from fake_gpu.device import Fault, Gpu, Waits
 from lockstep.step import greedy
 from lockstep.step.sampling import PARAMETERS, Sampling, draw
+from lockstep.weights import e4m3
 
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -300,6 +302,32 @@ def few_rows(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
     _store(gpu, k, x @ weight.T)
 
 
+def quantize_rows(gpu: Gpu, rows: int, k: SimpleNamespace) -> None:
+    """What fp8_products.cu says."""
+    if k.in_features % 16 or k.x % 16 or k.codes % 16:
+        raise Fault(f"quantize_rows: rows of {k.in_features} numbers")
+    x = gpu.array(k.x, (rows, k.in_features), "f2").astype(np.float32)
+    codes, steps = e4m3.rounded(x)
+    gpu.array(k.codes, (rows, k.in_features), E4M3)[:] = codes.astype(E4M3)
+    gpu.array(k.steps, (rows, 1), "f4")[:] = steps
+
+
+def few_rows_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
+    """What fp8_products.cu says, in float64."""
+    if blocks != -(-k.out_features // 32) or not 1 <= k.rows <= most or k.shared != 4 * (32 + most) * 512:
+        raise Fault(
+            f"few_rows_fp8: {blocks} blocks with {k.shared} bytes for {k.rows} rows of {k.out_features} outputs"
+        )
+    if k.in_features % 16 or k.weight % 16 or k.x % 16:
+        raise Fault(f"few_rows_fp8: rows of {k.in_features} numbers")
+    x, weight = (
+        gpu.array(address, (rows, k.in_features), E4M3).astype(np.float64)
+        for address, rows in ((k.x, k.rows), (k.weight, k.out_features))
+    )
+    scales = gpu.array(k.steps, (k.rows, 1), "f4") * gpu.array(k.scales, (k.out_features,), "f4")
+    _store(gpu, k, x @ weight.T * scales)
+
+
 def _store(gpu: Gpu, k: SimpleNamespace, found: np.ndarray) -> None:
     """Round [rows, out_features] to fp16, into up to three outputs."""
     ends = [0, k.first_end, k.second_end, k.out_features]
@@ -324,6 +352,7 @@ KERNELS: dict[str, Callable] = {
     "largest": largest,
     "choose": choose,
     "words": words,
+    "quantize_rows": quantize_rows,
 }
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
@@ -332,5 +361,7 @@ for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep.gpu.kernels") / "small
     KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, most=_most)
 for _name in re.findall(r"^FEW_ROWS\((\w+)", (files("lockstep.gpu.kernels") / "few_rows.cu").read_text(), re.M):
     KERNELS[_name] = functools.partial(few_rows, most=int(_name.split("_")[-1]))
+for _most in (8, 16):
+    KERNELS[f"few_rows_fp8_{_most}"] = functools.partial(few_rows_fp8, most=_most)
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)

@@ -37,25 +37,27 @@ def halves_reversed(edit: Edit) -> None:
     product.input[1] = edit.op("BitwiseOr", high, edit.op("BitShift", data, four, direction="LEFT"))
 
 
-def activations_of(edit: Edit, text: str) -> list[NodeProto]:
-    """Return the nodes that make e4m3 numbers of what is multiplied with a weight: the division, then both casts."""
+def of_e4m3(edit: Edit, text: str) -> list[NodeProto]:
+    """Return the nodes of a product with a weight: the division of activations, both their casts, and the Gemm."""
     weight = edit.reader(edit.slot(f"{text}.weight.data"), "Cast")
-    decoded = edit.producer(edit.reader(weight.output[0], "Gemm").input[0])
-    codes = edit.producer(decoded.input[0])
-    return [edit.producer(codes.input[0]), codes, decoded]
+    nodes = [edit.reader(weight.output[0], "Gemm")]
+    while len(nodes) < 4:
+        before = edit.producer(nodes[0].input[0])
+        assert before is not None  # as fp8_products.py has it
+        nodes.insert(0, before)
+    return nodes
 
 
 def e5m2(edit: Edit) -> None:
     """Activations are e5m2: two bits of the number, not three."""
-    activations_of(edit, "down_proj")[1].attribute[0].i = TensorProto.FLOAT8E5M2
+    of_e4m3(edit, "down_proj")[1].attribute[0].i = TensorProto.FLOAT8E5M2
 
 
 def saturated(edit: Edit) -> None:
     """The step is half of what it is: numbers beyond half the largest one end there."""
-    division = activations_of(edit, "down_proj")[0]
+    division, _, _, gemm = of_e4m3(edit, "down_proj")
     step = edit.op("Mul", division.input[1], edit.const(0.5, "float32"))
-    division.input[1] = step
-    edit.reader(edit.reader(activations_of(edit, "down_proj")[2].output[0], "Gemm").output[0], "Mul").input[1] = step
+    division.input[1] = edit.reader(gemm.output[0], "Mul").input[1] = step
 
 
 def scales_of_the_row_before(edit: Edit) -> None:

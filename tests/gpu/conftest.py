@@ -77,7 +77,7 @@ def demo_with_adapters(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="session")
 def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return made("quantized", tmp_path_factory, ("w8a16", "w4a16"), QUANTIZED)
+    return made("quantized", tmp_path_factory, ("w8a16", "w4a16", "w8a8-fp8"), QUANTIZED)
 
 
 def made(

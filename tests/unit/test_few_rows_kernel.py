@@ -1,23 +1,29 @@
-"""The kernel of a few rows with fp16 weights, compiled for the host: the source that a GPU runs, beside NumPy."""
+"""The kernels of a few rows, fp16 and e4m3, compiled for the host: the source that a GPU runs, beside NumPy."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from lockstep.weights import e4m3
+
 TESTS = Path(__file__).parents[1]
-KERNEL = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels" / "few_rows.cu"
+KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels"
+E4M3_TYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 COMPILER = shutil.which("c++") or shutil.which("g++")
 # ldmatrix and mma.m16n8k16 by their layouts in the PTX manual, lane by lane.
 SOURCE = r"""
 #define ON_HOST
-#define BLOCK_THREADS 128
 #include "fake_gpu/host_block.h"
+#include <cmath>
 typedef unsigned int u32;
 inline int min(int a, int b) { return a < b ? a : b; }
 inline float number(unsigned short bits) { return (float)as<_Float16>(bits); }
@@ -57,7 +63,10 @@ void mma(float* d, const u32* a, const u32* b) {
     host_block::wait(host_block::warps[self / 32]);
     threadIdx.x = self;
 }
-#include "KERNEL"
+#include "tensor_cores.cu"
+"""
+HALVES = r"""
+#include "few_rows.cu"
 #define RUN(NAME) extern "C" void run_##NAME( \
     int blocks, const unsigned short* weight, const unsigned short* x, unsigned short* first, unsigned short* second, \
     unsigned short* third, int end, int ends, int outs, int ins, int rows) { \
@@ -65,20 +74,77 @@ void mma(float* d, const u32* a, const u32* b) {
 RUN(few_rows_8)
 RUN(few_rows_16)
 """
+# Conversions of e4m3 by its definition: four bits of exponent, bias 7, and three bits of the number.
+E4M3 = r"""
+inline u32 code_of(float value) {
+    u32 sign = std::signbit(value) << 7;
+    if (!(value == value)) return sign | 0x7f;
+    float size = std::fmin(std::fabs(value), 448.0f);
+    int exponent;
+    std::frexp(size, &exponent);
+    exponent = size == 0 || exponent - 1 < -6 ? -6 : exponent - 1;
+    return sign | ((exponent + 6) << 3) + (u32)std::nearbyint(std::ldexp(size, 3 - exponent));
+}
+inline float number_of(u32 code) {
+    int exponent = (code >> 3 & 15) ? (code >> 3 & 15) : 1;
+    float size = std::ldexp((float)((code & 7) + ((code >> 3 & 15) ? 8 : 0)), exponent - 10);
+    return code & 0x80 ? -size : size;
+}
+inline unsigned short codes_of(float first, float second) { return code_of(first) | code_of(second) << 8; }
+inline u32 halves_of(u32 codes) { return half(number_of(codes & 255)) | (u32)half(number_of(codes >> 8)) << 16; }
+inline int max(int a, int b) { return a < b ? b : a; }
+inline u32 max(u32 a, u32 b) { return a < b ? b : a; }
+inline u32 warp_max(u32 value) {
+    for (int mask = 16; mask; mask /= 2) value = max(value, __shfl_xor_sync(0, value, mask));
+    return value;
+}
+#include "fp8_products.cu"
+extern "C" void run_quantize_rows(int blocks, const unsigned short* x, unsigned char* codes, float* steps, int ins) {
+    launch(blocks, [=] { quantize_rows(x, codes, steps, ins); });
+}
+#define RUN(NAME) extern "C" void run_##NAME( \
+    int blocks, const unsigned char* weight, const float* scales, const unsigned char* x, const float* steps, \
+    unsigned short* first, unsigned short* second, unsigned short* third, int end, int ends, int outs, int ins, \
+    int rows) { \
+    launch(blocks, [=] { NAME(weight, scales, x, steps, first, second, third, end, ends, outs, ins, rows); }); }
+RUN(few_rows_fp8_8)
+RUN(few_rows_fp8_16)
+"""
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
+    """Kernels compiled in blocks of so many threads."""
     folder = tmp_path_factory.mktemp("kernel")
-    (folder / "few.cpp").write_text(SOURCE.replace("KERNEL", str(KERNEL)))
-    flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", "few.cpp", "-o", "few.so"]
-    done = subprocess.run([COMPILER, *flags], cwd=folder, capture_output=True, text=True)
-    if "_Float16" in done.stderr:
-        pytest.skip("the compiler has no _Float16")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "few.so"))
+
+    @functools.cache
+    def compiled(kernels: str, threads: int) -> ctypes.CDLL:
+        stem = f"of_{len(kernels)}_{threads}"
+        (folder / f"{stem}.cpp").write_text(f"#define BLOCK_THREADS {threads}\n{SOURCE}{kernels}")
+        flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"-I{KERNELS}"]
+        command = [COMPILER, *flags, f"{stem}.cpp", "-o", f"{stem}.so"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if "_Float16" in done.stderr:
+            pytest.skip("the compiler has no _Float16")
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(folder / f"{stem}.so"))
+
+    return compiled
+
+
+def aligned(host: np.ndarray) -> np.ndarray:
+    """A copy that starts where 16 bytes do."""
+    room = np.empty(host.nbytes + 16, np.uint8)
+    start = -room.ctypes.data % 16
+    found = room[start : start + host.nbytes].view(host.dtype).reshape(host.shape)
+    found[:] = host
+    return found
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 @pytest.mark.parametrize(("most", "rows"), [(8, 1), (8, 5), (8, 8), (16, 9), (16, 16)])
@@ -91,13 +157,54 @@ def test_each_output_is_accumulated_in_order(library, most, rows, columns):
     weight = (random.standard_normal((total, columns)) / 8).astype(np.float16)
     x = random.standard_normal((rows, columns)).astype(np.float16)
     found = [np.full((rows + 1, size), 7, np.float16) for size in outs]
-    pointer = lambda array: ctypes.c_void_p(array.ctypes.data)
     sizes = (int(ends[0]), int(ends[1]), total, columns, rows)
-    run = getattr(library, f"run_few_rows_{most}")
+    run = getattr(library(HALVES, 128), f"run_few_rows_{most}")
     run(-(-total // 32), pointer(weight), pointer(x), *map(pointer, found), *sizes)
-    expected = np.zeros((rows, total), np.float32)
-    for column in range(columns):
-        expected += x[:, column, None].astype(np.float32) * weight[:, column].astype(np.float32)
-    for part, low, high in zip(found, (0, *ends), ends):
+    check(found, in_order(x, weight, range(columns)), (0, *ends))
+
+
+@pytest.mark.parametrize(("most", "rows"), [(8, 5), (16, 16)])
+@pytest.mark.parametrize("columns", [2576, 48])
+def test_numbers_of_e4m3_are_accumulated_in_order(library, most, rows, columns):
+    """As those of fp16; of 16 columns the first two of each four come before the others."""
+    random, outs = np.random.default_rng(most + rows + columns), (24, 13, 8)
+    total, ends = sum(outs), np.cumsum(outs)
+    weight, x = (aligned(random.standard_normal((count, columns)).astype(E4M3_TYPE)) for count in (total, rows))
+    scales, steps = random.random(total, np.float32), random.random(rows, np.float32)
+    found = [np.full((rows + 1, size), 7, np.float16) for size in outs]
+    sizes = (int(ends[0]), int(ends[1]), total, columns, rows)
+    run = getattr(library(E4M3, 128), f"run_few_rows_fp8_{most}")
+    run(-(-total // 32), *map(pointer, (weight, scales, x, steps, *found)), *sizes)
+    order = np.arange(columns).reshape(-1, 4, 2, 2).swapaxes(1, 2).reshape(-1)
+    check(found, in_order(x, weight, order) * steps[:, None] * scales, (0, *ends))
+
+
+def test_rows_become_e4m3_as_the_reference_makes_them(library):
+    """Rows of any size, of zeros, of the largest number, with one that is not finite; to the bit."""
+    random, columns = np.random.default_rng(0), 4112
+    x = (random.standard_normal((8, columns)) * 10.0 ** np.array([-6, -3, -1, 0, 1, 2, 3, 4])[:, None]).astype(
+        np.float16
+    )
+    x[0], x[7, 5], x[3, :3] = 0, 65504, (-0.0, 0.0, 2.0**-24)
+    codes, steps = aligned(np.zeros((10, columns), np.uint8)), np.zeros(10, np.float32)
+    x = aligned(np.concatenate([x, np.full((2, columns), 1, np.float16)]))
+    x[8, 7], x[9, 7] = np.inf, np.nan
+    library(E4M3, 512).run_quantize_rows(10, pointer(x), pointer(codes), pointer(steps), columns)
+    numbers, expected = e4m3.rounded(x[:8].astype(np.float32))
+    assert np.array_equal(steps[:8, None], expected)
+    assert np.array_equal(codes[:8], numbers.astype(E4M3_TYPE).view(np.uint8))
+    assert (codes[8:, 7] & 127 == 127).all()  # NaN, which products are then
+
+
+def in_order(x: np.ndarray, weight: np.ndarray, columns: Iterable[int]) -> np.ndarray:
+    """Products in fp32, from one column to the next."""
+    sums = np.zeros((len(x), len(weight)), np.float32)
+    for column in columns:
+        sums += x[:, column, None].astype(np.float32) * weight[:, column].astype(np.float32)
+    return sums
+
+
+def check(found: Sequence[np.ndarray], expected: np.ndarray, ends: Sequence[int]) -> None:
+    for part, low, high in zip(found, ends, ends[1:]):
         assert np.array_equal(part[:-1], expected[:, low:high].astype(np.float16))
         assert (part[-1] == 7).all()

@@ -2,11 +2,11 @@
 
 In: a graph. Out: its products, and the pieces that stand between them.
 
-A product is a `MatMulNBits`, or a `Gemm(transB=1)` whose second factor is a weight `[out_features, in_features]`; its
-bias is added behind it. What a layer's adapters add to it is a part of the product. What stands between is pieces,
-graphs of the dtype that the whole has: one for each level, which is how many products lie before a value at most.
-Products of one input are one step. A backend runs the steps in order: pieces as engines or kernels, products by kernels
-that read the weights as they are.
+A product is a `MatMulNBits`, one of e4m3 numbers (fp8_products.py), or a `Gemm(transB=1)` whose second factor is a
+weight `[out_features, in_features]`; its bias is added behind it. What a layer's adapters add to it is a part of the
+product. What stands between is pieces, graphs of the dtype that the whole has: one for each level, which is how many
+products lie before a value at most. Products of one input are one step. A backend runs the steps in order: pieces as
+engines or kernels, products by kernels that read the weights as they are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from onnx import TensorProto, helper
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.document import Mark
+from lockstep.artifacts.dtypes import ROW
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapter_mask import adapter_columns
+from lockstep.onnx_tools.fp8_products import product_of
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, typed_values, upstream
 from lockstep.onnx_tools.without_adapters import is_expand
 
@@ -49,7 +51,7 @@ class Product:
     """out [rows, out_features] = input [rows, in_features] times a weight, transposed.
 
     slots: the weight's data, scales and zero points if it has some; of a weight of 16 bits itself. bits: 4, 8 or 16.
-    group_size: numbers that share a scale; 0 at 16 bits.
+    group_size: numbers that share a scale; 0 at 16 bits, and of e4m3 numbers, whose rows have one each.
     """
 
     input: str
@@ -60,6 +62,11 @@ class Product:
     in_features: int
     out_features: int
     lora: Annotated[Lora | None, Mark.ALWAYS] = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Return whether weights and activations are e4m3 numbers."""
+        return self.bits == 8 and self.group_size == ROW
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,11 @@ class CutGraph:
 
 def has_quantized_products(model: onnx.ModelProto) -> bool:
     """Return whether there is a product with a quantised weight, or an embedding that reads rows of one."""
-    return any(node.op_type in ("MatMulNBits", "GatherBlockQuantized") for node in model.graph.node)
+    return any(
+        node.op_type in ("MatMulNBits", "GatherBlockQuantized")
+        or (node.op_type == "Cast" and attributes_of(node)["to"] == TensorProto.FLOAT8E4M3FN)
+        for node in model.graph.node
+    )
 
 
 def cut_products(model: onnx.ModelProto) -> CutGraph:
@@ -188,6 +199,10 @@ def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
         sizes = attributes_of(node)
         numbers = sizes["bits"], sizes["block_size"], sizes["K"], sizes["N"]
         return Product(node.input[0], node.output[0], tuple(node.input[1:]), *numbers)
+    if node.op_type == "Mul" and (parts := product_of(graph, node)) is not None:
+        activation, *slots = parts
+        rows, columns = graph.shape(slots[0])
+        return Product(activation, node.output[0], tuple(slots), 8, ROW, columns, rows)
     if not is_linear(node) or len(node.input) > 2:  # see _biases_behind
         return None
     weight = node.input[1]

@@ -29,9 +29,13 @@ from lockstep.onnx_tools.metrics import max_abs_error, peak
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
 
 _TOLERANCE = 1e-2  # as of fp16 engines in `onnx_tools.prepare`, of what is rounded between steps too
+# fp16 activations are nearest to other e4m3 numbers than float32 ones now and then, 1/16 of a number away: 3e-2 is seen
+_FP8_TOLERANCE = 1e-1
+_FP8_ALIGNED = 16  # columns that start where 16 bytes do
 Shape = tuple[int | str, ...]
 Group = tuple[Product, ...]  # products of one input
 
@@ -88,6 +92,11 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
     except CheckError as error:
         raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
     for product in _products(cut):
+        if product.is_fp8 and product.in_features % _FP8_ALIGNED:
+            raise CheckError(
+                f"graph {name}: expected rows of weights of a multiple of {_FP8_ALIGNED} numbers in w8a8-fp8, "
+                f"found {product.in_features}; use the backend onnxruntime, or fp16"
+            )
         if len(product.slots) > 2:
             raise CheckError(
                 f"graph {name}: expected quantised weights whose zero points are the middle, found "
@@ -120,7 +129,7 @@ def _told(ios: Iterable[IO]) -> dict[str, tuple[str, Shape]]:
 def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
     feeds = random_inputs(model)
     for product in _products(cut):
-        if product.bits < 16:  # weights as large as of full precision
+        if product.bits < 16 and not product.is_fp8:  # weights as large as of full precision
             scales = feeds[product.slots[1]]
             feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
     expected = compute(model, feeds)
@@ -135,8 +144,9 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
         return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
 
     found = run_cut(cut.steps, feeds, run_piece, multiply)
+    tolerance = _FP8_TOLERANCE if any(product.is_fp8 for product in _products(cut)) else _TOLERANCE
     for name in expected:
-        allowed = _TOLERANCE * peak(expected[name])
+        allowed = tolerance * peak(expected[name])
         error = max_abs_error(expected[name], found[name].astype(np.float64))
         if not error <= allowed:
             raise CheckError(
@@ -148,6 +158,9 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return a product of float16 rows, in float16, in NumPy; values: by name."""
     rows, parts = _as_half(values[product.input]), [values[slot] for slot in product.slots]
+    if product.is_fp8:
+        codes, steps = e4m3.rounded(rows)
+        return (codes @ parts[0].astype(np.float32).T * steps * parts[1]).astype(np.float16)
     weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
     exact = _as_half(rows @ _as_half(weight).T)
     if (lora := product.lora) is not None:

@@ -144,7 +144,8 @@ class _Store:
         columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
         more, whole, deep = sum(columns.values()), sum(outs), first.in_features
         if first.bits < 16:  # a set with quantised weights takes no adapters
-            data, scales = self._part(group, 0, None, None), self._part(group, 1, None, _AS_SCALES)
+            data = self._part(group, 0, None, None)
+            scales = self._part(group, 1, None, None if first.is_fp8 else _AS_SCALES)
             together = (whole,) if beside else outs
             return SmallWeight(data, scales, first.bits, first.group_size, deep, together)
         data = self._part(group, 0, (whole + more, deep), self._cast(first.slots[0]), room=bool(more))

@@ -23,16 +23,18 @@ from lockstep.gpu import cuda
 from lockstep.gpu.kernels.cublas_lt import Algorithm, CublasLt
 from lockstep.gpu.kernels.row_kernels import COMMON
 
-_SOURCE = COMMON + Path(__file__).with_name("few_rows.cu").read_text(encoding="utf-8")
-_OUTPUTS, _THREADS, _STAGES, _COLUMNS = 32, 128, 4, 256  # as in few_rows.cu
+FEW_ROWS = COMMON + Path(__file__).with_name("tensor_cores.cu").read_text(encoding="utf-8")
+_SOURCE = FEW_ROWS + Path(__file__).with_name("few_rows.cu").read_text(encoding="utf-8")
+OUTPUTS, _THREADS, _STAGES, _STAGE = 32, 128, 4, 512  # as in tensor_cores.cu; bytes of a row's stage
 MOST_OUTPUTS = 3  # of a launch of the kernel
-_FEW = (8, 16)  # rows up to which a kernel takes them
-_MANY = (32, 64, 128, 256, 512, 1024, 2048)  # and up to which one algorithm of cuBLAS does; the last one beyond
-_TIMED = 256  # rows up to which algorithms are timed: beyond, cuBLAS's own order is as good
+FEW = (8, 16)  # rows up to which a kernel takes them
+MANY = (32, 64, 128, 256, 512, 1024, 2048)  # and up to which one algorithm of cuBLAS does; the last one beyond
+TIMED = 256  # rows up to which algorithms are timed: beyond, cuBLAS's own order is as good
 _DEPTHS = (4096, 8192)  # columns of shorter products, whose algorithms cuBLAS does not offer for longer ones
 _CACHE, _COPIES = 128 << 20, 4  # bytes of weights that no GPU's L2 cache holds; copies of small ones at most
 _ALIGNED = 8  # columns of a row that start where 16 bytes do
 _BLOCK = 64  # rows of random numbers, which repeat
+_HALF = np.dtype(np.float16)
 T = TypeVar("T")
 
 
@@ -65,15 +67,21 @@ class Gemm:
             return shapes.launch(self._stream, weight, x, outs, most)
 
         def multiply(rows: int) -> None:
-            if rows <= _FEW[-1] and (launch := few(_size(rows, _FEW))) is not None:
-                return launch(-(-total // _OUTPUTS), rows)
-            for call, algorithm in zip(by_cublas, algorithms(_size(rows, _MANY))):
+            if rows <= FEW[-1] and (launch := few(size_for(rows, FEW))) is not None:
+                return launch(-(-total // OUTPUTS), rows)
+            for call, algorithm in zip(by_cublas, algorithms(size_for(rows, MANY))):
                 call(rows, algorithm)
 
         return multiply
 
 
-def _size(rows: int, sizes: Sequence[int]) -> int:
+def few_rows_launch(kernel: cuda.Kernel, stream: cuda.Stream, most: int, *arguments: cuda.Array | int) -> cuda.Launch:
+    """Return a launch of one of the kernels of up to `most` rows."""
+    shared = _STAGES * (OUTPUTS + most) * _STAGE
+    return cuda.Launch(kernel, stream, _THREADS, *arguments, overlaps=True, shared=shared)
+
+
+def size_for(rows: int, sizes: Sequence[int]) -> int:
     return next((size for size in sizes if rows <= size), sizes[-1])
 
 
@@ -111,17 +119,16 @@ class _Shapes:
         to = [*outs, outs[-1], outs[-1]][:MOST_OUTPUTS]
         given: tuple[cuda.Array | int, ...]
         given = weight, x, *to, *ends[: MOST_OUTPUTS - 1], total, depth, most
-        kernel, shared = self._module[f"few_rows_{most}"], _STAGES * (_OUTPUTS + most) * _COLUMNS * 2
-        return cuda.Launch(kernel, stream, _THREADS, *given, overlaps=True, shared=shared)
+        return few_rows_launch(self._module[f"few_rows_{most}"], stream, most, *given)
 
     def _choose(self, out_features: int, in_features: int) -> _Shape:
-        trial = _Trial(out_features, in_features, _TIMED)
+        trial = Trial(out_features, in_features, TIMED)
         calls = [self.library.bind(trial.stream, weight, trial.x, trial.out) for weight in trial.weights]
-        offered = {size: list(self._offered(out_features, in_features, size)) for size in _MANY}
+        offered = {size: list(self._offered(out_features, in_features, size)) for size in MANY}
         found = dict[Algorithm, bytes]()
         for algorithm in dict.fromkeys(itertools.chain.from_iterable(offered.values())):
             with contextlib.suppress(CheckError):  # one of a shorter product may not run
-                found[algorithm] = trial.bits(functools.partial(calls[0], _FEW[-1], algorithm))
+                found[algorithm] = trial.bits(functools.partial(calls[0], FEW[-1], algorithm))
         if not found:
             raise CheckError(
                 f"cuBLAS: expected a product [{out_features}, {in_features}] of fp16 whose columns are not split, "
@@ -129,18 +136,18 @@ class _Shapes:
             )
         expected, agrees = next(iter(found.values())), False
         if in_features % _ALIGNED == 0:
-            launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], _FEW[-1])
-            by_kernel = trial.bits(lambda: launch(-(-out_features // _OUTPUTS), _FEW[-1]))
+            launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], FEW[-1])
+            by_kernel = trial.bits(lambda: launch(-(-out_features // OUTPUTS), FEW[-1]))
             agrees = by_kernel in found.values()
             expected = by_kernel if agrees else expected
         same = [algorithm for algorithm, bits in found.items() if bits == expected]
         algorithms = {}
-        for size in _MANY:
-            if size <= _TIMED:
+        for size in MANY:
+            if size <= TIMED:
                 timed = {each: [functools.partial(call, size, each) for call in calls] for each in same}
                 algorithms[size] = trial.fastest(timed)
             else:
-                algorithms[size] = next((each for each in offered[size] if each in same), algorithms[_TIMED])
+                algorithms[size] = next((each for each in offered[size] if each in same), algorithms[TIMED])
         return _Shape(agrees, algorithms)
 
     def _offered(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
@@ -148,18 +155,18 @@ class _Shapes:
             yield from self.library.algorithms(out_features, depth, rows)
 
 
-class _Trial:
+class Trial:
     """Random weights and rows of a shape, on a stream of their own: nothing here waits for other work."""
 
-    def __init__(self, out_features: int, in_features: int, rows: int):
-        self.stream, nbytes = cuda.Stream(), out_features * in_features * 2
+    def __init__(self, out_features: int, in_features: int, rows: int, dtype: np.dtype = _HALF):
+        self.stream, nbytes = cuda.Stream(), out_features * in_features * dtype.itemsize
         what = "trying products out"
         # Those behind the first are read for the time alone, as a weight is that lies in no cache.
         copies = min(_COPIES, -(-_CACHE // nbytes))
-        self.weights = [cuda.empty((out_features, in_features), "f2", what) for _ in range(copies)]
-        self.x, self.out = cuda.empty((rows, in_features), "f2", what), cuda.empty((rows, out_features), "f2", what)
+        self.weights = [cuda.empty((out_features, in_features), dtype, what) for _ in range(copies)]
+        self.x, self.out = cuda.empty((rows, in_features), dtype, what), cuda.empty((rows, out_features), "f2", what)
         random = np.random.default_rng(0).standard_normal((_BLOCK, in_features), "f4")
-        self._host = random.astype(np.float16)
+        self._host = random.astype(dtype)
         for array in (self.weights[0], self.x):
             first = array[:_BLOCK]
             self.stream.upload(first, self._host[: first.shape[0]])
@@ -169,7 +176,7 @@ class _Trial:
 
     def bits(self, multiply: Callable[[], None]) -> bytes:
         """Return the bits of the first rows of a product with the first weight."""
-        host = np.empty((_FEW[-1], self.out.shape[1]), np.float16)
+        host = np.empty((FEW[-1], self.out.shape[1]), np.float16)
         multiply()
         self.stream.download(host, self.out[: len(host)])
         self.stream.synchronize()

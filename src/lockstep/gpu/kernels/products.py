@@ -2,7 +2,8 @@
 
 They stand between the kernels of a block. Products with fp16 weights are `gemm.Gemm`'s. Up to 32 rows are multiplied
 with a quantised weight by a kernel that reads it as it is stored (small_weights.cu), 16 at a time; more, and weights of
-shapes that the kernel does not take, by `Gemm` too, made fp16 before, in memory that all of them share.
+shapes that the kernel does not take, by `Gemm` too, made fp16 before, in memory that all of them share. Products of
+e4m3 numbers are `fp8_gemm.Fp8Gemm`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.gpu import cuda
+from lockstep.gpu.kernels.fp8_gemm import Fp8Gemm
 from lockstep.gpu.kernels.gemm import Gemm
 from lockstep.gpu.kernels.row_kernels import COMMON, PRELUDE
 
@@ -70,7 +72,8 @@ class SmallWeight:
     """Weights [out_features[i], in_features] one behind the other, quantised or fp16.
 
     data: uint8 [sum of out_features, in_features * bits / 8], or fp16 at 16 bits. scales: fp16 [sum of out_features,
-    num_groups], `SCALES_TIMES` as large (row_kernels.py); None at 16 bits.
+    num_groups], `SCALES_TIMES` as large (row_kernels.py); None at 16 bits. With a group size of 0 at 8 bits data is
+    e4m3 numbers, scales float32 [sum of out_features].
     """
 
     data: cuda.Array
@@ -93,6 +96,7 @@ class Products:
 
     def __init__(self, stream: cuda.Stream):
         self._stream, self._module, self._gemm = stream, cuda.compile_kernels(SOURCE), Gemm(stream)
+        self._fp8 = functools.cache(lambda: Fp8Gemm(stream))  # which not every GPU has
         # For a weight as fp16: the last is as large as any that is bound; captured graphs may use those before.
         self._scratch = [cuda.empty((1,), "f2")]
         self._largest = 1
@@ -105,6 +109,9 @@ class Products:
         """
         if weight.bits == 16:
             return self._gemm.bind(weight.data, x, outs)
+        if not weight.group_size:
+            assert weight.scales is not None  # quantised
+            return self._fp8().bind(weight.data, weight.scales, x, outs)
         self._largest = max(self._largest, sum(weight.out_features) * weight.in_features)
         few = MOST_ROWS if weight.fits_kernel else 0
         by_kernel, by_cublas = functools.cache(functools.partial(self._few, weight, x, outs)), list[Multiplier]()

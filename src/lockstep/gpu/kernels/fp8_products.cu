@@ -1,0 +1,148 @@
+// Activations as e4m3, and products of up to 16 rows of them with a weight [out_features, in_features] of e4m3.
+//
+// quantize_rows: a block a row; codes are the numbers over the row's step, its largest magnitude over 448, to nearest, ties
+// to even. The step of a row of zeros is TINY; NaN and infinity become NaN.
+//
+// few_rows_fp8: as few_rows.cu, of numbers of one byte: a stage has twice as many columns, and numbers become fp16, which
+// has all of e4m3, just before the tensor cores. Each output is accumulated in fp32 over 16 columns after another; of these
+// 16 the first and second pair of each four are the two halves of an instruction, of weights and activations alike. Sums are
+// multiplied with the row's step, then with the output's scale.
+//
+// tensor_cores.cu stands before.
+
+#define COLUMNS (PIECES * 16)
+#define LARGEST 448.0f
+#define TINY 1e-30f
+#define ROW_THREADS 512
+
+struct alignas(16) Halves { unsigned short v[8]; };
+struct alignas(8) Codes { unsigned short v[4]; };  // two numbers each
+
+#ifndef ON_HOST  // where the test has its own
+__device__ __forceinline__ u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+__device__ __forceinline__ unsigned short codes_of(float first, float second) {
+    unsigned short r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
+    return r;
+}
+__device__ __forceinline__ u32 halves_of(unsigned short codes) {
+    u32 r;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(codes));
+    return r;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) quantize_rows(const unsigned short* x, unsigned char* codes, float* steps, int in_features) {
+    __shared__ u32 largest[ROW_THREADS / 32];
+    const Halves* from = (const Halves*)(x + (long long)blockIdx.x * in_features);
+    Codes* to = (Codes*)(codes + (long long)blockIdx.x * in_features);
+    int pieces = in_features / 8;
+    next_may_start();
+    wait_for_previous();
+    u32 most = 0;  // the bits of a magnitude, which are ordered as magnitudes are
+    for (int i = threadIdx.x; i < pieces; i += ROW_THREADS) {
+        Halves held = from[i];
+#pragma unroll
+        for (int j = 0; j < 8; j++) most = max(most, (u32)(held.v[j] & 0x7fff));
+    }
+    most = warp_max(most);
+    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < ROW_THREADS / 32; warp++) most = max(most, largest[warp]);
+    float step = number((unsigned short)most) / LARGEST;
+    if (step < TINY) step = TINY;
+    if (threadIdx.x == 0) steps[blockIdx.x] = step;
+    for (int i = threadIdx.x; i < pieces; i += ROW_THREADS) {
+        Halves held = from[i];
+        Codes made;
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) made.v[j / 2] = codes_of(number(held.v[j]) / step, number(held.v[j + 1]) / step);
+        to[i] = made;
+    }
+}
+
+template <int ROWS>
+__device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const float* scales, const unsigned char* x, const float* steps,
+                                             unsigned short* first_out, unsigned short* second_out, unsigned short* third_out,
+                                             int first_end, int second_end, int out_features, int in_features, int rows) {
+    constexpr int STAGE = (OUTPUTS + ROWS) * PIECES * 16;
+    u32 base = shared_memory();
+    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first = blockIdx.x * OUTPUTS;
+    int across = warp % 2, beside = warp / 2;  // which 16 outputs and 8 rows of the block's a warp makes
+    int turns = (in_features + COLUMNS - 1) / COLUMNS;
+    auto load_weight = [&](int turn) {
+        u32 to = base + turn % STAGES * STAGE;
+#pragma unroll
+        for (int i = 0; i < OUTPUTS * PIECES / THREADS; i++) {
+            int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
+            int column = turn * COLUMNS + piece * 16, out = min(first + row, out_features - 1);
+            bool in = column < in_features;
+            copy_async(to + place(row, piece), weight + (long long)out * in_features + (in ? column : 0), in);
+        }
+    };
+    auto load_x = [&](int turn) {
+        u32 to = base + turn % STAGES * STAGE + OUTPUTS * PIECES * 16;
+#pragma unroll
+        for (int i = 0; i < ROWS * PIECES / THREADS; i++) {
+            int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
+            int column = turn * COLUMNS + piece * 16;
+            bool in = column < in_features && row < rows;
+            copy_async(to + place(row, piece), x + (in ? (long long)row * in_features + column : 0), in);
+        }
+    };
+    next_may_start();
+#pragma unroll
+    for (int turn = 0; turn < STAGES - 1; turn++)
+        if (turn < turns) load_weight(turn);
+    wait_for_previous();
+#pragma unroll
+    for (int turn = 0; turn < STAGES - 1; turn++) {
+        if (turn < turns) load_x(turn);
+        commit();
+    }
+    float sums[4] = {};
+#pragma unroll 1
+    for (int turn = 0; turn < turns; turn++) {
+        wait_for_stage();
+        __syncthreads();
+        if (turn + STAGES - 1 < turns) {
+            load_weight(turn + STAGES - 1);
+            load_x(turn + STAGES - 1);
+        }
+        commit();
+        if (beside * 8 < ROWS) {
+            u32 a_from = base + turn % STAGES * STAGE, b_from = a_from + OUTPUTS * PIECES * 16;
+            u32 a[PIECES / 2][4], b[PIECES];
+#pragma unroll
+            for (int k = 0; k < PIECES / 2; k++) load_matrices(a_from + place(across * 16 + lane % 16, k * 2 + lane / 16), a[k]);
+#pragma unroll
+            for (int k = 0; k < PIECES; k += 4) load_matrices(b_from + place(beside * 8 + lane % 8, k + lane / 8), b + k);
+#pragma unroll
+            for (int k = 0; k < PIECES; k++) {
+                u32 above = a[k / 2][k % 2 * 2], below = a[k / 2][k % 2 * 2 + 1];  // 4 columns of rows 8 apart
+                u32 weights[4] = {halves_of(above & 0xffff), halves_of(below & 0xffff), halves_of(above >> 16), halves_of(below >> 16)};
+                u32 values[2] = {halves_of(b[k] & 0xffff), halves_of(b[k] >> 16)};
+                mma(sums, weights, values);
+            }
+        }
+    }
+    if (beside * 8 >= ROWS) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int out = first + across * 16 + lane / 4 + i / 2 * 8, request = beside * 8 + lane % 4 * 2 + i % 2;
+        if (out >= out_features || request >= rows) continue;
+        unsigned short result = half(sums[i] * steps[request] * scales[out]);
+        if (out < first_end) first_out[(long long)request * first_end + out] = result;
+        else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
+        else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;
+    }
+}
+
+#define FEW_ROWS(NAME, ROWS) \
+extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
+    const unsigned char* weight, const float* scales, const unsigned char* x, const float* steps, unsigned short* first_out, \
+    unsigned short* second_out, unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int rows) { \
+    few_rows_fp8<ROWS>(weight, scales, x, steps, first_out, second_out, third_out, first_end, second_end, out_features, in_features, rows); }
+FEW_ROWS(few_rows_fp8_8, 8)
+FEW_ROWS(few_rows_fp8_16, 16)
