@@ -27,11 +27,12 @@ from safetensors.numpy import load_file
 from lockstep import make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.drift import Drift
-from lockstep.artifacts.dtypes import ROW
+from lockstep.artifacts.dtypes import ROW, named_dtype
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import scales_name
 from lockstep.backends import build
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.onnxruntime.int8_products import int8_products
 from lockstep.backends.onnxruntime.int8_rows import rows_keep_their_bits
 from lockstep.checkpoint import resolve
@@ -39,15 +40,17 @@ from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.export.quantize import quantize
+from lockstep.onnx_tools import fp8_products
 from lockstep.onnx_tools.int8_rounding import rounding
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.rewriter import Rewriter
 from lockstep.onnx_tools.sessions import compute, open_session
+from lockstep.onnx_tools.signature import io_of
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.rounded_activations import rounded
-from lockstep.weights import Weights, convert
+from lockstep.weights import Weights, convert, e4m3
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of, unpack
 from shared import Shared
 from some import some
@@ -318,6 +321,59 @@ def test_the_engine_rounds_activations_as_the_reference_does(bits, group):
     together, counts = run(engine, hidden), (1, 2, 3, 5, 8, 33)
     kept = all(np.array_equal(run(engine, hidden[-count:]), together[-count:]) for count in counts)
     assert kept or not rows_keep_their_bits(bits, group, open_session)
+
+
+def test_the_graph_rounds_rows_to_e4m3_as_the_reference_does(tmp_path):
+    """To the bit, and so does NumPy; in the engine, whose rows have the same bits in any company."""
+    random, rows, columns, out = np.random.default_rng(0), 33, 80, 40
+    weight = (random.standard_normal((out, columns)) * 10.0 ** random.integers(-4, 4, (out, 1))).astype(np.float32)
+    scales = e4m3.row_scales(weight)
+    codes = e4m3.codes_of(weight, scales).view(named_dtype("float8_e4m3fn"))
+    assert (np.abs(e4m3.dequantize(codes, scales) - weight) <= 2**-4 * np.abs(weight) + scales[:, None] / 1024).all()
+    graph = fp8_graph(columns, out)
+    hidden = (random.standard_normal((rows, columns)) * 10.0 ** random.integers(-6, 6, (rows, 1))).astype(np.float32)
+    hidden[0], hidden[1, 0] = 0, 448 * np.abs(hidden[1]).max()
+    numbers, steps = e4m3.rounded(hidden)
+    assert np.array_equal(rounded(torch.from_numpy(hidden), ROW).numpy(), numbers * steps)
+    found = compute(graph, {"x": hidden, "w": codes, "s": scales})
+    assert np.array_equal(found["x/fp8/rounded"], numbers)
+    (tmp_path / "graph.onnx").write_bytes(graph.SerializeToString())
+    engine, slots = tmp_path / "engine.onnx", [io_of(value) for value in graph.graph.input][1:]
+    OnnxRuntimeBackend().build(tmp_path / "graph.onnx", engine, OnnxRuntimeBackend().default_options())
+    run = (
+        OnnxRuntimeBackend().load(engine, slots, None, False).bind(Arrays(w=codes, s=scales), {"w": ["w"], "s": ["s"]})
+    )
+    for count in (1, 2, 5, rows):
+        given = {"x": hidden[-count:]}
+        made = {name: np.empty((count, size), np.float32) for name, size in (("y", out), ("x/fp8/rounded", columns))}
+        run.prepare(given, made)()
+        assert np.array_equal(made["y"], found["y"][-count:])
+
+
+def fp8_graph(columns: int, out: int) -> onnx.ModelProto:
+    types = onnx.TensorProto
+    ios = [
+        onnx.helper.make_tensor_value_info(*each)
+        for each in (("x", types.FLOAT, ["rows", columns]), ("w", types.FLOAT8E4M3FN, [out, columns]),
+                     ("s", types.FLOAT, [out]), ("y", types.FLOAT, ["rows", out]),
+                     ("x/fp8/rounded", types.FLOAT, ["rows", columns]))
+    ]  # fmt: skip
+    node = onnx.helper.make_node("Gemm", ["x", "w"], ["y"], "product", transB=1)
+    model = onnx.helper.make_graph([node], "fp8", ios[:3], ios[3:])
+    graph = Rewriter(onnx.helper.make_model(model, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10))
+    nodes = *fp8_products.rounding(graph, "x"), *fp8_products.product("x", "w", "s", "y", "product")
+    graph.replace(graph.nodes[0], *nodes)
+    return graph.finish()
+
+
+class Arrays(dict[str, np.ndarray]):
+    """Weights of no file."""
+
+    checkpoint = None
+    identity = location = staticmethod(lambda name: None)
+
+    def __init__(self, **arrays: np.ndarray):
+        super().__init__(arrays)
 
 
 def product(data: np.ndarray, scales: np.ndarray, columns: int, bits: int, group: int = GROUP) -> onnx.ModelProto:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.document import ValidationError
-from lockstep.artifacts.dtypes import COMPUTE_NAMES, QUANTIZATIONS
+from lockstep.artifacts.dtypes import COMPUTE_NAMES, QUANTIZATIONS, ROW, is_fp8
 from lockstep.artifacts.quantized import is_data
 from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, heads_divide
@@ -29,6 +29,8 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
     _same("num_layers", num_layers, len(assembly.layers))
     _same("dtype", COMPUTE_NAMES[assembly.precision], assembly.dtype)
     _same("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
+    if assembly.quantization is not None:
+        _same("quantization: a scale a row", assembly.quantization.group_size == ROW, is_fp8(assembly.precision))
     for name, variant in assembly.variants.items():
         _check_variant(f"kinds.{name}", variant, assembly.dtype)
     for name, mixer in assembly.state_mixers.items():

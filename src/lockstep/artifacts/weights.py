@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 from lockstep.artifacts import formats
 from lockstep.artifacts.bounds import REMEDY, Bytes, GroupSize, Name, Precision
 from lockstep.artifacts.document import Document, Key, ValidationError, integers
+from lockstep.artifacts.dtypes import ROW, is_fp8
 from lockstep.artifacts.places import MAX_FILES, StoredFile, StoredFiles, TensorDtype, TensorPlace, TensorShape
 
 
@@ -72,6 +73,8 @@ class WeightsManifest(Document):
                 raise ValidationError(
                     f"tensors.{name}.file", f"the number of one of {len(self.files)} files", place.file
                 )
+        if self.group_size == ROW and not is_fp8(self.precision):
+            raise ValidationError("group_size", f"numbers that share a scale in {self.precision}", self.group_size)
         paths = [file.path for file in self.files]
         if len(set(paths)) < len(paths):  # each is mapped whole
             raise ValidationError("files", "each file once", next(path for path in paths if paths.count(path) > 1))
