@@ -36,7 +36,7 @@ from lockstep.config.types import (
     Tolerances,
 )
 from lockstep.errors import InputError
-from lockstep.targets import FP8_BESIDE_GRAPH, ROUNDING, Results, Target
+from lockstep.targets import BESIDE_GRAPH, ROUNDING, Results, Target
 from lockstep.targets import Tolerances as PlainTolerances
 
 
@@ -405,8 +405,8 @@ class Config(Section):
         See `BackendSettings`.
         """
         tolerance, settings = self.tolerance(model, precision, backend), self._settings(backend)
-        lax = is_fp8(precision) and precision in settings.fp16_activations and tolerance.block is None
-        return settings.compare_tolerance(precision, FP8_BESIDE_GRAPH if lax else tolerance.beside_graph)
+        own = is_fp8(precision) and tolerance.block is None
+        return settings.compare_tolerance(precision, BESIDE_GRAPH[precision] if own else tolerance.beside_graph)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """Return what a backend's build is given (`engine.build`), as plain JSON.
