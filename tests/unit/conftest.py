@@ -5,6 +5,7 @@ Once a test run.
 
 import gc
 import importlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from lockstep.weights import convert
 from real_server import RealServer, make_tree
 from shared import Shared
 
+# ONNX Runtime's pool has one size in a process, and some tests ask for one thread.
+os.environ.setdefault("LOCKSTEP_THREADS", "1")
 if settings.get_current_profile_name() == "default":  # and none was asked for
     # Hypothesis's own for such runs: the same examples each time, and no limit of 200 ms for each, nor one for their
     # making, which a busy machine does not keep.

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import graph_faults
 import handmade
 import numpy as np
 import onnx
@@ -28,7 +29,7 @@ from safetensors.numpy import load_file, save_file
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.bisect_report import BisectReport
-from lockstep.artifacts.files import dump_json, read_json, sha256_file, write_json
+from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, TokenDifference
 from lockstep.backends import EngineSet, build
 from lockstep.checkpoint import resolve
@@ -232,24 +233,13 @@ def plant_in_graph(results: Results, fault: Fault, precision: str = "fp32") -> N
     assembly = read_json(path)
     kind, _, phase = fault.graph.rpartition(".")
     entry = assembly["kinds"][kind][phase] if kind else assembly["classes"][fault.graph]
-    entry["sha256"] = change_file(path.parent / entry["graph"], fault.change)
+    entry["sha256"] = graph_faults.change_file(path.parent / entry["graph"], fault.change)
     write_json(path, assembly)
     build(path, "onnxruntime", results.engines("demo-llama", precision, "onnxruntime"))
 
 
 def plant_in_engine(results: Results, fault: Fault, precision: str = "fp32") -> None:
-    path = results.engines("demo-llama", precision, "onnxruntime")
-    engines = read_json(path)
-    entry = engines["engines"][fault.graph]
-    entry["sha256"] = change_file(path.parent / entry["file"], fault.change)
-    write_json(path, engines)
-
-
-def change_file(file: Path, change: Callable) -> str:
-    model = onnx.load(file)
-    change(model.graph)
-    onnx.save(model, file)
-    return sha256_file(file)
+    graph_faults.plant_in_engine(results.engines("demo-llama", precision, "onnxruntime"), fault.graph, fault.change)
 
 
 def check_named(report: BisectReport, wrong: str, fault: Fault) -> None:

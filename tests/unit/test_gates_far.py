@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from demo_model import CONFIG, GOLDEN, LIMITS, TOLERANCES
 from families import _family
+from graph_faults import change_file, change_input, is_window, plant_in_engine, replace_constant
 from onnx import helper, numpy_helper
 
-from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.errors import CheckError
@@ -35,56 +35,20 @@ PRECISIONS = [pytest.param("fp32", marks=pytest.mark.long), "fp16"]
 # --- faults: changes of an attention graph, as exported or as an engine holds it ---
 
 
-def rename_input(graph, old, new):
-    for node in graph.node:
-        node.input[:] = [new if name == old else name for name in node.input]
-
-
-def constant(graph, value, name):
-    graph.initializer.append(numpy_helper.from_array(np.array(value), name))
-    return name
-
-
-def positions_clamped_at_63(graph):
-    rename_input(graph, "position_ids", "clamped")
-    graph.node.insert(
-        0, helper.make_node("Min", ["position_ids", constant(graph, np.int64(63), "last")], ["clamped"], name="planted")
-    )
-
-
-def rows_from_64_on_forgotten(graph):
-    rename_input(graph, "past_lengths", "at_most")
-    graph.node.insert(
-        0, helper.make_node("Min", ["past_lengths", constant(graph, np.int64(64), "most")], ["at_most"], name="planted")
-    )
-
-
-def past_ignored(graph):
-    rename_input(graph, "past_lengths", "none")
-    graph.node.insert(0, helper.make_node("Sub", ["past_lengths", "past_lengths"], ["none"], name="planted"))
-
-
-def window_one_more(graph):
-    (window,) = [
-        value
-        for value in graph.initializer
-        if value.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(value).tolist() == WIDE
-    ]
-    window.CopyFrom(numpy_helper.from_array(np.array(WIDE + 1), window.name))
-
-
-def window_removed(graph):
-    (window,) = [
-        value
-        for value in graph.initializer
-        if value.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(value).tolist() == WIDE
-    ]
-    window.CopyFrom(numpy_helper.from_array(np.array(1 << 20), window.name))
+POSITIONS_CLAMPED_AT_63 = change_input("position_ids", "Min", 63)
+ROWS_FROM_64_ON_FORGOTTEN = change_input("past_lengths", "Min", 64)
+PAST_IGNORED = change_input("past_lengths", "Mul", 0)
+WINDOWS = {
+    "right": None,
+    "one more": replace_constant(is_window(WIDE), lambda array: array + 1),
+    "removed": replace_constant(is_window(WIDE), lambda array: 1 << 20),
+}
 
 
 def third_row_sees_the_second(graph):
     """Right for two requests, wrong for more."""
-    rename_input(graph, "past_value", "mixed")
+    for node in graph.node:
+        node.input[:] = ["mixed" if name == "past_value" else name for name in node.input]
     made = (
         helper.make_node("Shape", ["past_value"], ["shape"], start=0, end=1),
         helper.make_node("Squeeze", ["shape"], ["rows"]),
@@ -96,7 +60,7 @@ def third_row_sees_the_second(graph):
     for at, node in enumerate(made):
         graph.node.insert(at, node)
     for name, value in (("zero", 0), ("one", 1), ("two", 2)):
-        constant(graph, np.int64(value), name)
+        graph.initializer.append(numpy_helper.from_array(np.array(value), name))
 
 
 # --- as a graph: validate ---
@@ -106,10 +70,7 @@ def plant(folder: Path, phase: str, fault) -> None:
     """Let `fault` change a phase of the assembly's attention, and make its digest right."""
     assembly = read_json(folder / "assembly.json")
     entry = assembly["kinds"]["attention"][phase]
-    model = onnx.load(folder / entry["graph"])
-    fault(model.graph)
-    onnx.save(model, folder / entry["graph"])
-    entry["sha256"] = sha256_file(folder / entry["graph"])
+    entry["sha256"] = change_file(folder / entry["graph"], fault)
     write_json(folder / "assembly.json", assembly)
 
 
@@ -118,12 +79,12 @@ def plant(folder: Path, phase: str, fault) -> None:
     ("fault", "phase", "tensor"),
     [
         pytest.param(
-            positions_clamped_at_63, "prefill", r"behind 63 cached tokens, chunked\.key_out", marks=pytest.mark.long
+            POSITIONS_CLAMPED_AT_63, "prefill", r"behind 63 cached tokens, chunked\.key_out", marks=pytest.mark.long
         ),
-        (positions_clamped_at_63, "decode", r"behind 63 cached tokens, decode\.key_out"),
-        (rows_from_64_on_forgotten, "decode", r"behind 63 cached tokens, decode\.attention"),
+        (POSITIONS_CLAMPED_AT_63, "decode", r"behind 63 cached tokens, decode\.key_out"),
+        (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"behind 63 cached tokens, decode\.attention"),
         pytest.param(
-            rows_from_64_on_forgotten,
+            ROWS_FROM_64_ON_FORGOTTEN,
             "prefill",
             r"behind 127 cached tokens, chunked\.attention",
             marks=pytest.mark.long,
@@ -170,9 +131,7 @@ def windowed(shared, precision) -> Results:
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    "fault", [None, window_one_more, window_removed], ids=lambda value: getattr(value, "__name__", "none")
-)
+@pytest.mark.parametrize("fault", WINDOWS.values(), ids=WINDOWS)
 def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precision, fault):
     def validated():
         return validate.run(
@@ -207,34 +166,23 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
 # --- as an engine: compare, and golden ---
 
 
-def plant_in_engine(engines: Path, phase: str, fault) -> None:
-    """Let `fault` change the engine of the attention's phase, and make its digest right."""
-    manifest = read_json(engines)
-    entry = manifest["engines"][f"attention.{phase}"]
-    model = onnx.load(engines.parent / entry["file"])
-    fault(model.graph)
-    onnx.save(model, engines.parent / entry["file"])
-    entry["sha256"] = sha256_file(engines.parent / entry["file"])
-    write_json(engines, manifest)
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("fault", "phase", "said"),
     [
         pytest.param(
-            *(positions_clamped_at_63, "prefill", r"the long prompt', behind 240 tokens, in one piece"),
+            *(POSITIONS_CLAMPED_AT_63, "prefill", r"the long prompt', behind 240 tokens, in one piece"),
             marks=pytest.mark.long,
         ),
         pytest.param(
-            *(positions_clamped_at_63, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
+            *(POSITIONS_CLAMPED_AT_63, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
             marks=pytest.mark.long,
         ),
-        (rows_from_64_on_forgotten, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
+        (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
-                (past_ignored, "prefill", r"the long prompt', behind \d+ tokens, in"),
+                (PAST_IGNORED, "prefill", r"the long prompt', behind \d+ tokens, in"),
                 (third_row_sees_the_second, "decode", r"prompt '.*, step 1"),
             )
         ),
@@ -247,7 +195,7 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
         shutil.copytree(references.engines("demo-llama", precision, "onnxruntime").parent, tmp_path / "engines")
         / "engines.json"
     )
-    plant_in_engine(engines, phase, fault)
+    plant_in_engine(engines, f"attention.{phase}", fault)
     assembly, weights = references.assembly("demo-llama", precision), references.weights("demo-llama", precision)
     with pytest.raises(
         CheckError,
@@ -284,7 +232,7 @@ def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references
         shutil.copytree(references.engines("demo-llama", "fp32", "onnxruntime").parent, tmp_path / "engines")
         / "engines.json"
     )
-    plant_in_engine(engines, "decode", rows_from_64_on_forgotten)
+    plant_in_engine(engines, "attention.decode", ROWS_FROM_64_ON_FORGOTTEN)
     names = {
         "assembly": references.assembly("demo-llama", "fp32"),
         "weights": references.weights("demo-llama", "fp32"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from benchmarks.tiny import default_config, tiny_configs
 from families import FAMILIES
+from graph_faults import change_input, is_window, mask_dropped, rename, replace_constant
 from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
 
@@ -72,47 +73,6 @@ def with_slots(small, change):
     return dataclasses.replace(small, assembly=dataclasses.replace(small.assembly, layers=layers))
 
 
-def replace_constant(matches, new):
-    def change(graph):
-        for tensor in graph.initializer:
-            array = numpy_helper.to_array(tensor)
-            if matches(array):
-                tensor.CopyFrom(numpy_helper.from_array(new(array), tensor.name))
-
-    return change
-
-
-def bypass(op_type, keep_input):
-    """Let what the last such operator gives be one of its inputs."""
-
-    def change(graph):
-        node = [node for node in graph.node if node.op_type == op_type][-1]
-        node.CopyFrom(onnx.helper.make_node("Identity", [node.input[keep_input]], list(node.output)))
-
-    return change
-
-
-def change_positions(op_type, number):
-    """Let positions go through an operator with a number first."""
-
-    def change(graph):
-        for node in graph.node:
-            node.input[:] = ["changed" if name == "position_ids" else name for name in node.input]
-        graph.initializer.append(numpy_helper.from_array(np.array(number), "number"))
-        graph.node.insert(0, onnx.helper.make_node(op_type, ["position_ids", "number"], ["changed"]))
-
-    return change
-
-
-def rename(op_type, new):
-    def change(graph):
-        for node in graph.node:
-            if node.op_type == op_type:
-                node.op_type = new
-
-    return change
-
-
 def is_float(array, value):
     return array.dtype == np.float32 and array.shape == () and np.isclose(array, value)
 
@@ -122,18 +82,15 @@ SCALED = replace_constant(lambda array: is_float(array, SCALE), lambda array: ar
 NO_ROTARY = replace_constant(
     lambda array: array.dtype == np.float32 and array.size == CONFIG["head_dim"] // 2, np.zeros_like
 )
-WIDER = replace_constant(
-    lambda array: array.dtype == np.int64 and array.shape == () and array == CONFIG["sliding_window"],
-    lambda array: array + 1,
-)
+WIDER = replace_constant(is_window(CONFIG["sliding_window"]), lambda array: array + 1)
 UNCAPPED = replace_constant(
     lambda array: is_float(array, CONFIG["attn_logit_softcapping"]), lambda array: array * np.float32(20)
 )
 GRAPH_FAULTS = {
     "scale off by 5 %": SCALED,
-    "mask dropped": bypass("Where", keep_input=1),
+    "mask dropped": mask_dropped,
     "rotary dropped": NO_ROTARY,
-    "positions off by one": change_positions("Add", 1),
+    "positions off by one": change_input("position_ids", "Add", 1),
     "window wider by one": WIDER,
     "cap lifted": UNCAPPED,
 }
@@ -207,13 +164,11 @@ def test_more_far_positions_than_near_requests_are_checked(shared):
 
 
 def window_of_300(by):
-    return replace_constant(
-        lambda array: array.dtype == np.int64 and array.shape == () and array == 300, lambda array: array + by
-    )
+    return replace_constant(is_window(300), lambda array: array + by)
 
 
 LATE_FAULTS = {
-    **{f"positions clamped at {at}": change_positions("Min", at) for at in (63, 256, 1001)},
+    **{f"positions clamped at {at}": change_input("position_ids", "Min", at) for at in (63, 256, 1001)},
     **{f"rows forgotten from {row} on": forget_rows_from(row) for row in (64, 255, 999, 4095)},
     **{f"a wide window off by {by}": window_of_300(by) for by in (-1, 1, 100_000)},
 }
@@ -231,7 +186,7 @@ def test_a_fault_that_begins_late_is_caught(wide, fault, phase):
 @pytest.mark.parametrize("at", [4096, 16384, 131060])
 def test_positions_are_right_up_to_the_last(llama, at, phase):
     graph = llama.assembly.variants["attention"].phases()[phase].file
-    assert measure(with_graph(llama, graph, change_positions("Min", at))).error > 10 * TOLERANCE
+    assert measure(with_graph(llama, graph, change_input("position_ids", "Min", at))).error > 10 * TOLERANCE
 
 
 def swap(layer, one, other):

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from demo_model import LIMITS, TOLERANCES
+from graph_faults import change_file, change_input, mask_dropped, rename, replace_constant
 from onnx import numpy_helper
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
@@ -39,59 +40,29 @@ def plant_in_attention(folder, change):
     assembly = read_json(folder / "assembly.json")
     kind = assembly["kinds"]["faulty"] = {**assembly["kinds"]["attention"]}
     for phase in ("prefill", "decode"):
-        model = onnx.load(folder / kind[phase]["graph"])
-        change(model.graph)
-        path = folder / f"faulty.{phase}.onnx"
-        onnx.save(model, path)
-        kind[phase] = {**kind[phase], "graph": path.name, "sha256": sha256_file(path)}
+        path = shutil.copyfile(folder / kind[phase]["graph"], folder / f"faulty.{phase}.onnx")
+        kind[phase] = {**kind[phase], "graph": path.name, "sha256": change_file(path, change)}
     assembly["layers"][FAULTY_LAYER]["kind"] = "faulty"
     write_json(folder / "assembly.json", assembly)
 
 
-def scale_off_by_5_percent(graph):
-    """The scale is a scalar constant of the graph, multiplied with the query."""
-    constant = next(c for c in graph.initializer if not c.dims and abs(numpy_helper.to_array(c) - 40**-0.5) < 1e-3)
-    array = numpy_helper.to_array(constant)
-    constant.CopyFrom(numpy_helper.from_array(np.asarray(array * 1.05, array.dtype), constant.name))
+SCALE, FREQUENCIES = 40**-0.5, 20
+FAULTS = {
+    "scale": (
+        replace_constant(lambda array: not array.shape and abs(array - SCALE) < 1e-3, lambda array: array * 1.05),
+        "prefill.attention",
+    ),
+    "mask dropped": (mask_dropped, "prefill.attention"),
+    "mask one too far": (rename("Less", "LessOrEqual"), "prefill.attention"),
+    "rotary dropped": (
+        replace_constant(lambda array: array.dtype == np.float32 and array.size == FREQUENCIES, np.zeros_like),
+        "prefill.key_out",
+    ),
+    "position off by one": (change_input("position_ids", "Add", 1), "prefill.key_out"),
+}
 
 
-def mask_dropped(graph):
-    """Every Where gives the scores, masked or not. In prefill the first Where makes positions, not scores."""
-    where = [node for node in graph.node if node.op_type == "Where"][-1]
-    where.input[2] = where.input[1]
-
-
-def mask_one_too_far(graph):
-    """One row behind the end of the cache is taken for filled."""
-    less = next(node for node in graph.node if node.op_type == "Less")
-    less.op_type = "LessOrEqual"
-
-
-def rotary_dropped(graph):
-    """Frequencies of zero: cosine one, sine zero."""
-    constant = next(c for c in graph.initializer if c.data_type == onnx.TensorProto.FLOAT and np.prod(c.dims) == 20)
-    constant.CopyFrom(numpy_helper.from_array(np.zeros_like(numpy_helper.to_array(constant)), constant.name))
-
-
-def position_off_by_one(graph):
-    one = numpy_helper.from_array(np.array(1, np.int64), "one")
-    for node in graph.node:
-        node.input[:] = ["later" if name == "position_ids" else name for name in node.input]
-    graph.initializer.append(one)
-    graph.node.insert(0, onnx.helper.make_node("Add", ["position_ids", "one"], ["later"], name="later"))
-
-
-@pytest.mark.parametrize(
-    ("fault", "tensor"),
-    [
-        (scale_off_by_5_percent, "prefill.attention"),
-        (mask_dropped, "prefill.attention"),
-        (mask_one_too_far, "prefill.attention"),
-        (rotary_dropped, "prefill.key_out"),
-        (position_off_by_one, "prefill.key_out"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.parametrize(("fault", "tensor"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, copy, fault, tensor):
     plant_in_attention(copy[0], fault)
     with pytest.raises(
@@ -109,10 +80,10 @@ def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, cop
 
 
 @pytest.mark.parametrize("copy", ["fp32"], indirect=True)
-@pytest.mark.parametrize("fault", some([mask_dropped, position_off_by_one]), ids=lambda value: value.__name__)
-def test_a_fault_in_the_kind_of_all_layers_is_found_in_the_first(demo, copy, fault):
+@pytest.mark.parametrize("name", some(["mask dropped", "position off by one"]))
+def test_a_fault_in_the_kind_of_all_layers_is_found_in_the_first(demo, copy, name):
     folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
-    plant_in_attention(folder, fault)
+    plant_in_attention(folder, FAULTS[name][0])
     assembly["kinds"]["attention"] = read_json(folder / "assembly.json")["kinds"]["faulty"]
     write_json(folder / "assembly.json", assembly)
     with pytest.raises(CheckError, match="^layer 0 "):
