@@ -86,34 +86,6 @@ def test_a_folder_in_a_request_is_loaded_and_then_is_a_model(server: RealServer,
     assert json.loads(answer)["text_output"].startswith(LIGHT["shakespeare"]), "numbers are of the config's adapters"
 
 
-@pytest.mark.long
-def test_six_clients_with_three_adapters_and_none_get_what_each_gets_alone(server: RealServer, root: Path) -> None:
-    """Two of the config and one that its first request loads, with places for two; drawn with seeds."""
-    sizes = {f"model.layers.{layer}.self_attn.o_proj": (144, 240) for layer in range(2)}
-    write(root / "third", 8, tensors(sizes, 8, seed=4, size=0.5))
-    prompts = ["Light", "San Francisco is a", "A bridge must carry its own weight before it can carry anything else."]
-    loras = [None, "captain", "shakespeare", "third"]
-    asks = [
-        {"lora": loras[i % 4], "prompt": prompts[i // 4 % 3], "max_tokens": 20, "temperature": 0.8, "seed": i}
-        for i in range(24)
-    ]
-    together: list[str | None] = [None] * len(asks)
-
-    def client(number: int) -> None:
-        for i in range(number, len(asks), 6):
-            together[i] = text(server, **asks[i])
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    alone = [text(server, **ask) for ask in asks]
-    assert together == alone and len(set(alone)) > 12
-    plain = [text(server, **{**ask, "lora": None}) for ask in asks if ask["lora"] == "third"]
-    assert plain != [answer for ask, answer in zip(asks, alone) if ask["lora"] == "third"]
-
-
 @pytest.mark.parametrize(
     ("lora", "status", "line"),
     [

@@ -6,7 +6,6 @@ import collections
 import importlib.util
 import inspect
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -540,15 +539,6 @@ def test_any_mapping_gives_a_config_or_one_line(value):
         assert isinstance(load(value), Config)
     except InputError as error:
         assert "\n" not in str(error)
-
-
-def test_importing_the_config_is_light():
-    code = "import lockstep.config.load, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert not {"torch", "transformers", "onnx", "onnxruntime", "numpy", "snakemake"} & set(loaded)
 
 
 def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_have():

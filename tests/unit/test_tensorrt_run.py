@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
-from benchmarks.step_timing import breakdown, breakdown_prefill
+from benchmarks.step_timing import breakdown
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 import fake_gpu
@@ -1035,37 +1035,6 @@ def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
             executor.ranks[0].stream.download(table, attention._table)
     executor.ranks[0].stream.synchronize()
     assert table.tolist() == held[4] and held[4] != held[5] == down(attention._table).tolist()
-
-
-def test_a_breakdown_leaves_what_the_rows_hold(demo, open_model, form, gpu):
-    both = Both(demo, open_model, form[1])
-    both.step(prompts=[(0, 40), (1, 50), (2, 30)])  # what is repeated goes over 64
-    for _ in range(3):
-        both.step(0, 1, 2)
-    found = breakdown(both.found._executor, 2)
-    assert {"embedding", "block", "attention", "exit", "next token", "gaps", "step"} <= set(found)
-    both.step(0, prompts=[(3, 5)])
-    for prompts in ([], [(1, 3), (3, 4)]):
-        both.step(0, 2, prompts=prompts)
-        with pytest.raises(InputError, match="breakdown: expected a step with one prompt just before, found none"):
-            breakdown_prefill(both.found._executor)
-    for model in (both.found, both.reference):
-        model.release(3)
-    both.step(prompts=[(3, 20)])
-    assert {"embedding", "block", "attention", "exit"} < set(breakdown_prefill(both.found._executor))
-    assert [both.found.length(slot) for slot in range(4)] == [46, 56, 35, 0]
-    both.reference.release(3)
-    both.step(1, prompts=[(0, 43), (3, 5)], tokens=False)
-    for _ in range(3):
-        both.step(0, 1, 2, tokens=False)
-    both.step(prompts=[(3, 210)])
-    with pytest.raises(
-        InputError,
-        match=r"breakdown: expected room for 44 more tokens in each row, at most "
-        r"256 \(max_seq_len\), found a row of 215",
-    ):
-        breakdown(both.found._executor, 4)
-    both.step(0, 1, 2, 3, tokens=False)
 
 
 @pytest.mark.parametrize("form", FORMS[:1], indirect=True)
