@@ -168,7 +168,9 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
             assert [hits[number, 0], hits[number, 1]] == alone[name] == [found[number, 0], found[number, 1]]
 
 
-@pytest.mark.parametrize("family", some_families("gpt2", "phi3"))  # transposed weights; fused q, k, v and gate, up
+@pytest.mark.parametrize(
+    "family", some_families("gpt2", "phi3", states=True)
+)  # transposed weights; fused q, k, v and gate, up
 def test_every_family_computes_what_transformers_does_with_the_adapter(family: str, shared: Shared) -> None:
     config = dict(FAMILIES[family].config)
     model = parity.reference_model(config, 0, 1.0)

@@ -12,6 +12,7 @@ from built_family import NAME, built_family
 from onnx import numpy_helper
 
 from lockstep.artifacts.assembly import Assembly
+from lockstep.artifacts.graph_files import PHASES
 from lockstep.backends.gpu_backend import with_fused_attention
 from lockstep.errors import CheckError, InputError
 from lockstep.export.parity import TOLERANCE, Small, measure
@@ -24,7 +25,8 @@ from lockstep.targets import Limits, Results, Target, Tolerances
 from lockstep.verify import golden
 from lockstep.verify.golden.terms import GoldenTerms
 
-FAMILIES = ("lfm2",)
+# The gated delta rule behind a short convolution; a short convolution; Mamba-2 behind one.
+FAMILIES = ("qwen3_5_text", *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2", "bamba")))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -158,6 +160,26 @@ def test_the_export_refuses_a_state_that_ends_a_token_early(root):
     model = onnx.ModelProto.FromString(small.files[file])
     shifted(model)
     assert measure(Small(small.config, {**small.files, file: model.SerializeToString()}, small.assembly)).error > 0.1
+
+
+def slower(model: onnx.ModelProto) -> None:
+    """Let a state decay by one per cent more."""
+    for node in model.graph.node:
+        node.input[:] = ["decay_off" if name == "decay" else name for name in node.input]
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(1.01), "more"))
+    model.graph.node.insert(0, onnx.helper.make_node("Mul", ["decay", "more"], ["decay_off"]))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_export_refuses_a_decay_that_is_off_by_one_per_cent(root, phase):
+    small = small_of(root)
+    mixer = next((mixer for mixer in small.assembly.state_mixers.values() if "decay" in mixer.inputs), None)
+    if mixer is None:
+        pytest.skip("its states do not decay")
+    file = mixer.phases()[phase].file
+    model = onnx.ModelProto.FromString(small.files[file])
+    slower(model)
+    assert measure(Small(small.config, {**small.files, file: model.SerializeToString()}, small.assembly)).error > 1e-3
 
 
 def test_several_ranks_and_gpus_are_refused_by_name(root):

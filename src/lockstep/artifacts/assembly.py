@@ -6,7 +6,7 @@ takes. What is loaded is checked: types, ranges, and that it agrees with itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -35,14 +35,18 @@ class BoundBlock:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: the block that ends at its token mixer, and the name of that variant or state mixer.
+    """A token mixer's place: the block that ends at it, and the name of that variant or state mixer.
 
-    exit: of a model that ends behind this layer.
+    exit: of a model that ends behind this decoder layer; None where the layer goes on with another mixer.
     """
 
     block: BoundBlock
     variant: Annotated[Name, Key("kind")]
-    exit: BoundBlock
+    exit: BoundBlock | None = None
+
+    @property
+    def parts(self) -> tuple[BoundBlock, ...]:
+        return (self.block,) if self.exit is None else (self.block, self.exit)
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,25 @@ class Assembly(Document):
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        return sum(layer.exit is not None for layer in self.layers)
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The number of the decoder layer of each of `layers`: one with several mixers has several entries."""
+        numbers = [0]
+        for layer in self.layers[:-1]:
+            numbers.append(numbers[-1] + (layer.exit is not None))
+        return numbers
+
+    def first_layers(self, count: int) -> tuple[Layer, ...]:
+        """Return the entries of the first `count` decoder layers."""
+        return tuple(layer for layer, number in zip(self.layers, self.layer_numbers) if number < count)
+
+    def exit_of(self, layers: Sequence[Layer]) -> BoundBlock:
+        """Return the exit behind the last of `layers`, which are whole decoder layers."""
+        exit = layers[-1].exit
+        assert exit is not None  # as `agrees` has found
+        return exit
 
     @property
     def mixers(self) -> dict[str, TokenMixer]:

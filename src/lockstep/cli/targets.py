@@ -67,7 +67,8 @@ def _layers(path: Path) -> dict[str, Any]:
     for name, variant in assembly.mixers.items():
         digests |= {f"{name}.{phase}": graph.sha256 for phase, graph in variant.phases().items()}
     layers = [
-        {"block": layer.block.graph, "attention": layer.variant, "exit": layer.exit.graph} for layer in assembly.layers
+        {"block": layer.block.graph, "attention": layer.variant, "exit": layer.exit.graph if layer.exit else None}
+        for layer in assembly.layers
     ]
     return {"layers": layers, "sha256": digests}
 

@@ -7,8 +7,9 @@ that see positions (RoPE) and hold no weight, with the data movement around them
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,19 @@ from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.flow import Flow, layout_of
 from lockstep.export.known import constant, dtype_of, node_of, number, required, shape_of, upstream
-from lockstep.export.simplify import merge_movement
-from lockstep.export.state_mixer import StateGraph, TokenWindow
+from lockstep.export.simplify import ELEMENTWISE, merge_movement
+from lockstep.export.state_mixer import Recurrence, StateGraph, TokenWindow
 from lockstep.export.tracer import DOMAIN
 
 _ROLES = ("query", "key", "value")
 # What each token mixer takes, in the order of its marker.
-_INPUTS = {"Attention": _ROLES, "TokenWindow": TokenWindow.inputs}
+_INPUTS = {
+    "Attention": _ROLES,
+    "TokenWindow": TokenWindow.inputs,
+    "DeltaRule": ("query", "key", "value", "decay", "beta"),
+    "LinearAttention": ("query", "key", "value", "decay"),
+}
+_SHAPED = ELEMENTWISE | {"Reshape"}
 INPUT_ORDER = ("hidden", "attention", "token_ids", "position_ids", "logit_rows")
 
 
@@ -55,11 +62,15 @@ Batchless = BatchlessGraph | StateGraph
 
 @dataclass(frozen=True)
 class Cut:
-    """The graphs of a cut model: blocks[i] before, batchless[i] of the mixer of layer i; exit after the last."""
+    """The graphs of a cut model: blocks[i] before, batchless[i] of mixer i; exit after the last.
+
+    layers[i]: the number of the decoder layer of mixer i, among those that were traced.
+    """
 
     blocks: tuple[Graph, ...]
     exit: Graph
     batchless: tuple[Batchless, ...]
+    layers: tuple[int, ...]
 
 
 def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
@@ -76,8 +87,10 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
     points = [_cut_points(graph, flow, marker, flat) for marker in markers]
     spans = _spans(graph, flow, markers, points)
     batchless = tuple(_batchless_graph(graph, marker, cuts) for marker, (cuts, _) in zip(markers, points, strict=True))
+    order = list(dict.fromkeys(marker.attributes["layer"].as_int() for marker in markers))
+    layers = tuple(order.index(marker.attributes["layer"].as_int()) for marker in markers)
     blocks = []
-    for layer, (inputs, outputs) in enumerate(spans):
+    for index, (inputs, outputs) in enumerate(spans):
         part = convenience.extract(graph, list(inputs), list(outputs.values()))
         for value, name in zip(part.inputs, inputs.values(), strict=True):
             value.name = name
@@ -85,14 +98,14 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
         for value, name in zip(part.outputs, outputs, strict=True):
             value.name = name
             value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
-        name = "entry" if layer == 0 else "middle"
-        if layer == len(markers):
+        name, layer = "entry" if index == 0 else "middle", (*layers, len(order))[index]
+        if index == len(markers):
             name = "exit"
             _pick_rows(part)
         slots = {weight: _slot(weight, layer, layer_prefix) for weight in part.initializers if weight in weights}
         carried = sorted(carry for carry in inputs.values() if carry not in INPUT_ORDER)
         blocks.append(canonical(part, name, (*INPUT_ORDER, *carried), slots))
-    return Cut(tuple(blocks[:-1]), blocks[-1], batchless)
+    return Cut(tuple(blocks[:-1]), blocks[-1], batchless, layers)
 
 
 def _flatten_attention(graph: ir.Graph) -> None:
@@ -267,6 +280,10 @@ def _spans(
     for index, (cuts, _) in enumerate(points):
         if markers[index].op_type == "Attention":
             _put_behind(index, stage, cuts, batchless)
+        else:
+            _hand_on(graph, markers[index], cuts, stage, index)
+    if any(node.op_type != "Attention" for node in markers):
+        _shape_where_read(graph, stage, level)
     reads: list[dict[ir.Value, None]] = [{} for _ in range(len(markers) + 1)]
     for node in graph:
         here = next((stage[output] for output in node.outputs if output in stage), None)
@@ -300,16 +317,24 @@ def _spans(
             # Roles are told apart by the order in which the next block reads them, so that equal blocks get equal
             # names.
             crossing = [v for v in reads[index + 1] if v.producer() not in level]
+            if stream:  # what layers with two mixers hand over both
+                later = dict.fromkeys(v for some in reads[index + 2 :] for v in some if v.producer() not in level)
+                crossing += [v for v in later if stage[v] <= index and v not in crossing]
             hidden_role = next((n for n, v in enumerate(crossing) if v in stream), hidden_role)
-            roles = [n for n in range(len(crossing)) if n != hidden_role]
-            names = {v: "hidden" if n == hidden_role else f"carry_{roles.index(n) + 1}" for n, v in enumerate(crossing)}
+            # As it came, and so no output of this block; elsewhere the embedding alone.
+            kept = {v: name for v, name in names.items() if v in crossing and stream}
+            free = (name for n in itertools.count(1) if (name := f"carry_{n}") not in kept.values())
+            names = {
+                v: kept[v] if v in kept else "hidden" if n == hidden_role else next(free)
+                for n, v in enumerate(crossing)
+            }
             cuts = points[index][0]
             if any(stage.get(v) != index for v in cuts):
                 raise InputError(
                     f"cannot be split: query, key or value of layer {index} is made before the "
                     f"attention of layer {index - 1}"
                 )
-            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden} | dict(
+            outputs = {f"{names[v]}_out": v for v in crossing if v is not hidden and v not in kept} | dict(
                 zip(_INPUTS[markers[index].op_type], cuts, strict=True)
             )
             if names.get(hidden, "hidden") != "hidden":
@@ -329,6 +354,33 @@ def _stream(graph: ir.Graph, hidden: ir.Value) -> set[ir.Value]:
         if node.op_type in ("Add", "Cast") and not stream.isdisjoint(node.inputs):
             stream.update(node.outputs)
     return stream
+
+
+def _shape_where_read(graph: ir.Graph, stage: dict[ir.Value, int], level: Mapping[ir.Node, int]) -> None:
+    """Let values cross a row a token, in place of `stage`: what is one value, shaped, is computed where it is read."""
+
+    def sources(value: ir.Value) -> set[ir.Value]:
+        node = value.producer()
+        if node is None or node in level or node.op_type not in _SHAPED:
+            return {value}
+        return {source for given in node.inputs if given in stage for source in sources(given)}
+
+    for node in reversed(list(graph)):
+        value = node.outputs[0]
+        if node.op_type in _SHAPED and value in stage and len(sources(value)) == 1:
+            readers = [level[user] if user in level else stage.get(user.outputs[0]) for user in value.consumers()]
+            first = min((reader for reader in readers if reader is not None), default=stage[value])
+            stage[value] = max(stage[value], first)
+
+
+def _hand_on(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value], stage: dict[ir.Value, int], index: int) -> None:
+    """Let the block before a mixer hand on what the mixer takes of earlier blocks, in place."""
+    for place, value in enumerate(cuts):
+        if stage.get(value, index) < index:
+            node = node_of("Identity", [value], shape_of(value), value.dtype)
+            graph.insert_before(marker, node)
+            marker.replace_input_with(place, node.outputs[0])
+            cuts[place], stage[node.outputs[0]] = node.outputs[0], index
 
 
 def _put_behind(index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value], batchless: set[ir.Node]) -> None:
@@ -367,6 +419,9 @@ def _put_behind(index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value]
 def _batchless_graph(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value]) -> Batchless:
     if marker.op_type == "TokenWindow":
         return TokenWindow(number(shape_of(cuts[0])[1]), marker.attributes["width"].as_int(), dtype_of(cuts[0]))
+    if marker.op_type != "Attention":
+        sizes = {name: number(shape_of(value)[1]) for name, value in zip(_INPUTS[marker.op_type], cuts, strict=True)}
+        return Recurrence(sizes, *(marker.attributes[name].as_int() for name in ("key_heads", "value_heads")))
     positions = next(value for value in graph.inputs if value.name == "position_ids")
     part = convenience.extract(graph, [*cuts, positions], [required(value) for value in marker.inputs])
     for value, name in zip(part.inputs, (*_ROLES, "position_ids"), strict=True):

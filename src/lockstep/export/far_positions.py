@@ -75,6 +75,7 @@ class Filled:
     context: Context
     caches: list[list[tuple[np.ndarray, np.ndarray] | None]]
     tokens: list[np.ndarray]
+    layer_numbers: list[int]
 
 
 def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> Filled:
@@ -96,7 +97,8 @@ def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> F
             value[:, :, _edges(length, variant.window)] *= max(1.0, min(length, variant.window or length) / _EDGE_SHARE)
             layers.append((key * np.float32(spread), value))
         caches.append(layers)
-    return Filled(context, caches, [random.integers(0, assembly.vocab_size, NEW + 1) for _ in context.lengths])
+    tokens = [random.integers(0, assembly.vocab_size, NEW + 1) for _ in context.lengths]
+    return Filled(context, caches, tokens, assembly.layer_numbers)
 
 
 def _edges(length: int, window: int) -> list[int]:
@@ -144,8 +146,8 @@ def reference_logits(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]
             ):
                 _past.set(
                     {
-                        index: (torch.from_numpy(pair[0]), torch.from_numpy(pair[1]))
-                        for index, pair in enumerate(layers)
+                        number: (torch.from_numpy(pair[0]), torch.from_numpy(pair[1]))
+                        for number, pair in zip(filled.layer_numbers, layers, strict=True)
                         if pair is not None
                     }
                 )

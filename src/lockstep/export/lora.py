@@ -157,7 +157,7 @@ def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str
     """Return whether a slot takes the weight of one linear layer of a decoder layer, under the layer's own name."""
     if not slot.startswith(_LAYER_SLOTS) or not slot.endswith(".weight"):
         return False
-    parts = [part for layer in assembly.layers for part in (layer.block, layer.exit) if part.graph == name]
+    parts = [part for layer in assembly.layers for part in layer.parts if part.graph == name]
     return all(
         len(part.slots[slot]) == 1
         and part.slots[slot][0].endswith(f".{module_of(slot)}.weight")

@@ -45,6 +45,7 @@ TOLERANCE = 1e-4
 LENGTHS = (23, 15)  # tokens of two requests: each crosses a window several times
 # What each step brings of each request: whole and partial prompts, a prompt beside a decoding request, both decoding.
 _STEPS = ((7, 6), (8, 1), (1, 1), (1, 4), (4, 1), (1, 1), (1, 1))
+_LONG = (70, 57, 1)  # what each step brings of a request to a model with states
 _SMALL_ENOUGH = 3_000_000  # parameters: a model below is taken as it is, cut to the depth that shows all its layers
 _TOO_LARGE = 120_000_000  # parameters, 500 MB
 # Seeds of random weights, and the mean of gains. Where norms stand before scores that nothing scales down, gains near 1
@@ -189,7 +190,7 @@ def _graph_difference(found: tuple[Files, Assembly], expected: tuple[Files, Asse
     None for nowhere: what the small model shows then holds for the real one.
     """
     for index, (small, real) in enumerate(zip(found[1].layers, expected[1].layers)):
-        for part, *blocks in (("block", small.block, real.block), ("exit", small.exit, real.exit)):
+        for part, *blocks in zip(("block", "exit"), small.parts, real.parts):
             one, other = (
                 _operators(files[assembly.classes[block.graph].file])
                 for (files, assembly), block in zip((found, expected), blocks)
@@ -251,6 +252,9 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     model = reference_model(small.config, *draw)
     random = np.random.default_rng(draw[0])
     sequences = [random.integers(0, small.assembly.vocab_size, length) for length in LENGTHS]
+    if small.assembly.state_mixers:  # a recurrence computes spans of tokens at a time
+        limit = small.assembly.max_position_embeddings or sum(_LONG)
+        sequences.append(random.integers(0, small.assembly.vocab_size, min(sum(_LONG), limit)))
     expected = _forward(model, sequences)
     spread = float(np.concatenate(expected).std())
     refusal = f"model type {small.config['model_type']!r} cannot be split: "
@@ -260,7 +264,8 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     filled = [far_positions.fill(context, small.assembly, random) for context in contexts]
     expected_far = [far_positions.reference_logits(model, context) for context in filled]
     try:
-        run = ReferenceRunner(small.files, small.assembly, checkpoint_tensors(model), len(LENGTHS), max(LENGTHS) + 1)
+        longest = max(map(len, sequences))
+        run = ReferenceRunner(small.files, small.assembly, checkpoint_tensors(model), len(sequences), longest + 1)
         near, far = walk(run, sequences), [far_positions.split_logits(run, context) for context in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
@@ -291,14 +296,15 @@ def _forward(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> list[np
 
 
 def walk(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the logits of all tokens of each sequence, run in the steps of `_STEPS`."""
+    """Return the logits of all tokens of each sequence.
+
+    Two are run in the steps of `_STEPS`, a third alone in those of `_LONG`.
+    """
     logits: list[list[np.ndarray]] = [[] for _ in sequences]
     at = [0] * len(sequences)
-    for counts in _STEPS:
-        parts = [
-            PackedRequest(request, ids[at[request] : at[request] + counts[request]])
-            for request, ids in enumerate(sequences)
-        ]
+    for counts in (*_STEPS, *((0, 0, count) for count in _LONG if len(sequences) > 2)):
+        shares = [ids[at[number] : at[number] + count] for number, (ids, count) in enumerate(zip(sequences, counts))]
+        parts = [PackedRequest(number, share) for number, share in enumerate(shares) if len(share)]
         for part, rows in zip(parts, run.step(parts), strict=True):
             logits[part.request].append(rows)
             at[part.request] += len(part.tokens)

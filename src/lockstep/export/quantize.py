@@ -91,7 +91,9 @@ def quantize(
     def part(old: BoundBlock) -> BoundBlock:
         return BoundBlock(old.graph, _bound(old.slots, quantized))
 
-    layers = tuple(Layer(part(layer.block), layer.variant, part(layer.exit)) for layer in assembly.layers)
+    layers = tuple(
+        Layer(part(layer.block), layer.variant, layer.exit and part(layer.exit)) for layer in assembly.layers
+    )
     uncut = assembly.batchful
     if uncut is not None:
         bits = _bits([uncut.tensors], quantized)
@@ -253,7 +255,7 @@ def _uses(
 
 def _places(assembly: Assembly, name: str) -> list[Slots]:
     """Return the slots of each block of the model that has the graph `name`."""
-    parts = [assembly.embedding, *(part for layer in assembly.layers for part in (layer.block, layer.exit))]
+    parts = [assembly.embedding, *(part for layer in assembly.layers for part in layer.parts)]
     return [part.slots for part in parts if part.graph == name]
 
 

@@ -28,6 +28,7 @@ from lockstep.errors import InputError
 from lockstep.export.checkpoint_writer import SHARD_BYTES, write_weights
 
 _WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")
+LOG_DECAY = -3.0  # of states that last for some tens of tokens, as most do in trained models
 _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 
 
@@ -118,7 +119,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
     if len(shape) < 2:
-        mean, scale = (0.0, 0.02) if "bias" in name else (1.0, 0.05)
+        mean, scale = (LOG_DECAY, 1.0) if name.endswith("_log") else (0.0, 0.02) if "bias" in name else (1.0, 0.05)
     else:
         mean, scale = 0.0, 1.0 / math.sqrt(shape[-1])
     count = math.prod(shape)

@@ -52,7 +52,7 @@ class ReferenceRunner(GraphRunner):
         self.adapters = np.full(num_requests, -1, np.int64)  # the slot of each request's adapter
         self._lora = {
             id(part): empty_arrays(assembly.adapters, part, np.dtype(np.float32))
-            for part in (*(layer.block for layer in assembly.layers), assembly.layers[-1].exit)
+            for part in (*(layer.block for layer in assembly.layers), assembly.exit_of(assembly.layers))
         }
         self.shift = np.zeros(num_requests, np.int64)  # of each request's positions from its number of cached tokens
         noise = np.random.default_rng(0)
@@ -88,7 +88,7 @@ class ReferenceRunner(GraphRunner):
     def lora_arrays(self) -> list[LoraArrays]:
         """Return the arrays that adapters are written to, of all blocks."""
         layers, slots = self.assembly.layers, self.assembly.adapters
-        parts = (*(layer.block for layer in layers), layers[-1].exit)
+        parts = (*(layer.block for layer in layers), self.assembly.exit_of(layers))
         return [arrays for part in parts for arrays in arrays_of(slots, part, self._lora[id(part)])] if slots else []
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:

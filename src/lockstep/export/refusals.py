@@ -19,6 +19,8 @@ _RECURRENT = re.compile(
     re.IGNORECASE,
 )
 _WITHOUT = "Gemma 3, and Gemma 4 of 26B and 31B, have layers that do not"
+# Functions of recurrent layers that can be split (state_hook.py).
+_SPLIT = ("torch_chunk_gated_delta_rule", "mamba2_chunk_scan")
 _OWN_SCHEMES = {"bloom"}  # ALiBi without a setting that says so
 
 
@@ -34,8 +36,9 @@ def known_reason(model: PreTrainedModel) -> str | None:
         return f"its layers read {' and '.join(own)}, which no block between two attentions has; {_WITHOUT}"
     if getattr(config, "cross_attention_layers", None):
         return "some of its layers attend to images (cross_attention_layers), which no KV cache of text holds"
+    kinds = {type(module) for module in model.modules() if _RECURRENT.search(type(module).__name__)}
     recurrent = sorted(
-        {type(module).__name__ for module in model.modules() if _RECURRENT.search(type(module).__name__)}
+        kind.__name__ for kind in kinds if not any(hasattr(sys.modules[kind.__module__], name) for name in _SPLIT)
     )
     if recurrent:
         return f"it has recurrent layers ({', '.join(recurrent[:2])}), whose state of all tokens so far is no KV cache"

@@ -209,7 +209,7 @@ def _check_weights(assembly: Assembly) -> None:
     `convert` rounds all of them, and what a router adds to its scores may not be rounded so.
     """
     for layer in assembly.layers:
-        for block in (layer.block, layer.exit):
+        for block in layer.parts:
             for slot in assembly.classes[block.graph].signature.slots:
                 if slot.dtype == "float32" != assembly.dtype:
                     raise InputError(
@@ -237,7 +237,7 @@ def assemble(
         Layer(
             BoundBlock(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
             mixers.add(layer.batchless),
-            BoundBlock(classes.add(layer.exit, "exit"), layer.exit_slots),
+            None if layer.exit is None else BoundBlock(classes.add(layer.exit, "exit"), layer.exit_slots),
         )
         for index, layer in enumerate(layers)
     ]
@@ -246,7 +246,9 @@ def assemble(
         ComposedBlock(layer.block, layer.block_slots, entry.variant)
         for layer, entry in zip(layers, entries, strict=True)
     ]
-    steps.append(ComposedBlock(layers[-1].exit, layers[-1].exit_slots, None))
+    last = layers[-1].exit
+    assert last is not None  # of the last layer it is there
+    steps.append(ComposedBlock(last, layers[-1].exit_slots, None))
     batchful, batchful_slots = compose(steps, mixers.functions)
     files = {"batchful.onnx": batchful}
     for name, graph in {**classes.graphs, **mixers.graphs}.items():
@@ -268,7 +270,7 @@ def assemble(
         dtype=PRECISION_NAMES[precision],
         residual=residual,
         hidden_size=int(hidden.shape[1]),
-        vocab_size=int(layers[-1].exit.signature.outputs[0].shape[1]),
+        vocab_size=int(last.signature.outputs[0].shape[1]),
         max_position_embeddings=positions,
         positions_limited_by=limited_by or None,
         classes={name: _file(graph, name) for name, graph in classes.graphs.items()},
@@ -321,7 +323,7 @@ def shard(
     places: list[tuple[str, Heads | None, Heads | None]] = [
         (layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)
     ]
-    places += [(layer.exit.graph, heads[i], None) for i, layer in enumerate(layers)]
+    places += [(layer.exit.graph, heads[i], None) for i, layer in enumerate(layers) if layer.exit is not None]
     for name, before, behind in dict.fromkeys(places):
         shards = shard_block(classes[name], before, behind, degree, plan)
         entries = tuple(

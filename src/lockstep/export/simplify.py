@@ -19,7 +19,7 @@ import onnx_ir.passes.common as passes
 from lockstep.export.known import array_of, axis_of, constant, node_of, required, shape_of
 
 ELEMENTWISE = frozenset(
-    "Abs Add And Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
+    "Abs Add And Atanh Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
     "HardSwish Identity IsNaN LeakyRelu "
     "Less LessOrEqual Log Max Min Mish Mod Mul Neg Not Or Pow Reciprocal Relu Round Selu Sigmoid Sign Sin "
     "Softplus Sqrt Sub Tanh Where Xor".split()

@@ -148,6 +148,7 @@ class _Section:
             if self.get(key):
                 self.set(key, small_kv)
         self.set("hidden_size", min(size, hidden))
+        self._state_heads(min(size, hidden))
         # a second name for the hidden size, such as the size of the embeddings
         for key, value in list(self.settings.items()):
             if (
@@ -157,6 +158,12 @@ class _Section:
                 and not _INNER.search(key)
             ):
                 self.set(key, min(size, hidden))
+
+    def _state_heads(self, hidden: int) -> None:
+        """Take as many heads of Mamba-2 as go with a hidden size."""
+        expand, dim = self.get("mamba_expand"), self.get("mamba_d_head")
+        if self.get("mamba_n_heads") and isinstance(expand, int) and isinstance(dim, int):
+            self.set("mamba_n_heads", expand * hidden // dim)
 
 
 def _vocabulary(size: int) -> int:

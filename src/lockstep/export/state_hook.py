@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +36,62 @@ def token_window_marker(value: torch.Tensor, layer: int, width: int) -> torch.Te
 @token_window_marker.register_fake
 def _(value: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     return value.new_empty(value.shape[0], width * value.shape[1])
+
+
+@torch.library.custom_op("lockstep::delta_rule", mutates_args=())
+def delta_rule_marker(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    layer: int,
+    key_heads: int,
+    value_heads: int,
+) -> torch.Tensor:
+    """See `state_mixer.Recurrence`; all float32, [num_tokens, heads * size] and [num_tokens, value_heads]."""
+    raise RuntimeError("the marker of a delta rule is traced, never run")
+
+
+@delta_rule_marker.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    layer: int,
+    key_heads: int,
+    value_heads: int,
+) -> torch.Tensor:
+    return value.new_empty(value.shape)
+
+
+@torch.library.custom_op("lockstep::linear_attention", mutates_args=())
+def linear_attention_marker(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    layer: int,
+    key_heads: int,
+    value_heads: int,
+) -> torch.Tensor:
+    """As `delta_rule_marker`, without beta."""
+    raise RuntimeError("the marker of linear attention is traced, never run")
+
+
+@linear_attention_marker.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    layer: int,
+    key_heads: int,
+    value_heads: int,
+) -> torch.Tensor:
+    return value.new_empty(value.shape)
 
 
 # --- the functions of transformers ---
@@ -60,6 +118,94 @@ def _convolution(
     return output.to(hidden_states.dtype).t()[None]
 
 
+@dataclass(frozen=True)
+class Recurrent:
+    """What a recurrence takes, float32.
+
+    query, key [num_tokens, key_heads, size], value [num_tokens, value_heads, size], decay (a logarithm) and beta
+    [num_tokens, value_heads]; beta None: plain linear attention.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor | None
+
+    @property
+    def flat(self) -> list[torch.Tensor]:
+        inputs = (self.query, self.key, self.value, self.decay, self.beta)
+        return [value.flatten(1) for value in inputs if value is not None]
+
+
+def delta_inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **rest: Any,
+) -> Recurrent:
+    """Return what the delta rule takes, of the arguments of `torch_chunk_gated_delta_rule`, [1, num_tokens, ...]."""
+    _refuse_packed(rest)
+    query, key, value, g, beta = (each[0].float() for each in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+    return Recurrent(query * query.shape[-1] ** -0.5, key, value, g, beta)
+
+
+def _delta_rule(original: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """Stand for `torch_chunk_gated_delta_rule`."""
+    taken = bound_arguments(original, arguments, options)
+    inputs, output = delta_inputs(**taken), taken["value"]
+    heads = inputs.key.shape[1], inputs.value.shape[1]
+    found = torch.ops.lockstep.delta_rule(*inputs.flat, _layer.get(), *heads)
+    return found.view(-1, *inputs.value.shape[1:]).to(output.dtype)[None], None
+
+
+def scan_inputs(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **rest: Any,
+) -> Recurrent:
+    """Return what linear attention takes, of the arguments of `mamba2_chunk_scan`, [1, num_tokens, ...]."""
+    _refuse_packed(rest)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = torch.nn.functional.softplus(dt)
+    step = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])[0].float()
+    value = hidden_states[0].float() * step[..., None]
+    return Recurrent(C[0].float(), B[0].float(), value, A.float() * step, None)
+
+
+def _scan(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Stand for `mamba2_chunk_scan`."""
+    taken = bound_arguments(original, arguments, options)
+    inputs, tokens = scan_inputs(**taken), taken["hidden_states"]
+    heads = inputs.key.shape[1], inputs.value.shape[1]
+    found = torch.ops.lockstep.linear_attention(*inputs.flat, _layer.get(), *heads)
+    output = found.view(-1, *inputs.value.shape[1:])[None]
+    if taken.get("D") is not None:
+        output = output + taken["D"][..., None] * tokens.float()
+    return (output, None) if taken.get("return_final_states") else output
+
+
+def bound_arguments(
+    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    bound = inspect.signature(function).bind(*arguments, **options).arguments
+    return {**{name: value for name, value in bound.items() if name != "kwargs"}, **bound.get("kwargs", {})}
+
+
 def _refuse_packed(rest: Mapping[str, Any]) -> None:
     """Refuse arguments that tell packed sequences apart: the graphs get one sequence after another."""
     for name in ("seq_idx", "cu_seqlens", "cu_seq_lens_q"):
@@ -67,7 +213,11 @@ def _refuse_packed(rest: Mapping[str, Any]) -> None:
             raise InputError(f"its recurrent layers are told of packed sequences ({name}); expected one sequence")
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolution}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+}
 
 
 @contextlib.contextmanager

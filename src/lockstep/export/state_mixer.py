@@ -6,6 +6,7 @@ In: a StateGraph (cut.py). Out: canonical prefill and decode graphs, and the for
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.export.canonical import Graph, canonical
 from lockstep.export.graph_writer import GraphWriter
 
 _END = 2**31 - 1
+_SPAN = 64  # tokens of a prompt that a recurrence computes by products: as many as transformers does
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,142 @@ class TokenWindow:
         return build.op("Reshape", rows, build.ints(-1, self.width * self.size)), last
 
 
-StateGraph = TokenWindow
+@dataclass(frozen=True)
+class Recurrence:
+    """The gated delta rule (Yang et al. 2024), or without beta linear attention with decay (Mamba-2, Dao and Gu 2024).
+
+    A token's state is S = exp(decay) S + key (beta (value - key exp(decay) S)), without beta exp(decay) S + key value;
+    it gives query S. sizes: numbers of a token by input. state: [value_heads, key_dim, value_dim]; consecutive
+    value heads share a key head.
+    """
+
+    sizes_by_name: Mapping[str, int]
+    key_heads: int
+    value_heads: int
+
+    dtype = ir.DataType.FLOAT
+
+    @property
+    def name(self) -> str:
+        return "delta_rule" if "beta" in self.sizes_by_name else "linear_attention"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.sizes_by_name)
+
+    @property
+    def key_dim(self) -> int:
+        return self.sizes_by_name["key"] // self.key_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.sizes_by_name["value"] // self.value_heads
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ir.DataType]]:
+        return {name: (size, self.dtype) for name, size in self.sizes_by_name.items()}
+
+    @property
+    def output(self) -> tuple[int, ir.DataType]:
+        return self.sizes_by_name["value"], self.dtype
+
+    def prefill(self, build: Builder) -> tuple[ir.Value, ir.Value]:
+        """Compute `_SPAN` tokens at a time: products within a span, of which only the state goes on to the next.
+
+        Method: the UT transform of Yang et al. 2024, section 3. What a token takes back of the values before it is a
+        unit lower triangular system; its inverse is put together from those of its halves.
+        """
+        group, op, span = self.value_heads // self.key_heads, build.op, _SPAN
+        count = op("Shape", build.inputs["value"], start=0, end=1)
+        missing = op("Mod", op("Neg", count), build.ints(span))
+        pads = op("Concat", build.ints(0, 0), missing, build.ints(0), axis=0)
+
+        def spans(name: str, heads: int, size: int) -> ir.Value:
+            """Return an input as [spans, key_heads, heads, _SPAN, size]; tokens that are missing are zeros."""
+            rows = op("Pad", build.inputs[name], pads)
+            rows = op("Reshape", rows, build.ints(-1, span, self.key_heads, heads, size))
+            return op("Transpose", rows, perm=[0, 2, 3, 1, 4])
+
+        def turned(value: ir.Value) -> ir.Value:
+            return op("Transpose", value, perm=[0, 1, 2, 4, 3])
+
+        query, key = (spans(name, 1, self.key_dim) for name in ("query", "key"))
+        value = spans("value", group, self.value_dim)
+        total = op("CumSum", spans("decay", group, 1), build.const(np.int64(3)))  # [..., span, 1]
+        until = op("Exp", total)
+        row, column = np.arange(span)[:, None], np.arange(span)
+        between = op(
+            "Where", build.const(row >= column), op("Sub", total, turned(total)), build.const(np.float32(-1e30))
+        )
+        between = op("Exp", between)  # the decay from one token of a span to another
+        if "beta" in self.sizes_by_name:
+            beta = spans("beta", group, 1)
+            system = op("Mul", op("Mul", op("MatMul", key, turned(key)), between), beta)
+            inverse = build.const(np.eye(span, dtype=np.float32))
+            half = 1
+            while half < span:
+                beside = (row // half % 2 == 1) & (column // half == row // half - 1)
+                corner = op("Mul", system, build.const(beside.astype(np.float32)))
+                inverse = op("Sub", inverse, op("MatMul", op("MatMul", inverse, corner), inverse))
+                half *= 2
+            value = op("MatMul", inverse, op("Mul", value, beta))
+            taken = [op("MatMul", inverse, op("Mul", op("Mul", key, beta), until))]
+        else:
+            taken = []
+        last = op("Slice", total, build.ints(-1), build.ints(_END), build.ints(3))
+        left = op("Mul", key, op("Exp", op("Sub", last, total)))
+        attention = op("Mul", op("MatMul", query, turned(key)), between)
+        inputs = [value, op("Mul", query, until), attention, turned(left), op("Exp", last), *taken]
+        rows, state = self._scan(build, inputs)
+        rows = op("Reshape", op("Transpose", rows, perm=[0, 3, 1, 2, 4]), build.ints(-1, self.output[0]))
+        return op("Slice", rows, build.ints(0), count, build.ints(0)), state
+
+    def _scan(self, build: Builder, inputs: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
+        """Return what the spans give, [spans, key_heads, group, _SPAN, value_dim], and the state behind the last.
+
+        inputs: by span the values, the queries, their weights on the span's own values, the keys, the decay of all of
+        it, and what the values take back of the state before.
+        """
+        heads, keys, values = (self.key_heads, self.value_heads // self.key_heads), self.key_dim, self.value_dim
+        shapes = [(_SPAN, values), (_SPAN, keys), (_SPAN, _SPAN), (keys, _SPAN), (1, 1), (_SPAN, keys)]
+        body = Builder.of_body((*heads, keys, values), [(*heads, *shape) for shape in shapes[: len(inputs)]])
+        new, query, attention, key, decay, *taken = body.inputs.values()
+        if taken:
+            new = body.op("Sub", new, body.op("MatMul", taken[0], body.state))
+        rows = body.op("Add", body.op("MatMul", query, body.state), body.op("MatMul", attention, new))
+        after = body.op("Add", body.op("Mul", body.state, decay), body.op("MatMul", key, new))
+        _name(after, "span_state_out", [*heads, keys, values], self.dtype)
+        _name(rows, "span_attention", [*heads, _SPAN, values], self.dtype)
+        body.graph.outputs.extend([after, rows])
+        state = build.op("Reshape", build.state, build.ints(*heads, keys, values))
+        attributes = [ir.AttrGraph("body", body.graph), ir.AttrInt64("num_scan_inputs", len(inputs))]
+        node = ir.Node("", "Scan", [state, *inputs], attributes, num_outputs=2)
+        build.graph.append(node)
+        return node.outputs[1], build.op("Reshape", node.outputs[0], build.ints(1, *self.state))
+
+    def decode(self, build: Builder) -> tuple[ir.Value, ir.Value]:
+        group = self.value_heads // self.key_heads
+
+        def heads(name: str, *dims: int) -> ir.Value:
+            return build.op("Reshape", build.inputs[name], build.ints(-1, self.key_heads, *dims))
+
+        query, key = (heads(name, 1, 1, self.key_dim) for name in ("query", "key"))
+        column, value = heads("key", 1, self.key_dim, 1), heads("value", group, 1, self.value_dim)
+        state = build.op("Reshape", build.state, build.ints(-1, self.key_heads, group, self.key_dim, self.value_dim))
+        state = build.op("Mul", state, build.op("Exp", heads("decay", group, 1, 1)))
+        if "beta" in self.sizes_by_name:
+            value = build.op("Sub", value, build.op("MatMul", key, state))
+            value = build.op("Mul", value, heads("beta", group, 1, 1))
+        state = build.op("Add", state, build.op("Mul", column, value))
+        output = build.op("Reshape", build.op("MatMul", query, state), build.ints(-1, self.output[0]))
+        return output, build.op("Reshape", state, build.ints(-1, *self.state))
+
+
+StateGraph = TokenWindow | Recurrence
 
 
 def prefill(mixer: StateGraph) -> Graph:
@@ -99,6 +236,24 @@ class Builder(GraphWriter):
         else:
             self.state = _value("past_state", [requests, *mixer.state], ir.DataType.FLOAT)
             self.graph.inputs.append(self.state)
+
+    @classmethod
+    def of_body(cls, state: Sequence[int], inputs: Sequence[Sequence[int]]) -> Builder:
+        """Return the builder of one turn of a Scan: shapes of its state, and of what it takes."""
+        build = cls.__new__(cls)
+        build.inputs = {
+            f"taken_{number}": _value(f"taken_{number}", list(shape), ir.DataType.FLOAT)
+            for number, shape in enumerate(inputs, 1)
+        }
+        build.state = _value("span_state", list(state), ir.DataType.FLOAT)
+        graph = ir.Graph([build.state, *build.inputs.values()], [], nodes=[], name="span")
+        GraphWriter.__init__(build, graph, "span")
+        return build
+
+    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        value = super().op(op_type, *inputs, **attributes)
+        value.name = f"{self.graph.name}_{len(self.graph)}"
+        return value
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return a value in `dtype`. value: float32 (the state)."""

@@ -31,6 +31,7 @@ from lockstep.config.model_config import without_packing
 from lockstep.errors import InputError
 from lockstep.export.language import language_config, register_decoder
 from lockstep.export.quiet import quiet
+from lockstep.export.random_model import LOG_DECAY
 
 # transformers takes patterns; of a checkpoint without a wrapper none matches.
 _LANGUAGE_KEYS = {f"^{re.escape(prefix)}": name for prefix, name in PREFIXES.items()}
@@ -194,6 +195,8 @@ def draw_weights(model: PreTrainedModel, generator: torch.Generator, gain: float
             noise = torch.randn(tensor.shape, generator=generator)
             if tensor.dim() > 1:
                 tensor.copy_(noise / tensor.shape[-1] ** 0.5)
+            elif name.endswith("_log"):
+                tensor.copy_(noise + LOG_DECAY)
             else:
                 tensor.copy_(gain * (0.2 * noise + (0.0 if "bias" in name else 1.0)))
 

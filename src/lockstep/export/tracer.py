@@ -100,6 +100,9 @@ def _register_schema(
 _SCORES = {"layer": "int", "scale": "float", "softcap": "float", "window": "int"}
 _register_schema("Attention", ("query", "key", "value"), _SCORES, optional=("sinks",))
 _register_schema("TokenWindow", ("value",), {"layer": "int", "width": "int"})
+_HEADS = {"layer": "int", "key_heads": "int", "value_heads": "int"}
+_register_schema("DeltaRule", ("query", "key", "value", "decay", "beta"), _HEADS)
+_register_schema("LinearAttention", ("query", "key", "value", "decay"), _HEADS)
 _MARKER = onnxscript.values.Opset(DOMAIN, 1)
 
 
@@ -112,6 +115,18 @@ def _to_marker(  # type: ignore[no-untyped-def]  # onnxscript reads annotations 
 
 def _to_window_marker(value, layer, width):  # type: ignore[no-untyped-def]  # as above
     return _MARKER.TokenWindow(value, layer=layer, width=width)
+
+
+def _to_delta_marker(  # type: ignore[no-untyped-def]  # as above
+    query, key, value, decay, beta, layer, key_heads, value_heads
+):
+    return _MARKER.DeltaRule(query, key, value, decay, beta, layer=layer, key_heads=key_heads, value_heads=value_heads)
+
+
+def _to_linear_marker(  # type: ignore[no-untyped-def]  # as above
+    query, key, value, decay, layer, key_heads, value_heads
+):
+    return _MARKER.LinearAttention(query, key, value, decay, layer=layer, key_heads=key_heads, value_heads=value_heads)
 
 
 def _ints(*values: int) -> Any:
@@ -130,6 +145,21 @@ def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
     return opset20.Reshape(rows, _ints(*lead, int(out_features)))
 
 
+def _to_atanh(x, beta=1.0, threshold=20.0):  # type: ignore[no-untyped-def]  # as above
+    """Translate aten.softplus, max(x, 0) + log1p(y) of y = exp(-|x|), whose log1p is 2 atanh(y / (y + 2)).
+
+    Softplus and Log of ONNX Runtime give a number other bits at another place, and lose what is small beside the 1.
+    """
+    if beta != 1.0:
+        raise InputError(f"it computes softplus with beta={beta}, expected 1")
+    dtype = x.dtype
+    x = opset20.Cast(x, to=ir.DataType.FLOAT)
+    two = opset20.Constant(value_float=2.0)
+    small = opset20.Exp(opset20.Neg(opset20.Abs(x)))
+    log1p = opset20.Mul(opset20.Atanh(opset20.Div(small, opset20.Add(small, two))), two)
+    return opset20.Cast(opset20.Add(opset20.Relu(x), log1p), to=dtype)
+
+
 @torch_op("aten::unsqueeze", complex=True, trace_only=True)
 def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
     """Translate Unsqueeze of a complex tensor, which travels as pairs of real numbers in one more dimension."""
@@ -142,7 +172,10 @@ def _registry() -> ONNXRegistry:
     registry = ONNXRegistry.from_torchlib(OPSET)
     registry.register_op(torch.ops.lockstep.attention.default, _to_marker)
     registry.register_op(torch.ops.lockstep.token_window.default, _to_window_marker)
+    registry.register_op(torch.ops.lockstep.delta_rule.default, _to_delta_marker)
+    registry.register_op(torch.ops.lockstep.linear_attention.default, _to_linear_marker)
     registry.register_op(torch.ops.aten.linear.default, _to_gemm)
+    registry.register_op(torch.ops.aten.softplus.default, _to_atanh)
     return registry
 
 
@@ -330,7 +363,7 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
     state = set(model.state_dict())
     weights = _name_weights(graph, state, ties)
     calls = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
-    if calls != list(indices):
+    if list(dict.fromkeys(calls)) != list(indices):
         how = f"calls it for layers {calls}" if calls else "computes attention in its own code"
         reason = known_reason(model) or (
             f"it {how}; expected one attention for each layer through transformers' attention interface, in the order "

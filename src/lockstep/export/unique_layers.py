@@ -29,7 +29,7 @@ from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: its block, then its token mixer (batchless), then the exit where the model ends here.
+    """A token mixer (batchless) behind its block, and then the exit where the model ends here, with its layer.
 
     Slots: {slot: checkpoint tensors whose bytes, one after another, it takes}.
     """
@@ -37,7 +37,7 @@ class Layer:
     block: Graph
     block_slots: dict[str, list[str]]
     batchless: Batchless
-    exit: Graph
+    exit: Graph | None
     exit_slots: dict[str, list[str]]
 
 
@@ -69,9 +69,12 @@ def parts_of(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
     for index, name in enumerate(names):
         cut, place = (trace_at(index) if index else first).cut, min(1, index)
         like = next((later for later, other in enumerate(names) if later and other == name), 0)
-        exit, block = trace_at(like).cut.exit, cut.blocks[place]
-        slots = _bind(block, index, prefix, layout), _bind(exit, index + 1, prefix, layout)
-        layers.append(Layer(block, slots[0], cut.batchless[place], exit, slots[1]))
+        exit = trace_at(like).cut.exit
+        mixers = [number for number, layer in enumerate(cut.layers) if layer == place]
+        for number in mixers:
+            block = cut.blocks[number]
+            ends = (exit, _bind(exit, index + 1, prefix, layout)) if number == mixers[-1] else (None, {})
+            layers.append(Layer(block, _bind(block, index, prefix, layout), cut.batchless[number], *ends))
     embedding = {slot.name: layout[slot.name] for slot in first.embedding.signature.slots}
     return TracedModel(tuple(layers), first.embedding, embedding)
 

@@ -89,4 +89,4 @@ class GraphRunner(abc.ABC):
         for index, layer in enumerate(layers):
             env |= self.run_block(layer.block, env)
             env["attention"] = attend(index, env)
-        return self.run_block(layers[-1].exit, env)["logits"]
+        return self.run_block(self.assembly.exit_of(layers), env)["logits"]

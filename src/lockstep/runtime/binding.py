@@ -53,7 +53,7 @@ def open_network(
             f"{weights_json}: precision: expected {assembly.precision} as in the assembly, "
             f"found {weights.precision}; give the weights of this precision"
         )
-    chosen = assembly.layers[:count]
+    chosen = assembly.first_layers(count)
     if ranks is not None and engines.backend.rank_devices:
         first, *others = (_network_of_rank(engines, weights, chosen, ranks, rank) for rank in range(ranks.degree))
         return replace(first, others=tuple(others))
@@ -77,9 +77,9 @@ def open_network(
         plain = bases[base].bind(weights, engines.tensors(base, part.slots))
         return replace(block, base=Block.whole(plain, _without(signature, assembly.adapters, part.graph)))
 
-    if shared is not None and count <= len(shared.layers):
-        exit = shared.exit if count == len(shared.layers) else bound(chosen[-1].exit)
-        return replace(shared, layers=shared.layers[:count], exit=exit)
+    if shared is not None and len(chosen) <= len(shared.layers):
+        exit = shared.exit if len(chosen) == len(shared.layers) else bound(assembly.exit_of(chosen))
+        return replace(shared, layers=shared.layers[: len(chosen)], exit=exit)
     mixers = _layer_mixers(engines, assembly.mixers, chosen, load)
     if ranks is not None:
         mixers = {
@@ -104,7 +104,7 @@ def _network(
     return Network(
         embedding=bound(assembly.embedding),
         layers=tuple((bound(layer.block), mixers[layer.variant]) for layer in chosen),
-        exit=bound(chosen[-1].exit),
+        exit=bound(assembly.exit_of(chosen)),
         dtype=named_dtype(assembly.dtype),
         vocab_size=assembly.vocab_size,
     )
@@ -124,7 +124,7 @@ def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
         return []
     layers = assembly.layers[: len(network.layers)]
     pairs = [(layer.block, block) for layer, (block, _) in zip(layers, network.layers, strict=True)]
-    pairs.append((layers[-1].exit, network.exit))
+    pairs.append((assembly.exit_of(layers), network.exit))
     arrays = []
     for part, block in pairs:
         by_rows = block.run.adapter_rows if isinstance(block.run, HasAdapterRows) else ()
@@ -141,7 +141,7 @@ def adapted_modules(assembly: Assembly) -> set[str]:
     return {
         module_of(part.slots[weight][0])
         for layer in assembly.layers
-        for part in (layer.block, layer.exit)
+        for part in layer.parts
         for weight in classes.get(part.graph, {})
     }
 

@@ -24,6 +24,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step import host_memory
 from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
+from lockstep.step.network import layer_count
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.sampling import Sampling
 from lockstep.targets import Limits
@@ -116,7 +117,8 @@ class Model:
             network, rows, length, chunk_size, _host_bytes(kv_bytes)
         )
         adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
-        return cls(executor, tokens, engines, len(network.layers), chunk_size, weights, assembly_json, adapters)
+        count = layer_count(engines.assembly, layers)
+        return cls(executor, tokens, engines, count, chunk_size, weights, assembly_json, adapters)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -307,7 +309,7 @@ class Model:
     def has_state(self) -> bool:
         """Return whether some layer keeps a state of all tokens instead of their keys and values."""
         assembly = self.engines.assembly
-        return any(layer.variant in assembly.state_mixers for layer in assembly.layers[: self.layers])
+        return any(layer.variant in assembly.state_mixers for layer in assembly.first_layers(self.layers))
 
     def length(self, slot: int) -> int:
         """Return how many tokens the slot holds."""

@@ -134,7 +134,7 @@ class Network:
 
 def layer_count(assembly: Assembly, layers: int | str) -> int:
     """Return `layers` as a number. Raises InputError when the model has fewer."""
-    depth = len(assembly.layers)
+    depth = assembly.num_layers
     if layers == "all":
         return depth
     if not isinstance(layers, int) or not 1 <= layers <= depth:

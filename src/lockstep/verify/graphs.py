@@ -138,8 +138,8 @@ class Graphs(GraphRunner):
         self.num_layers = layer_count(assembly, layers)
         self.dtype = np.dtype(widened_dtype(assembly.dtype))
         self.hidden_dtype = np.dtype(widened_dtype(assembly.hidden_dtype))
-        self.layers = assembly.layers[: self.num_layers]
-        self.exit = self.layers[-1].exit
+        self.layers = assembly.first_layers(self.num_layers)
+        self.exit = assembly.exit_of(self.layers)
         self.embedding = assembly.embedding
         parts = (self.embedding, self.exit, *(layer.block for layer in self.layers))
 
@@ -180,6 +180,11 @@ class Graphs(GraphRunner):
         `hidden` alone in most models.
         """
         return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
+
+    def mixed_dtype(self, name: str) -> np.dtype:
+        """Return the dtype of what a token mixer gives, as it is computed."""
+        outputs = self.assembly.mixers[name].decode.signature.outputs
+        return np.dtype(widened_dtype(next(io.dtype for io in outputs if io.name == "attention")))
 
     def shows_hidden(self, part: BoundBlock) -> bool:
         """Return whether what a block hands on as `hidden` is the hidden state that enters its layer.
@@ -267,7 +272,7 @@ class Graphs(GraphRunner):
         Its weight inputs (named as in the checkpoint) are slots. It has all layers, so a model that is cut has none.
         """
         uncut = self.assembly.batchful
-        if uncut is None or self.num_layers < len(self.assembly.layers):
+        if uncut is None or self.num_layers < self.assembly.num_layers:
             return None
         return Graph(self.path.parent / uncut.file, uncut, threads)
 

@@ -219,7 +219,7 @@ def _part(graphs: Graphs, stage: Stage) -> tuple[str, Slots]:
     layer = graphs.layers[stage.layer]
     if stage.part == "attention":
         return f"{layer.variant}.{stage.graph.rpartition('.')[2]}", {}
-    part = layer.block if stage.part == "block" else layer.exit
+    part = layer.block if stage.part == "block" else graphs.exit
     return part.graph, part.slots
 
 

@@ -193,7 +193,7 @@ def _state(
     if half := count // 2:
         yield run("chunked", "prefill", half, count, layer.states[half])
     yield run("decode", "decode", count - 1, count, layer.states[count - 1])
-    return layer.attention.astype(graphs.dtype)
+    return layer.attention.astype(graphs.mixed_dtype(name))
 
 
 def measure(

@@ -160,6 +160,7 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
     """
     random, chosen, assembly, variant = np.random.default_rng(SEED), case.sizes, graph.assembly, graph.variant
     values: dict[str, np.ndarray] = {}
+    names = {value.name for value in graph.model.graph.input}
     lengths = np.array(case.past_lengths, np.int64) if case.past_lengths else None
     for value in graph.model.graph.input:
         if value.name in graph.slots:
@@ -170,6 +171,8 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
             numbers = random.standard_normal(shape, np.float32)
             if value.name.endswith((A_SUFFIX, B_SUFFIX)):  # of an adapter, as large as a layer's own product
                 numbers /= np.sqrt(np.float32(shape[0]))
+            if value.name in ("query", "key", "decay", "beta") and "decay" in names:
+                numbers = _of_recurrence(value.name, numbers, graph.model.graph)
             values[value.name] = numbers.astype(dtype)
         elif value.name == IDS:
             assert assembly.adapters is not None  # whose graphs take them
@@ -203,6 +206,16 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
             for name, array in zip(("past_key", "past_value"), past):
                 values[name][row, :, :length] = array.swapaxes(0, 1)
     return values
+
+
+def _of_recurrence(name: str, numbers: np.ndarray, graph: onnx.GraphProto) -> np.ndarray:
+    """Return what a recurrence may get: keys of length one, states that decay, betas between 0 and 1."""
+    if name == "decay":
+        return -np.abs(numbers)
+    if name == "beta":
+        return 1 / (1 + np.exp(-numbers))
+    state = next(value for value in graph.input if value.name == "past_state")
+    return numbers / np.sqrt(np.float32(state.type.tensor_type.shape.dim[2].dim_value))
 
 
 def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.ndarray:

@@ -276,7 +276,7 @@ def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
     parts = [
         (None, assembly.embedding),
         *((i, layer.block) for i, layer in layers),
-        *((i, layer.exit) for i, layer in reversed(layers)),
+        *((i, layer.exit) for i, layer in reversed(layers) if layer.exit is not None),
     ]
     ranks = assembly.tensor_parallel
     has = {

@@ -280,7 +280,11 @@ def _decode(
     rows, tokens = [first], [int(first.argmax())]
     with torch.no_grad():
         while len(tokens) < max_new_tokens and tokens[-1] not in eos_token_ids:
-            output = model(input_ids=torch.tensor([[tokens[-1]]]), past_key_values=cache, use_cache=True)
+            # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
+            position = torch.tensor([[cache.get_seq_length()]])
+            output = model(
+                input_ids=torch.tensor([[tokens[-1]]]), position_ids=position, past_key_values=cache, use_cache=True
+            )
             cache = output.past_key_values
             rows.append(output.logits[0, -1].float().numpy().copy())
             tokens.append(int(rows[-1].argmax()))

@@ -26,7 +26,8 @@ def logits_behind(
     with torch.no_grad():
         for start in range(0, len(ids), _CHUNK):
             chunk = torch.tensor([list(ids[start : start + _CHUNK])])
-            output = model(input_ids=chunk, past_key_values=cache, use_cache=True)
+            positions = torch.arange(start, start + chunk.shape[1])[None]
+            output = model(input_ids=chunk, position_ids=positions, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             for count in range(start + 1, start + chunk.shape[1] + 1):
                 if count in counts:

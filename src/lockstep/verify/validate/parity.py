@@ -154,7 +154,7 @@ def _layers_alone(
             errors[-1].tensors["hidden"] = TensorErrors.measure(known["hidden"], outputs["hidden"], noisy)
         overflow = graphs.overflow(part, env, index) if overflows(outputs, known) else ""
         env |= outputs | {name: _narrowed(array, graphs.hidden_dtype) for name, array in known.items()}
-        entry = LayerErrors(index, part.graph, layer.variant, overflow=overflow)
+        entry = LayerErrors(records[0].layers[index].layer, part.graph, layer.variant, overflow=overflow)
         layers = [(record.layers[index], rounded.layers[index]) for record, rounded in pairs]
         if layer.variant in graphs.assembly.state_mixers:
             entry.tensors |= _state_errors(graphs, layer.variant, env, layers, spans)
@@ -166,7 +166,7 @@ def _layers_alone(
             entry.tensors |= _variant_errors(graphs, layer.variant, env, layers, spans)
         errors.append(entry)
         attention = np.concatenate([record.layers[index].attention for record in records])
-        env["attention"] = _narrowed(attention, graphs.dtype)
+        env["attention"] = _narrowed(attention, graphs.mixed_dtype(layer.variant))
     return errors, env
 
 

@@ -133,7 +133,7 @@ def _bound_tensors(assembly: Assembly) -> list[str]:
 
     What else a checkpoint holds is ignored, and listed in the report.
     """
-    parts = [assembly.embedding, *(part for layer in assembly.layers for part in (layer.block, layer.exit))]
+    parts = [assembly.embedding, *(part for layer in assembly.layers for part in layer.parts)]
     return [name for part in parts for names in part.slots.values() for name in names]
 
 
@@ -191,7 +191,7 @@ def _check_long_contexts(
     rows, the others have just enough. Raises CheckError.
     """
     pairs = [(layer.block.graph, layer.variant) for layer in graphs.layers]
-    count = 1 + max(pairs.index(pair) for pair in pairs)
+    count = 1 + graphs.assembly.layer_numbers[max(pairs.index(pair) for pair in pairs)]
     windows = set(_windows(graphs)) - {0, None}
     lengths = config_lengths(config) | windows
     random = np.random.default_rng(0)
@@ -209,7 +209,8 @@ def _check_long_contexts(
                 )
                 if len(layer.keys)
                 else None
-                for layer in short.layers[:count]
+                for layer in short.layers
+                if layer.layer < count
             ]
             record = torch_model.record(random.integers(0, graphs.assembly.vocab_size, _NUM_BEHIND), past)
             noisy = torch_model.noisy(record, past)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,15 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
-from lockstep.export.state_hook import current_layer, numbered, replaced
+from lockstep.export.state_hook import (
+    Recurrent,
+    bound_arguments,
+    current_layer,
+    delta_inputs,
+    numbered,
+    replaced,
+    scan_inputs,
+)
 from lockstep.export.torch_model import (
     TokensBefore,
     cut_config,
@@ -203,6 +211,8 @@ class TorchModel:
                 {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": torch.from_numpy(embedded)[None]}
             )
             embedded = self.embed(token_ids) if embedded is None else embedded
+            # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
+            given["position_ids"] = (recording.num_past + torch.arange(len(ids)))[None]
             cache: dict[str, Any] = {"use_cache": False}
             if recording.past:
                 cache = {"past_key_values": TokensBefore(recording.num_past), "use_cache": True}
@@ -360,6 +370,46 @@ def _record_convolution(
     return original(hidden_states, weight, *arguments, **options)
 
 
+def _record_delta_rule(original: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the gated delta rule for transformers, and record it; tensors are [1, num_tokens, heads, size]."""
+    taken = bound_arguments(original, arguments, options)
+    output, state = original(**{**taken, "output_final_state": True})
+    return _record_recurrence(delta_inputs(**taken), output), state
+
+
+def _record_scan(original: Any, *arguments: Any, **options: Any) -> Any:
+    """Compute Mamba-2's scan for transformers, and record it without what skips the state; as `_record_delta_rule`."""
+    taken = bound_arguments(original, arguments, options)
+    output, state = original(**{**taken, "D": None, "return_final_states": True})
+    output = _record_recurrence(scan_inputs(**taken), output)
+    if taken.get("D") is not None:
+        output = output + taken["D"][..., None] * taken["hidden_states"].float()
+    return (output, state) if taken.get("return_final_states") else output
+
+
+def _record_recurrence(inputs: Recurrent, output: torch.Tensor) -> torch.Tensor:
+    """Record a recurrence; return what the model goes on with."""
+    recording = _recording.get()
+    right = recording.exact()
+    recording.calls.append(_state_call(_numpy(output[0].flatten(1)), _states(inputs)))
+    return torch.from_numpy(right.attention).to(output.dtype).reshape(output.shape) if right else output
+
+
+def _states(inputs: Recurrent) -> dict[int, np.ndarray]:
+    """Return the states [1, value_heads, key_dim, value_dim] of a recurrence at `places`, token by token."""
+    count, heads, size = inputs.value.shape
+    group = heads // inputs.key.shape[1]
+    keys, state = inputs.key.repeat_interleave(group, 1), inputs.value.new_zeros(heads, inputs.key.shape[2], size)
+    states = {0: _numpy(state[None])}
+    for number, (key, value, decay) in enumerate(zip(keys, inputs.value, inputs.decay), 1):
+        state = state * decay.exp()[:, None, None]
+        if inputs.beta is not None:
+            value = (value - (key[:, None] @ state)[:, 0]) * inputs.beta[number - 1, :, None]
+        state = state + key[:, :, None] * value[:, None]
+        states[number] = _numpy(state[None])
+    return {number: states[number] for number in places(count)}
+
+
 def _state_call(output: np.ndarray, states: Mapping[int, np.ndarray]) -> dict[str, Any]:
     return {"layer": current_layer(), "attention": output, "states": states, "keys": _NONE, "values": _NONE}
 
@@ -369,7 +419,11 @@ def places(count: int) -> list[int]:
     return sorted({0, count // 2, count - 1, count})
 
 
-_FUNCTIONS = {"causal_conv1d_fn": _record_convolution}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _record_convolution,
+    "torch_chunk_gated_delta_rule": _record_delta_rule,
+    "mamba2_chunk_scan": _record_scan,
+}
 
 
 def _scaled(
