@@ -25,7 +25,7 @@ from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, Entry, Member, header, read_archive, write_archive
 from lockstep.bundle.opened import _point_into, opened
 from lockstep.bundle.pack import pack
-from lockstep.errors import InputError
+from lockstep.errors import CheckError, InputError
 from lockstep.provenance.slsa import provenance_path
 from lockstep.runtime import Model, Tokenizer, generate
 from lockstep.targets import Results, Target
@@ -259,6 +259,12 @@ def test_an_engine_that_is_none_is_one_line(apart: Path, results: Results, tmp_p
     write_json(engines, value)
     with pytest.raises(InputError, match="exit.onnx: expected an engine of ONNX Runtime, found a file that is none"):
         lockstep.open_model("demo-llama/fp16/all/onnxruntime", tmp_path / "results")
+
+
+def test_an_error_names_the_bundle(inside: Path) -> None:
+    with pytest.raises(CheckError) as caught, opened(inside) as found:
+        raise CheckError(f"{found.engines}: expected another")
+    assert str(caught.value) == f"{inside}: engines/engines.json: expected another"
 
 
 def test_quantised_weights_keep_their_groups(tmp_path: Path) -> None:

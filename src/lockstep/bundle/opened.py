@@ -29,7 +29,7 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.places import StoredFile
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
-from lockstep.errors import InputError, interrupts
+from lockstep.errors import InputError, LockstepError, interrupts
 from lockstep.manifests.digest_cache import remember
 from lockstep.targets import Limits, Target
 
@@ -113,14 +113,19 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
         else:
             assert weights is not None  # said above
             manifest = _bind(manifest, Path(weights))
-        yield Opened(
-            target,
-            Limits(**vars(about.limits)),
-            folder / "engines" / "engines.json",
-            folder / "graphs" / "assembly.json",
-            manifest,
-            _adapters(archive, folder),
-        )
+        try:
+            yield Opened(
+                target,
+                Limits(**vars(about.limits)),
+                folder / "engines" / "engines.json",
+                folder / "graphs" / "assembly.json",
+                manifest,
+                _adapters(archive, folder),
+            )
+        except LockstepError as error:
+            # The folder is gone when a user reads of it.
+            error.args = (str(error).replace(f"{folder}{os.sep}", f"{path}: "),)
+            raise
 
 
 @contextlib.contextmanager
