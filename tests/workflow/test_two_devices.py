@@ -81,7 +81,7 @@ def both(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Itera
         refused = node(checkout, next(other for other in GPUS if other != name))
         before = results(checkout)
         process = refused.snakemake("--cores", "2", "--config", f"device={name}", check=False)
-        lines = {line for line in process.stderr.splitlines() if "lockstep: error:" in line}
+        lines = {line.strip() for line in process.stderr.splitlines() if "lockstep: error:" in line}
         assert process.returncode == 1 and len(lines) == 1, process.stderr
         expected = f"build fp32/{name}: expected {GPUS[name]!r}, the device {name} of the config, found"
         (line,) = lines

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import tomllib
 import yaml
-from checkout import REPOSITORY
+from checkout import REPOSITORY, Checkout
 
 import without_extras
 from lockstep import __version__
 from lockstep.cli.extras import EXTRAS
 from lockstep.cli.main import main
+from lockstep.provenance.code_identity import read_pins
 from some import some
 
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
@@ -127,32 +128,47 @@ def test_a_stage_of_an_installed_wheel_knows_its_pins(installed: Path, tmp_path:
     assert (tmp_path / "results" / "demo-llama" / "checkpoint.build.json").is_file()
 
 
+def interpreter(version: str) -> str | None:
+    """A Python of this version that starts: pyenv's names for those that are switched off do not."""
+    names = shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+    starts = lambda name: subprocess.run([name, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0
+    return next((str(name) for name in names if name and starts(name)), None)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
-def test_each_python_installs_wheel_and_sdist_and_runs_without_torch(
-    version: str, wheel: Path, sdist: Path, tmp_path: Path
+def test_each_python_installs_wheel_and_sdist_and_runs_engines_without_torch(
+    version: str, wheel: Path, sdist: Path, finished: Checkout, tmp_path: Path
 ) -> None:
     """The engine side alone; its dependencies come from the index."""
-    program = shutil.which(f"python{version}") or next(
-        Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), None
-    )
+    program = interpreter(version)
     if program is None:
         pytest.skip(f"needs Python {version}")
-    for number, built in enumerate((wheel, sdist)):
-        venv = tmp_path / str(number)
-        subprocess.run([program, "-m", "venv", venv], check=True)
-        pip = [venv / "bin" / "python", *PIP, "install"]
-        subprocess.run([*pip, *(["--no-deps"] if number else []), built], check=True)
+    for name, options in (("wheel", [wheel]), ("sdist", ["--no-deps", sdist])):
+        subprocess.run([program, "-m", "venv", tmp_path / name], check=True)
+        subprocess.run([tmp_path / name / "bin" / "python", *PIP, "install", *options], check=True)
         code = "import importlib.metadata as m; print(m.version('lockstep-engines'))"
-        done = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [tmp_path / name / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
+        )
         assert done.stdout.strip() == __version__
-        assert next(venv.glob("share/lockstep/Snakefile")).is_file()
-    lockstep = tmp_path / "0" / "bin" / "lockstep"
-    assert __version__ in subprocess.run([lockstep, "--version"], capture_output=True, text=True, check=True).stdout
+        assert next((tmp_path / name).glob("share/lockstep/Snakefile")).is_file()
+    programs = tmp_path / "wheel" / "bin"
     code = (
         "import sys, lockstep; lockstep.Model, lockstep.Engine; assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([tmp_path / "0" / "bin" / "python", "-c", code], check=True)
+    subprocess.run([programs / "python", "-c", code], check=True)
+    finished.call("lockstep", "bundle", TARGET, "--weights", "--out", str(tmp_path / "demo.tar"))
+    if version != "3.10":  # what the engines were built with is not to be had for it
+        pin = f"onnxruntime=={read_pins()['onnxruntime']}"
+        subprocess.run([programs / "python", *PIP, "install", pin], check=True)
+    command = [programs / "lockstep", "generate", "demo.tar", "--prompt", "San Francisco is a", "--max-new-tokens", "8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    if version != "3.10":
+        assert done.stdout.startswith(" hilly city"), done.stderr
+    else:
+        line = "lockstep: error: demo.tar: engines/engines.json: onnxruntime version: made for "
+        assert done.returncode == 1 and done.stderr.startswith(line) and done.stderr.count("\n") == 1
 
 
 TARGET = "demo-llama/fp16/all"
