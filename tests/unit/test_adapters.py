@@ -132,6 +132,7 @@ def test_a_name_that_comes_to_mean_another_adapter_reuses_nothing(lora: Results)
     assert engine.prefix_hits == hits + 64, "what has the same content is the same adapter"
 
 
+@pytest.mark.long
 def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
     lora: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moments", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_killed_while_it_puts(tmp_path: Path, cache: Cache, moments: int) -> None:
     """As soon as a half blob is there, then at moments of chance until the entry is written."""

@@ -94,6 +94,7 @@ def test_texts_of_a_file_are_the_same_alone_streamed_and_together(
     assert json.loads(out) == {"prompts": len(TEXTS), "different": []}
 
 
+@pytest.mark.long
 def test_all_endpoints_count_the_same_tokens(
     server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, dataset: Path
 ) -> None:

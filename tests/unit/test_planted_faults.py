@@ -96,6 +96,7 @@ def planted(demo, tmp_path_factory):
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "fp16"])
 def test_each_fault_of_the_demo_changes_what_it_says_and_leaves_a_graph(planted, demo, precision):
     """`plant` refuses a fault without effect on the file, and what the ONNX checker refuses; digests are those of the

@@ -25,7 +25,7 @@ LOSSY = {
 }
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=some(NAMES))
 def tokenizer(shared, request):
     return Tokenizer(tokenizer_json(shared, request.param))
 

@@ -256,6 +256,7 @@ def test_sigterm_lets_what_runs_finish(tree: Path) -> None:
         assert engine is None or not Path("/proc", str(engine)).exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_sigterm_ends_what_does_not_finish(tree: Path, signals: int) -> None:
     with RealServer(tree, "--drain", 0.5 if signals == 1 else 600) as server:

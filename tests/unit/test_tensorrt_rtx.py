@@ -119,6 +119,7 @@ def test_a_set_has_an_engine_of_each_graph_and_says_what_it_is_for(assemblies, e
     assert all((engine_sets[precision].parent / f"{name}.engine").stat().st_size < 2 << 20 for name in engines.names())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["w4a16", pytest.param("w8a16", marks=pytest.mark.long)])
 def test_quantised_weights_are_inputs_of_signed_integers(shared, tmp_path, precision):
     config = json.loads((DEMO / "config.json").read_text())

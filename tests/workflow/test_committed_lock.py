@@ -16,7 +16,7 @@ from lockstep.backends.openvino import cpu as openvino
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.lockfile import Section, sections_at
 from shared import Shared
-from some import some
+from some import some_cases
 
 LOCK = "locks/demo-llama.lock.json"
 LOCKED = ("--config", "locked=true")
@@ -74,7 +74,8 @@ def test_the_demo_makes_what_is_locked(demo: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    "precision, backends", some(OTHERS.items(), *(other for other in OTHERS.items() if other[0] != "bf16"))
+    "precision, backends",
+    some_cases({name: (name, backends) for name, backends in OTHERS.items()}, *(OTHERS.keys() - {"bf16"})),
 )
 def test_other_precisions_and_backends_are_what_is_locked(
     demo: Checkout, precision: str, backends: tuple[str, ...]

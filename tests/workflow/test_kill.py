@@ -71,6 +71,7 @@ def test_runs_killed_at_random_moments_end_in_the_results_of_an_undisturbed_one(
     fresh.call("lockstep", "verify")
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_by_itself_and_goes_on_next_time(fresh: Checkout) -> None:
     """Ctrl-C reaches Snakemake and its jobs."""
     process = start(fresh)

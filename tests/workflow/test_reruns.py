@@ -196,6 +196,7 @@ def test_forced_jobs_compute(demo: Checkout) -> None:
     assert speed.read_bytes() != before
 
 
+@pytest.mark.long
 def test_what_a_run_is_asked_for_is_made_again_where_it_was_deleted(demo: Checkout) -> None:
     before = demo.digests()
     engines = f"results/{MODEL}/fp16/engines/onnxruntime/engines.json"
