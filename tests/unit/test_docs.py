@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 from benchmarks import batches, models, ranks
 from benchmarks.__main__ import bench
+from docs import draw_packages
 
 from faults import page as planted_faults
 from faults.__main__ import faults
@@ -77,6 +78,11 @@ def words(*pages: Path) -> int:
 def test_the_readme_and_the_manual_stay_short() -> None:
     assert words(REPOSITORY / "README.md") <= 1_000
     assert words(*(REPOSITORY / "docs").glob("*.md")) <= 30_000
+
+
+def test_the_graph_of_packages_is_current() -> None:
+    page = draw_packages.PAGE.read_text(encoding="utf-8")
+    assert page == draw_packages.page(page, draw_packages.packages()), "run: python docs/draw_packages.py"
 
 
 def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
