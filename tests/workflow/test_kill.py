@@ -85,6 +85,14 @@ def test_an_interrupted_run_ends_by_itself_and_goes_on_next_time(fresh: Checkout
     assert fresh.would_run()["export"] >= 1
 
 
+def test_checks_that_have_not_run_are_run_next_time(demo: Checkout) -> None:
+    """As after a run that was stopped before them, or failed: its summary is there all the same."""
+    for check in ("validate/all", "golden/onnxruntime/all", "served/onnxruntime/all"):
+        (demo.results / "demo-llama" / "fp16" / f"{check}.json").unlink()
+    demo.call("lockstep", "summary")
+    assert {"validate", "golden", "served", "summary"} <= demo.would_run().keys()
+
+
 def start(checkout: Checkout, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "snakemake", "--cores", "2", *arguments],
