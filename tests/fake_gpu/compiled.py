@@ -20,9 +20,23 @@ import numpy as np
 from fake_gpu.device import Fault, Gpu
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
+# A number as e4m3, by its definition: four bits of exponent, bias 7, and three bits of the number.
+CODE_OF = """
+inline unsigned code_of(float value) {
+    unsigned sign = std::signbit(value) << 7;
+    if (!(value == value)) return sign | 0x7f;
+    float size = std::fmin(std::fabs(value), 448.0f);
+    int exponent;
+    std::frexp(size, &exponent);
+    exponent = size == 0 || exponent - 1 < -6 ? -6 : exponent - 1;
+    return sign | ((exponent + 6) << 3) + (unsigned)std::nearbyint(std::ldexp(size, 3 - exponent));
+}
+inline unsigned short codes_of(float first, float second) { return code_of(first) | code_of(second) << 8; }
+"""
 _HEAD = """
 #include <math.h>
 #include <string.h>
+#include <cmath>
 #define ON_HOST
 #define __device__
 #define __global__
@@ -39,6 +53,7 @@ inline void next_may_start() {}
 inline void wait_for_previous() {}
 inline float warp_sum(float value) { return value; }
 template <int WARPS> float block_sum(float value) { return value; }
+template <int WARPS> unsigned block_max(unsigned value) { return value; }
 inline float number(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
 inline unsigned short half(float value) {
     _Float16 of = (_Float16)value;
@@ -61,7 +76,7 @@ def source(text: str, name: str) -> str:
         f"for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)\n"
         f"for (threadIdx.x = 0; threadIdx.x < {count}; threadIdx.x++) {name}({names});\n}}"
     )
-    return f"// {threads} threads\n{_HEAD}{text}\n{run}\n"
+    return f"// {threads} threads\n{_HEAD}{CODE_OF}{text}\n{run}\n"
 
 
 def _declared(text: str, name: str) -> tuple[int, list[str]]:

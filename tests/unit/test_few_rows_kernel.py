@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fake_gpu.compiled import CODE_OF
 from lockstep.weights import e4m3
 
 TESTS = Path(__file__).parents[1]
@@ -74,30 +75,26 @@ HALVES = r"""
 RUN(few_rows_8)
 RUN(few_rows_16)
 """
-# Conversions of e4m3 by its definition: four bits of exponent, bias 7, and three bits of the number.
-E4M3 = r"""
-inline u32 code_of(float value) {
-    u32 sign = std::signbit(value) << 7;
-    if (!(value == value)) return sign | 0x7f;
-    float size = std::fmin(std::fabs(value), 448.0f);
-    int exponent;
-    std::frexp(size, &exponent);
-    exponent = size == 0 || exponent - 1 < -6 ? -6 : exponent - 1;
-    return sign | ((exponent + 6) << 3) + (u32)std::nearbyint(std::ldexp(size, 3 - exponent));
-}
+E4M3 = (
+    CODE_OF
+    + r"""
 inline float number_of(u32 code) {
     int exponent = (code >> 3 & 15) ? (code >> 3 & 15) : 1;
     float size = std::ldexp((float)((code & 7) + ((code >> 3 & 15) ? 8 : 0)), exponent - 10);
     return code & 0x80 ? -size : size;
 }
-inline unsigned short codes_of(float first, float second) { return code_of(first) | code_of(second) << 8; }
 inline u32 halves_of(u32 codes) { return half(number_of(codes & 255)) | (u32)half(number_of(codes >> 8)) << 16; }
 inline int max(int a, int b) { return a < b ? b : a; }
 inline u32 max(u32 a, u32 b) { return a < b ? b : a; }
-inline u32 warp_max(u32 value) {
+template <int WARPS> u32 block_max(u32 value) {
+    static u32 largest[WARPS];
     for (int mask = 16; mask; mask /= 2) value = max(value, __shfl_xor_sync(0, value, mask));
+    largest[threadIdx.x / 32] = value;
+    __syncthreads();
+    for (int warp = 0; warp < WARPS; warp++) value = max(value, largest[warp]);
     return value;
 }
+#include "e4m3.cu"
 #include "fp8_products.cu"
 extern "C" void run_quantize_rows(int blocks, const unsigned short* x, unsigned char* codes, float* steps, int ins) {
     launch(blocks, [=] { quantize_rows(x, codes, steps, ins); });
@@ -110,6 +107,7 @@ extern "C" void run_quantize_rows(int blocks, const unsigned short* x, unsigned 
 RUN(few_rows_fp8_8)
 RUN(few_rows_fp8_16)
 """
+)
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 

@@ -11,11 +11,13 @@ import pytest
 from families import FAMILIES, some_families
 
 from fake_gpu import compiled
+from lockstep.artifacts.dtypes import named_dtype
 from lockstep.errors import CheckError
-from lockstep.gpu.kernels.row_kernels import INDEX, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel, row_kernel
+from lockstep.gpu.kernels.row_kernels import E4M3, INDEX, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel, row_kernel
 from lockstep.onnx_tools.cut_products import cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.weights import e4m3
 from shared import Shared
 from some import some
 
@@ -154,12 +156,22 @@ def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.n
     made = {name: wider(np.zeros_like(outputs[name])) for name in kernel.outputs}
     for array in made.values():
         add(array, array.shape[1])
-    text = compiled.source(PRELUDE + kernel.source, kernel.name)
+    text = compiled.source(PRELUDE + E4M3 + kernel.source, kernel.name)
     assert text.startswith(f"// {kernel.threads} threads")
     rows = len(next(iter(outputs.values())))
+    codes = {name: np.zeros((rows, outputs[name].shape[1]), np.uint8) for name in kernel.quantized}
+    steps = {name: np.zeros((rows, 1), np.float32) for name in kernel.quantized}
+    for name in kernel.quantized:
+        add(codes[name])
+        add(steps[name])
     compiled._compiled(text)(ctypes.c_int(rows * kernel.blocks), *arguments)
     assert all((array[:, -16:] == 7).all() for array in made.values())
-    return {name: array[:, :-16].reshape(outputs[name].shape) for name, array in made.items()}
+    found = {name: array[:, :-16].reshape(outputs[name].shape) for name, array in made.items()}
+    for name in kernel.quantized:
+        numbers, expected = e4m3.rounded(found[name].astype(np.float32))
+        assert np.array_equal(steps[name], expected), name
+        assert np.array_equal(codes[name].view(named_dtype("float8_e4m3fn")).astype(np.float32), numbers), name
+    return found
 
 
 def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
@@ -186,6 +198,14 @@ def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
     model = piece(text, width)
     kernel = row_kernel(model, "kernel")
     assert ("load8" in kernel.source) == (width % 64 == 0)
+    compare(model, kernel)
+
+
+@pytest.mark.parametrize("text", [RMS, GATED])
+def test_what_products_of_e4m3_read_is_made_e4m3_too(text: str) -> None:
+    model = piece(text, 4096)
+    kernel = row_kernel(model, "kernel", ["y"])
+    assert kernel.quantized == ("y",) and kernel.blocks == 1
     compare(model, kernel)
 
 

@@ -88,7 +88,8 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
     try:
         cut = cut_products(model)
         cut = replace(cut, pieces=tuple(map(halve_activations, cut.pieces)))
-        kernels = [row_kernel(piece, f"piece_{number}") for number, piece in enumerate(cut.pieces)]
+        quantized = {product.input for product in _products(cut) if product.is_fp8}
+        kernels = [row_kernel(piece, f"piece_{number}", quantized) for number, piece in enumerate(cut.pieces)]
     except CheckError as error:
         raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
     for product in _products(cut):

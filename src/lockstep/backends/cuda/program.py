@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,19 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
+from lockstep.gpu.kernels.fp8_gemm import Rows
 from lockstep.gpu.kernels.products import Adapters, Products, SmallWeight, StridedView
-from lockstep.gpu.kernels.row_kernels import INDEX, INTEGERS, OF_WEIGHTS, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel
+from lockstep.gpu.kernels.row_kernels import (
+    E4M3,
+    INDEX,
+    INTEGERS,
+    OF_WEIGHTS,
+    PRELUDE,
+    ROWS,
+    SCALES,
+    SCALES_TIMES,
+    RowKernel,
+)
 from lockstep.gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep.gpu.tensor import Tensor
 from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
@@ -43,12 +55,12 @@ class _Shared:
             shared = cls._instances[key] = cls(device)
         return shared
 
-    def buffer(self, number: int, rows: int, width: Sequence[int]) -> cuda.Array:
-        """Return fp16 [rows, *width], the `number`th buffer of its width; earlier ones stay valid."""
-        key = number, *width
+    def buffer(self, number: int, rows: int, width: Sequence[int], dtype: np.dtype = _HALF) -> cuda.Array:
+        """Return [rows, *width], the `number`th buffer of its width and type; earlier ones stay valid."""
+        key = dtype, number, *width
         array = self._buffers.get(key)
         if array is None or array.shape[0] < rows:
-            array = self._buffers[key] = cuda.empty((rows, *width), _HALF, "the values of a step")
+            array = self._buffers[key] = cuda.empty((rows, *width), dtype, "the values of a step")
         return array[:rows]
 
 
@@ -74,7 +86,8 @@ class KernelsProgram(GpuProgram):
         if not self.kernels:
             return {}
         self.device.use()
-        module = cuda.compile_kernels(PRELUDE + "".join(kernel.source for kernel in self.kernels))
+        prelude = PRELUDE + E4M3 if any(kernel.quantized for kernel in self.kernels) else PRELUDE
+        module = cuda.compile_kernels(prelude + "".join(kernel.source for kernel in self.kernels))
         return {kernel.name: module[kernel.name] for kernel in self.kernels}
 
     def lies_beside(self, group: Group) -> bool:
@@ -214,6 +227,12 @@ class _Call:
         for name, shape in block.inner.items():
             if name not in self._values:
                 self._values[name] = StridedView.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
+        self._rows_as_e4m3: dict[str, Rows] = {}
+        for number, name in enumerate(name for kernel in run.program.kernels for name in kernel.quantized):
+            count = self._largest[str(run.program.declared(name)[0])]
+            width = self._values[name].array.shape[1:]
+            codes = self._shared.buffer(number, count, (math.prod(width),), np.dtype(np.uint8))
+            self._rows_as_e4m3[name] = codes, self._shared.buffer(number, count, (), np.dtype(np.float32))
         self.steps: list[Step] = []
         for step in block.steps:
             self.steps += self._group(step.products) if step.kernel is None else [self._kernel(step.kernel)]
@@ -244,6 +263,8 @@ class _Call:
             assert kind in (ROWS, INDEX)
         for name in kernel.outputs:
             arguments += [self._values[name].array, self._values[name].stride]
+        for name in kernel.quantized:
+            arguments += self._rows_as_e4m3[name]
         stream = self._program.device.stream
         launch = cuda.Launch(self._program.functions[kernel.name], stream, kernel.threads, *arguments, overlaps=True)
         rows, blocks = kernel.rows, kernel.blocks
@@ -256,7 +277,7 @@ class _Call:
             outs = [self._values[product.output].array for product in group]
             if self._program.lies_beside(group):
                 outs = [outs[0].reshape(self._largest[rows], sum(product.out_features for product in group))]
-            multiply = products.bind(weight, x, outs)
+            multiply = products.bind(weight, x, outs, self._rows_as_e4m3.get(group[0].input))
             return [lambda sizes: multiply(sizes[rows])]
         made = self._buffer(rows, *weight.out_features)
         multiply = products.bind(weight, x, [made])

@@ -1,9 +1,9 @@
 """GEMM of e4m3 weights, which have a scale a row, and fp16 rows, which become e4m3 with a scale each.
 
-Rows become e4m3 by a kernel. Up to 16 are multiplied by another, which reads each byte of a weight once
-(fp8_products.cu), more by cuBLASLt. On Hopper its tensor cores round sums of e4m3 numbers otherwise than those of fp16,
-so that bits depend on the number of rows. Where cuBLAS has no such product (it has them for Hopper), the kernel takes
-all rows, 16 at a time.
+Rows become e4m3 by a kernel, or by the one that makes them (row_kernels.py). Up to 16 are multiplied by another, which
+reads each byte of a weight once (fp8_products.cu), more by cuBLASLt. On Hopper its tensor cores round sums of e4m3
+numbers otherwise than those of fp16, so that bits depend on the number of rows. Where cuBLAS has no such product (it
+has them for Hopper), the kernel takes all rows, 16 at a time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ from lockstep.gpu.kernels.gemm import (
     size_for,
 )
 
-SOURCE = FEW_ROWS + Path(__file__).with_name("fp8_products.cu").read_text(encoding="utf-8")
+SOURCE = FEW_ROWS + "".join(
+    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("e4m3.cu", "fp8_products.cu")
+)
 _ROW_THREADS = 512  # as in fp8_products.cu
 _CUBLAS_ALIGNED = 16  # numbers that rows and outputs of cuBLAS's products are a multiple of
 Multiplier = Callable[[int], None]
+Rows = tuple[cuda.Array, cuda.Array]  # codes uint8 [rows, in_features], steps float32 [rows]
 
 
 class Fp8Gemm:
@@ -43,18 +46,27 @@ class Fp8Gemm:
 
     def __init__(self, stream: cuda.Stream):
         self._stream, self._module, self._shapes = stream, cuda.compile_kernels(SOURCE), _shapes(cuda.current_device())
-        self._rooms: dict[int, tuple[cuda.Array, cuda.Array]] = {}
+        self._rooms: dict[int, Rows] = {}
 
-    def bind(self, weight: cuda.Array, scales: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+    def bind(
+        self,
+        weight: cuda.Array,
+        scales: cuda.Array,
+        x: cuda.Array,
+        outs: Sequence[cuda.Array],
+        rows: Rows | None = None,
+    ) -> Multiplier:
         """Return a call that multiplies so many rows of `x` with weights that lie one behind the other.
 
         outs[i] [..., out_features[i]] = x [..., in_features] times weight i, transposed. weight e4m3 [sum of
-        out_features, in_features]; scales float32 [sum of out_features].
+        out_features, in_features]; scales float32 [sum of out_features]. rows: `x` as e4m3, where it is made already.
         """
         depth = weight.shape[1]
-        codes, steps = self._room(x.shape[0], depth)
-        kernel = self._module["quantize_rows"]
-        quantize = cuda.Launch(kernel, self._stream, _ROW_THREADS, x, codes, steps, depth, overlaps=True)
+        codes, steps = rows or self._room(x.shape[0], depth)
+        quantize: cuda.Launch | None = None
+        if rows is None:
+            kernel = self._module["quantize_rows"]
+            quantize = cuda.Launch(kernel, self._stream, _ROW_THREADS, x, codes, steps, depth, overlaps=True)
         ends = [0, *itertools.accumulate(out.shape[-1] for out in outs)]
         parts = [(weight[low:high], scales[low:high], out) for low, high, out in zip(ends, ends[1:], outs)]
         few, shapes = functools.cache(functools.partial(self._few, weight, scales, codes, steps, outs)), self._shapes
@@ -68,7 +80,8 @@ class Fp8Gemm:
             return [bind(part, codes, out, own, steps) for part, own, out in parts]
 
         def multiply(rows: int) -> None:
-            quantize(rows)
+            if quantize is not None:
+                quantize(rows)
             calls = by_cublas() if rows > FEW[-1] else None
             if calls is not None:
                 size = size_for(rows, MANY)
@@ -82,7 +95,7 @@ class Fp8Gemm:
 
         return multiply
 
-    def _room(self, rows: int, columns: int) -> tuple[cuda.Array, cuda.Array]:
+    def _room(self, rows: int, columns: int) -> Rows:
         """Return memory for rows as e4m3 and their steps, which all products of a width share: calls follow each other.
 
         Earlier, smaller ones stay valid with those that hold them.

@@ -1,30 +1,18 @@
 // Activations as e4m3, and products of up to 16 rows of them with a weight [out_features, in_features] of e4m3.
 //
-// quantize_rows: a block a row; codes are the numbers over the row's step, its largest magnitude over 448, to nearest, ties
-// to even. The step of a row of zeros is TINY; NaN and infinity become NaN.
+// quantize_rows: a block a row.
 //
 // few_rows_fp8: as few_rows.cu, of numbers of one byte: a stage has twice as many columns, and numbers become fp16, which
 // has all of e4m3, just before the tensor cores. Each output is accumulated in fp32 over 16 columns after another; of these
 // 16 the first and second pair of each four are the two halves of an instruction, of weights and activations alike. Sums are
 // multiplied with the row's step, then with the output's scale.
 //
-// tensor_cores.cu stands before.
+// tensor_cores.cu and e4m3.cu stand before.
 
 #define COLUMNS (PIECES * 16)
-#define LARGEST 448.0f
-#define TINY 1e-30f
 #define ROW_THREADS 512
 
-struct alignas(16) Halves { unsigned short v[8]; };
-struct alignas(8) Codes { unsigned short v[4]; };  // two numbers each
-
 #ifndef ON_HOST  // where the test has its own
-__device__ __forceinline__ u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
-__device__ __forceinline__ unsigned short codes_of(float first, float second) {
-    unsigned short r;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(second), "f"(first));
-    return r;
-}
 __device__ __forceinline__ u32 halves_of(unsigned short codes) {
     u32 r;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(codes));
@@ -33,33 +21,15 @@ __device__ __forceinline__ u32 halves_of(unsigned short codes) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) quantize_rows(const unsigned short* x, unsigned char* codes, float* steps, int in_features) {
-    __shared__ u32 largest[ROW_THREADS / 32];
     const Halves* from = (const Halves*)(x + (long long)blockIdx.x * in_features);
     Codes* to = (Codes*)(codes + (long long)blockIdx.x * in_features);
-    int pieces = in_features / 8;
     next_may_start();
     wait_for_previous();
-    u32 most = 0;  // the bits of a magnitude, which are ordered as magnitudes are
-    for (int i = threadIdx.x; i < pieces; i += ROW_THREADS) {
-        Halves held = from[i];
-#pragma unroll
-        for (int j = 0; j < 8; j++) most = max(most, (u32)(held.v[j] & 0x7fff));
-    }
-    most = warp_max(most);
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
-    __syncthreads();
-#pragma unroll
-    for (int warp = 0; warp < ROW_THREADS / 32; warp++) most = max(most, largest[warp]);
-    float step = number((unsigned short)most) / LARGEST;
-    if (step < TINY) step = TINY;
+    u32 most = 0;
+    for (int i = threadIdx.x; i < in_features / 8; i += ROW_THREADS) most = largest_of(from[i], most);
+    float step = step_of(block_max<ROW_THREADS / 32>(most));
     if (threadIdx.x == 0) steps[blockIdx.x] = step;
-    for (int i = threadIdx.x; i < pieces; i += ROW_THREADS) {
-        Halves held = from[i];
-        Codes made;
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) made.v[j / 2] = codes_of(number(held.v[j]) / step, number(held.v[j + 1]) / step);
-        to[i] = made;
-    }
+    for (int i = threadIdx.x; i < in_features / 8; i += ROW_THREADS) to[i] = encoded(from[i], step);
 }
 
 template <int ROWS>

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.gpu import cuda
-from lockstep.gpu.kernels.fp8_gemm import Fp8Gemm
+from lockstep.gpu.kernels.fp8_gemm import Fp8Gemm, Rows
 from lockstep.gpu.kernels.gemm import Gemm
 from lockstep.gpu.kernels.row_kernels import COMMON, PRELUDE
 
@@ -101,17 +101,20 @@ class Products:
         self._scratch = [cuda.empty((1,), "f2")]
         self._largest = 1
 
-    def bind(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+    def bind(
+        self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], rows: Rows | None = None
+    ) -> Multiplier:
         """Return a call that multiplies rows of `x` with weights.
 
         outs[i] [..., out_features[i]] = x [..., in_features] times weight i, transposed, of as many rows as a call is
-        given. Captured graphs of it are valid as long as it lives, and these `Products`.
+        given. Captured graphs of it are valid as long as it lives, and these `Products`. rows: `x` as e4m3 where it is
+        made already.
         """
         if weight.bits == 16:
             return self._gemm.bind(weight.data, x, outs)
         if not weight.group_size:
             assert weight.scales is not None  # quantised
-            return self._fp8().bind(weight.data, weight.scales, x, outs)
+            return self._fp8().bind(weight.data, weight.scales, x, outs, rows)
         self._largest = max(self._largest, sum(weight.out_features) * weight.in_features)
         few = MOST_ROWS if weight.fits_kernel else 0
         by_kernel, by_cublas = functools.cache(functools.partial(self._few, weight, x, outs)), list[Multiplier]()

@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -92,6 +93,7 @@ __device__ __forceinline__ long long integer(const void* values, int wide, long 
 }
 """
 )
+E4M3 = Path(__file__).with_name("e4m3.cu").read_text(encoding="utf-8")  # of kernels with outputs that are quantised
 ROWS, INDEX, WEIGHT, INTEGERS, SCALES = "rows", "index", "weight", "integers", "scales"  # kinds of arguments
 OF_WEIGHTS = (WEIGHT, INTEGERS, SCALES)
 SCALES_TIMES = 256.0  # what kernels expect scales of quantised weights to be multiplied by: few are too small for fp16
@@ -128,7 +130,8 @@ class RowKernel:
 
     arguments: (name, kind) in order: of rows, an fp16 array [rows, ...] and how many numbers lie between two rows; an
     index, integers [rows] and whether they are 64 bits wide; a weight, an fp16 array; integers and scales of one that
-    is quantised, as products read them. outputs: as rows, behind them.
+    is quantised, as products read them. outputs: as rows, behind them. quantized: those that are made e4m3 too: codes
+    uint8 [rows, ...] and steps float32 [rows] of each, behind all (e4m3.cu).
     rows: the name of the dimension that is their number. blocks: of threads, for each row.
     """
 
@@ -139,6 +142,7 @@ class RowKernel:
     rows: str
     blocks: int
     threads: int
+    quantized: tuple[str, ...] = ()
 
 
 class _HasNoKernel(Exception):
@@ -150,11 +154,14 @@ def _refuse_if(has_no_kernel: object) -> None:
         raise _HasNoKernel
 
 
-def row_kernel(piece: onnx.ModelProto, name: str) -> RowKernel:
-    """Return the kernel of a piece with fp16 inputs and outputs. Raises CheckError for operators that have none."""
+def row_kernel(piece: onnx.ModelProto, name: str, quantized: Collection[str] = ()) -> RowKernel:
+    """Return the kernel of a piece with fp16 inputs and outputs, which makes those of `quantized` e4m3 too.
+
+    Raises CheckError for operators that have none.
+    """
     for wide in (_WIDE, 1):
         with contextlib.suppress(_HasNoKernel):
-            return _Writer(piece, name, wide).written()
+            return _Writer(piece, name, wide).written(quantized)
     found = sorted({node.op_type for node in piece.graph.node})
     never = [each for each in found if each not in _KNOWN]
     said = ", ".join(never) if never else f"one of {', '.join(found)} in a form that has none"
@@ -210,8 +217,9 @@ class _Writer:
         self._memo: dict[tuple[str, _Index, str], tuple[str, bool]] = {}
         self._count = 0
 
-    def written(self) -> RowKernel:
+    def written(self, quantized: Collection[str]) -> RowKernel:
         outputs = [value.name for value in self._graph.output]
+        codes = tuple(name for name in outputs if name in quantized)
         found = {name: self._value(name) for name in outputs}
         rows = {self._dims(name)[0] for name in outputs}
         _refuse_if(len(rows) != 1 or not all(value.rows and value.width for value in found.values()))
@@ -220,7 +228,7 @@ class _Writer:
         widest = max([value.width for value in found.values()] + [self._value(node.input[0]).width for node in sums])
         _refuse_if(any(value.width % self._wide for value in found.values()))
         vectors = -(-widest // self._wide)
-        if sums:
+        if sums or codes:
             blocks, threads = 1, min(_MOST_THREADS, -(-vectors // 32) * 32)
         else:
             threads = min(_THREADS, -(-vectors // 32) * 32)
@@ -231,17 +239,17 @@ class _Writer:
         for width in widths:
             own = [name for name in outputs if found[name].width == width]
             self._loop(width, functools.partial(self._store, own))
+        for name in codes:
+            self._quantize(outputs.index(name), found[name].width)
         head = [f"constexpr int THREADS = {threads}, BLOCKS = {blocks};"]
         head += ["long long row = blockIdx.x / BLOCKS;", "int chunk = blockIdx.x % BLOCKS;"]
         head += ["next_may_start();", "wait_for_previous();"]
         arguments = tuple((name, self._kind(name)) for name in self._used)
         text = "\n".join("    " + line for line in [*head, *self._shared, *self._lines])
-        source = (
-            f'extern "C" __global__ void __launch_bounds__({threads}) {self._name}({self._declared_as(outputs)}) {{\n'
-            f"{text}\n}}\n"
-        )
+        declared = self._declared_as(outputs, codes)
+        source = f'extern "C" __global__ void __launch_bounds__({threads}) {self._name}({declared}) {{\n{text}\n}}\n'
         (dim,) = rows
-        return RowKernel(self._name, source, arguments, tuple(outputs), str(dim), blocks, threads)
+        return RowKernel(self._name, source, arguments, tuple(outputs), str(dim), blocks, threads, codes)
 
     # What values are.
 
@@ -286,7 +294,7 @@ class _Writer:
             return INTEGERS if name in self._integers else SCALES
         return ROWS if self._value(name).rows else WEIGHT
 
-    def _declared_as(self, outputs: Sequence[str]) -> str:
+    def _declared_as(self, outputs: Sequence[str], codes: Sequence[str]) -> str:
         texts = []
         for number, name in enumerate(self._used):
             half = f"const unsigned short* __restrict__ in{number}"
@@ -299,6 +307,8 @@ class _Writer:
             }
             texts.append(kinds[self._kind(name)])
         texts += [f"unsigned short* __restrict__ out{n}, int out_step{n}" for n, _ in enumerate(outputs)]
+        numbers = [outputs.index(name) for name in codes]
+        texts += [f"unsigned char* __restrict__ codes{n}, float* __restrict__ step_of_row{n}" for n in numbers]
         return ", ".join(texts)
 
     def _argument(self, name: str) -> int:
@@ -319,6 +329,19 @@ class _Writer:
         body(_Index(f"v * {self._wide}" if self._wide > 1 else "v", self._wide > 1))
         self._lines.append("}")
         self._memo = {}
+
+    def _quantize(self, number: int, width: int) -> None:
+        """Write how an output that is stored becomes e4m3."""
+        vectors, most, step = width // 8, self._new(), self._new()
+        place = f"(const Halves*)(out{number} + row * out_step{number})"
+        self._lines += [
+            "__syncthreads();",
+            f"u32 {most} = 0;",
+            f"EACH(v, {vectors}) {most} = largest_of(({place})[v], {most});",
+            f"float {step} = step_of(block_max<THREADS / 32>({most}));",
+            f"if (threadIdx.x == 0) step_of_row{number}[row] = {step};",
+            f"EACH(v, {vectors}) ((Codes*)(codes{number} + row * {width}))[v] = encoded(({place})[v], {step});",
+        ]
 
     def _store(self, names: Sequence[str], index: _Index) -> None:
         outputs = [value.name for value in self._graph.output]
