@@ -499,6 +499,8 @@ def test_a_group_size_that_does_not_divide_is_refused_by_config_and_export(share
     assert line == (
         f"config: models.m.group_size: expected a size that divides hidden_size (144 in {DEMO}/config.json); found 32"
     )
+    value["models"]["m"]["precisions"] = ["w8a8-fp8"]
+    load.load(value).check_sources()  # which has no groups
     line = error_of(quantize, *shared.assembled(json.loads((DEMO / "config.json").read_text()), "fp32"), "w4a16", 32)
     assert line.startswith("group_size: expected a size that divides the 144 numbers of a row of model.layers.0.self_")
 

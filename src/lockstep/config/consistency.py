@@ -159,10 +159,11 @@ def _group_problems(
     """
     where, packing = ("models", name, "group_size"), shape.packing
     already = largest_group(packing.group_size) if packing and packing.group_size else None
+    quantized = filter(is_quantized, model.all_precisions())
     found = model.group_size or already or (None if packing else GROUP_SIZE)
     if already and found != already:
         yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {found}")
-    elif found and shape.hidden_size is not None and shape.hidden_size % found:
+    elif found and not all(map(is_fp8, quantized)) and shape.hidden_size is not None and shape.hidden_size % found:
         yield Problem(where, f"expected a size that divides hidden_size ({shape.hidden_size} in {path}); found {found}")
     for backend in model.backends:
         own = backend in model.backend_precisions
