@@ -83,6 +83,16 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, gpu, tmp_path, p
 
 
 @pytest.mark.long
+def test_e4m3_needs_a_gpu_that_has_it(shared, gpu, tmp_path, monkeypatch):
+    results = demo(shared, "w8a8-fp8")
+    pair = results.assembly("model", "w8a8-fp8"), results.weights("model", "w8a8-fp8")
+    engines = built(results, "w8a8-fp8", tmp_path)
+    monkeypatch.setattr("lockstep.gpu.cuda.compute_capability", lambda number=0: (8, 0))
+    with pytest.raises(InputError, match=r"expected a GPU of compute capability 8.9 or higher for w8a8-fp8, found 8.0"):
+        Model.open(engines, *pair, 2)
+
+
+@pytest.mark.long
 def test_the_warm_up_loads_products_of_every_size(shared, gpu, tmp_path):
     """cuBLAS loads a kernel with its first call, and chooses it by the number of rows."""
     results = demo(shared, "w8a16")

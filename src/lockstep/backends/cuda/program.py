@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO
 from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
+from lockstep.errors import InputError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.fp8_gemm import Rows
@@ -33,6 +34,7 @@ from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
 _HALF = np.dtype(np.float16)
+_FP8 = (8, 9)  # the compute capability that has e4m3
 _AS_HALF, _AS_SCALES = WeightCast(_HALF), WeightCast(_HALF, SCALES_TIMES)
 Sizes = Mapping[str, int]  # of dimensions, by name
 GroupWeights = Mapping[Group, SmallWeight]
@@ -77,6 +79,12 @@ class KernelsProgram(GpuProgram):
         read = {slot for group in self.groups for product in group for slot in product.slots}
         read |= {name for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
         check_inputs(self.slots, read, str(path))
+        capability = cuda.compute_capability(self.device.number)
+        if any(group[0].is_fp8 for group in self.groups) and capability < _FP8:
+            raise InputError(
+                f"{path}: expected a GPU of compute capability {_FP8[0]}.{_FP8[1]} or higher for w8a8-fp8, found "
+                f"{capability[0]}.{capability[1]}; choose w8a16, or fp16"
+            )
         self.functions = self._compiled()
         tensors = {name: _tensor(name, True, *told) for name, told in block.inputs.items()}
         self.tensors = tensors | {name: _tensor(name, False, *told) for name, told in block.outputs.items()}
