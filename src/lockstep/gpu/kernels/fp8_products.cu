@@ -3,9 +3,10 @@
 // quantize_rows: a block a row.
 //
 // few_rows_fp8: as few_rows.cu, of numbers of one byte: a stage has twice as many columns, and numbers become fp16, which
-// has all of e4m3, just before the tensor cores. Each output is accumulated in fp32 over 16 columns after another; of these
-// 16 the first and second pair of each four are the two halves of an instruction, of weights and activations alike. Sums are
-// multiplied with the row's step, then with the output's scale.
+// has all of e4m3, just before the tensor cores. Of 16 columns the first and second pair of each four are the two halves of
+// an instruction, of weights and activations alike. A warp has four sums in fp32 of an output,
+// of every fourth 16 columns, so that no instruction waits for the one before; up to eight rows two warps have half of a
+// stage each. Sums are multiplied with the row's step, then with the output's scale.
 //
 // tensor_cores.cu and e4m3.cu stand before.
 
@@ -37,9 +38,10 @@ __device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const 
                                              unsigned short* first_out, unsigned short* second_out, unsigned short* third_out,
                                              int first_end, int second_end, int out_features, int in_features, int rows) {
     constexpr int STAGE = (OUTPUTS + ROWS) * PIECES * 16;
+    constexpr int BESIDE = ROWS / 8, DEEP = 2 / BESIDE, OWN = PIECES / DEEP;
     u32 base = shared_memory();
     int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first = blockIdx.x * OUTPUTS;
-    int across = warp % 2, beside = warp / 2;  // which 16 outputs and 8 rows of the block's a warp makes
+    int across = warp % 2, beside = warp / 2 % BESIDE, deep = warp / 2 / BESIDE;  // outputs, rows and columns of a warp
     int turns = (in_features + COLUMNS - 1) / COLUMNS;
     auto load_weight = [&](int turn) {
         u32 to = base + turn % STAGES * STAGE;
@@ -71,7 +73,7 @@ __device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const 
         if (turn < turns) load_x(turn);
         commit();
     }
-    float sums[4] = {};
+    float chains[4][4] = {};
 #pragma unroll 1
     for (int turn = 0; turn < turns; turn++) {
         wait_for_stage();
@@ -81,23 +83,35 @@ __device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const 
             load_x(turn + STAGES - 1);
         }
         commit();
-        if (beside * 8 < ROWS) {
-            u32 a_from = base + turn % STAGES * STAGE, b_from = a_from + OUTPUTS * PIECES * 16;
-            u32 a[PIECES / 2][4], b[PIECES];
+        u32 a_from = base + turn % STAGES * STAGE, b_from = a_from + OUTPUTS * PIECES * 16;
 #pragma unroll
-            for (int k = 0; k < PIECES / 2; k++) load_matrices(a_from + place(across * 16 + lane % 16, k * 2 + lane / 16), a[k]);
+        for (int from = 0; from < OWN; from += 4) {
+            u32 a[2][4], b[4];
 #pragma unroll
-            for (int k = 0; k < PIECES; k += 4) load_matrices(b_from + place(beside * 8 + lane % 8, k + lane / 8), b + k);
+            for (int i = 0; i < 2; i++) load_matrices(a_from + place(across * 16 + lane % 16, deep * OWN + from + i * 2 + lane / 16), a[i]);
+            load_matrices(b_from + place(beside * 8 + lane % 8, deep * OWN + from + lane / 8), b);
 #pragma unroll
-            for (int k = 0; k < PIECES; k++) {
+            for (int k = 0; k < 4; k++) {
                 u32 above = a[k / 2][k % 2 * 2], below = a[k / 2][k % 2 * 2 + 1];  // 4 columns of rows 8 apart
                 u32 weights[4] = {halves_of(above & 0xffff), halves_of(below & 0xffff), halves_of(above >> 16), halves_of(below >> 16)};
                 u32 values[2] = {halves_of(b[k] & 0xffff), halves_of(b[k] >> 16)};
-                mma(sums, weights, values);
+                mma(chains[k], weights, values);
             }
         }
     }
-    if (beside * 8 >= ROWS) return;
+    float sums[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[i] = (chains[0][i] + chains[1][i]) + (chains[2][i] + chains[3][i]);
+    if (DEEP > 1) {
+        __shared__ float others[2][32][4];
+        if (deep)
+#pragma unroll
+            for (int i = 0; i < 4; i++) others[across][lane][i] = sums[i];
+        __syncthreads();
+        if (deep) return;
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[i] += others[across][lane][i];
+    }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int out = first + across * 16 + lane / 4 + i / 2 * 8, request = beside * 8 + lane % 4 * 2 + i % 2;
