@@ -141,11 +141,12 @@ def tiny_configs(default: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises what the class raises when it takes none of them.
     """
     build_config(default)
+    taken, failures = [], []
     try:
         depths = depths_to_try(signatures(meta_model(default, "fp32")))
-    except InputError:
+    except InputError as error:
         depths = [3]  # no list of layers, or a default that the class itself refuses: the export will say which
-    taken, failures = [], []
+        failures.append(error)
     for config in (config for depth in depths for config in small_configs(default, depth)):
         try:
             with quiet(), torch.device("meta"):

@@ -262,6 +262,17 @@ FAMILIES = {
         classes=8,
         slots=("mamba.A_log", "mamba.D"),
     ),
+    "llama4_text": _family(  # attention in chunks, of which the first is computed; every fourth layer without RoPE
+        "llama4_text",
+        sizes={**_SIZES, "num_hidden_layers": 4},
+        head_dim=12,
+        intermediate_size_mlp=64,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=64,
+        slots=("feed_forward.experts.gate_up_proj", "feed_forward.router.weight"),
+    ),
     "phimoe": _family("phimoe", sliding_window=WINDOW, windows=(WINDOW,), num_local_experts=4, num_experts_per_tok=2),
 }
 

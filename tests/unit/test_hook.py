@@ -120,7 +120,6 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
 "code of its own"),
     ({"model_type": "bert", **TINY}, "lets tokens see later ones, as encoders do"),
     ({**FAMILIES["gemma3_text"].config, "use_bidirectional_attention": True}, "lets tokens see later ones"),
-    ({"model_type": "llama4_text", **TINY, "head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}, "chunks of 8 tokens"),  # noqa: E501
     ({"model_type": "gemma4_text", **TINY, "head_dim": 8, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "layer_types": ["full_attention"] * 2}, "keys and values of earlier layers"),  # noqa: E501
     pytest.param({"model_type": "mamba", **TINY}, "recurrent layers", marks=pytest.mark.long),
     pytest.param({"model_type": "recurrent_gemma", **TINY}, "recurrent layers", marks=pytest.mark.long),

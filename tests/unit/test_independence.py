@@ -12,11 +12,13 @@ import onnx_ir as ir
 import pytest
 import torch
 from families import FAMILIES
+from onnx.reference import ReferenceEvaluator
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from lockstep.config.sources import read_shape
 from lockstep.errors import InputError
+from lockstep.export.copies import copies_apart
 from lockstep.export.independence import check_independence
 from lockstep.export.parity import reference_model
 from lockstep.export.rope import freeze_ropes, position_limit
@@ -93,6 +95,28 @@ LLAMA = {**FAMILIES["llama"].config, "num_hidden_layers": 1}
 
 
 @pytest.mark.long
+def test_copies_of_all_tokens_get_a_dimension_of_their_own():
+    """As Llama 4 deals tokens out: all to each expert, with scores of which all but one are zero."""
+    text = """<ir_version: 8, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, float[num_tokens, 3] scores) => (float[num_tokens, 4] out)
+        <float[3, 4, 4] up = {UP}, int64[2] copies = {3, 1}, int64[2] column = {-1, 1}, int64[3] apart = {3, -1, 4}, int64[2] flat = {-1, 4}, int64[1] first = {0}> {
+        repeated = Tile(hidden, copies)  by_expert = Transpose<perm = [1, 0]>(scores)  factors = Reshape(by_expert, column)
+        product = Mul(repeated, factors)  dealt = Reshape(product, apart)  each = MatMul(dealt, up)  together = Reshape(each, flat)
+        again = Reshape(together, apart)  out = ReduceSum<keepdims = 0>(again, first)
+    }"""  # noqa: E501
+    text = text.replace("UP", ", ".join(str(number / 7) for number in range(48)))
+    whole = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text), data_prop=True)
+    model = ir.serde.deserialize_model(whole)
+    with pytest.raises(InputError, match="Tile"):
+        check_independence(model.graph, "lockstep", "toy")
+    copies_apart(model)
+    check_independence(model.graph, "lockstep", "toy")
+    random = np.random.default_rng(0)
+    shapes = {"hidden": (5, 4), "scores": (5, 3)}
+    feeds = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    results = [ReferenceEvaluator(each).run(None, feeds)[0] for each in (whole, ir.serde.serialize_model(model))]
+    assert np.array_equal(*results)
+
+
 @pytest.mark.exports
 def test_a_model_whose_layers_mix_tokens_beyond_some_length_is_refused(monkeypatch):
     own = modeling_llama.LlamaMLP.forward
@@ -146,13 +170,16 @@ PHIMOE = {
     "num_experts_per_tok": 2,
     "rope_parameters": longrope(original_max_position_embeddings=32, short_mscale=1.1, long_mscale=1.3),
 }
+LLAMA4 = {**FAMILIES["llama4_text"].config, "num_hidden_layers": 4, "floor_scale": 16}
 DYNAMIC = {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 
 
 @pytest.mark.parametrize(
-    ("config", "limit"), [(PHI3, 32), (PHIMOE, 32), (DYNAMIC, 128)], ids=["phi3", "phimoe", "dynamic"]
+    ("config", "limit"),
+    [(PHI3, 32), (PHIMOE, 32), (DYNAMIC, 128), (LLAMA4, 15)],
+    ids=["phi3", "phimoe", "dynamic", "llama4"],
 )
-def test_a_rope_that_changes_with_length_is_held_to_its_first_frequencies(config, limit):
+def test_what_changes_with_length_is_held_to_what_it_is_first(config, limit):
     """The frozen model gives what transformers gives up to the limit, bit for bit, and something else beyond it, where
     users cannot go."""
     assert position_limit(build_config(config))[0] == limit
@@ -183,15 +210,16 @@ def test_a_frozen_rope_leaves_no_look_at_other_tokens_in_the_trace():
 @pytest.mark.parametrize("config", [
     {"rope_scaling": {"type": "su", "original_max_position_embeddings": 64}}, {"rope_parameters": longrope(), "original_max_position_embeddings": 64},  # noqa: E501
     {"text_config": {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 64}}},
+    {"text_config": {"attention_chunk_size": 64, "attn_temperature_tuning": 4, "floor_scale": 128}},
+    {"attention_chunk_size": 96, "attn_temperature_tuning": True, "floor_scale": 65},
 ])  # fmt: skip
-def test_the_limit_of_a_longrope_is_known_before_anything_runs(tmp_path, config):
+def test_the_limit_of_positions_is_known_before_anything_runs(tmp_path, config):
     (tmp_path / "config.json").write_text(
         json.dumps({"num_hidden_layers": 2, "max_position_embeddings": 128, **config})
     )
     shape = read_shape(tmp_path)
-    assert shape.max_position_embeddings == 64 and shape.limited_by.startswith(
-        "original_max_position_embeddings: beyond it longrope"
-    )
+    keys = ("original_max_position_embeddings", "attention_chunk_size", "floor_scale")
+    assert shape.max_position_embeddings == 64 and shape.limited_by.partition(":")[0] in keys
     (tmp_path / "config.json").write_text(
         json.dumps(
             {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,29 @@ def parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """
     text = config.get(TEXT_KEY)
     return (config, text) if isinstance(text, Mapping) else (config,)
+
+
+def first_chunk(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yield how many positions a decoder computes as its first ones, with the key that says so.
+
+    Attention in chunks is causal attention within the first of them, and queries that are scaled in steps of
+    `floor_scale` positions have a scale of one within the first.
+    """
+    if (chunk := chunk_size(settings.get)) is not None:
+        yield chunk, "attention_chunk_size: tokens behind it do not attend to those before"
+    if scales_queries(settings.get) and settings["floor_scale"] > 1:
+        yield settings["floor_scale"] - 1, "floor_scale: from there on queries are scaled"
+
+
+def chunk_size(get: Callable[[str], Any]) -> int | None:
+    """Return the size of the chunks of attention, None of a decoder without; get: the value of a setting, or None."""
+    size, kinds = get("attention_chunk_size"), get("layer_types") or ["chunked_attention"]
+    return size if isinstance(size, int) and size > 0 and "chunked_attention" in kinds else None
+
+
+def scales_queries(get: Callable[[str], Any]) -> bool:
+    """Return whether queries are scaled by their positions; get: as of `chunk_size`."""
+    return bool(get("attn_temperature_tuning")) and isinstance(get("floor_scale"), int)
 
 
 def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:

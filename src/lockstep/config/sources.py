@@ -273,9 +273,12 @@ def read_shape(path: Path) -> CheckpointShape:
     hidden = hidden if isinstance(hidden, int) else None
     parameters = num_parameters(depth, hidden, model_config.setting(value, ("vocab_size",)))
     positions, first = model_config.setting(value, model_config.POSITION_KEYS), _first_frequencies(value)
-    if first is not None and (positions is None or first < positions):
-        limit = "original_max_position_embeddings: beyond it longrope changes the keys of all positions"
-        return CheckpointShape(depth, first, limit, hidden, packing, parameters)
+    limits = [limit for part in model_config.parts(value) for limit in model_config.first_chunk(part)]
+    if first is not None:
+        limits.append((first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions"))
+    least, reason = min(limits, default=(None, ""))
+    if least is not None and (positions is None or least < positions):
+        return CheckpointShape(depth, least, reason, hidden, packing, parameters)
     return CheckpointShape(depth, positions, hidden_size=hidden, packing=packing, num_parameters=parameters)
 
 

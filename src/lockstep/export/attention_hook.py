@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
+from lockstep.config.model_config import chunk_size
 from lockstep.errors import InputError
 
 HOOK = "lockstep"
@@ -188,20 +189,18 @@ def _mask_hook(
     **_: Any,
 ) -> Mask:
     """Make a mask, for transformers; mask_function: (batch, head, query, key) -> whether the query sees the key."""
-    return Mask(window_of(mask_function, local_size, getattr(config, "attention_chunk_size", None)))
+    return Mask(window_of(mask_function, local_size, chunk_size(lambda key: getattr(config, key, None))))
 
 
 def window_of(mask_function: Callable, local_size: int | None = None, chunk: int | None = None) -> int:
     """Return the sliding window of a causal mask, 0 without one.
 
-    local_size: the window or chunk as transformers names it; chunk: the config's chunk size, for the reason. Raises
-    InputError for a mask that lets a token see later ones, is cut into chunks, or depends on more than the distance.
+    local_size: the window or chunk as transformers names it; chunk: the size of a chunk, with which the positions end
+    (`rope.position_limit`). Raises InputError for a mask that lets a token see later ones or depends on
+    more than the distance.
     """
     if local_size is not None and local_size == chunk:
-        raise InputError(
-            f"its attention runs in chunks of {chunk} tokens (attention_chunk_size), which is "
-            f"no sliding window: the KV cache would have to be cut at each"
-        )
+        return 0
     first = (local_size or 0) + _PROBED
     widths = set()
     for position in (first, first + 1, first + 37):

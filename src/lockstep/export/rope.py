@@ -1,10 +1,13 @@
-"""RoPE whose frequencies change with length, held to its first frequencies.
+"""What changes with length, held to what it is first: RoPE's frequencies, chunks of attention, scales of queries.
 
 `longrope` takes other frequencies for all positions as soon as one position of the batch passes
 `original_max_position_embeddings`, and `dynamic` beyond `max_position_embeddings`. transformers' `generate` then drops
 its KV cache and computes every key anew, for all requests of a batch alike. A step over a cache of rotated keys cannot
 do that, and one request must not change another: the first frequencies are the model here, and the positions that have
 them are its limit.
+
+So it is with attention in chunks, and with queries that are scaled in steps of positions, which models count themselves
+(`config.model_config.first_chunk`).
 """
 
 from __future__ import annotations
@@ -17,17 +20,20 @@ from typing import Any
 import torch
 import transformers
 
+from lockstep.config.model_config import first_chunk, scales_queries
 from lockstep.errors import InputError
 from lockstep.export.float64_constants import float64_constants
 
 
 def freeze_ropes(model: transformers.PreTrainedModel) -> None:
-    """Let every rotary module keep the frequencies that it has up to the limit of `position_limit`, for text alone."""
+    """Let every module compute what it does up to the limit of `position_limit`, for text alone."""
     modules: Iterator[Any] = model.modules()  # those with a rope_type are of any class
     for module in modules:
         _freeze_kind(module)
         _keep_frequencies(module)
         _take_one_axis(module)
+        if scales_queries(vars(module).get):
+            module.attn_temperature_tuning = False
 
 
 def _take_one_axis(module: Any) -> None:
@@ -106,6 +112,7 @@ def position_limit(config: transformers.PreTrainedConfig) -> tuple[int | None, s
     text = config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
     limits: list[tuple[int, str | None]] = [(known, None)] if isinstance(known, int) else []
+    limits += first_chunk(text.to_dict())
     for parameters in rope_settings(text):
         kind = parameters.get("rope_type", "default")
         if kind == "longrope":

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
+from lockstep.export.copies import copies_apart
 from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
 from lockstep.export.residual import widen_residual
@@ -90,6 +91,7 @@ class _Traced:
 def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
     traced = trace(meta, indices)
     body, embedding = pack(traced.graph), pack(traced.embedding)
+    copies_apart(body)
     for part, weights in ((body, traced.weights), (embedding, traced.embedding_weights)):
         check_independence(part.graph, DOMAIN, meta.config.model_type)
         if any(node.domain == DOMAIN and node.op_type != "Attention" for node in part.graph):
