@@ -34,7 +34,7 @@ from lockstep.artifacts.quantized import scales_name
 from lockstep.backends import build
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.onnxruntime.int8_products import int8_products
-from lockstep.backends.onnxruntime.int8_rows import rows_keep_their_bits
+from lockstep.backends.onnxruntime.row_bits import rows_keep_their_bits
 from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError

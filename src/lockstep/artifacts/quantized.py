@@ -10,6 +10,10 @@ apart, `<name>.order`, int64 `[in_features]`, has the column of each place withi
 
 With a group size of 0 (`ROW`) a weight is e4m3 numbers with a scale a row: `<name>.data`, float8_e4m3fn `[out_features,
 in_features]`, and `<name>.scales`, float32 `[out_features]`.
+
+Stacks of MXFP4, which a model has as `[num_experts, in_features, out_features]`, are two tensors of the checkpoint as
+they are: `<name>.data`, uint8 `[num_experts, out_features, num_groups, 16]`, codes of numbers, and `<name>.scales`,
+uint8 `[num_experts, out_features, num_groups]`, shared exponents (`weights.mxfp4`).
 """
 
 from __future__ import annotations
@@ -29,12 +33,14 @@ class QuantizedTensors:
     """The tensors of a checkpoint that are quantised.
 
     bits: of each of them, by name. zero_points: whether each has some of its own. ordered: whether each has an order.
+    mxfp4: whether they are stacks of MXFP4.
     """
 
     group_size: GroupSize
     bits: Mapping[Name, Annotated[int, one_of(4, 8)]]
     zero_points: bool = False
     ordered: bool = False
+    mxfp4: bool = False
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the tensors that a quantised tensor or slot is kept as."""

@@ -83,7 +83,8 @@ class Backend(Protocol):
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
         """Return whether engines of the assembly are `batch_invariant` here; int8 kernels are by exception alone."""
-        return self.batch_invariant and not has_8_bit_activations(assembly.precision)
+        is_mxfp4 = assembly.quantization is not None and assembly.quantization.mxfp4
+        return self.batch_invariant and not is_mxfp4 and not has_8_bit_activations(assembly.precision)
 
     def version(self) -> str:
         """Return the library's version; an engine is for exactly this one."""

@@ -1,4 +1,4 @@
-"""Find the weights of a checkpoint that are kept as codes: fp8, nvfp4, and bitsandbytes' of 4 and 8 bits.
+"""Find the weights of a checkpoint that are kept as codes: fp8, mxfp4, nvfp4, and bitsandbytes' of 4 and 8 bits.
 
 In: how config.json says that they are packed, and the tensors' places. Out: of each weight its shape and the tensors
 that it is kept as, or one line for what is absent, of another shape or type. Layouts: `config.packing`.
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.source_files import shorten
-from lockstep.config.packing import Packing
+from lockstep.config.packing import MXFP4, MXFP4_GROUP, Packing
 from lockstep.errors import InputError
 
 FP8 = "F8_E4M3"
@@ -23,7 +23,7 @@ NVFP4_GROUP = 16
 _SCALES = ("F32", "F16", "BF16")
 _STATE = ".weight.quant_state.bitsandbytes__"  # and nf4 or fp4
 _STATE_BYTES = 1 << 16
-Found = tuple[str, tuple[int, int], dict[str, str]]  # (module, shape of its weight, {role: tensor})
+Found = tuple[str, tuple[int, ...], dict[str, str]]  # (weight, its shape, {role: tensor})
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class BlockState:
 
 def coded_weights(
     packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path
-) -> dict[str, tuple[tuple[int, int], dict[str, str]]]:
+) -> dict[str, tuple[tuple[int, ...], dict[str, str]]]:
     """Find the weights kept as codes: {name of the weight: (its shape, its tensors by role)}.
 
     Raises InputError, naming a file of `folder`, for parts that are absent or do not fit together.
     """
-    find = {"fp8": _fp8, "bnb4": _bnb4, "bnb8": _bnb8}.get(packing.layout, _nvfp4)
+    find = {"fp8": _fp8, MXFP4: _mxfp4, "bnb4": _bnb4, "bnb8": _bnb8}.get(packing.layout, _nvfp4)
     known = _Tensors(tensors, folder, packing)
     found = filter(None, (find(known, name) for name in tensors))
-    return {f"{module}.weight": (shape, parts) for module, shape, parts in sorted(found)}
+    return {name: (shape, parts) for name, shape, parts in sorted(found)}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,19 @@ def _fp8(tensors: _Tensors, name: str) -> Found | None:
     else:
         high, wide = tensors.packing.block
         tensors.check(scales, (*_SCALES, "F8_E8M0"), (-(-rows // high), -(-columns // wide)))
-    return module, (rows, columns), {"data": name, "scales": scales}
+    return name, (rows, columns), {"data": name, "scales": scales}
+
+
+def _mxfp4(tensors: _Tensors, name: str) -> Found | None:
+    weight, mark, rest = name.rpartition("_blocks")
+    if not mark or rest:
+        return None
+    place, scales = tensors.places[name], tensors.beside(name, f"{weight}_scales")
+    if place.dtype != "U8" or len(place.shape) != 4 or place.shape[3] != MXFP4_GROUP // 2 or 0 in place.shape:
+        refuse(name, place, tensors.folder, f"U8 of four dimensions, the last of {MXFP4_GROUP // 2}")
+    experts, rows, groups, _ = place.shape
+    tensors.check(scales, ("U8",), (experts, rows, groups))
+    return weight, (experts, groups * MXFP4_GROUP, rows), {"data": name, "scales": scales}
 
 
 def _nvfp4(tensors: _Tensors, name: str) -> Found | None:
@@ -128,7 +140,7 @@ def _nvfp4(tensors: _Tensors, name: str) -> Found | None:
     rows, packed = tensors.matrix(data, "U8", NVFP4_GROUP // 2)
     tensors.check(name, (FP8,), (rows, 2 * packed // NVFP4_GROUP))
     tensors.check(whole, ("F32",), (1,), ())
-    return module, (rows, 2 * packed), {"data": data, "scales": name, "whole": whole}
+    return f"{module}.weight", (rows, 2 * packed), {"data": data, "scales": name, "whole": whole}
 
 
 def _bnb8(tensors: _Tensors, name: str) -> Found | None:
@@ -142,7 +154,7 @@ def _bnb8(tensors: _Tensors, name: str) -> Found | None:
     if f"{module}.weight_format" in tensors.places:  # 0: rows one after another
         parts["format"] = f"{module}.weight_format"
         tensors.check(parts["format"], ("U8",), (), (1,))
-    return module, shape, parts
+    return data, shape, parts
 
 
 def _bnb4(tensors: _Tensors, name: str) -> Found | None:
@@ -174,7 +186,7 @@ def _bnb4(tensors: _Tensors, name: str) -> Found | None:
         tensors.check(parts["scales"], ("U8",), (blocks,))
         tensors.check(parts["nested_table"], ("F32",), (256,))
         tensors.check(parts["nested_scales"], ("F32",), (-(-blocks // state.nested[0]),))
-    return module, state.shape, parts
+    return weight, state.shape, parts
 
 
 def _bnb4_parts(state: BlockState) -> Iterator[tuple[str, str]]:

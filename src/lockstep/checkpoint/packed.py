@@ -16,7 +16,7 @@ from lockstep.artifacts.places import TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.checkpoint.coded import coded_weights, refuse
 from lockstep.checkpoint.source_files import present, shorten
-from lockstep.config.packing import Packing, largest_group
+from lockstep.config.packing import MXFP4, Packing, largest_group
 from lockstep.errors import InputError
 
 _INTS = ("I32", "U32")
@@ -38,13 +38,13 @@ _REFUSED = {"weight_zero_point": "symmetric", "weight_g_idx": "actorder", "weigh
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out_features, in_features] that the checkpoint holds packed.
+    """A weight [out_features, in_features] that the checkpoint holds packed, or a stack of them as the model has it.
 
     place: of its integers or codes. parts: names of the tensors that it is kept as, by role: data, scales, and as the
     layout has them zero_points, order, shape and those of `checkpoint.coded`.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     place: TensorPlace
     parts: Mapping[str, str]
 
@@ -151,7 +151,8 @@ def quantized_tensors(packing: Packing, packed: Mapping[str, PackedWeight], fold
             f"{folder}: expected packed weights whose rows are a multiple of {min(GROUP_SIZES)} numbers, found rows of "
             f"{min(weight.shape[1] for weight in packed.values())}; use the checkpoint in floating point"
         )
-    return QuantizedTensors(group_size, dict.fromkeys(packed, packing.bits), packing.zero_points, packing.ordered)
+    bits, is_mxfp4 = dict.fromkeys(packed, packing.bits), packing.layout == MXFP4
+    return QuantizedTensors(group_size, bits, packing.zero_points, packing.ordered, is_mxfp4)
 
 
 def _refuse_others(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> None:

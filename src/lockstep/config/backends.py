@@ -42,9 +42,9 @@ class BackendSettings:
     built_on: parts of this package besides its folder that it uses.
     runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
     precisions.
-    zero_points: of checkpoints that were quantised with other ones than the middle. fp16_activations: precisions of
-    float32 graphs whose engines have float16 activations; they are held to the tolerances of fp16, where these are
-    larger.
+    zero_points: of checkpoints that were quantised with other ones than the middle. mxfp4: codes of weights.
+    fp16_activations: precisions of float32 graphs whose engines have float16 activations; they are held to the
+    tolerances of fp16, where these are larger.
     missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
     can. module: that its interpreter must have, where the config names one.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
@@ -64,6 +64,7 @@ class BackendSettings:
     runs_ranks: bool = False
     runs_adapters: tuple[str, ...] = ()
     zero_points: bool = True
+    mxfp4: bool = False
     fp16_activations: tuple[str, ...] = ()
     missing: Callable[[], str | None] = lambda: None
     module: str = ""

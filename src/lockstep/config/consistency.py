@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, is_fp8
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.messages import Problem, describe
-from lockstep.config.packing import largest_group, precision_of
+from lockstep.config.packing import MXFP4, Packing, largest_group, precision_of
 from lockstep.config.sources import CheckpointShape, read_shape
 from lockstep.config.types import Device, Limits, ModelConfig, Prompt
 from lockstep.targets import is_quantized
@@ -173,12 +173,14 @@ def _group_problems(
                 place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
                 text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
                 yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")
-            elif not is_quantized(precision) or packing is None or settings_of(backend).zero_points:
-                continue
-            elif packing.zero_points or packing.ordered:
-                what = "zero points of the weights' own" if packing.zero_points else "activation order (desc_act)"
+            elif is_quantized(precision) and packing and not _takes(settings_of(backend), packing):
+                what = packing.beyond_integers
                 text = f"expected none of {backend}, which takes no {what} ({path})"
                 yield Problem(("models", name, "backends"), f"{text}, with {precision}; found one")
+
+
+def _takes(settings: BackendSettings, packing: Packing) -> bool:
+    return settings.mxfp4 if packing.layout == MXFP4 else settings.zero_points or not packing.beyond_integers
 
 
 def shape_problems(

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from lockstep.config.backends import backends
-from lockstep.config.packing import Packing, precision_of
+from lockstep.config.packing import MXFP4, Packing, precision_of
 from lockstep.config.sources import GgufSource, HubSource, RandomSource, parse_source, read_shape
 
 # The longest requests that a first config asks for: enough to chat, and checked to their last token in minutes.
@@ -36,6 +36,8 @@ def choose(parameters: int | None, packing: Packing | None) -> Choice:
     on_gpu = cuda.missing() is None and cuda.cannot_run({}) is None
     backend = "cuda" if on_gpu else "onnxruntime"
     if packing is not None:
+        if packing.layout == MXFP4:  # which OpenVINO multiplies with; ONNX Runtime decodes it first
+            backend = "openvino" if backends()["openvino"].missing() is None else "onnxruntime"
         return Choice(precision_of(packing.bits), backend, "as the checkpoint is quantised")
     if on_gpu:
         return Choice("fp16", backend, "there is a GPU here; also w8a16, w4a16")

@@ -15,14 +15,17 @@ each group of a row:
   symmetric `weight_zero_point`, as signed: int32 [out_features * bits / 32 (rounded up), num_groups], or int8
   [out_features, num_groups].
 
-GPTQ with activation order (`desc_act`) has groups of columns that lie apart, as `g_idx` says. The others are read as
-the numbers that they stand for:
+GPTQ with activation order (`desc_act`) has groups of columns that lie apart, as `g_idx` says. The others are codes, and
+read as the numbers that they stand for; those of mxfp4 are bound as they are in w4a16:
 
 - fp8: `weight` e4m3 [out_features, in_features], times `weight_scale_inv` or `weight_scale`: one for the weight, for
   each row, or for each block of `weight_block_size` (`block_structure`).
 - nvfp4: two e2m1 a byte, the first in the low half, [out_features, in_features / 2], with `weight_scale` e4m3
   [out_features, in_features / 16] and a scale of the weight: compressed-tensors has `weight_packed` and divides by
   `weight_global_scale`, modelopt has `weight` and multiplies by `weight_scale_2`.
+- mxfp4 (GPT-OSS's experts): two e2m1 a byte, the first in the low half, `<name>_blocks` [num_experts, out_features,
+  in_features / 32, 16] times two to the power of `<name>_scales` (e8m0, a byte) [num_experts, out_features,
+  in_features / 32]. The model has the stack `<name>` as [num_experts, in_features, out_features].
 - bitsandbytes: places in a table of 16 (`weight.quant_map`), two a byte, the first in the high half, as one row, with
   `weight.absmax` for each block of them, itself kept so in 8 bits as a rule; or `weight` int8 with `SCB` / 127 a row.
 """
@@ -42,6 +45,7 @@ KEY = "quantization_config"
 _BITS = (4, 8)
 _PLAIN_INT8 = ("int-quantized", "naive-quantized")
 INTEGERS = ("gptq", "gptq_v2", "awq", "packed", "int8")  # layouts; others are codes of numbers
+MXFP4, MXFP4_GROUP = "mxfp4", 32
 # {format of compressed-tensors: bits, strategies and group sizes of its weights of type float}.
 _FP8_STRATEGIES = (8, ("tensor", "channel", "block"), (None,))
 _FLOAT_STYLES: dict[str, tuple[int, tuple[str, ...], tuple[int | None, ...]]] = {
@@ -49,7 +53,7 @@ _FLOAT_STYLES: dict[str, tuple[int, tuple[str, ...], tuple[int | None, ...]]] = 
     "naive-quantized": _FP8_STRATEGIES,
     "nvfp4-pack-quantized": (4, ("tensor_group",), (16,)),
 }
-_METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes")
+_METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", MXFP4)
 _ACTIVATIONS, _CACHE = "activations", "KV caches"
 
 
@@ -57,7 +61,7 @@ _ACTIVATIONS, _CACHE = "activations", "KV caches"
 class Packing:
     """The layout of a checkpoint's packed weights.
 
-    layout: "gptq", "gptq_v2", "awq", "packed" or "int8" (of compressed-tensors), or of codes "fp8", "nvfp4",
+    layout: "gptq", "gptq_v2", "awq", "packed" or "int8" (of compressed-tensors), or of codes "fp8", "mxfp4", "nvfp4",
     "modelopt_nvfp4", "bnb4" or "bnb8". group_size: of the checkpoint; None: one scale a row. zero_points: whether they
     may be others than the middle. ordered: whether groups are of columns in another order. block: [rows, columns] that
     share a scale of fp8. ignored: what config.json asks for that is not computed here.
@@ -73,8 +77,17 @@ class Packing:
 
     @property
     def stays(self) -> bool:
-        """Return whether graphs of w8a16 and w4a16 take the integers; else weights are the numbers they stand for."""
-        return self.layout in INTEGERS
+        """Return whether graphs of w8a16 and w4a16 take what is stored; else weights are the numbers it stands for."""
+        return self.layout in (*INTEGERS, MXFP4)
+
+    @property
+    def beyond_integers(self) -> str:
+        """Return what graphs of quantised precisions take beside integers and scales; empty where that is all."""
+        if self.layout == MXFP4:
+            return "codes of MXFP4"
+        if self.zero_points:
+            return "zero points of the weights' own"
+        return "activation order (desc_act)" if self.ordered else ""
 
     def described(self) -> str:
         """Return what a user should know of how weights are read; empty where nothing is."""
@@ -138,6 +151,7 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
         "fbgemm_fp8": _fp8,
         "modelopt": _modelopt,
         "bitsandbytes": _bitsandbytes,
+        MXFP4: lambda _: Packing(MXFP4, 4, MXFP4_GROUP),
     }
     if method not in readers:
         expected = f"{', '.join(_METHODS)}, or no quantization_config where the weights are in floating point"

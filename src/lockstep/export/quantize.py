@@ -10,7 +10,8 @@ out, so what the graph says is a product with the dequantised weight. In w8a8 an
 in the groups of the weight, by nodes of the graph (`onnx_tools.int8_rounding`); but not those of experts. An embedding
 that is tied to such a weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`,
 on the same two tensors. So does the `GatherND` of a stack `[num_experts, out_features, in_features]`, whose slots hold
-the experts' integers and scales one after another.
+the experts' integers and scales one after another. A stack of MXFP4, `[num_experts, in_features, out_features]`, is
+gathered as the checkpoint's codes and shared exponents, which two tables of the graph turn into numbers.
 
 In w8a8-fp8 weights and activations are e4m3 numbers (`onnx_tools.fp8_products`), but not experts, nor a head that is
 tied to the embedding.
@@ -35,11 +36,13 @@ from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, 
 from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS, ROW, has_8_bit_activations, is_fp8
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
+from lockstep.config.packing import MXFP4_GROUP
 from lockstep.errors import InputError, note
 from lockstep.onnx_tools import fp8_products
 from lockstep.onnx_tools.int8_rounding import rounding
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.weights.mxfp4 import e2m1_pairs, e8m0
 
 _DOMAIN = "com.microsoft"
 _OF_LAYERS = ("previous.", "current.")  # how slots of a layer's weights are called in the blocks' graphs
@@ -197,9 +200,9 @@ def _choose(
             f"precision {precision}: expected weights whose groups are of neighbours, found a checkpoint with "
             "activation order (desc_act); choose a precision with activations of 16 bits"
         )
-    fp8 = is_fp8(precision)
+    fp8, is_mxfp4 = is_fp8(precision), already is not None and already.mxfp4
     in_full = fp8 or already is not None and (already.zero_points or already.ordered)
-    uses = list(_uses(files, assembly, precision, head_bits, in_full))
+    uses = list(_uses(files, assembly, precision, head_bits, in_full, is_mxfp4))
     if already is not None:
         uses = [replace(use, bits=_bits_already(use, already)) for use in uses]
     if fp8:
@@ -236,14 +239,18 @@ def _bits_already(use: _Use, already: QuantizedTensors) -> int | None:
 
 
 def _uses(
-    files: Mapping[str, bytes], assembly: Assembly, precision: str, head_bits: int, embeds_in_full: bool
+    files: Mapping[str, bytes], assembly: Assembly, precision: str, head_bits: int, embeds_in_full: bool, is_mxfp4: bool
 ) -> Iterator[_Use]:
     """Yield the slots of all blocks; of embeddings, which read what products read as well as it is, only on request."""
     for name, graph in assembly.classes.items():
         columns = {slot.name: slot.sizes[-1] for slot in graph.signature.slots}
         rewriter = Rewriter(onnx.ModelProto.FromString(files[graph.file]))
-        stacks = {node.input[0] for node in rewriter.nodes if node.op_type == "GatherND"}
-        able = {**_products(rewriter, columns), **_stacks(rewriter, columns)}.keys() - _routers(rewriter, columns)
+        gathered = {node.input[0] for node in rewriter.nodes if node.op_type == "GatherND"}
+        stacks = {slot.name for slot in graph.signature.slots if slot.name in gathered and len(slot.shape) == 3}
+        found = _stacks(rewriter, columns, is_mxfp4)
+        if is_mxfp4:
+            columns |= {slot: rewriter.shape(slot)[1] for slot in found}
+        able = {**_products(rewriter, columns), **found}.keys() - _routers(rewriter, columns)
         follows = () if embeds_in_full else _embeddings(rewriter, columns)
         for slots in _places(assembly, name):
             for slot, tensors in slots.items():
@@ -296,8 +303,11 @@ def _routers(graph: Rewriter, slots: Collection[str]) -> set[str]:
     return {slot for slot, node in _products(graph, slots).items() if node.output[0] in chosen}
 
 
-def _stacks(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
-    """Return {slot: its GatherND} of stacks of which each row takes one matrix, to multiply it with itself."""
+def _stacks(graph: Rewriter, slots: Collection[str], transposed: bool) -> dict[str, onnx.NodeProto]:
+    """Return {slot: its GatherND} of stacks of which each row takes one matrix, to multiply it with itself.
+
+    transposed: matrices are `[in_features, out_features]`.
+    """
     found = {}
     for slot in slots:
         readers = graph.consumers.get(slot, [])
@@ -305,8 +315,9 @@ def _stacks(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto
             continue
         gather = readers[0]
         products = graph.consumers.get(gather.output[0], [])
-        is_first = len(products) == 1 and products[0].op_type == "MatMul" and products[0].input[0] == gather.output[0]
-        if is_first and gather.input[0] == slot and not attributes_of(gather).get("batch_dims", 0):
+        is_product = len(products) == 1 and products[0].op_type == "MatMul"
+        is_factor = is_product and products[0].input[int(transposed)] == gather.output[0]
+        if is_factor and gather.input[0] == slot and not attributes_of(gather).get("batch_dims", 0):
             found[slot] = gather
     return found
 
@@ -335,14 +346,17 @@ def _rewritten(
         return _with_fp8(graph, data, bits, quantized)
     rewriter = Rewriter(onnx.ModelProto.FromString(data))
     size = quantized.group_size
-    products, stacks, embeddings = (find(rewriter, bits) for find in (_products, _stacks, _embeddings))
+    products, embeddings = _products(rewriter, bits), _embeddings(rewriter, bits)
+    stacks = _stacks(rewriter, bits, quantized.mxfp4)
     rounded: dict[str, str] = {}  # by activation
     places = {id(node): place for place, node in enumerate(rewriter.nodes)}
     for slot, node in sorted({**products, **stacks, **embeddings}.items(), key=lambda item: places[id(item[1])]):
         *rows, columns = rewriter.shape(slot)
+        if quantized.mxfp4:
+            rows[-1], columns = columns, rows[-1]
         types = [
             (onnx.TensorProto.UINT8, [*rows, columns // size, size * bits[slot] // 8]),
-            (onnx.TensorProto.FLOAT, [*rows, columns // size]),
+            (onnx.TensorProto.UINT8 if quantized.mxfp4 else onnx.TensorProto.FLOAT, [*rows, columns // size]),
         ]
         if quantized.zero_points:
             types.append((onnx.TensorProto.UINT8, [*rows, (columns // size * bits[slot] + 7) // 8]))
@@ -359,6 +373,8 @@ def _rewritten(
                 rounded[activation] = nodes[-1].output[0]
             node.input[0] = rounded.get(activation, activation)
             rewriter.replace(node, *nodes, *_product(node, parts, {**sizes, "K": columns, "N": rows[0]}))
+        elif quantized.mxfp4:
+            rewriter.replace(node, *_mxfp4_stack(rewriter, node, parts, [rows[-1], columns]))
         elif slot in stacks:
             rewriter.replace(node, *_stack(rewriter, node, parts, sizes, [*rows, columns * bits[slot] // 8]))
         else:
@@ -428,6 +444,40 @@ def _stack(
         helper.make_node("Reshape", [ids, f"{out}/flat"], inputs[1:2], f"{node.name}/ids"),
         helper.make_node("GatherBlockQuantized", inputs, [out], node.name, domain=_DOMAIN, **axes, **sizes),
     ]
+
+
+def _mxfp4_stack(
+    graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], shape: Sequence[int]
+) -> list[onnx.NodeProto]:
+    """Return the nodes that gather experts and turn codes into numbers; shape: [out_features, in_features]."""
+    (out,), (data, scales), ids = node.output, parts, node.input[1]
+    rows, columns = shape
+    pairs, powers = graph.constant("mxfp4/pairs", e2m1_pairs()), graph.constant("mxfp4/powers", e8m0())
+    groups = graph.constant(f"{out}/groups", np.array([-1, rows, columns // MXFP4_GROUP, MXFP4_GROUP], np.int64))
+    whole = graph.constant(f"{out}/whole", np.array([-1, rows, columns], np.int64))
+    last = graph.constant(f"{out}/last_axis", np.array([-1], np.int64))
+
+    def looked_up(table: str, slot: str) -> list[onnx.NodeProto]:
+        gathered, places, numbers = (f"{out}/{slot.rpartition('.')[2]}/{step}" for step in ("of_rows", "ids", "of_ids"))
+        return [
+            helper.make_node("GatherND", [slot, ids], [gathered]),
+            helper.make_node("Cast", [gathered], [places], to=onnx.TensorProto.INT32),
+            helper.make_node("Gather", [table, places], [numbers]),
+        ]
+
+    codes, exponents = looked_up(pairs, data), looked_up(powers, scales)
+    made = [
+        *codes,
+        helper.make_node("Reshape", [codes[-1].output[0], groups], [f"{out}/in_groups"]),
+        *exponents,
+        helper.make_node("Unsqueeze", [exponents[-1].output[0], last], [f"{out}/factors"]),
+        helper.make_node("Mul", [f"{out}/in_groups", f"{out}/factors"], [f"{out}/scaled"]),
+        helper.make_node("Reshape", [f"{out}/scaled", whole], [f"{out}/rows"]),
+        helper.make_node("Transpose", [f"{out}/rows"], [out], perm=[0, 2, 1]),
+    ]
+    for each in made:
+        each.name = f"{node.name}/{each.output[0].removeprefix(f'{out}/')}"
+    return made
 
 
 def _embedding(

@@ -31,7 +31,7 @@ class Rewriter:
         self.producers = {name: node for node in self.nodes for name in node.output if name}
         self.consumers: dict[str, list[NodeProto]] = {}
         for node in self.nodes:
-            for name in node.input:
+            for name in reads(node):
                 self.consumers.setdefault(name, []).append(node)
         self._instead: dict[int, list[NodeProto]] = {}
         self._first: list[NodeProto] = []
@@ -116,8 +116,14 @@ def upstream(nodes: Sequence[NodeProto], names: Iterable[str], stops: Collection
     needed = set(names)
     for node in reversed(nodes):
         if any(name in needed and name not in stops for name in node.output):
-            needed.update(node.input)
+            needed.update(reads(node))
     return needed
+
+
+def reads(node: NodeProto) -> list[str]:
+    """Return the inputs of a node, and of the nodes of its branches."""
+    branches = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    return [*node.input, *(name for branch in branches for inner in branch.node for name in reads(inner))]
 
 
 def attributes_of(node: NodeProto) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from functools import cache
 import numpy as np
 
 from lockstep.checkpoint.coded import NVFP4_GROUP, BlockState
-from lockstep.config.packing import Packing
+from lockstep.config.packing import MXFP4, Packing
+from lockstep.weights.mxfp4 import e2m1_pairs, e8m0, mxfp4_numbers
 from lockstep.weights.packed import PackedValues, row_blocks
 
-_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _OF_INT8 = np.float32(1 / 127)  # bitsandbytes: SCB is the largest magnitude of a row
 
 
@@ -33,22 +33,25 @@ def e4m3() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Coded:
-    """A weight of `shape` [out_features, in_features] that is kept as codes.
+    """A weight of `shape` [out_features, in_features], or of a stack's, that is kept as codes.
 
-    arrays: its tensors by role (`checkpoint.packed.PackedWeight`).
+    Rows of a stack are its matrices. arrays: its tensors by role (`checkpoint.packed.PackedWeight`).
     """
 
     packing: Packing
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     arrays: Mapping[str, np.ndarray]
 
     def blocks(self) -> Iterator[slice]:
         """Return the rows that are decoded together, in order."""
+        if len(self.shape) == 3:
+            return (slice(number, number + 1) for number in range(self.shape[0]))
         return row_blocks(self.shape)
 
     def numbers(self, rows: slice) -> np.ndarray:
-        """Return the numbers that some rows stand for, float32 [rows, in_features]."""
-        decode = {"fp8": self._fp8, "bnb4": self._bnb4, "bnb8": self._bnb8}.get(self.packing.layout, self._nvfp4)
+        """Return the numbers that some rows stand for, float32 [rows, in_features], or [rows, ...] of a stack."""
+        known = {"fp8": self._fp8, MXFP4: self._mxfp4, "bnb4": self._bnb4, "bnb8": self._bnb8}
+        decode = known.get(self.packing.layout, self._nvfp4)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is read
             return decode(rows)
 
@@ -60,8 +63,8 @@ class Coded:
 
     def _fp8(self, rows: slice) -> np.ndarray:
         scales = self.arrays["scales"]
-        if scales.dtype == np.uint8:  # e8m0: a power of two
-            scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+        if scales.dtype == np.uint8:
+            scales = e8m0()[scales]
         scales = scales.astype(np.float32)
         if self.packing.block is None:
             scales = self.row_scales()[rows, None]
@@ -74,13 +77,15 @@ class Coded:
         """Return the scale of each row of fp8 that has no blocks, float32 [out_features]."""
         return np.broadcast_to(self.arrays["scales"].astype(np.float32).reshape(-1), self.shape[:1])
 
+    def _mxfp4(self, rows: slice) -> np.ndarray:
+        return mxfp4_numbers(self.arrays["data"][rows], self.arrays["scales"][rows]).swapaxes(1, 2)
+
     def _nvfp4(self, rows: slice) -> np.ndarray:
         scales, whole = e4m3()[self.arrays["scales"][rows]], self.arrays["whole"].astype(np.float32).reshape(-1)[0]
         with np.errstate(divide="ignore"):
             scales = scales * whole if self.packing.layout == "modelopt_nvfp4" else scales / whole
         packed = self.arrays["data"][rows]
-        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-        return np.concatenate([_E2M1, -_E2M1])[codes] * scales.repeat(NVFP4_GROUP, axis=1)
+        return e2m1_pairs()[packed].reshape(len(packed), -1) * scales.repeat(NVFP4_GROUP, axis=1)
 
     def _bnb8(self, rows: slice) -> np.ndarray:
         return self.arrays["data"][rows].astype(np.float32) * self.arrays["scales"][rows, None] * _OF_INT8

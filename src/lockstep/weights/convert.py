@@ -5,14 +5,15 @@ Needs no torch.
 Where all floats have that precision already nothing is copied: the manifest points into the checkpoint. Else all
 tensors go, cast and one piece at a time, into one `weights.safetensors` beside the manifest, the same bytes each time.
 In quantised precisions the tensors that the assembly names are integers or e4m3 numbers with scales there
-(`artifacts.quantized`).
+(`artifacts.quantized`), but for those that the checkpoint has as they are bound: the manifest points to these.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.dtypes import COMPUTE_NAMES, FLOAT_DTYPES, PRECISION_DTYPES, QUANTIZATIONS, ROW, base_precision
 from lockstep.artifacts.files import remove_leftovers
+from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
@@ -55,7 +57,9 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
         remove_leftovers(path)
     if quantized is None and not source.packed and source.float_dtypes() <= {dtype}:
         stale = [path for path in stale_files(out, ()) if path.name == WEIGHTS]
-        _point_into(source, precision, out).save(out)
+        _check_finite(source)
+        pointed = _pointed(source, source.tensors, out)
+        WeightsManifest.of(precision, pointed.files, pointed.tensors).save(out)
         for path in stale:  # of an earlier checkpoint; nothing names it any more
             path.unlink()
     else:
@@ -65,11 +69,11 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
                 stack.enter_context(replacing(out, (WEIGHTS,)))
                 out.unlink(missing_ok=True)  # a kill must not leave it beside weights that it does not describe
 
+            kept = _pointed(source, source.kept(quantized), out)
             file, tensors = write_cast(source, dtype, out.with_name(WEIGHTS), before_replaced, quantized)
             remember(out.with_name(WEIGHTS), file.sha256)
-            WeightsManifest.of(precision, (file,), tensors, None if quantized is None else quantized.group_size).save(
-                out
-            )
+            size = None if quantized is None else quantized.group_size
+            WeightsManifest.of(precision, (file, *kept.files), {**tensors, **kept.tensors}, size).save(out)
     return out
 
 
@@ -100,8 +104,8 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
                 f"{source.folder}: expected tensor {name!r}, found none of this name; does config.json belong to these"
                 " weights?"
             )
-        size = found.quantization.group_size
-        fits = len(place.shape) == 2 if size == ROW else len(place.shape) in (2, 3) and not place.shape[-1] % size
+        size, inner = found.quantization.group_size, 1 if found.quantization.mxfp4 else -1
+        fits = len(place.shape) == 2 if size == ROW else len(place.shape) in (2, 3) and not place.shape[inner] % size
         if not fits or place.dtype not in FLOAT_DTYPES:
             raise InputError(
                 f"{source.words(name)}: expected floats [out_features, in_features] with in_features a multiple of the "
@@ -122,7 +126,7 @@ def _check_packed(source: Source, wanted: QuantizedTensors, assembly_json: Path)
     own = source.manifest.quantization
     for name, bits in wanted.bits.items():
         found = own.bits.get(name) if own else None
-        if own is None or found != bits or (own.zero_points, own.ordered) != (wanted.zero_points, wanted.ordered):
+        if own is None or found != bits or _form(own) != _form(wanted):
             raise InputError(
                 f"{assembly_json}: expected {name!r} as the checkpoint has it quantised, found {bits} bits in the "
                 f"graphs, {found or 'none'} in {source.folder}; export again"
@@ -134,19 +138,33 @@ def _check_packed(source: Source, wanted: QuantizedTensors, assembly_json: Path)
             )
 
 
-def _point_into(source: Source, precision: str, out: Path) -> WeightsManifest:
-    """Return a manifest that points into the checkpoint.
+def _form(quantized: QuantizedTensors) -> tuple[bool, bool, bool]:
+    return quantized.zero_points, quantized.ordered, quantized.mxfp4
 
-    Its numbers are read first: InputError where one is not finite.
-    """
+
+def _check_finite(source: Source) -> None:
+    """Read all floats of a checkpoint. Raises InputError where one is not finite."""
     buffer = np.empty(PIECE_BYTES, np.uint8)
     for name, place in source.tensors.items():
         if place.dtype in FLOAT_DTYPES:
             for _ in source.finite_pieces(name, buffer):
                 pass
+
+
+@dataclass(frozen=True)
+class _Pointed:
+    """Tensors of the checkpoint, and its files that hold them, by the paths that the manifest has."""
+
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, TensorPlace]
+
+
+def _pointed(source: Source, tensors: Mapping[str, TensorPlace], out: Path) -> _Pointed:
+    used = {place.file for place in tensors.values()}
+    paths = {name: _recorded_path(source, name, out) for name in sorted(used)}
     recorded = {file.path: file for file in source.manifest.files}
-    here = WeightsManifest.of(precision, tuple(recorded[file] for file in source.files()), source.tensors)
-    return here.moved(lambda file: _recorded_path(source, file, out))
+    files = tuple(replace(recorded[name], path=path) for name, path in paths.items())
+    return _Pointed(files, {name: replace(place, file=paths[place.file]) for name, place in tensors.items()})
 
 
 def _recorded_path(source: Source, name: str, out: Path) -> str:

@@ -37,7 +37,7 @@ class Packed:
     """
 
     packing: Packing
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     arrays: Mapping[str, np.ndarray]
 
     def blocks(self) -> Iterator[slice]:
@@ -138,7 +138,7 @@ class Packed:
         return np.repeat(values, ours // values.shape[1], axis=1)
 
 
-def row_blocks(shape: tuple[int, int]) -> Iterator[slice]:
+def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     """Return the rows of a weight that are read together, in order: eight or a multiple, but for the last."""
     rows, columns = shape
     step = max(_ROWS, _BLOCK // columns // _ROWS * _ROWS)

@@ -30,6 +30,7 @@ from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
+from lockstep.weights.mxfp4 import mxfp4_numbers
 
 
 class Tensors(Protocol):
@@ -116,7 +117,7 @@ class Weights:
         has_zeros, ordered = (
             any(part(name) in self._tensors for name in names) for part in (zero_points_name, order_name)
         )
-        return QuantizedTensors(self.group_size, bits, has_zeros, ordered)
+        return QuantizedTensors(self.group_size, bits, has_zeros, ordered, any(map(self._is_mxfp4, names)))
 
     def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors under their names in the checkpoint, sorted.
@@ -132,13 +133,15 @@ class Weights:
         """Return the numbers of a quantised tensor, float32.
 
         They are what its integers, scales and zero points stand for, [out_features, in_features]; of a stack
-        [num_experts, out_features, in_features].
+        [num_experts, out_features, in_features], but for one of MXFP4.
         """
         data, scales = self[data_name(name)], self[scales_name(name)]
         if self.group_size == ROW:
             if data.ndim != 2 or scales.shape != data.shape[:1]:
                 self._refuse_scales(name, "row", data, scales)
             return e4m3.dequantize(data, scales)
+        if self._is_mxfp4(name):
+            return mxfp4_numbers(data, scales).swapaxes(1, 2)
         zeros = self[zero_points_name(name)] if zero_points_name(name) in self._tensors else None
         kept = None
         if data.ndim in (3, 4) and self.group_size:
@@ -158,6 +161,9 @@ class Weights:
             f"{self.manifest_path}: expected tensor {name!r} with a scale for each {of}, found "
             f"{list(data.shape)} with {list(scales.shape)}; convert the checkpoint again"
         )
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return self.info(scales_name(name)).dtype == "U8"
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._key(name) in self._tensors

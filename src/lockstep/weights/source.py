@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.dtypes import DTYPE_BITS, FLOAT_DTYPES, INTEGER_DTYPES, numpy_dtype
 from lockstep.artifacts.places import TensorPlace
+from lockstep.artifacts.quantized import QuantizedTensors, data_name, scales_name
 from lockstep.checkpoint.language import language_tensors
 from lockstep.checkpoint.packed import PackedWeight, packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
@@ -21,6 +22,7 @@ from lockstep.config.packing import INTEGERS, Packing, packing_of
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.weights.coded import Coded
+from lockstep.weights.mxfp4 import NO_NUMBER
 from lockstep.weights.packed import Packed, PackedValues
 from lockstep.weights.scan import NonFinite, count_non_finite, is_finite, largest_bits
 
@@ -64,6 +66,25 @@ class Source:
         coded = self._open(name)
         assert isinstance(coded, Coded)  # of a layout of codes
         return coded
+
+    def kept(self, quantized: QuantizedTensors | None) -> dict[str, TensorPlace]:
+        """Return the parts of `quantized` that lie in the checkpoint as they are bound: those of MXFP4.
+
+        Raises InputError for a shared exponent that stands for no number.
+        """
+        places, found = self.manifest.tensors, dict[str, TensorPlace]()
+        if quantized is None or not quantized.mxfp4:
+            return found
+        raw = replace(self, tensors=places, packed={})
+        for name in quantized.bits:
+            data, scales = (self.packed[name].parts[role] for role in ("data", "scales"))
+            if (raw.array(scales) == NO_NUMBER).any():
+                raise InputError(
+                    f"{raw.words(scales)}: expected finite numbers, found the exponent {NO_NUMBER}, which is none; "
+                    f"download this file again"
+                )
+            found |= {data_name(name): places[data], scales_name(name): places[scales]}
+        return found
 
     def float_dtypes(self) -> set[str]:
         return {place.dtype for place in self.tensors.values() if place.dtype in FLOAT_DTYPES}

@@ -60,7 +60,7 @@ def write_cast(
 ) -> tuple[StoredFile, dict[str, TensorPlace]]:
     """Write all tensors of `source` to the safetensors file `path`.
 
-    Floats are written as `dtype`, those of `quantized` as integers with scales.
+    Floats are written as `dtype`, those of `quantized` as integers with scales, unless the checkpoint has just these.
 
     Returns the file and the tensors of the weights manifest beside it. `before_rename` is called when the file is
     complete and not yet in place. On any error `path` stays as it was.
@@ -113,6 +113,8 @@ def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: Quantized
     for name, place in tensors.items():
         if quantized is None or name not in quantized.bits:
             stored[name] = Stored(name, dtype if place.dtype in FLOAT_DTYPES else place.dtype, place.shape)
+            continue
+        if quantized.mxfp4:  # it stays where it is
             continue
         bits, (*rows, columns) = quantized.bits[name], place.shape
         if quantized.group_size == ROW:

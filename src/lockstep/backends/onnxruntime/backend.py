@@ -23,13 +23,14 @@ import onnxruntime as ort
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.dtypes import has_8_bit_activations, is_fp8, named_dtype, onnx_dtype
 from lockstep.artifacts.files import write_bytes
+from lockstep.artifacts.quantized import is_data
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built
 from lockstep.backends.cpu import thread_count
 from lockstep.backends.host import Declared, HostBackend
 from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.int8_products import int8_products
-from lockstep.backends.onnxruntime.int8_rows import rows_keep_their_bits
+from lockstep.backends.onnxruntime.row_bits import decoded_rows_keep_their_bits, rows_keep_their_bits
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.group_experts import group_experts
@@ -62,13 +63,20 @@ class OnnxRuntimeBackend(HostBackend):
     batch_invariant = True
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
-        if not has_8_bit_activations(assembly.precision) or assembly.quantization is None or is_fp8(assembly.precision):
+        def opened(model: bytes) -> ort.InferenceSession:
+            return _session(model, _settings(_LEVELS["basic"]), "a product")
+
+        quantized = assembly.quantization
+        if quantized is not None and quantized.mxfp4:
+            slots = (slot for graph in assembly.classes.values() for slot in graph.signature.slots)
+            shapes = {slot.sizes for slot in slots if is_data(slot.name)}
+            return all(
+                decoded_rows_keep_their_bits((rows, groups * quantized.group_size), opened)
+                for _, rows, groups, _ in sorted(shapes)
+            )
+        if not has_8_bit_activations(assembly.precision) or quantized is None or is_fp8(assembly.precision):
             return True
-        size = assembly.quantization.group_size
-        return all(
-            rows_keep_their_bits(bits, size, lambda model: _session(model, _settings(_LEVELS["basic"]), "a product"))
-            for bits in set(assembly.quantization.bits.values())
-        )
+        return all(rows_keep_their_bits(bits, quantized.group_size, opened) for bits in set(quantized.bits.values()))
 
     def version(self) -> str:
         return ort.__version__
@@ -120,15 +128,17 @@ class OnnxRuntimeProgram:
                 f"{engine_path}: expected an engine of ONNX Runtime, found a file that is none; build it again"
             ) from None
         # int8 products are those of packed weights alone: of others the library makes float32 ones, at each step
-        self._low_memory = low_memory and all(node.op_type != "MatMulNBits" for node in self._model.graph.node)
+        operators = {node.op_type for node in self._model.graph.node}
+        self._low_memory = low_memory and "MatMulNBits" not in operators
+        self._decodes = "If" in operators  # codes of weights: onnx_tools/group_experts.py
         self._inputs = WeightInputs(slots, {value.name for value in self._model.graph.input})
         _inputs_to_initializers(self._model.graph, self._inputs.declared, engine_path)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
         check_bound_slots(self._inputs.slots, slots, str(self._path))
         # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
-        # weights' memory.
-        level = "disabled" if self._low_memory or not slots else "basic"
+        # weights' memory. What is decoded at each run would be numbers, too.
+        level = "disabled" if self._low_memory or self._decodes or not slots else "basic"
         settings = _settings(_LEVELS[level], self._low_memory)
         model = onnx.ModelProto()
         model.CopyFrom(self._model)

@@ -10,6 +10,7 @@ SETTINGS = BackendSettings(
     precisions=(*_ADAPTED, "w8a8", "w4a8", "w8a8-fp8"),
     lacks="ONNX Runtime on CPU has no bf16 kernels",
     runs_ranks=True,
+    mxfp4=True,
     runs_adapters=_ADAPTED,
     fp32_part=0.5,  # the same library computes both: no difference is seen, and planted faults begin at 6e-5
 )

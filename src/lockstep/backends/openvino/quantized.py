@@ -1,10 +1,11 @@
 """Products with quantised weights, as OpenVINO's compressed weights.
 
-In: a graph with `MatMulNBits`; out: a model of OpenVINO. OpenVINO has no such operator. It knows a product whose weight
-is integers, less their zero point, times scales, and keeps the integers as they are; the zero point has to be of their
-type. With int8 activations such a product is fast and exact but for them (the plugin's dynamic quantisation), so
+In: a graph with `MatMulNBits`, or products with decoded MXFP4; out: a model of OpenVINO. It knows a product whose
+weight is integers, less their zero point, times scales, and keeps the integers as they are; the zero point has to be of
+their type. With int8 activations such a product is fast and exact but for them (the plugin's dynamic quantisation), so
 activations are cut in two int8 parts, as ONNX Runtime's backend does. Both parts of a row are two rows at least: one
-alone has a kernel of its own, which gives other bits.
+alone has a kernel of its own, which gives other bits. MXFP4 is a pair of types that products read, too; activations
+stay as they are there.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _opset = openvino.opset13
 
 @dataclass(frozen=True)
 class Weight(IntegerWeight):
-    """full: the input that stands for the weight until `compress`."""
+    """full: the input that stands for the weight until `compress`. is_mxfp4: it is codes and shared exponents."""
 
     full: str
+    is_mxfp4: bool = False
 
 
 def expand(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[Weight]]:
@@ -44,6 +46,11 @@ def expand(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[We
             full = graph.input(f"{embedding.data}/full", TensorProto.FLOAT, [embedding.rows, embedding.columns])
             weights.append(Weight(**vars(embedding), full=full))
             graph.replace(node, helper.make_node("Gather", [full, node.input[1]], node.output, axis=0))
+        if node.op_type == "If":
+            weights.append(weight := _decoded(graph, node))
+            graph.input(weight.full, TensorProto.FLOAT, [weight.rows, weight.columns])
+            rows = next(inner.input[0] for inner in _branch(node) if inner.op_type == "Gemm")
+            graph.replace(node, helper.make_node("Gemm", [rows, weight.full], node.output, transB=1))
         if node.op_type != "MatMulNBits":
             continue
         size, (x, data, scales, *more) = attributes_of(node), node.input
@@ -58,19 +65,36 @@ def expand(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[We
     return graph.finish(), weights
 
 
+def _branch(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    return list(attributes_of(node)["then_branch"].node)
+
+
+def _decoded(graph: Rewriter, node: onnx.NodeProto) -> Weight:
+    """Return the weight that a product of `group_experts` decodes, from codes [rows, num_groups, 16]."""
+    inputs = [name for inner in _branch(node) for name in inner.input if name in graph.inputs]
+    data, scales = sorted(inputs, key=lambda name: -len(graph.shape(name)))
+    rows, groups, size = graph.shape(data)
+    return Weight(data, scales, rows, groups * size * 2, size * 2, 4, f"{data}/full", is_mxfp4=True)
+
+
 def compress(model: Any, weights: list[Weight]) -> None:
     """Put integers and scales, inputs of the slots' names, in the place of the full weights."""
     inputs = {parameter.output(0).get_any_name(): parameter for parameter in model.get_parameters()}
     for weight in weights:
         full, groups = inputs[weight.full], weight.columns // weight.group_size
-        kind = openvino.Type.u4 if weight.bits == 4 else openvino.Type.u8
+        kind, scale_kind = openvino.Type.u4 if weight.bits == 4 else openvino.Type.u8, openvino.Type.f32
+        if weight.is_mxfp4:
+            kind, scale_kind = openvino.Type.f4e2m1, openvino.Type.f8e8m0
         data = _input(weight.data, kind, [weight.rows, groups, weight.group_size])
-        scales = _input(weight.scales, openvino.Type.f32, [weight.rows, groups, 1])
-        middle = np.array([128 if weight.bits == 8 else 8], np.uint8)
-        zero = openvino.op.Constant(tensor_on(middle, [1, 1, 1], kind), False)
-        number = _opset.subtract(_to_float(data), _to_float(zero))
+        scales = _input(weight.scales, scale_kind, [weight.rows, groups, 1])
+        if weight.is_mxfp4:
+            number, factor = _to_float(data), _to_float(scales)
+        else:
+            middle = np.array([128 if weight.bits == 8 else 8], np.uint8)
+            zero = openvino.op.Constant(tensor_on(middle, [1, 1, 1], kind), False)
+            number, factor = _opset.subtract(_to_float(data), _to_float(zero)), scales
         shape = np.array([weight.rows, weight.columns], np.int64)
-        dequantized = _opset.reshape(_opset.multiply(number, scales), shape, False)
+        dequantized = _opset.reshape(_opset.multiply(number, factor), shape, False)
         model.add_parameters([data, scales])
         replace(full.output(0), dequantized.output(0))
         model.remove_parameter(full)

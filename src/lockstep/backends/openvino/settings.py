@@ -13,6 +13,7 @@ def _missing() -> str | None:
 SETTINGS = BackendSettings(
     precisions=("fp32", "bf16", "w8a16", "w4a16", "w8a8", "w4a8"),
     zero_points=False,
+    mxfp4=True,
     lacks="OpenVINO computes fp16 in fp32 on most CPUs",
     unpinned=("openvino",),
     built_on=("backends/onnxruntime",),

@@ -126,10 +126,10 @@ def _check_weights(source: Source, weights: Weights) -> float:
         )  # quantised by whoever made the checkpoint: there is nothing to round
         wrong = np.argwhere(~(error <= (0 if exact else allowed + _ROUNDING)))
         if len(wrong):
-            row, column = map(int, wrong[0])
+            first = tuple(map(int, wrong[0]))
             raise CheckError(
                 f"{weights.manifest_path}: tensor {name!r}: expected numbers {_WITHIN[exact]} the checkpoint's, "
-                f"found {len(wrong)} that are not, the first at [{row}, {column}], off by {error[row, column]:.3g} "
+                f"found {len(wrong)} that are not, the first at {list(first)}, off by {error[first]:.3g} "
                 f"steps; convert the checkpoint again"
             )
         worst = max(worst, float(error.max(initial=0)))
@@ -139,12 +139,14 @@ def _check_weights(source: Source, weights: Weights) -> float:
 def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the error of each number, and what is allowed.
 
-    In steps of its group, both [out_features, in_features]. A number that lies beyond the last integer may be a whole
+    In steps of its group, both of the weight's shape. A number that lies beyond the last integer may be a whole
     step off.
     """
     place, group_size = source.tensors[name], weights.group_size
     assert group_size is not None  # checked before
     exact = source.array(name).astype(np.float64)
+    if weights.quantization is not None and weights.quantization.mxfp4:
+        return np.where(weights.dequantize(name) == exact, 0.0, np.inf), np.zeros(exact.shape)
     data, scales = weights[data_name(name)], weights[scales_name(name)].astype(np.float64)
     error = np.abs(weights.dequantize(name) - exact)
     if group_size == ROW:
