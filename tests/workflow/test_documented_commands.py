@@ -1,0 +1,122 @@
+"""The `lockstep` commands in blocks of the pages: each page's in order, by a shell, in a copy of the demo's run.
+
+`curl` lines are those of tests/unit/test_curl.py, `make` and `snakemake` those of other tests here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import REPOSITORY, TIMEOUT, Checkout
+
+import registry
+
+pytestmark = pytest.mark.long
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+# Their runs are those of test_locked.py, test_reproduce.py, test_interface.py and test_two_devices.py.
+ELSEWHERE_WHOLE = {"tutorial.md", "reproduce.md", "workflow.md", "devices.md"}
+COMMAND = re.compile(r"^(?: {4}|\$ )?(?:\.venv/bin/)?((?:lockstep [a-z]|openssl ).*)$", re.MULTILINE)
+# Commands that another machine is for.
+ELSEWHERE = {
+    "hf:": "the hub: tests/workflow/test_fetched.py asks a local one",
+    "SmolLM2": "the hub",
+    "smollm2/": "what `make real` makes",
+    "config device=": "GPUs: tests/workflow/test_two_devices.py",
+    "config/openvino.yaml": "a CPU with bf16 instructions: `make demo` has these targets",
+    "tensorrt_rtx": "builds for an RTX GPU: tests/workflow/test_committed_lock.py",
+    "--rebuilders": "two rebuilders' keys: tests/unit/test_publish.py",
+}
+MY_MODEL = """\
+models:
+  my-llama:
+    source: models/my-llama
+    layers: [2, all]
+    precisions: [fp16]
+limits: {max_batch_size: 4, max_num_tokens: 512, max_seq_len: 256, max_input_len: 128}
+"""
+# What a page takes for done.
+BEFORE = {"locking.md": ["lockstep run my.yaml"], "load.md": ["lockstep serve demo-llama/fp16"]}
+# Where a page's words stand for a reader's own.
+WORDS = {"/srv/adapters": "resources/demo-adapters", "rebuilder.key": "signer.key", "TARGET": "demo-llama/fp16/2"}
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of a page that run here, without what is said beside them."""
+    text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+    found = [re.sub(r"\s+(#.*|&\s*(#.*)?)$", "", match) for match in COMMAND.findall(text)]
+    return [command for command in found if not any(part in command for part in ELSEWHERE)]
+
+
+WITH_COMMANDS = [
+    page
+    for page in PAGES
+    if page.name not in ELSEWHERE_WHOLE and any(each.startswith("lockstep") for each in commands(page))
+]
+
+
+class Reader:
+    """Someone in a checkout, who types what a page says."""
+
+    def __init__(self, checkout: Checkout) -> None:
+        self.folder, self.words = checkout.folder, dict(WORDS)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `lockstep`, of the checkout's package
+        self.environment = {**checkout.environment(), "PATH": path, "LOCKSTEP_CACHE": str(self.folder / "cache")}
+        self.server: subprocess.Popen[str] | None = None
+
+    def types(self, command: str) -> None:
+        for word, own in self.words.items():
+            command = command.replace(word, own)
+        if command.startswith("lockstep serve"):
+            return self.serves(command)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self.folder, env=self.environment, text=True, capture_output=True,
+            stdin=subprocess.DEVNULL, timeout=TIMEOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+    def serves(self, command: str) -> None:
+        """Start a server, and leave it until the next."""
+        self.leaves()
+        words = shlex.split(re.sub(r" --(grpc-)?port \d+", "", command))
+        self.server = subprocess.Popen(
+            [*words, "--port", "0"], cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self.server.stdout is not None
+        found = re.match(r"ready: http://127\.0\.0\.1:(\d+) ", self.server.stdout.readline())
+        assert found is not None, command
+        self.words[":8000"] = f":{found[1]}"
+
+    def leaves(self) -> None:
+        if self.server is not None:
+            self.server.send_signal(signal.SIGTERM)
+            assert self.server.wait(60) == 0
+
+
+def test_most_pages_that_say_how_have_commands() -> None:
+    assert len(WITH_COMMANDS) >= 12
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_work(page: Path, first_run: Checkout, filled_cache: Path, tmp_path: Path) -> None:
+    checkout = first_run.copy(tmp_path / "checkout")
+    shutil.copytree(filled_cache, checkout.folder / "cache")
+    for part in ("examples", "locks"):
+        shutil.copytree(REPOSITORY / part, checkout.folder / part)
+    shutil.copytree(checkout.folder / "resources" / "demo-llama", checkout.folder / "models" / "my-llama")
+    (checkout.folder / "my.yaml").write_text(MY_MODEL)
+    reader = Reader(checkout)
+    with contextlib.ExitStack() as stack:
+        if page.name == "publish.md":
+            reader.words["registry.example.org"] = stack.enter_context(registry.running(tmp_path)).host
+        stack.callback(reader.leaves)
+        for command in [*BEFORE.get(page.name, ()), *commands(page)]:
+            reader.types(command)
