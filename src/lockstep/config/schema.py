@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from lockstep.artifacts.adapters import fetched_manifest
-from lockstep.artifacts.dtypes import is_fp8
 from lockstep.artifacts.fetched import folder_of, known
 from lockstep.config.backends import BackendSettings, backends, not_in_interpreter
 from lockstep.config.consistency import (
@@ -405,8 +404,10 @@ class Config(Section):
         See `BackendSettings`.
         """
         tolerance, settings = self.tolerance(model, precision, backend), self._settings(backend)
-        own = is_fp8(precision) and tolerance.block is None
-        return settings.compare_tolerance(precision, BESIDE_GRAPH[precision] if own else tolerance.beside_graph)
+        error = tolerance.beside_graph
+        if tolerance.block is None:  # what activations round to, or the precision of a backend's own
+            error = max(error, BESIDE_GRAPH[precision])
+        return settings.compare_tolerance(precision, error)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """Return what a backend's build is given (`engine.build`), as plain JSON.
