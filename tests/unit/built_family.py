@@ -1,4 +1,4 @@
-"""A family's random checkpoint, taken through the stages up to the engines of ONNX Runtime, in fp32."""
+"""A family's random checkpoint, taken through the stages up to the engines of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared import Shared
 NAME = "tiny"
 
 
-def built_family(shared: Shared, family: str) -> Path:
+def built_family(shared: Shared, family: str, precision: str = "fp32") -> Path:
     """Return the folder of `checkpoint` and `results`, made once a test run."""
 
     def build_family(root: Path) -> None:
@@ -28,12 +28,12 @@ def built_family(shared: Shared, family: str) -> Path:
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
         results = Results(root / "results")
         checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
-        convert(checkpoint, "fp32", results.weights(NAME, "fp32"))
+        convert(checkpoint, precision, results.weights(NAME, precision))
         export(
             resolve_architecture(str(folder), folder, results.architecture(NAME)),
-            "fp32",
-            results.assembly(NAME, "fp32"),
+            precision,
+            results.assembly(NAME, precision),
         )
-        build(results.assembly(NAME, "fp32"), "onnxruntime", results.engines(NAME, "fp32", "onnxruntime"))
+        build(results.assembly(NAME, precision), "onnxruntime", results.engines(NAME, precision, "onnxruntime"))
 
-    return shared.folder(f"families/{family}", build_family)
+    return shared.folder(f"families/{family}-{precision}", build_family)

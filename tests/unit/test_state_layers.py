@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from built_family import NAME, built_family
+from families import WITH_STATES
 from onnx import numpy_helper
 
 from lockstep.artifacts.assembly import Assembly
@@ -34,12 +35,12 @@ def root(request, shared):
     return built_family(shared, request.param)
 
 
-def open_model(root, **limits) -> Model:
+def open_model(root, precision="fp32", **limits) -> Model:
     results = Results(root / "results")
     return Model.open(
-        results.engines(NAME, "fp32", "onnxruntime"),
-        results.assembly(NAME, "fp32"),
-        results.weights(NAME, "fp32"),
+        results.engines(NAME, precision, "onnxruntime"),
+        results.assembly(NAME, precision),
+        results.weights(NAME, precision),
         **({"max_batch_size": 4, "max_seq_len": 128, "chunk_size": 32} | limits),
     )
 
@@ -80,6 +81,17 @@ def test_choices_and_swapped_and_aborted_requests_have_the_bits_of_each_alone(ro
         assert len(logits) == (3 if number == 1 else 30), (number, choice)
         np.testing.assert_array_equal(logits, expected, err_msg=f"request {number}, choice {choice}")
     assert tight.tables.pool.num_available == 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_in_fp16_a_request_has_the_bits_of_it_alone_in_company(shared, family):
+    """Buffers of a step are told apart by type: what a recurrence takes is float32 beside attention in float16."""
+    model = open_model(built_family(shared, family, "fp16"), "fp16")
+    requests = [Request(ids(length, length), 5, argmax) for length in (70, 9)]
+    found = run(Engine(model, max_num_tokens=40), *requests)
+    for number, request in enumerate(requests):
+        np.testing.assert_array_equal(found[number, 0], run(Engine(model), request)[0, 0])
 
 
 def check_golden(root) -> None:

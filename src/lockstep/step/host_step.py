@@ -361,7 +361,7 @@ class HostStep:
         """
         shape = tuple(self._dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
         shape = shape if first_dim is None else (first_dim, *shape[1:])
-        pair = self._buffers.setdefault((io.key, shape), [])
+        pair = self._buffers.setdefault((io.key, shape, io.dtype), [])  # a recurrence's key is wider than attention's
         if len(pair) < 2:
             pair.append(np.empty(shape, io.numpy_dtype))
             return pair[-1]
