@@ -63,14 +63,15 @@ def test_all_models_are_ready(triton: TritonServer) -> None:
 @pytest.mark.parametrize("model", TEXT)
 def test_texts_are_golden_s(triton: TritonServer, references: Results, model: str) -> None:
     golden = ReferenceManifest.load(references.reference("demo-llama", "all"))
-    assert golden.prompts
+    counts = []
     for prompt in golden.prompts:
         asked = {"text_input": prompt.text, "max_tokens": golden.max_new_tokens}
         whole = triton.generate(model, **asked, exclude_input_in_output=True)["text_output"]
         pieces = [event["text_output"] for event in triton.events(model, **asked, stream=True)]
         # A whole answer is decoded by itself, which takes the space off its start.
         assert "".join(pieces).strip() == whole.strip() == prompt.new_text.strip(), prompt.text
-        assert len(pieces) > 1
+        counts.append(len(pieces))
+    assert max(counts) > 1, "a reader that is slow gets what came meanwhile as one piece, not every time"
 
 
 @pytest.mark.parametrize("model", TEXT)
