@@ -31,19 +31,21 @@ OPTIONS = (
     options.choice("--precision", "fp16", "w8a16", "w4a16", help="Small weights in groups of 128."),
     options.number("--positions", 100_000, "Positions to compare.", most=10_000_000),
     options.number("--layers", 4, "Layers of the shape.", most=200),
+    options.number("--tensor-parallel", 1, "Ranks, each on a GPU of its own.", most=16),
     *options.ON_A_GPU[:-1],
 )  # fmt: skip
 
 
 def main(
-    shape: str, precision: str, positions: int, layers: int, backend: str, python: str | None, work: Path,
-    build_options: dict[str, Any], write: Path | None,
+    shape: str, precision: str, positions: int, layers: int, tensor_parallel: int, backend: str, python: str | None,
+    work: Path, build_options: dict[str, Any], write: Path | None,
 ) -> None:  # fmt: skip
     """Compare a request's logits alone with those beside others, bit by bit."""
     require(python, backend)
-    out = record_path(write, work, "-".join(["invariance", *([precision] if precision != "fp16" else [])]), backend)
+    more = [precision] * (precision != "fp16") + [str(tensor_parallel)] * (tensor_parallel > 1)
+    out = record_path(write, work, "-".join(["invariance", *more]), backend)
     config = read_json(config_of(shape)) | {"num_hidden_layers": layers}
-    lockstep.export_config(config, precision, work / "graphs", 1, 128)
+    lockstep.export_config(config, precision, work / "graphs", tensor_parallel, 128)
     names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out), "python": python}
     lockstep.run_in_python(
         python, "benchmarks.invariance:measure", **names, backend=backend, options=build_options, positions=positions
