@@ -15,6 +15,8 @@ INSIDE = {
     "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
     # `speculation`
     "runtime.speculative": "drafts, as `lockstep serve` is told of them",
+    # `invariance` and `speculation-gpu`
+    "verify.golden.drafted": "drafts with errors planted",
     # `serving` and `throughput`
     "serve.bodies": "a server on engines that are of no target",
     "serve.run": "the same",

@@ -20,7 +20,6 @@ from benchmarks.gpu import build_seconds, described, random_weights, record_path
 from benchmarks.measure import in_turn, read_json, recorder, spread
 from benchmarks.shapes import config_of
 from lockstep import Assembly, CheckError, Engine, Model, NgramDrafter, Request, Sampling, Speculation
-from lockstep.runtime.drafts import Drafter
 from lockstep.verify.golden.drafted import RecordedDrafter
 
 LIMITS = {"max_batch_size": 64, "max_num_tokens": 2048, "max_seq_len": 2048}
@@ -73,12 +72,10 @@ def _answers(model: Model, count: int, rounds: int) -> dict[str, Any]:
     greedy = [Request(prompt, NEW) for prompt in prompts]
     drawn = [Request(prompt, NEW, sampling=Sampling(1.0, seed=1)) for prompt in prompts]
     plain, _, _ = _run(model, greedy, None)
-    drafters: dict[str, Drafter] = {
-        str(right): RecordedDrafter(_planted(plain, right, random), 10**9) for right in RIGHT
-    }
+    drafters = {str(right): RecordedDrafter(_planted(plain, right, random), 10**9) for right in RIGHT}
     drafts = dict[str, list[tuple[int, Speculation]]]()
 
-    def seconds(requests: list[Request], drafter: Drafter | None, name: str) -> float:
+    def seconds(requests: list[Request], drafter: RecordedDrafter | NgramDrafter | None, name: str) -> float:
         speculation = drafter and Speculation(drafter, DRAFT_TOKENS)
         tokens, taken, steps = _run(model, requests, speculation)
         if requests is greedy and tokens != plain:

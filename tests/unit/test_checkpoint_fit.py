@@ -156,7 +156,7 @@ def test_integers_that_are_no_weights_are_taken(tmp_path):
     ("text_config", [], "expected an object as text_config, found []"),
     ("text_config", {"hidden_size": 0}, "expected a positive integer as text_config.hidden_size, found 0"),
     ("quantization_config", {"quant_method": "hqq"}, "expected gptq, awq, auto-round, compressed-tensors, fp8, "
-"fbgemm_fp8, modelopt, bitsandbytes, or no quantization_config where the weights are in floating point as "
+"fbgemm_fp8, modelopt, bitsandbytes, mxfp4, or no quantization_config where the weights are in floating point as "
 "quantization_config.quant_method, found 'hqq'"),
     ("text_config", {"quantization_config": {"quant_method": "gptq"}}, "expected nothing, for quantization_config is "
 "at the top as text_config.quantization_config, found {'quant_method': 'gptq'}"),

@@ -238,7 +238,7 @@ def _second(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("layout", "change", "line"),
     [
-        (GPTQ, {"quant_method": "hqq"}, "modelopt, bitsandbytes, or no quantization_config where the weights are in "
+        (GPTQ, {"quant_method": "hqq"}, "bitsandbytes, mxfp4, or no quantization_config where the weights are in "
          "floating point as quantization_config.quant_method, found 'hqq'"),
         (GPTQ, {"quant_method": "auto-round", "packing_format": "auto_round:mlx"}, "auto_round:awq "
          "as quantization_config.packing_format, found 'auto_round:mlx'"),

@@ -283,7 +283,7 @@ def test_a_draft_longer_than_the_window_or_of_another_tokenizer_is_refused(demo:
 
 
 def test_a_backend_whose_rows_depend_on_their_number_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(model.engines), "batch_invariant", False)
+    monkeypatch.setitem(vars(model.engines), "batch_invariant", False)
     for refused in (
         lambda: Engine(model, speculation=Speculation(NgramDrafter(), 4)),
         lambda: open_speculation(model, Speculative(4)),

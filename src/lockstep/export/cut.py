@@ -324,10 +324,10 @@ def _spans(
             # As it came, and so no output of this block; elsewhere the embedding alone.
             kept = {v: name for v, name in names.items() if v in crossing and stream}
             free = (name for n in itertools.count(1) if (name := f"carry_{n}") not in kept.values())
-            names = {
-                v: kept[v] if v in kept else "hidden" if n == hidden_role else next(free)
-                for n, v in enumerate(crossing)
-            }
+            names = dict(kept)
+            for n, v in enumerate(crossing):
+                if v not in kept:
+                    names[v] = "hidden" if n == hidden_role else next(free)
             cuts = points[index][0]
             if any(stage.get(v) != index for v in cuts):
                 raise InputError(

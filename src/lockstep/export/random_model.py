@@ -118,10 +118,12 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
     """Yield a tensor's numbers in pieces, float32: gains near 1, biases near 0, matrices over sqrt(inputs)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
-    if len(shape) < 2:
-        mean, scale = (LOG_DECAY, 1.0) if name.endswith("_log") else (0.0, 0.02) if "bias" in name else (1.0, 0.05)
-    else:
+    if len(shape) >= 2:
         mean, scale = 0.0, 1.0 / math.sqrt(shape[-1])
+    elif name.endswith("_log"):
+        mean, scale = LOG_DECAY, 1.0
+    else:
+        mean, scale = (0.0, 0.02) if "bias" in name else (1.0, 0.05)
     count = math.prod(shape)
     for start in range(0, count, _PIECE):
         piece = random.standard_normal(min(_PIECE, count - start), dtype=np.float32)

@@ -255,7 +255,9 @@ class GpuExecutor:
             assert self._host_logits is not None
             rank.stream.download(self._host_logits[at : at + 1], row)
         rank.stream.synchronize()
-        return np.empty((0, 0), np.float32) if self._host_logits is None else self._host_logits[: len(rows)]
+        if self._host_logits is None:
+            return np.empty((0, rank.network.vocab_size), np.float32)
+        return self._host_logits[: len(rows)]
 
     def _tell(self, slots: Sequence[int], tokens: np.ndarray) -> None:
         for rank in self.ranks:
