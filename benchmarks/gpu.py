@@ -168,6 +168,16 @@ def built(
     return {"cold_seconds": seconds, "engine_bytes": sum(sizes), "engines": len(files)}
 
 
+def open_random(assembly: str, work: Path, backend: str, options: Mapping[str, Any], python: str | None) -> Model:
+    """Open engines, built in `work`, on random weights, which are made there once."""
+    weights, engines = work / "weights" / "weights.json", work / backend / "engines.json"
+    weights = weights if weights.is_file() else random_weights(Assembly.load(assembly), work / "weights", False)
+    build_seconds(Path(assembly), engines, backend, options, python)
+    model = Model.open(engines, assembly, weights)
+    model.warm_up()
+    return model
+
+
 def build_seconds(
     assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any], python: str | None
 ) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 import lockstep
 from benchmarks import options
-from benchmarks.gpu import build_seconds, described, random_weights, record_path, require
+from benchmarks.gpu import described, open_random, record_path, require
 from benchmarks.measure import read_json, recorder
 from benchmarks.shapes import config_of
 from lockstep import Assembly, Engine, Model, Request, Speculation
@@ -57,14 +57,10 @@ def measure(
     assembly: str, work: str, out: str, python: str | None, backend: str, options: dict[str, Any], positions: int
 ) -> None:
     """Build, open, compare, and write the record."""
-    folder, opened = Path(work), Assembly.load(assembly)
+    opened = Assembly.load(assembly)
     note = recorder(Path(out), {"benchmark": "invariance", "layers": len(opened.layers)})
-    weights, engines = folder / "weights" / "weights.json", folder / backend / "engines.json"
-    weights = weights if weights.is_file() else random_weights(opened, folder / "weights", False)
-    build_seconds(Path(assembly), engines, backend, {**LIMITS, **options}, python)
-    note(precision=opened.precision, **described(engines))
-    model = Model.open(engines, assembly, weights)
-    model.warm_up()
+    model = open_random(assembly, Path(work), backend, {**LIMITS, **options}, python)
+    note(precision=opened.precision, **described(model.engines.path))
     note(**compared(model, positions))
 
 

@@ -8,7 +8,7 @@ that verifies, beside a plain one; and what looking for n-grams costs a text in 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 
 import lockstep
 from benchmarks import options
-from benchmarks.gpu import build_seconds, described, random_weights, record_path, require
-from benchmarks.measure import in_turn, read_json, recorder, spread
+from benchmarks.gpu import described, open_random, record_path, require
+from benchmarks.measure import in_turn, ratios, read_json, recorder, spread
 from benchmarks.shapes import config_of
 from lockstep import Assembly, CheckError, Engine, Model, NgramDrafter, Request, Sampling, Speculation
 from lockstep.verify.golden.drafted import RecordedDrafter
@@ -52,14 +52,9 @@ def measure(
     assembly: str, work: str, out: str, python: str | None, backend: str, options: dict[str, Any], rounds: int
 ) -> None:
     """Build, open, measure, and write the record after each part."""
-    folder, opened = Path(work), Assembly.load(assembly)
-    note = recorder(Path(out), {"benchmark": "speculation-gpu", "layers": len(opened.layers)})
-    weights, engines = folder / "weights" / "weights.json", folder / backend / "engines.json"
-    weights = weights if weights.is_file() else random_weights(opened, folder / "weights", False)
-    build_seconds(Path(assembly), engines, backend, {**LIMITS, **options}, python)
-    note(**described(engines), prompt_tokens=PROMPT, new_tokens=NEW, draft_tokens=DRAFT_TOKENS)
-    model = Model.open(engines, assembly, weights)
-    model.warm_up()
+    note = recorder(Path(out), {"benchmark": "speculation-gpu", "layers": len(Assembly.load(assembly).layers)})
+    model = open_random(assembly, Path(work), backend, {**LIMITS, **options}, python)
+    note(**described(model.engines.path), prompt_tokens=PROMPT, new_tokens=NEW, draft_tokens=DRAFT_TOKENS)
     by_requests = {}
     for count in REQUESTS:
         by_requests[str(count)] = _answers(model, count, rounds)
@@ -95,21 +90,16 @@ def _answers(model: Model, count: int, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in [*drafters, "n-grams, drawn"]:
         steps, speculation = drafts[name][-1]
-        plain_times = times["plain, drawn" if "drawn" in name else "plain"]
         found[name] = {
-            "speed_relative_to_plain": _ratio(plain_times, times[name]),
+            "speed_relative_to_plain": ratios(times, name)["plain, drawn" if "drawn" in name else "plain"],
             "steps": steps,
             "draft_tokens": speculation.num_draft_tokens,
             "accepted_by_position": speculation.accepted,
         }
     steps = found["1.0"]["steps"]
-    verify, step = ([each / count for each in times[name]] for name, count in (("1.0", steps), ("plain", NEW)))
-    found["1.0"]["plain_steps_of_a_verify"] = _ratio(verify, step)
+    by_step = {name: [each / count for each in times[name]] for name, count in (("1.0", steps), ("plain", NEW))}
+    found["1.0"]["plain_steps_of_a_verify"] = ratios(by_step, "plain")["1.0"]
     return {"seconds": {name: spread(values) for name, values in times.items()}, "right": found}
-
-
-def _ratio(times: Sequence[float], others: Sequence[float]) -> dict[str, float]:
-    return spread([a / b for a, b in zip(times, others, strict=True)], 3)
 
 
 def _run(
