@@ -52,7 +52,7 @@ class Cluster:
         return [re.findall(r"--allowed-rules (\w+)", container(job)["args"][1])[0] for job in self.server.made]
 
 
-# All but what runs where Snakemake runs: config, summary, plots.
+# All but what runs where Snakemake runs: config, summary.
 IN_PODS = sorted(
     ["resolve", "architecture", "convert", "export", "reference", "build", "validate", "compare", "golden", "served"]
 )

@@ -323,7 +323,7 @@ def test_pages_are_the_same_bytes_each_time(results: Results, monkeypatch: pytes
 
 
 def test_an_error_that_is_not_finite_is_drawn_and_said() -> None:
-    drawn = charts.error_by_layer([charts.error_line("a & b", blocks(0.0, 0.5, None, noise=0.01))])
+    drawn = charts.error_by_layer("a & b", blocks(0.0, 0.5, None, noise=0.01))
     xml.fromstring(drawn)
     assert "not finite" in drawn and "a &amp; b: rounding error" in drawn
 

@@ -35,7 +35,7 @@ def entries(text: str) -> dict[str, str]:
 
 
 def test_each_stage_has_a_rule_and_each_rule_of_the_workflow_a_stage() -> None:
-    assert set(RULES) == {*STAGES, "summary", "plots"}
+    assert set(RULES) == {*STAGES, "summary"}
 
 
 @pytest.mark.parametrize("name", STAGES)

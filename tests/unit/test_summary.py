@@ -1,4 +1,4 @@
-"""The summary of finished targets, and its plots, from manifests written here."""
+"""The summary of finished targets, from manifests written here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import html
 import json
 import os
 import subprocess
-import xml.etree.ElementTree as xml
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
 from lockstep.manifests.manifest_files import content, record_path
-from lockstep.report import plots, renew, summary
+from lockstep.report import renew, summary
 from lockstep.targets import Results, Target
 from lockstep.verify.metrics import finish
 
@@ -275,17 +274,3 @@ def test_what_a_killed_process_left_of_a_page_goes(results: Results, is_stale: b
         results.golden("m", "fp16", "all", "onnxruntime").unlink()
     renew.refresh(results)
     assert (dead.exists(), living.exists()) == (False, True)
-
-
-def test_plots_are_the_same_bytes_each_time(results: Results) -> None:
-    summary.write(results, TARGETS)
-    validations = [results.validation("m", "fp16", layers) for layers in (2, "all")]
-    seen = set()
-    for name in ("a", "b"):
-        plots.error_by_layer(validations, results.report(f"{name}.svg"))
-        plots.speed(results.summary(), results.report(f"{name}.speed.svg"))
-        seen.add((results.report(f"{name}.svg").read_bytes(), results.report(f"{name}.speed.svg").read_bytes()))
-        for path in (results.report(f"{name}.svg"), results.report(f"{name}.speed.svg")):
-            xml.parse(path)
-    assert len(seen) == 1
-    assert b"m/fp16/all" in seen.pop()[1]

@@ -122,7 +122,7 @@ EDITS = {
     ),
 }
 # What a run makes again for one target beside what that target needs.
-OTHERS = {"config", "summary", "plots"}
+OTHERS = {"config", "summary"}
 
 
 @pytest.mark.parametrize("edit, stage, reason", some_cases(EDITS, "a module"))

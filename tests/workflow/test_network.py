@@ -11,7 +11,7 @@ from network import TELEMETRY, Recorder
 
 
 def test_the_demo_asks_nothing_of_the_network(finished: Checkout, recorder: Recorder) -> None:
-    """All stages, from resolve to golden, the summary and the plots, with the switches unset where the run was
+    """All stages, from resolve to golden, and the summary, with the switches unset where the run was
     started."""
     assert (finished.results / "summary.json").is_file()
     assert not recorder.calls() and not recorder.traces()

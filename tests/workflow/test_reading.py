@@ -78,7 +78,7 @@ def state(folder: Path) -> dict[str, tuple]:
 def damaged(demo: Checkout) -> Checkout:
     """A locked run with all kinds of damage, and the lock of a run that was killed."""
     demo.call("lockstep", "lock")
-    process = start(demo, "--forcerun", "plots", "results/report/speed.svg")
+    process = start(demo, "--forcerun", "summary", "results/summary.json")
     wait_for(lambda: list((demo.folder / ".snakemake/locks").glob("*.lock")))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from checkout import Checkout
 
-REPORT = Counter(summary=1, plots=1)
+REPORT = Counter(summary=1)
 MODEL = "demo-llama"
 
 
@@ -95,7 +95,7 @@ def test_an_expected_text_touches_the_checks_of_its_layer_count(demo: Checkout) 
         )
     )
     assert demo.would_run()["golden"] >= 2
-    assert set(demo.would_run()) == {"config", "golden", "served", "summary", "plots"}
+    assert set(demo.would_run()) == {"config", "golden", "served", "summary"}
 
 
 @pytest.mark.long
@@ -127,7 +127,7 @@ def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
 
 def test_an_edited_module_reruns_the_stages_that_use_it_and_what_reads_them(demo: Checkout) -> None:
     demo.append("src/lockstep/serve/service.py", "EDITED = 1\n")
-    assert set(demo.would_run()) == {"served", "summary", "plots"}
+    assert set(demo.would_run()) == {"served", "summary"}
 
 
 @pytest.mark.long
@@ -142,25 +142,10 @@ def test_a_module_of_no_stage_and_of_another_backend_reruns_nothing(demo: Checko
     ("package", "untouched"),
     [
         ("transformers", {"config", "resolve", "convert", "build", "golden", "served"}),
-        (
-            "rich",
-            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "served", "plots"},
-        ),
+        ("rich", {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "served"}),
         (
             "snakemake",
-            {
-                "config",
-                "resolve",
-                "convert",
-                "export",
-                "build",
-                "reference",
-                "validate",
-                "golden",
-                "served",
-                "summary",
-                "plots",
-            },
+            {"config", "resolve", "convert", "export", "build", "reference", "validate", "golden", "served", "summary"},
         ),
     ],
 )

@@ -93,7 +93,7 @@ def both(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert engines(checkout, name).is_file()
         assert not node(checkout, name).would_run("--config", f"device={name}")
     # What is left needs no device.
-    assert set(checkout.would_run()) <= {"summary", "plots"}
+    assert set(checkout.would_run()) <= {"summary"}
     checkout.finish()
     checkout.run("lockstep", "lock")
     yield checkout

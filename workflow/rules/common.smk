@@ -146,13 +146,13 @@ def made_by(stage):
 
 def wanted():
     """What a run is asked for: the report of all targets; with `--config device=NAME` what that device is needed for."""
-    config, report = "<results>/config.json", "<results>/report/speed.svg"
+    config = "<results>/config.json"
     if DEVICE is None:
         read = {path for stage in STAGES.values() for path in stage.all_reads()}
         # Checks too: a run that was stopped or failed leaves a summary without them, for which they need not run.
         ends = [name for name, stage in STAGES.items() if stage.output not in read]
         others = [str(job.output) for job in JOBS if job.stage in ends]
-        return [config, "<results>/summary.json", report, *others]
+        return [config, "<results>/summary.json", *others]
     targets = [target for target in TARGETS if target.backend == DEVICE]
     there = jobs(CONFIG, Path("<results>"), targets)
     return [config, *(str(job.output) for job in there if "backend" in job.names)]

@@ -1,7 +1,7 @@
 # All checks of all targets in one place.
 #
 # needs: engines.json, the reports of all checks, and speeds of all targets
-# makes: results/summary.json and .csv, results/report/index.html with a page of each target in targets/, and the plots
+# makes: results/summary.json and .csv, results/report/index.html with a page of each target in targets/
 
 
 rule summary:
@@ -50,35 +50,3 @@ rule summary:
         "Summary of all targets"
     script:
         "../scripts/summary.py"
-
-
-rule plots:
-    input:
-        summary="<results>/summary.json",
-        validations=made_by("validate"),
-    output:
-        errors=report(
-            "<results>/report/error_by_layer.svg",
-            caption="../report/error_by_layer.rst",
-            category="Summary",
-            labels={"figure": "Error by layer"},
-        ),
-        speed=report(
-            "<results>/report/speed.svg",
-            caption="../report/speed.rst",
-            category="Summary",
-            labels={"figure": "Tokens per second"},
-        ),
-    log:
-        "<results>/logs/plots.log",
-    benchmark:
-        "<results>/benchmarks/plots.tsv"
-    localrule: True
-    conda:
-        "../../envs/report.yaml"
-    params:
-        key=stage_key(["artifacts", "report"], []),
-    message:
-        "Plots for the report"
-    script:
-        "../scripts/plots.py"

@@ -1,1 +1,1 @@
-"""The report: the summary of all targets, their pages and plots."""
+"""The report: the summary of all targets, and their pages."""

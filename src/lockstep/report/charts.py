@@ -1,4 +1,4 @@
-"""Charts as SVG text, for a page or a file of its own.
+"""Charts of the report's pages, as SVG text.
 
 Numbers in; the same bytes for the same numbers out. Text and axes take the colour of the text around them, so that a
 chart is readable on a light and on a dark page.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from lockstep.artifacts.reports import BlockErrors, TensorError
 from lockstep.artifacts.summary import SummaryRow
@@ -24,25 +23,19 @@ _SMALLEST = 1e-9  # a log scale has no zero; an exact layer stands at the edge o
 _LEGEND_ROW = 18
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of an error chart: by layer, in their order, the tensor that is worst."""
+def error_by_layer(name: str, blocks: Sequence[BlockErrors]) -> str:
+    """Draw the error of each layer on a log scale, beside the noise of its precision (dashed).
 
-    name: str
-    worst: Mapping[int, TensorError]
-
-
-def error_by_layer(lines: Sequence[Line]) -> str:
-    """Draw the error of each layer on a log scale.
-
-    Each line stands beside the noise of its precision (dashed), both named in the legend.
+    Of each layer it is the tensor that is worst beside that noise. name: what the legend calls it. blocks: at least
+    one.
     """
     left, plot, base = 46, (WIDTH - 56, 150), 160
-    tensors = [tensor for line in lines for tensor in line.worst.values()]
+    worst = _worst(blocks)
+    tensors = worst.values()
     values = [value for tensor in tensors for value in (tensor.relative_error, tensor.noise) if value is not None]
     decades = [math.log10(max(value, _SMALLEST)) for value in values]
     low, high = math.floor(min(decades)), math.ceil(max(decades) + 0.05)
-    layers = sorted({layer for line in lines for layer in line.worst})
+    layers = list(worst)
     span = max(layers[-1] - layers[0], 1)
 
     def x(layer: int) -> str:
@@ -60,28 +53,24 @@ def error_by_layer(lines: Sequence[Line]) -> str:
     step = max(1, math.ceil(len(layers) / 16))
     parts += [label(x(layer), base + 16, str(layer), "middle") for layer in layers[::step]]
     parts.append(label(left + plot[0] / 2, base + 34, "layer", "middle"))
-    for number, line in enumerate(lines):
-        color = COLORS[number % len(COLORS)]
-        errors = [(layer, tensor.relative_error) for layer, tensor in line.worst.items()]
-        points = [(x(layer), y(error), layer, error) for layer, error in errors]
-        path = " ".join(f"{px},{py}" for px, py, _, _ in points)
-        noise = " ".join(f"{x(layer)},{y(tensor.noise)}" for layer, tensor in line.worst.items())
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        parts.append(f'<polyline points="{noise}" fill="none" stroke="{color}" stroke-dasharray="6 4"/>')
-        for px, py, layer, error in points:
-            said = "not finite" if error is None else f"{error:.2e}"
-            tip = f"<title>{html.escape(f'{line.name}, layer {layer}: {said}')}</title>"
-            parts.append(f'<circle cx="{px}" cy="{py}" r="3" fill="{color}">{tip}</circle>')
-            if error is None:
-                parts.append(label(px, float(py) + 14, "not finite", "middle"))
-        row = base + 56 + 2 * _LEGEND_ROW * number
-        parts.append(rule(0, row, 20, row, f'stroke="{color}" stroke-width="1.5"'))
-        parts.append(label(26, row, f"{line.name}: largest error", "start"))
+    color = COLORS[0]
+    points = [(x(layer), y(tensor.relative_error), layer, tensor.relative_error) for layer, tensor in worst.items()]
+    path = " ".join(f"{px},{py}" for px, py, _, _ in points)
+    noise = " ".join(f"{x(layer)},{y(tensor.noise)}" for layer, tensor in worst.items())
+    parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+    parts.append(f'<polyline points="{noise}" fill="none" stroke="{color}" stroke-dasharray="6 4"/>')
+    for px, py, layer, error in points:
+        said = "not finite" if error is None else f"{error:.2e}"
+        tip = f"<title>{html.escape(f'{name}, layer {layer}: {said}')}</title>"
+        parts.append(f'<circle cx="{px}" cy="{py}" r="3" fill="{color}">{tip}</circle>')
+        if error is None:
+            parts.append(label(px, float(py) + 14, "not finite", "middle"))
+    row = base + 56
+    for what, line in (("largest error", 'stroke-width="1.5"'), ("rounding error", 'stroke-dasharray="6 4"')):
+        parts.append(rule(0, row, 20, row, f'stroke="{color}" {line}'))
+        parts.append(label(26, row, f"{name}: {what}", "start"))
         row += _LEGEND_ROW
-        parts.append(rule(0, row, 20, row, f'stroke="{color}" stroke-dasharray="6 4"'))
-        parts.append(label(26, row, f"{line.name}: rounding error", "start"))
-    height = base + 50 + 2 * _LEGEND_ROW * len(lines)
-    return svg("Largest error by layer, and the rounding error of the precision", height, parts)
+    return svg("Largest error by layer, and the rounding error of the precision", row - 6, parts)
 
 
 def speeds(rows: Sequence[SummaryRow]) -> str:
@@ -102,16 +91,12 @@ def speeds(rows: Sequence[SummaryRow]) -> str:
     return svg("Tokens per second", 20 + step * len(rows), parts)
 
 
-def error_line(name: str, blocks: Sequence[BlockErrors]) -> Line:
-    """Return the line of one validation: of each layer the tensor that is worst beside what the precision costs of it.
-
-    blocks: at least one.
-    """
+def _worst(blocks: Sequence[BlockErrors]) -> dict[int, TensorError]:
     found: dict[int, list[TensorError]] = {}
     for block in blocks:
         assert block.layer is not None  # the embedding is none of them
         found.setdefault(block.layer, []).extend(block.tensors.values())
-    return Line(name, {layer: max(tensors, key=_of_noise) for layer, tensors in sorted(found.items())})
+    return {layer: max(tensors, key=_of_noise) for layer, tensors in sorted(found.items())}
 
 
 def _of_noise(tensor: TensorError) -> float:

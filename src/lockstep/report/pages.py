@@ -240,9 +240,9 @@ def _errors(name: Target, known: Details) -> str:
     validation = known.report(ValidationReport)
     if not validation or not validation.blocks:
         return _nothing(known.checks["validate"].reason)
-    line = charts.error_line(f"{name.precision}, {name.layers} layers", validation.blocks)
+    drawn = charts.error_by_layer(f"{name.precision}, {name.layers} layers", validation.blocks)
     caption = "Of what each layer of the graphs computes, against PyTorch, relative to the size of each row."
-    return f"{tag('p', text(caption), 'quiet')}\n{charts.error_by_layer([line])}"
+    return f"{tag('p', text(caption), 'quiet')}\n{drawn}"
 
 
 def _speed(row: SummaryRow, known: Details) -> str:

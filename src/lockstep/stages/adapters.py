@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.stages.fetch_adapters import on_hub
 from lockstep.stages.stage import NUMPY, WEIGHTS, Job, Names, Pinned, Stage
 from lockstep.targets import Target
 
@@ -35,9 +34,6 @@ class Adapters(Stage):
             "max_lora_rank": settings.max_lora_rank,
             "targets": None if targets is None else list(targets),
         }
-
-    def is_brought(self, config: Config, model: str) -> bool:
-        return bool(on_hub(config, model))
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         adapters = AdaptersManifest.load(manifest).adapters

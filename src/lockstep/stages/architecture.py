@@ -19,9 +19,6 @@ class Architecture(Stage):
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return {"source": config.models[names["model"]].source}
 
-    def is_brought(self, config: Config, model: str) -> bool:
-        return not config.is_folder(model)
-
     def run(self, job: Job) -> None:
         """given: `folder` of the checkpoint, None where a job has brought it."""
         from lockstep import checkpoint

@@ -24,9 +24,6 @@ class Resolve(Stage):
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return {"source": config.models[names["model"]].source}
 
-    def is_brought(self, config: Config, model: str) -> bool:
-        return not config.is_folder(model)
-
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         value = CheckpointManifest.load(manifest)
         about = {"source": value.source, **({"commit": value.commit} if value.commit else {})}

@@ -142,10 +142,6 @@ class Stage(abc.ABC):
         """Return what the config says to a job, as plain JSON. names: the values of its wildcards."""
         return {}
 
-    def is_brought(self, config: Config, model: str) -> bool:
-        """Return whether another job brings what the stage reads beside results: `brought` is waited for then."""
-        return False
-
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         """Return what a lock holds of an artefact. key: of its record."""
         raise NotImplementedError  # asked of the stages alone that have their own (`is_pinned`)
