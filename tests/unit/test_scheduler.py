@@ -25,16 +25,20 @@ def make(
     threshold=CHUNK,
     adapter_slots=0,
     prefill=None,
+    compacts=False,
 ):
     tables, residency = PageTables(PagePool(pages, 1), num_slots, shares=shares), Residency(num_slots, adapter_slots)
     residency = residency if adapter_slots else None
-    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, admission, threshold, residency, prefill)
+    more = admission, threshold, residency, prefill, compacts
+    return Scheduler(tables, num_slots, max_num_tokens, chunk_size, *more)
 
 
 def step(scheduler):
     """One step, with what an engine does around it; gives its shares."""
     while (victim := scheduler.victim()) is not None:
         scheduler.swapped_out(victim)
+    if scheduler.is_spread:
+        assert scheduler.compact() and not scheduler.is_spread
     made = scheduler.schedule()
     for _, pages in made.admitted:
         if not scheduler.tables.shares:
@@ -522,7 +526,7 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
     given_requests, num_slots, adapter_slots, pages, shares, admission, every, patience, forks
 ):
     policy.LOOKAHEAD, policy.PATIENCE = 16, patience
-    scheduler = make(num_slots, pages, 512, shares, admission, adapter_slots=adapter_slots)
+    scheduler = make(num_slots, pages, 512, shares, admission, adapter_slots=adapter_slots, compacts=shares)
     residency, waiting, aborts, added, count, passed = scheduler._residency, list(given_requests), {}, [], 0, 0
     while waiting or scheduler.num_running or scheduler.num_waiting:
         count += 1
@@ -572,3 +576,24 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         scheduler.check()
     event("others were passed" if passed else "nobody was passed")
     assert (residency.adapter_slots == -1).all() and scheduler.tables.pool.num_available == pages
+
+
+def test_requests_move_to_low_slots_with_pages_and_adapters_where_none_waits():
+    scheduler = make(8, compacts=True, adapter_slots=2)
+    requests = [Scheduled(70, 71 + (number in (5, 7)) * 9, adapter="ab"[number % 2]) for number in range(8)]
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.num_running != 2:
+        for request, _ in step(scheduler).shares:
+            if request.num_computed >= request.max_tokens:
+                scheduler.finish(request)
+    pages = [list(scheduler.tables[slot]) for slot in (5, 7)]
+    assert [requests[5].slot, requests[7].slot] == [5, 7] and scheduler.is_spread
+    waiting = Scheduled(70, 71)
+    scheduler.add(waiting)
+    assert not scheduler.is_spread, "a request that waits takes a slot between"
+    scheduler.finish(waiting)
+    step(scheduler)
+    assert [requests[5].slot, requests[7].slot] == [0, 1] and [list(scheduler.tables[slot]) for slot in (0, 1)] == pages
+    assert scheduler._residency.adapter_slots.tolist() == 2 * [1] + 6 * [-1]
+    scheduler.check()

@@ -846,10 +846,28 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
         engine, found, ahead = Engine(model, prefix_caching=False), {}, []
         for made in engine.run(requests()):
             found.setdefault((made.request, made.choice), []).append(made.token)
-            ahead.append(model.in_flight)
+            ahead.append(model.in_flight or engine.scheduler.is_spread)
     assert found == expected and fetched == {model._executor.ranks[0].state.found.address} and all(ahead[:-1])
     alone = [tokens_of(Engine(model), [request])[0, 0] for request in requests()]
     assert [expected[number, 0] for number in range(6)] == alone
+
+
+def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens(open_model, form, gpu):
+    """Else a step computes the rows of all free slots below them."""
+    model, prompts = open_model(), [np.arange(3, 9 + 30 * number) for number in range(4)]
+    requests = [
+        Request(prompt, 40 if number == 3 else 5, sampling=RULES[number % 2]) for number, prompt in enumerate(prompts)
+    ]
+    alone = [tokens_of(Engine(model, prefix_caching=False), [request])[0, 0] for request in requests]
+    engine, rows = Engine(model, prefix_caching=False), []
+    decode_calls = model._executor._decode_calls
+    model._executor._decode_calls = lambda count, *more: (rows.append(count), decode_calls(count, *more))[1]
+    try:
+        found = tokens_of(engine, requests)
+    finally:
+        del model._executor._decode_calls
+    assert [found[number, 0] for number in range(4)] == alone
+    assert rows[0] == 4 and rows[-1] == (4 if form[2] == "traced" else 1)
 
 
 def test_choices_of_a_sampled_request_draw_for_themselves(open_model, form, gpu):

@@ -138,6 +138,17 @@ class GpuExecutor:
             for attention in rank.paged:
                 attention.fork(slot, other, int(self.lengths[slot]))
 
+    def move(self, slot: int, other: int) -> None:
+        """Have a slot's pages read for another slot; nothing is copied."""
+        self._in_flight = self._prompt = None
+        for rank in self.group.each():
+            for attention in rank.paged:
+                attention.reset(slot)
+                attention.reset(other)
+        self._written.discard(slot)
+        self._written.add(other)
+        self.lengths[other], self.lengths[slot] = self.lengths[slot], 0
+
     def swap_out(self, slot: int) -> list[list[np.ndarray]]:
         """Copy the slot's pages to page-locked memory, by rank, and reset it."""
         length = int(self.lengths[slot])

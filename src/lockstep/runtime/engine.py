@@ -99,6 +99,7 @@ class Engine:
             long_prefill_token_threshold,
             model.adapters.residency if model.adapters is not None else None,
             max_prefill_tokens,
+            compacts=bool(model.tables.shares) and not model.has_state,
         )
         self._longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
         # What is reused must have been cut as it would be now, and lie in pages that slots can share or copy.
@@ -382,6 +383,10 @@ class Engine:
             self._choices[victim].sampling_slot = -1
             self._forget_drafts(self._choices[victim])
             scheduler.swapped_out(victim)
+        if scheduler.is_spread:
+            for request, slot in scheduler.compact():
+                model.move(slot, request.slot)
+                self._choices[request].sampling_slot = -1
         step = scheduler.schedule()
         for request in step.swapped_in:
             model.swap_in(request.slot, self._swapped.pop(request))
@@ -512,9 +517,9 @@ class Engine:
         """Return whether the next step can be decided before this one's tokens.
 
         So where its tokens decide nothing but which requests end: no choices fork behind the step, none has a next
-        token that was given out before, no draft may continue it, and no request is to be swapped out.
+        token that was given out before, no draft may continue it, and no request is to be swapped out or moved.
         """
-        if self._drafts_follow(step):
+        if self._scheduler.is_spread or self._drafts_follow(step):
             return False
         for scheduled, _ in step.shares:
             if not scheduled.in_prompt and (scheduled.siblings or self._choices[scheduled].again):

@@ -342,6 +342,14 @@ class Model:
         self._executor.fork(slot, other)
         self._executor.lengths[other] = self._executor.lengths[slot]
 
+    def move(self, slot: int, other: int) -> None:
+        """Make another slot, which has the slot's pages now and holds nothing, hold what the slot holds.
+
+        The other samples nothing yet.
+        """
+        self._executor.move(slot, other)
+        self._executor.set_sampling(slot, _GREEDY, 0)
+
     def swap_out(self, slot: int) -> tuple[Any, int]:
         """Bring what a slot holds to the host's memory, and reset the slot.
 

@@ -118,6 +118,7 @@ class Scheduler:
         long_prefill_token_threshold: int | None = None,
         residency: Residency | None = None,
         max_prefill_tokens: int | None = None,
+        compacts: bool = False,
     ):
         """Make a scheduler without requests.
 
@@ -125,6 +126,7 @@ class Scheduler:
         prompts together in a step beside requests that decode, at least a chunk, unless prompts pile up (`_PILE`);
         None: whatever there is room for. long_prefill_token_threshold: tokens that one prompt brings at most to a step
         beside requests that decode, rounded down to whole chunks, at least one; None: whatever there is room for.
+        compacts: requests may be moved to lower slots, for a step computes all rows up to the highest slot.
 
         Raises InputError where a step has no room for a token of each request, or, if all others decode, for a chunk,
         and for a threshold below 1.
@@ -144,7 +146,7 @@ class Scheduler:
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.tables, self.max_num_tokens, self._residency = tables, max_num_tokens, residency
         self.chunk_size, self.admission, self._max_prefill_tokens = chunk_size, admission, max_prefill_tokens
-        self.num_swaps = 0
+        self.num_swaps, self._compacts = 0, compacts
         self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
         self._num_slots = num_slots
         self._waiting: dict[str | None, list[tuple[tuple[int, int], Scheduled]]] = {}  # by adapter, a heap
@@ -239,6 +241,31 @@ class Scheduler:
         self._swapped.append(request)
         self._swapped.sort(key=_order)
         self.num_swaps += 1
+
+    @property
+    def is_spread(self) -> bool:
+        """Return whether requests lie in so high slots that a step computes twice as many rows as there are, or more.
+
+        Not while others wait, which take the slots between.
+        """
+        count = len(self._running)
+        if not self._compacts or not count or len(self._free_slots) < count or self.num_waiting:
+            return False
+        highest = max(request.slot for request in self._running)
+        return highest >= 1 << (count - 1).bit_length() and not any(_is_forking(each) for each in self._running)
+
+    def compact(self) -> list[tuple[Scheduled, int]]:
+        """Move requests to the lowest slots; return each that moved, and the slot that it left."""
+        moved = []
+        for request in self._running:
+            if request.slot >= len(self._running):
+                slot, request.slot = request.slot, heapq.heappop(self._free_slots)
+                heapq.heappush(self._free_slots, slot)
+                self.tables.move(slot, request.slot)
+                if self._residency is not None:
+                    self._residency.move(slot, request.slot)
+                moved.append((request, slot))
+        return moved
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step.

@@ -163,6 +163,13 @@ class Executor(Protocol):
         """
         ...
 
+    def move(self, slot: int, other: int) -> None:
+        """Make a slot that holds nothing hold what another one holds, which is reset.
+
+        The table is the other's already. Called only where `tables.shares`.
+        """
+        ...
+
     def swap_out(self, slot: int) -> Any:
         """Copy what a slot holds to the host's memory, and reset the slot.
 

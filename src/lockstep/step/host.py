@@ -171,6 +171,9 @@ class HostExecutor:
         for page in pages:
             self._stored.pop(page, None)  # none where copying it failed
 
+    def move(self, slot: int, other: int) -> None:
+        raise AssertionError("rows of a step on the host are those of the list, whatever their slots")
+
     def fork(self, slot: int, other: int) -> None:
         self._put(other, self._copied(slot))
 

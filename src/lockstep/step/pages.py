@@ -205,6 +205,11 @@ class PageTables:
         self.pool.retain(pages)
         self._tables[other] = pages + self._tables[other]
 
+    def move(self, slot: int, other: int) -> None:
+        """Give a slot's table to another slot, whose own is empty."""
+        assert not self._tables[other]
+        self._tables[other], self._tables[slot] = self._tables[slot], []
+
     def release(self, slot: int) -> None:
         """Give a slot's pages back."""
         pages, self._tables[slot] = self._tables[slot], []
