@@ -59,8 +59,8 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     ):
         raise Fault("apply_rope: arrays or heads that are not made of 16 bytes")
     query, key = (
-        gpu.array(address, (tokens, count, k.DIM), given).astype(np.float32)
-        for address, count in ((k.query, heads), (k.key, k.KV_HEADS))
+        gpu.array(address, (tokens, count, dim), given)[..., : k.DIM].astype(np.float32)
+        for address, count, dim in ((k.query, heads, k.DIM + k.SINKS), (k.key, k.KV_HEADS, k.DIM))
     )
     value, out = (
         gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind),
@@ -96,7 +96,7 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     """What DecodeAttention.launch says. Its scratch is spoiled, as far as it may be touched; its counters must be 0."""
     _, blocks, requests = k.grid
     rows, positions = gpu.array(k.rows, (requests,), "i4"), _integers(gpu, k.positions, k.WIDE, requests)
-    table = gpu.array(k.pages, (requests, k.pages_per_row), "i4")
+    table = gpu.array(k.pages, (max(rows.max() + 1, 1) if k.BY_ROW else requests, k.pages_per_row), "i4")
     given, kind, partner = NUMBERS[k.GIVEN], NUMBERS[k.KIND], gpu.array(k.partner, (k.DIM,), "i4")
     heads = k.KV_HEADS * k.GROUP
     if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or shares not in (1, 2, 4, 8, 16):
@@ -108,9 +108,10 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     if gpu.array(k.counters, (requests * blocks,), "i4").any():
         raise Fault("decode_attention: counters that are not 0")
     query, key = (
-        gpu.array(address, (requests, count, k.DIM), given).astype(np.float32)
-        for address, count in ((k.query, heads), (k.key, k.KV_HEADS))
+        gpu.array(address, (requests, count, dim), given).astype(np.float32)
+        for address, count, dim in ((k.query, heads, k.DIM + k.SINKS), (k.key, k.KV_HEADS, k.DIM))
     )
+    query, sinks = query[..., : k.DIM], query[..., k.DIM :].reshape(requests, k.KV_HEADS, k.GROUP, k.SINKS)
     value, out = (
         gpu.array(k.value, (requests, k.KV_HEADS, k.VALUE_DIM), kind),
         gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind),
@@ -119,7 +120,7 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     for request, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
         if row < 0:
             continue
-        if row != request or not 0 <= position < k.pages_per_row * k.PAGE:
+        if (row != request and not k.BY_ROW) or not 0 <= position < k.pages_per_row * k.PAGE:
             raise Fault(
                 f"decode_attention: request {request} of row {row}, position {position} in a row of "
                 f"{k.pages_per_row} pages"
@@ -131,7 +132,7 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
             size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
             pages = [
                 gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)
-                for page in table[request, : position // k.PAGE + 1].tolist()
+                for page in table[row, : position // k.PAGE + 1].tolist()
             ]
             pages[-1][:, position % k.PAGE] = new
             # with a window of 0: all
@@ -140,10 +141,10 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
             np.einsum("kgd,ktd->kgt", with_rope[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0])
             * k.scale
         )
+        scores = np.concatenate([scores, sinks[request] * np.float32(np.log2(np.e))], axis=2)
         shares = np.exp2(scores - scores.max(axis=2, keepdims=True))
-        out[request] = np.einsum("kgt,ktd->kgd", shares / shares.sum(axis=2, keepdims=True), held[1]).reshape(
-            heads, k.VALUE_DIM
-        )
+        shares = (shares / shares.sum(axis=2, keepdims=True))[:, :, : held[1].shape[1]]
+        out[request] = np.einsum("kgt,ktd->kgd", shares, held[1]).reshape(heads, k.VALUE_DIM)
 
 
 def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:

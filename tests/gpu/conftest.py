@@ -6,9 +6,11 @@ names a folder in which they were made before, on this machine or another; what 
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,30 @@ def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return made("quantized", tmp_path_factory, ("w8a16", "w4a16", "w8a8-fp8"), QUANTIZED)
 
 
+@pytest.fixture(scope="session")
+def family_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+    """Give a family's results, in fp16 and with the engines of ONNX Runtime, made once."""
+
+    @functools.cache
+    def results_of(family: str) -> Results:
+        given = os.environ.get("LOCKSTEP_DEMOS")
+        folder = Path(given) / family if given else tmp_path_factory.mktemp(family)
+        if not (folder / "results").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            _run(str(ROOT / "tests/unit/built_family.py"), str(folder), family, "fp16")
+        return Results(folder / "results")
+
+    return results_of
+
+
+def _run(*arguments: str) -> None:
+    """Run this in the Python that has torch."""
+    python = os.environ.get("LOCKSTEP_PYTHON", sys.executable)
+    paths = os.pathsep.join([_PATH, str(ROOT / "tests")])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | {"PYTHONPATH": paths}
+    subprocess.run([python, *arguments], cwd=ROOT, env=environment, check=True)
+
+
 def made(
     name: str, tmp_path_factory: pytest.TempPathFactory, precisions: tuple[str, ...] = ("fp32", "fp16"), more: str = ""
 ) -> Results:
@@ -91,21 +117,9 @@ def made(
         return results
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions)) + more)
-    python, own = os.environ.get("LOCKSTEP_PYTHON", sys.executable), {"PYTHONPATH": _PATH}
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | own
     adapters = ["adapters"] if more == ADAPTERS else []
     # Which weights are quantised the export decides: their conversion is behind it.
     for stage in ("resolve", *adapters, "export", "convert"):
-        command = [
-            python,
-            "-m",
-            "lockstep",
-            "stage",
-            stage,
-            "--config",
-            str(folder / "config.yaml"),
-            "--results",
-            str(folder / "results"),
-        ]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        paths = "--config", str(folder / "config.yaml"), "--results", str(folder / "results")
+        _run("-m", "lockstep", "stage", stage, *paths)
     return results

@@ -119,9 +119,9 @@ class Rows:
     def __init__(self, spec, rows: int, pages_per_row: int):
         self.spec, random, self.pages_per_row = spec, np.random.default_rng(0), pages_per_row
         normal = lambda *shape, of=spec.dtype: np.asarray(random.standard_normal(shape, np.float32), numbers(of))
-        self.query, self.key = (
-            normal(rows, heads, spec.head_dim, of=spec.given) for heads in (spec.heads, spec.kv_heads)
-        )
+        self.query = normal(rows, spec.heads, spec.head_dim + spec.sinks, of=spec.given)
+        self.key = normal(rows, spec.kv_heads, spec.head_dim, of=spec.given)
+        self.query[:, :, spec.head_dim :] *= 3  # a sink may be larger than all scores, or next to nothing
         self.value = normal(rows, spec.kv_heads, spec.value_dim)
         self.table = (
             random.permutation(rows * pages_per_row + 3)[: rows * pages_per_row]
@@ -168,23 +168,26 @@ class Rows:
                     )
                     * self.SCALE
                 )
+                sinks = self.query[row, :, spec.head_dim :].reshape(*scores.shape[:2], int(spec.sinks))
+                scores = np.concatenate([scores, sinks.astype(np.float64)], axis=2)
                 shares = np.exp(scores - scores.max(axis=2, keepdims=True))
-                shares /= shares.sum(axis=2, keepdims=True)
+                shares = (shares / shares.sum(axis=2, keepdims=True))[:, :, : len(tokens)]
                 out[row], size = (np.einsum("kgt,tkd->kgd", shares, numbers) for numbers in (values, np.abs(values)))
                 allowed[row] = unit * (size + np.abs(out[row])) + 1e-4
         return (array.reshape(len(lengths), spec.heads, spec.value_dim) for array in (out, allowed))
 
 
-def decoding(dtype="float16", given=None, wide=False, group=1, kv_heads=2, dim=128, value_dim=None, window=0):
+def decoding(dtype="float16", given=None, group=1, kv_heads=2, dim=128, value_dim=None, **more):
     return {
         "dtype": dtype,
         "given": given or dtype,
-        "wide": wide,
         "heads": group * kv_heads,
         "kv_heads": kv_heads,
         "head_dim": dim,
         "value_dim": value_dim or dim,
-        "window": window,
+        "wide": False,
+        "window": 0,
+        **more,
     }
 
 
@@ -206,6 +209,8 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
         (decoding("bfloat16", wide=True, dim=96, window=20), LENGTHS, TWO_SPLITS),
         (decoding(group=5, dim=80, value_dim=256, window=1), LENGTHS, SIXTEEN_SPLITS),
         (decoding(group=8, dim=64, value_dim=40), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(group=8, dim=64, sinks=True), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(given="float32", group=8, dim=64, window=128, sinks=True), LENGTHS, TWO_SPLITS),
         (decoding(kv_heads=1, dim=64), LONG, TWO_SPLITS),
         (decoding(kv_heads=1, dim=64, window=4200), LONG, TWO_SPLITS),
     ],
@@ -236,8 +241,10 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
     )
     query_out = device.up(np.zeros((count, spec.heads, spec.head_dim), numbers(spec.dtype)))
     outs = [device.up(np.zeros((count, spec.heads, spec.value_dim), numbers(spec.dtype))) for _ in range(2)]
+    outs.append(device.up(np.zeros_like(made.value, shape=(count, spec.heads, spec.value_dim))))
+    by_row = DecodeAttention(spec, by_row=True)
     with device.stream.capture() as graph:
-        for out in outs:
+        for out in outs[:2]:
             tokens = PagedTokens(query, key, value, keys, values, tables, rows, positions, table)
             kernel.launch(device.stream, tokens, out, made.SCALE, scratch)
     for held in lengths:
@@ -255,6 +262,9 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
         graph.launch(device.stream)
         for cache, exact in zip(caches, after):
             assert np.array_equal(device.down(cache).view(np.uint16), exact.view(np.uint16))
+        tokens = PagedTokens(query, key, value, keys, values, tables, rows, positions, table)
+        by_row.launch(device.stream, tokens, outs[2], made.SCALE, scratch)
+        assert np.array_equal(device.down(outs[2]).view(np.uint16), device.down(outs[0]).view(np.uint16))
         expected, allowed = made.expected(held, device.down(query_out), after)
         for out in outs:  # the second launch in a row finds the scratch that the first has left
             error = np.abs(device.down(out).astype(np.float64) - expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from families import FAMILIES
@@ -20,20 +21,25 @@ NAME = "tiny"
 
 def built_family(shared: Shared, family: str, precision: str = "fp32") -> Path:
     """Return the folder of `checkpoint` and `results`, made once a test run."""
+    return shared.folder(f"families/{family}-{precision}", lambda root: build_family(root, family, precision))
 
-    def build_family(root: Path) -> None:
-        (root / "shape.json").write_text(json.dumps(FAMILIES[family].config))
-        folder = make(root / "shape.json", 0, root / "checkpoint")
-        # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-        results = Results(root / "results")
-        checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
-        convert(checkpoint, precision, results.weights(NAME, precision))
-        export(
-            resolve_architecture(str(folder), folder, results.architecture(NAME)),
-            precision,
-            results.assembly(NAME, precision),
-        )
-        build(results.assembly(NAME, precision), "onnxruntime", results.engines(NAME, precision, "onnxruntime"))
 
-    return shared.folder(f"families/{family}-{precision}", build_family)
+def build_family(root: Path, family: str, precision: str) -> None:
+    """Make what is in the folder; the tests on a GPU ask for it in the Python that has torch."""
+    (root / "shape.json").write_text(json.dumps(FAMILIES[family].config))
+    folder = make(root / "shape.json", 0, root / "checkpoint")
+    # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    results = Results(root / "results")
+    checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
+    convert(checkpoint, precision, results.weights(NAME, precision))
+    export(
+        resolve_architecture(str(folder), folder, results.architecture(NAME)),
+        precision,
+        results.assembly(NAME, precision),
+    )
+    build(results.assembly(NAME, precision), "onnxruntime", results.engines(NAME, precision, "onnxruntime"))
+
+
+if __name__ == "__main__":
+    build_family(Path(sys.argv[1]), *sys.argv[2:])

@@ -182,6 +182,14 @@ FAMILIES = {
         slots=("self_attn.sinks", "self_attn.o_proj.bias", "mlp.experts.gate_up_proj_bias"),
         rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
     ),
+    "granite_swa": _family(  # sinks in a dense model; fused attention takes heads in steps of 8
+        "granite_swa",
+        sizes={**_SIZES, "hidden_size": 64},
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        windows=(WINDOW, 0),
+        slots=("self_attn.sinks",),
+    ),
     "qwen3_moe": _family("qwen3_moe", head_dim=16, num_experts=4, mlp_only_layers=[0], classes=6, **_EXPERTS),
     "deepseek_v3": _family(
         "deepseek_v3",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from built_family import built_family
 from test_quantization import demo
 
 import fake_gpu
+from lockstep.targets import Results
 from shared import Shared
 
 FOLDER = Path(__file__).resolve().parents[1] / "gpu"
@@ -42,9 +44,14 @@ def quantized_demo(shared: Shared) -> SimpleNamespace:
     )
 
 
+@pytest.fixture
+def family_results(shared: Shared) -> Callable[[str], Results]:
+    return lambda family: Results(built_family(shared, family, "fp16") / "results")
+
+
 pytestmark = pytest.mark.long
 sys.path.append(str(FOLDER))  # some import from others
-for _name in ("test_gpu_kernels", "test_gpu_run", "test_gpu_compare", "test_gpu_quantized"):
+for _name in ("test_gpu_kernels", "test_gpu_run", "test_gpu_compare", "test_gpu_families", "test_gpu_quantized"):
     _spec = importlib.util.spec_from_file_location(f"fake_{_name}", FOLDER / f"{_name}.py")
     _module = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_module)

@@ -111,6 +111,15 @@ agraph (float16[num_tokens, W] a) => (float16[num_tokens, H] y, float16[num_toke
     z = Neg(a)
 }"""
 
+JOINED = """
+agraph (float16[num_tokens, W] a, float16[1, H] w) => (float16[num_tokens, W] y)
+<int64[2] sizes = {H, H}> {
+    gate, up = Split<axis = -1>(a, sizes)
+    shape = Shape(gate)
+    columns = Expand(w, shape)
+    y = Concat<axis = -1>(up, columns)
+}"""
+
 
 EMBEDDING = """
 agraph (int64[num_tokens] ids, uint8[96, GROUPS, BYTES] data, float16[96, GROUPS] scales) => (float16[num_tokens, W] y)
@@ -191,7 +200,7 @@ def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
         )
 
 
-@pytest.mark.parametrize("text", [RMS, LAYER_NORM, NORM, HEADS, GATED, CAPPED, TAKEN, PARTS])
+@pytest.mark.parametrize("text", [RMS, LAYER_NORM, NORM, HEADS, GATED, CAPPED, TAKEN, PARTS, JOINED])
 @pytest.mark.parametrize("width", some([128, 4096, 60], 60))
 def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
     """60: rows that are not made of 16 bytes."""

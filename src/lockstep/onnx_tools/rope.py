@@ -83,7 +83,9 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVari
         feeds[value.name] = lengths if dtype.kind == "i" else random.standard_normal(shape, np.float32).astype(dtype)
     expected, rotated = compute(decode, feeds), compute(cut, feeds)
     past = feeds["value"], feeds["past_key"], feeds["past_value"]
-    found = attention(rotated["query_out"], rotated["key_out"], *past, lengths, variant)
+    heads = feeds["query"].reshape(_REQUESTS, variant.num_heads, variant.query_dim)
+    sinks = heads[:, :, variant.head_dim :].astype(np.float32)
+    found = attention(rotated["query_out"], rotated["key_out"], *past, lengths, variant, sinks)
     exact = expected["attention"].astype(np.float32)
     allowed = REWRITE_TOLERANCE[expected["attention"].dtype.name] * peak(exact)
     error = max_abs_error(exact, found)
@@ -102,10 +104,12 @@ def attention(
     past_value: np.ndarray,
     lengths: np.ndarray,
     variant: AttentionVariant,
+    sinks: np.ndarray,
 ) -> np.ndarray:
     """Return the attention of one new token for each request, in float32.
 
     It is over the request's cache and the token itself. Shapes are as in the decode graph; query and key are rotated.
+    sinks: [num_requests, num_heads, 1], of none [num_requests, num_heads, 0].
     """
     heads, kv = variant.num_heads, variant.num_kv_heads
     rows = []
@@ -121,7 +125,8 @@ def attention(
         )
         if variant.softcap:
             scores = variant.softcap * np.tanh(scores / variant.softcap)
+        scores = np.concatenate([scores, sinks[row]], axis=1)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
+        weights = (weights / weights.sum(axis=1, keepdims=True))[:, : keys.shape[1]]
         rows.append(np.einsum("hs,hsd->hd", weights, values.repeat(heads // kv, axis=0)).reshape(-1))
     return np.stack(rows)

@@ -32,11 +32,12 @@ class FusedAttention:
         rows: int,
         max_seq_len: int,
         most_verified: int,
+        largest_pass: int,
         wide: bool,
         buffer: Buffer,
         stream: cuda.Stream,
     ):
-        """most_verified: rows of a step that verifies."""
+        """most_verified: rows of a step that verifies. largest_pass: tokens of a pass of prompts."""
         self._layers, self._buffer, self._stream = layers, buffer, stream
         self._dtype, self._tables = np.dtype(dtype), tables
         pages_per_row, pages = -(-max_seq_len // PAGE), tables.pool.num_pages
@@ -52,7 +53,8 @@ class FusedAttention:
         specs = self._specs = {key: _spec(each, self._dtype, wide) for key, each in attentions.items()}
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
-        self._scratch = Scratch(specs.values(), max(rows, most_verified))
+        self._by_row = {key: DecodeAttention(spec, by_row=True) for key, spec in specs.items() if spec.sinks}
+        self._scratch = Scratch(specs.values(), max(rows, most_verified, largest_pass if self._by_row else 0))
         self._cache = {}
         for index, cache in ((index, layer_attention.cache) for index, layer_attention in layers.items()):
             shapes = ((pages, cache.num_kv_heads, PAGE, dim) for dim in (cache.head_dim, cache.value_head_dim))
@@ -123,19 +125,27 @@ class FusedAttention:
 
     def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         tokens, out = self._tokens(index, values, rows, self._table)
+        key = id(self._layers[index])
         if not chunks:  # the executor puts row i into request i, or nothing
-            return [self._decode_call(index, tokens, out)]
-        key, query_out = id(self._layers[index]), self._buffer("query_out", tokens.query.shape, self._dtype)
+            return [self._attend(self._decode[key], index, tokens, out)]
+        query_out, apply_rope = self._apply_rope(index, tokens)
+        if key in self._by_row:  # cuDNN may have no sinks over pages
+            return [apply_rope, self._attend(self._by_row[key], index, tokens, out)]
         attend = self._prompts.calls(self._specs[key], self._layers[index].variant.scale, query_out, tokens, out)
-        apply_rope = functools.partial(self._rope[key].launch, self._stream, tokens, query_out)
-        return [("rotary and cache", apply_rope), *(("attention", call) for call in attend)]
+        return [apply_rope, *(("attention", call) for call in attend)]
 
     def verify_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         tokens, out = self._tokens(index, values, rows, self._verified)
         # All keys and values are in the cache before a row looks at those of rows before it.
-        query_out = self._buffer("query_out", tokens.query.shape, self._dtype)
-        apply_rope = functools.partial(self._rope[id(self._layers[index])].launch, self._stream, tokens, query_out)
-        return [("rotary and cache", apply_rope), self._decode_call(index, tokens, out)]
+        _, apply_rope = self._apply_rope(index, tokens)
+        return [apply_rope, self._attend(self._decode[id(self._layers[index])], index, tokens, out)]
+
+    def _apply_rope(self, index: int, tokens: PagedTokens) -> tuple[cuda.Array, tuple[str, Call]]:
+        """Return where the queries with RoPE go, and the call that puts them there and fills the cache."""
+        shape = *tokens.query.shape[:2], self._layers[index].cache.head_dim
+        query_out = self._buffer("query_out", shape, self._dtype)
+        launch = self._rope[id(self._layers[index])].launch
+        return query_out, ("rotary and cache", functools.partial(launch, self._stream, tokens, query_out))
 
     def _tokens(
         self, index: int, values: Arrays, rows: cuda.Array, table: cuda.Array
@@ -144,18 +154,16 @@ class FusedAttention:
         layer_attention, (keys, cached) = self._layers[index], self._cache[index]
         variant, shape, total = layer_attention.variant, layer_attention.cache, values["attention"].shape[0]
         tokens = PagedTokens(
-            values["query"].reshape(total, variant.num_heads, shape.head_dim),
+            values["query"].reshape(total, variant.num_heads, variant.query_dim),
             values["key"].reshape(total, shape.num_kv_heads, shape.head_dim),
             values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim),
             *(keys, cached, self._rope_tables[id(layer_attention)], rows, values["position_ids"], table),
         )
         return tokens, values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
 
-    def _decode_call(self, index: int, tokens: PagedTokens, out: cuda.Array) -> tuple[str, Call]:
-        layer_attention = self._layers[index]
-        launch = self._decode[id(layer_attention)].launch
-        scale = layer_attention.variant.scale
-        return "attention", functools.partial(launch, self._stream, tokens, out, scale, self._scratch)
+    def _attend(self, kernel: DecodeAttention, index: int, tokens: PagedTokens, out: cuda.Array) -> tuple[str, Call]:
+        scale = self._layers[index].variant.scale
+        return "attention", functools.partial(kernel.launch, self._stream, tokens, out, scale, self._scratch)
 
 
 def _device_rope_tables(layer_attention: LayerAttention, positions: int) -> DeviceRopeTables:
@@ -170,7 +178,7 @@ def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> Atten
     variant, shape = layer_attention.variant, layer_attention.cache
     (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
     heads = variant.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_head_dim
-    return AttentionKernelSpec(dtype.name, given, wide, *heads, variant.window)
+    return AttentionKernelSpec(dtype.name, given, wide, *heads, variant.window, variant.sinks)
 
 
 def _up(host: np.ndarray) -> cuda.Array:

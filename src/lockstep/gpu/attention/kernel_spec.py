@@ -62,9 +62,9 @@ class DeviceRopeTables:
 class PagedTokens:
     """The new tokens of a layer, and the paged cache that they go to.
 
-    query [num_tokens, num_heads, head_dim], key, value [num_tokens, num_kv_heads, dim]: before RoPE. keys, values
-    [pages, num_kv_heads, 64, dim]. rows (int32): the row of each token, or -1. positions: of each token. pages [rows,
-    pages_per_row] int32: the page table.
+    query [num_tokens, num_heads, query_dim], key, value [num_tokens, num_kv_heads, dim]: before RoPE; a sink stands
+    behind the numbers of its head. keys, values [pages, num_kv_heads, 64, dim]. rows (int32): the row of each token, or
+    -1. positions: of each token. pages [rows, pages_per_row] int32: the page table.
     """
 
     query: Array
@@ -89,7 +89,8 @@ class AttentionKernelSpec:
     """What an attention kernel is compiled for.
 
     dtype: of the cache, and of all but queries and keys, whose dtype is `given`; both by NumPy's names. wide: positions
-    are int64. window: the number of tokens that a token sees, itself among them; 0: all before it.
+    are int64. window: the number of tokens that a token sees, itself among them; 0: all before it. sinks: whether each
+    head has a logit beside its scores, behind its numbers of a query.
     """
 
     dtype: str
@@ -100,6 +101,7 @@ class AttentionKernelSpec:
     head_dim: int
     value_dim: int
     window: int
+    sinks: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -113,6 +115,7 @@ class AttentionKernelSpec:
             "DIM": self.head_dim,
             "VALUE_DIM": self.value_dim,
             "WINDOW": self.window,
+            "SINKS": int(self.sinks),
             "PAGE": PAGE,
             "THREADS": THREADS,
         }

@@ -44,6 +44,7 @@ def make_attention(
     num_slots: int,
     max_seq_len: int,
     most_verified: int,
+    largest_pass: int,
     kernels: Kernels,
     buffer: Buffer,
     stream: cuda.Stream,
@@ -59,6 +60,6 @@ def make_attention(
     if parts[True]:
         from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
 
-        sizes = num_slots, max_seq_len, most_verified
+        sizes = num_slots, max_seq_len, most_verified, largest_pass
         made[True] = FusedAttention(parts[True], dtype, tables, *sizes, bool(kernels.wide), buffer, stream)
     return [made[index in fused] for index in range(len(network.layers))]

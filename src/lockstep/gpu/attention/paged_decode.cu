@@ -1,4 +1,4 @@
-// Compiled behind the words of fused_spec.py, which name the sizes and types of a spec.
+// Compiled behind the words of kernel_spec.py, which name the sizes and types of a spec.
 
 // What CUDA C++ has no words for.
 #define INFINITE __int_as_float(0x7f800000)
@@ -74,6 +74,7 @@ constexpr int ROPE_SIZE = (HEADS + 1) * DIM;              // numbers that a bloc
 constexpr int ROUNDS = (ROPE_SIZE + THREADS - 1) / THREADS;
 constexpr int ITEMS = HEADS * VALUE_DIM / 4;              // four numbers each, of what a block gives
 constexpr int OWN = (ITEMS + THREADS - 1) / THREADS;      // of a thread
+constexpr int QUERY_DIM = DIM + SINKS;                    // of a head in the query: a sink stands behind its numbers
 constexpr float LOWEST = -1e30f;                          // finite, so that a difference of two is a number
 
 __device__ __forceinline__ int page_of(const int* table, int unit, int pages_per_row) {
@@ -117,7 +118,9 @@ struct Sum {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values.w[e] = __fmaf_rn(values.w[e], a, __fmul_rn(other.w[e], b));
     }
-    __device__ __forceinline__ void write(Bits* out) const {
+    // sink: where that of the head stands. It takes its part of the weights, behind all splits, and has no values.
+    __device__ __forceinline__ void write(Bits* out, const Given* sink) {
+        if (SINKS) add(__fmul_rn(number(load_constant(sink)), 1.44269504f), 1, Four{{0, 0, 0, 0}});
         const float one = 1.f / weight;
         *(uint2*)out = make_uint2(pack(values.w[0] * one, values.w[1] * one), pack(values.w[2] * one, values.w[3] * one));
     }
@@ -135,8 +138,10 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     const unsigned tid = threadIdx.x;
     const int warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
-    const int* table = pages + request * pages_per_row;  // row i is request i: nothing waits for rows[i]
+    // row i is request i, and nothing waits for rows[i]; BY_ROW: it is a token of row rows[i]
+    const int* table = pages + (BY_ROW ? max(load_relaxed(rows + request), 0) : request) * pages_per_row;
     const int first_head = kv * GROUP + chunk * HEADS, heads = min(HEADS, GROUP - chunk * HEADS);
+    const Given* queries = query + ((long long)request * KV_HEADS * GROUP + first_head) * QUERY_DIM;
 
     // All loads that need no position go out at once. Heads behind the last one get the RoPE of that.
     const int row = load_relaxed(rows + request);
@@ -147,7 +152,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     auto source_of = [&](unsigned i) {
         const int head = i / DIM;
         return head == HEADS ? key + ((long long)request * KV_HEADS + kv) * DIM
-                             : query + ((long long)request * KV_HEADS * GROUP + first_head + min(head, heads - 1)) * DIM;
+                             : queries + min(head, heads - 1) * QUERY_DIM;
     };
     const Given* sources[ROUNDS];
     int partners[ROUNDS];
@@ -232,7 +237,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
                         for (int n = 0; n < KEY_PIECES; ++n)
                             if (32 * n + 8 * t < DIM) {
                                 k[i][n] = *(const Vec8*)(with_rope + HEADS * LINE + 32 * n + 8 * t);
-                                if (chunk == 0) *(Vec8*)(keys + place * DIM + 32 * n + 8 * t) = k[i][n];
+                                if (chunk == 0 && !BY_ROW) *(Vec8*)(keys + place * DIM + 32 * n + 8 * t) = k[i][n];
                             }
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
@@ -241,7 +246,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
                         for (int c = 0; c < VALUE_PIECES; ++c)
                             if (64 * c + 8 * g < VALUE_DIM) {
                                 v[c][i] = *(const Vec8*)(fresh + 64 * c + 8 * g);
-                                if (chunk == 0) *(Vec8*)(values + place * VALUE_DIM + 64 * c + 8 * g) = v[c][i];
+                                if (chunk == 0 && !BY_ROW) *(Vec8*)(values + place * VALUE_DIM + 64 * c + 8 * g) = v[c][i];
                             }
             }
             float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
@@ -316,7 +321,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     if (blocks == 1) {
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
-            if ((tid + i * THREADS) / (VALUE_DIM / 4) < heads) total[i].write(out_heads + (tid + i * THREADS) * 4);
+            if (const int item = tid + i * THREADS, head = item / (VALUE_DIM / 4); head < heads) total[i].write(out_heads + item * 4, queries + head * QUERY_DIM + DIM);
         return;
     }
 
@@ -347,6 +352,6 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
             for (int s = 0; s < 8; ++s)
                 if (from + s < splits) sum.add(some_tops[s], some_weights[s], some[s]);
         }
-        sum.write(out_heads + item * 4);
+        sum.write(out_heads + item * 4, queries + head * QUERY_DIM + DIM);
     }
 }

@@ -30,21 +30,26 @@ class Scratch:
 
 
 class DecodeAttention:
-    """The decode attention kernel of a spec, compiled for this GPU."""
+    """The decode attention kernel of a spec, compiled for this GPU.
 
-    def __init__(self, spec: AttentionKernelSpec):
+    by_row: request i is a token of row rows[i], of which there may be others, and all keys and values of them are in
+    the cache already.
+    """
+
+    def __init__(self, spec: AttentionKernelSpec, by_row: bool = False):
         self._spec, self._multiprocessors = spec, cuda.multiprocessors(cuda.current_device())
-        self._kernel = cuda.compile_kernels(_SOURCE, spec.options)["decode_attention"]
+        options = *spec.options, f"-DBY_ROW={int(by_row)}"
+        self._kernel = cuda.compile_kernels(_SOURCE, options)["decode_attention"]
 
     def launch(self, stream: cuda.Stream, tokens: PagedTokens, out: cuda.Array, scale: float, scratch: Scratch) -> None:
         """Put the attention of each request's new token on the stream.
 
         out [num_requests, num_heads, value_dim]: the attention of each request's new token, at `positions[i]`, to all
         tokens of its row that it sees, the new one among them. Queries and keys get their RoPE first and are rounded.
-        The new key and value go into the cache as `RopeKernel` writes them, to the bit. Request i is row i: rows[i] is
-        i, or -1 for a request that does not decode, which writes nowhere and whose `out` is 0. Products are of numbers
-        of the cache's dtype with fp32 accumulation. Scores, largest scores and sums of weights are fp32; weights are
-        rounded to the cache's dtype.
+        The new key and value go into the cache as `RopeKernel` writes them, to the bit. Unless `by_row`, request i is
+        row i: rows[i] is i. It is -1 for a request that does not decode, which writes nowhere and whose `out` is 0.
+        Products are of numbers of the cache's dtype with fp32 accumulation. Scores, largest scores and sums of weights
+        are fp32; weights are rounded to the cache's dtype.
         """
         spec, requests = self._spec, out.shape[0]
         grid = spec.shares(requests, self._multiprocessors), spec.blocks, requests

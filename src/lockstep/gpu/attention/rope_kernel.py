@@ -37,9 +37,12 @@ apply_rope(const Given* query, const Given* key, const Bits* value, Bits* query_
         if (piece < QUERIES + KEYS) {
             const bool is_query = piece < QUERIES;
             const int at = is_query ? piece : piece - QUERIES, head = at / (DIM / 8), j = at % (DIM / 8) * 8;
-            const Given* from = (is_query ? query + token * QUERIES * 8 : key + token * KEYS * 8) + head * DIM;
+            const Given* from = is_query ? query + (token * KV_HEADS * GROUP + head) * (DIM + SINKS) : key + token * KEYS * 8 + head * DIM;
             float x[8], owns[8], others[8];
-            load(x, from + j);
+            if (SINKS && is_query) {  // whose heads do not begin where 16 bytes do
+#pragma unroll
+                for (int e = 0; e < 8; ++e) x[e] = number(from[j + e]);
+            } else load(x, from + j);
             load(owns, own + position * DIM + j);
             load(others, other + position * DIM + j);
 #pragma unroll

@@ -139,7 +139,9 @@ class _RopeGraph:
         return np.concatenate(found).astype(np.float32)
 
     def apply(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        given = {"query": query.reshape(len(query), -1), "key": key.reshape(len(key), -1), "position_ids": positions}
+        width = int(self._executable.inputs["query"].shape[1]) // query.shape[1]
+        heads = np.pad(query, [(0, 0), (0, 0), (0, width - self.dim)])  # behind them sinks, which get no RoPE
+        given = {"query": heads.reshape(len(query), -1), "key": key.reshape(len(key), -1), "position_ids": positions}
         inputs = {name: given[name].astype(dtype, copy=False) for name, dtype in self._types.items()}
         outputs = {"query_out": np.empty(query.shape, self.dtype), "key_out": np.empty(key.shape, self.dtype)}
         self._executable.prepare(inputs, outputs)()

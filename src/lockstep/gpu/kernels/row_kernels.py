@@ -120,7 +120,7 @@ _POWERS = {1.0: "{0}", 2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "sqrtf({0}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _SHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _KNOWN = {*_BINARY, *_UNARY, *_SHAPING, "Gelu", "Pow", "Cast", "Constant", "Gather", "Split", "Slice"}
-_KNOWN |= {"ReduceMean", "ReduceSum", "LayerNormalization", "GatherBlockQuantized"}
+_KNOWN |= {"ReduceMean", "ReduceSum", "LayerNormalization", "GatherBlockQuantized", "Concat", "Expand", "Shape"}
 _GATHERS = ("Gather", "GatherBlockQuantized")
 
 
@@ -275,6 +275,7 @@ class _Writer:
             node = self._maker[name]
             rows = any(self._value(each).rows for each in node.input if each and self._is_number(each))
             rows = rows or (node.op_type in _GATHERS and node.input[1] in self._index)
+            rows = rows or node.op_type == "Expand" and not isinstance(dims[0], int)
         else:
             rows = not all(isinstance(size, int) for size in dims)
         sizes = dims[1:] if rows else dims
@@ -389,6 +390,10 @@ class _Writer:
             return self._dequantized(node, index, row), index.unit
         if node.op_type in ("Split", "Slice"):
             return self._number(node.input[0], self._part(node, name, index), row)
+        if node.op_type == "Concat":
+            return self._joined(node, value, index, row)
+        if node.op_type == "Expand":
+            return self._number(node.input[0], self._place(node.input[0], value, index), row)
         if node.op_type in _SHAPING:
             source = self._value(node.input[0])
             _refuse_if(source.rows != value.rows or source.width != value.width)
@@ -446,6 +451,30 @@ class _Writer:
         width = math.prod(self._value(source).sizes[1:])
         _refuse_if(index.unit and width % self._wide)
         return self._load(source, _Index(f"{at} * {width} + {index.base}", index.unit), row)
+
+    def _joined(self, node: onnx.NodeProto, value: _Value, index: _Index, row: str) -> tuple[str, bool]:
+        """Choose the part that a number is of: all are read, each at a place that it has."""
+        axis, at = _axis_of_row(attributes_of(node)["axis"], value), self._new()
+        inner = math.prod(value.sizes[axis + 1 :])
+        whole, first = value.sizes[axis] * inner, 0
+        self._lines.append(f"int {at} = ({index.base}) % {whole};")
+        ends, operands = list[int](), list[tuple[str, bool]]()
+        for name in node.input:
+            size = self._value(name).sizes[axis] * inner
+            _refuse_if(not self._value(name).rows or (index.unit and (first % self._wide or size % self._wide)))
+            last, own = first + size, self._new()
+            place = f"{at} < {first} ? 0 : {at} < {last} ? {at} - {first} : {size - (self._wide if index.unit else 1)}"
+            self._lines.append(f"int {own} = ({index.base}) / {whole} * {size} + ({place});")
+            operands.append(self._number(name, _Index(own, index.unit), row))
+            ends.append(first := last)
+        form = f"{{{len(ends) - 1}}}"
+        for number in reversed(range(len(ends) - 1)):
+            form = f"{at} < {ends[number]} ? {{{number}}} : {form}"
+        if any(vector for _, vector in operands):
+            return self._each(form, operands), True
+        made = self._new()
+        self._lines.append(f"float {made} = {form.format(*(text for text, _ in operands))};")
+        return made, False
 
     def _id(self, ids: str) -> str:
         """Read the row's number of an input of integers; return its variable."""

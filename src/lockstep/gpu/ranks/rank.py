@@ -119,9 +119,8 @@ class Rank:
         has_profiles = engine_of(network.embedding).program.by_profiles
         self.captured_tokens = 0 if has_profiles else captured_tokens(1 if exchange is None else exchange.world)
         self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
-        self._attention = make_attention(
-            network, tables, num_slots, max_seq_len, MOST_VERIFIED, self._kernels, self._buffer, self.stream
-        )
+        sizes = num_slots, max_seq_len, MOST_VERIFIED, self._largest_pass
+        self._attention = make_attention(network, tables, *sizes, self._kernels, self._buffer, self.stream)
         self.attentions = list(dict.fromkeys(self._attention))
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with adapters or without; made with the first pass
         self.step_calls: dict[tuple, StepCalls] = {}

@@ -1,0 +1,70 @@
+"""Tiny models of families that need kernels of their own: a request's logits, whatever runs beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lockstep import backends
+from lockstep.runtime import Advance, Engine, Model, Request, scheduler
+
+NAME = "tiny"
+LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
+# Sinks, with windows and without.
+FAMILIES = ("granite_swa",)
+
+
+def ids(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 256, count)
+
+
+def argmax(logits: np.ndarray) -> int:
+    return int(logits.argmax())
+
+
+def run(engine: Engine, *requests: Request) -> dict[tuple[int, int], list[np.ndarray]]:
+    """Return the logits of each choice."""
+    found: dict[tuple[int, int], list[np.ndarray]] = {}
+    engine.add_all(requests)
+    for made in engine.steps():
+        for token in made:
+            found.setdefault((token.request, token.choice), []).append(token.logits)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_onnx_runtime_and_of_each_request_alone(
+    family_results, tmp_path, monkeypatch, backend, family
+):
+    """In prompts of several chunks, decoding, both in one step, choices that fork, requests that are swapped out."""
+    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
+    results = family_results(family)
+    assembly, weights = results.assembly(NAME, "fp16"), results.weights(NAME, "fp16")
+    engines = backends.build(assembly, backend, tmp_path / "engines.json", LIMITS)
+    model = Model.open(engines, assembly, weights)
+    host = Model.open(results.engines(NAME, "fp16", "onnxruntime"), assembly, weights, max_seq_len=128)
+
+    # The same tokens to both, for a token that is nearly as likely as another would part them.
+    tokens = [ids(100, seed) for seed in range(3)]
+    steps = [[(0, 0, 40)], [(0, 40, 63), (2, 0, 9)], *([(0, 54 + at, 55 + at), (2, at, at + 1)] for at in range(9, 20))]
+    steps += [[(0, 74, 75), (1, 0, 30), (2, 20, 21)], [(0, 75, 98), (1, 30, 31), (2, 21, 50)]]
+
+    def logits_of(opened: Model) -> np.ndarray:
+        advances = ([Advance(slot, tokens[slot][low:high], low) for slot, low, high in step] for step in steps)
+        return np.concatenate([opened.step(step) for step in advances])
+
+    expected = logits_of(host)
+    # What fp16 rounds: between steps of a block, and attention's weights, on either side in other places.
+    assert np.abs(logits_of(model) - expected).max() <= 1e-2 * np.abs(expected).max()
+
+    requests = [Request(ids(length, length), 30, argmax, n=1 + (length == 9)) for length in (60, 61, 9, 62)]
+    roomy = Model.open(engines, assembly, weights)
+    alone = [run(Engine(roomy), request) for request in requests]
+    tight = Model.open(engines, assembly, weights, kv_bytes=5 * roomy.tables.pool.page_nbytes)
+    engine = Engine(tight, max_num_tokens=40, admission="optimistic")
+    together = run(engine, *requests)
+    assert engine.scheduler.num_swaps
+    for (number, choice), logits in together.items():
+        assert len(logits) == 30
+        np.testing.assert_array_equal(logits, alone[number][0, choice], err_msg=f"request {number}, choice {choice}")
