@@ -572,12 +572,12 @@ def lockstep(*words: str | Path):
         (
             "demo-llama/fp32/2",
             lambda tree: tree.weights("demo-llama", "fp32").unlink(),
-            "weights.json: expected the results of demo-llama/fp32/2/onnxruntime, found none; run snakemake first",
+            "weights.json: expected the results of demo-llama/fp32/2/onnxruntime, found none; run `lockstep run` first",
         ),
         (
             "demo-llama/fp32/2",
             lambda tree: tree.reference("demo-llama", 2).unlink(),
-            "reference/2.json: expected the reference of .*, found none; run snakemake first, or give --prompt",
+            "reference/2.json: expected the reference of .*, found none; run `lockstep run` first, or give --prompt",
         ),
         (
             "demo-llama/fp32/2",

@@ -17,6 +17,7 @@ from demo_model import ROOT
 
 from lockstep.cli.main import main
 from lockstep.config.load import load
+from lockstep.targets import Results
 
 TARGET = "demo-llama/fp16/all"
 NEEDS_RESULTS = {
@@ -51,7 +52,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("arguments", NEEDS_RESULTS.values(), ids=NEEDS_RESULTS)
-def test_without_results_a_command_says_run_snakemake_first(
+def test_without_results_a_command_says_to_run_first(
     project: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(project.rglob("*"))
@@ -62,7 +63,7 @@ def test_without_results_a_command_says_run_snakemake_first(
     *steps, line = said.err.splitlines()
     assert len(steps) <= 1, "the first of several"
     assert all(re.match(rf"step 1 of \d+: {arguments[1]} demo-llama/", step) for step in steps)
-    assert line.startswith("lockstep: error: results") and "expected" in line and "run snakemake first" in line
+    assert line.startswith("lockstep: error: results") and "expected" in line and "run `lockstep run` first" in line
     assert sorted(project.rglob("*")) == before
 
 
@@ -82,6 +83,11 @@ def test_an_unknown_target_names_the_config_that_has_the_others(
         with pytest.raises(SystemExit):
             main(list(command), prog_name="lockstep")
         assert expected in capsys.readouterr().err
+    Results(project / "results").checkpoint("demo-llama").parent.mkdir()
+    Results(project / "results").checkpoint("demo-llama").touch()
+    with pytest.raises(SystemExit):
+        main(["bundle", TARGET], prog_name="lockstep")
+    assert f"of other (results/config.json), found {TARGET}, of an earlier run; run its" in capsys.readouterr().err
     for command in (("stage", "build", "other/fp32"), ("explain", "other/fp32/all")):
         with pytest.raises(SystemExit):
             main(list(command), prog_name="lockstep")

@@ -123,7 +123,7 @@ def test_a_tree_that_does_not_say_how_it_was_made_is_refused(first: Results, tmp
     record_path(second.engines("demo-llama", "fp16", "onnxruntime")).unlink()
     with pytest.raises(
         InputError,
-        match="engines.json: expected the record of how it was made, found none of this file; run snakemake first",
+        match="engines.json: expected the record of how it was made, found none of this file; run `lockstep run` first",
     ):
         compared(second, TARGET)
 

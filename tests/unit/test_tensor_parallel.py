@@ -457,7 +457,7 @@ def test_serve_takes_the_number_of_ranks_that_a_target_was_exported_for(shared: 
     assert (ended.returncode, ended.stderr) == (
         2,
         "lockstep: error: --tensor-parallel: expected 2, for demo-llama/fp32/all/onnxruntime was exported for so many, "
-        "found 4; set tensor_parallel: 4 for demo-llama in the config and run snakemake\n",
+        "found 4; set tensor_parallel: 4 for demo-llama in the config and run `lockstep run`\n",
     )
 
 

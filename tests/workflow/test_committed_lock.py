@@ -156,7 +156,7 @@ def run_under_lock(first_run: Checkout, shared: Shared) -> Checkout:
         lock = json.loads((REPOSITORY / LOCK).read_text())
         if engines_of(checkout.results, "fp16").where[-1] not in devices_of(lock):
             for stage in ("export", "convert", "build"):
-                checkout.call("lockstep", "stage", stage, SMALL)
+                checkout.call("lockstep", "stage", stage, f"{SMALL}/2")
             made = engines_of(checkout.results, "w8a16")
             lock["locked"]["/".join(made.where)] = dict(made.items)
             shutil.rmtree(checkout.results / SMALL)

@@ -70,10 +70,10 @@ def test_what_is_lost_foreign_or_not_locked_is_told_apart(locked: Checkout, tmp_
     value["locked"]["graphs/bf16"] = value["locked"].pop("graphs/fp16")
     lock.write_text(json.dumps(value))
     lines = copy.call("lockstep", "verify", check=False).stdout.splitlines()
-    assert f"missing   {ENGINES}/middle.onnx: run snakemake" in lines
+    assert f"missing   {ENGINES}/middle.onnx: run `lockstep run`" in lines
     assert f"unknown   {ENGINES}/foreign.onnx: no record names it" in lines
     assert f"unknown   {MODEL}: graphs/fp16: not in the lock" in lines
-    assert f"missing   {MODEL}: graphs/bf16: locked, and not there; run snakemake" in lines
+    assert f"missing   {MODEL}: graphs/bf16: locked, and not there; run `lockstep run`" in lines
 
 
 def test_nothing_changed_is_nothing_to_explain(locked: Checkout) -> None:

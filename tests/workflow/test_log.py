@@ -61,13 +61,25 @@ def test_lockstep_run_makes_a_config_from_any_folder_and_ends_with_the_table(dem
     assert rest[-1] == "Serve: lockstep serve demo-llama/fp32/all/onnxruntime"
     elsewhere = tmp_path / "else where"
     elsewhere.mkdir()
-    planned = demo.run("lockstep", "run", str(config), "-n", folder=elsewhere)
+    (elsewhere / "my.yaml").write_text(config.read_text().replace("\n  demo-llama:\n", "\n  my-llama:\n"))
+    (elsewhere / "other.yaml").write_text("services: {}\n")
+    planned = demo.run("lockstep", "run", "-n", folder=elsewhere)
+    assert "Config: my.yaml" in planned.stderr and "my-llama" in planned.stdout + planned.stderr
     assert "Job stats:" in planned.stdout + planned.stderr and not (elsewhere / "results").exists()
 
 
-def test_what_lockstep_run_cannot_read_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lockstep", "run", "nowhere.yaml"]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: expected a readable config file"),
+        ([], "run: expected one config in this folder, found a.yaml, b.yaml; name one of them"),
+    ],
+)
+def test_what_lockstep_run_cannot_read_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / name).write_text("# of two\nmodels: {}\n")
+    command = [sys.executable, "-m", "lockstep", "run", *arguments]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert "nowhere.yaml: expected a readable config file" in ended.stderr.splitlines()[-1]
+    assert message in ended.stderr.splitlines()[-1]
     assert (REPOSITORY / "Snakefile").is_file()

@@ -125,7 +125,7 @@ def sealed_json(value: Mapping[str, Any]) -> bytes:
     return dump_json({**value, SEAL: sha256_json(value)}).encode()
 
 
-ABSENT = "run snakemake first, or the stage that makes it"
+ABSENT = "run `lockstep run` first, or the stage that makes it"
 DAMAGED = "correct the path, or delete the file and run again"
 
 

@@ -103,7 +103,7 @@ def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:
     record = read_record(manifest) if manifest.is_file() else None
     if record is None:
         raise InputError(
-            f"{manifest}: expected a manifest with the record of how it was made, found none; run snakemake first"
+            f"{manifest}: expected a manifest with the record of how it was made, found none; run `lockstep run` first"
         )
     yield _file(f"{folder}/{manifest.name}", manifest, record.outputs[manifest.name])
     path = record_path(manifest)
@@ -112,5 +112,5 @@ def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:
 
 def _file(name: str, path: Path, sha256: str) -> Entry:
     if not path.is_file():
-        raise InputError(f"{path}: expected a file of sha256 {sha256}, found none; run snakemake first")
+        raise InputError(f"{path}: expected a file of sha256 {sha256}, found none; run `lockstep run` first")
     return Entry.of_file(name, path, sha256)

@@ -116,14 +116,14 @@ def verify(
         if model not in known and not (results / model).is_dir():
             raise InputError(
                 f"{results / model}: expected results of a model, or a lock in {locks}, found "
-                f"neither; run snakemake first, or correct the name"
+                f"neither; run `lockstep run` first, or correct the name"
             )
     with working(f"verify {results}"):
         findings = check(
             results, {model: path for model, path in known.items() if not models or model in models}, models, deep
         )
     if not findings:
-        raise InputError(f"{results}: expected results to verify, found none; run snakemake first")
+        raise InputError(f"{results}: expected results to verify, found none; run `lockstep run` first")
     wrong = [finding for finding in findings if finding.status != SAME]
     if as_json:
         entries = [asdict(finding) for finding in findings]

@@ -58,7 +58,7 @@ def used_config(results: Results) -> Config:
     value = read_json(results.config())
     if record_path(results.config()).is_file() and read_record(results.config()) is None:
         raise InputError(
-            f"{results.config()}: expected the config that was recorded, found another; run snakemake again"
+            f"{results.config()}: expected the config that was recorded, found another; run `lockstep run` again"
         )
     return load(value, where=str(results.config()))
 
@@ -71,8 +71,15 @@ def of_last_run(tree: Results) -> str:
 def made_target(config: Config, tree: Results, name: str) -> Target:
     """Return the target of this name, as `Config.parse_target`.
 
-    Raises InputError where its engines are not there since the config skips them on this machine.
+    Raises InputError where its engines are not there since the config skips them on this machine, and for a model of an
+    earlier run.
     """
+    model = name.partition("/")[0]
+    if model not in config.models and tree.checkpoint(model).is_file():
+        raise InputError(
+            f"target: expected one of the last run's, of {', '.join(config.models)} ({tree.config()}), found {name}, "
+            "of an earlier run; run its config again: `lockstep run`"
+        )
     target = config.parse_target(name, of_last_run(tree))
     engines = tree.engines(target.model, target.precision, target.backend)
     if not engines.is_file() and (reason := config.why_not_built(target)):
@@ -167,5 +174,5 @@ def _check_recorded(tree: Results, place: Opened) -> None:
         if path.is_file() and read_record(path) is None:
             raise InputError(
                 f"{path}: expected beside it {record_path(path).name}, the record of how it was made, found none or "
-                "that of another file; run snakemake again"
+                "that of another file; run `lockstep run` again"
             )

@@ -26,7 +26,7 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
 
     if not Results(results).config().is_file():
         raise InputError(
-            f"{results}: expected results of an earlier run, found none: all would be made; run snakemake first"
+            f"{results}: expected results of an earlier run, found none: all would be made; run `lockstep run` first"
         )
     project = Project.open(config_file, results)
     chosen = project.config.parse_target(target, project.where)

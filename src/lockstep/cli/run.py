@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import click
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, note
 
 _SUFFIXES = (".yaml", ".yml", ".json")
+_CONFIG_OPTIONS = ("--configfile", "--configfiles")
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -20,7 +22,8 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     """Make and check all targets of a config, below results/ in this folder.
 
     It is snakemake with the Snakefile of this installation; run again, it goes on where it stopped. Without CONFIG.yaml
-    it is the demo. Options of snakemake follow: -n shows what would be made.
+    it takes config/config.yaml, else the only config of this folder, else the demo's. Options of snakemake follow: -n
+    shows what would be made.
     """
     from lockstep.config.sources import REPOSITORY
 
@@ -30,6 +33,8 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     if importlib.util.find_spec("snakemake") is None:
         raise ModuleNotFoundError("no snakemake", name="snakemake")
     config, options = _split(arguments)
+    if config is None and not any(option.partition("=")[0] in _CONFIG_OPTIONS for option in options):
+        config = _config_here()
     if config is not None:
         options = ("--configfile", config, *options)
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores, *options]
@@ -38,7 +43,31 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
 
 
 def _split(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the config, which stands first, and Snakemake's own options."""
-    if arguments and arguments[0].endswith(_SUFFIXES):
-        return arguments[0], arguments[1:]
+    """Return the config, which stands first, and Snakemake's own options.
+
+    Raises InputError where a checkpoint stands there.
+    """
+    first, *others = arguments or ("",)
+    if first.endswith(_SUFFIXES):
+        return first, tuple(others)
+    if first.startswith("hf:") or first.endswith(".gguf") or (first and (Path(first) / "config.json").is_file()):
+        raise InputError(f"run: expected a config, found the checkpoint {first}; write one: lockstep init {first}")
     return None, arguments
+
+
+def _config_here() -> str | None:
+    """Return this folder's config as `config.load.given` chooses it, which a line names.
+
+    None for config/config.yaml or the demo's, which the Snakefile takes. Raises InputError where there are several.
+    """
+    from lockstep.config.load import DEMO, configs_in
+
+    if DEMO.is_file():
+        return None
+    configs = configs_in(Path())
+    if len(configs) > 1:
+        raise InputError(
+            f"run: expected one config in this folder, found {', '.join(map(str, configs))}; name one of them"
+        )
+    note(f"Config: {configs[0]}" if configs else "Config: the demo's, for no YAML file of this folder names models")
+    return str(configs[0]) if configs else None

@@ -79,7 +79,7 @@ def _check_ranks(place: Opened, asked: int | None) -> None:
     if asked not in (None, degree):
         raise InputError(
             f"--tensor-parallel: expected {degree}, for {place.target} was exported for so many, found {asked}; set "
-            f"tensor_parallel: {asked} for {place.target.model} in the config and run snakemake"
+            f"tensor_parallel: {asked} for {place.target.model} in the config and run `lockstep run`"
         )
 
 
@@ -220,7 +220,7 @@ def _check_adapter_loading(place: Opened) -> None:
     if Assembly.load(place.assembly).adapters is None:
         raise InputError(
             "--allow-adapter-loading: expected a model whose graphs take adapters, found one without; give "
-            f"{place.target.model} `adapters` in the config and run snakemake"
+            f"{place.target.model} `adapters` in the config and run `lockstep run`"
         )
     if place.checkpoint is None:
         raise InputError(

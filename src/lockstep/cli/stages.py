@@ -5,7 +5,7 @@ They call what the rules call, and work on the same paths below `results/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ CONFIG = click.option(
     "--config",
     "config_file",
     type=click.Path(path_type=Path),
-    help="The config.  [default: config/config.yaml, else that of the last run here]",
+    help="The config.  [default: config/config.yaml, else the only one here, else that of the last run here]",
 )
 
 
@@ -169,10 +169,7 @@ def _chosen(project: Project, targets: tuple[str, ...], entry: Stage) -> list[tu
     Engines that cannot run here are left out of a stage that runs them. Raises InputError where nothing is left then.
     """
     config = project.config
-    chosen = [target for target in config.targets() if not targets or any(_matches(target, text) for text in targets)]
-    for text in targets:
-        if not any(_matches(target, text) for target in chosen):
-            config.parse_target(text, project.where)  # says which there are
+    chosen = [target for text in targets for target in _named(project, text, entry)] or config.targets()
     if entry.only_adapters:
         chosen = [target for target in chosen if config.models[target.model].adapters]
         if not chosen:
@@ -190,15 +187,21 @@ def _chosen(project: Project, targets: tuple[str, ...], entry: Stage) -> list[tu
             built = "; these engines can be built here, not run" if config.is_built(chosen[0]) else ""
             raise InputError(f"{entry.name}: {chosen[0]}: {reason}{built}")
         chosen = needed or chosen
-    return list(dict.fromkeys(tuple(getattr(target, field) for field in entry.wildcards) for target in chosen))
+    return list(dict.fromkeys(_values(target, entry) for target in chosen))
 
 
-def _matches(target: Target, text: str) -> bool:
-    """Return whether `text` is the target's name or a leading part of it.
+def _named(project: Project, text: str, entry: Stage) -> Sequence[Target]:
+    """Return the target of this name, as every command takes it.
 
-    Such as `demo-llama` or `demo-llama/fp16`.
+    Or all of a model, or those of an artefact's name as a run prints it: `demo-llama/all` of a reference.
     """
-    return f"{target}/".startswith(f"{text.rstrip('/')}/")
+    names = {target: "/".join(map(str, _values(target, entry))) for target in project.config.targets()}
+    found = [target for target, name in names.items() if text in (target.model, name)]
+    return found or [project.config.parse_target(text, project.where)]
+
+
+def _values(target: Target, entry: Stage) -> tuple[Any, ...]:
+    return tuple(getattr(target, field) for field in entry.wildcards)
 
 
 def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> Path:

@@ -36,7 +36,7 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
     if verbose and not any(path.is_file() for path in exported.values()):
         raise InputError(
             f"{next(iter(exported.values()))}: expected an assembly, found none, nor one of "
-            f"another target; run snakemake first"
+            f"another target; run `lockstep run` first"
         )
     if as_json:
         found = {"targets": [{"name": str(target), **asdict(target)} for target in chosen]}

@@ -6,6 +6,7 @@ A YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lockstep.config.sources import source_folders
 from lockstep.errors import InputError
 from lockstep.targets import Results
 
-_DEMO = Path("config/config.yaml")
+DEMO = Path("config/config.yaml")
 
 
 def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None) -> Config:
@@ -43,16 +44,24 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
 def given(path: Path | None, results: Results = Results()) -> Path:
     """Return `path`, by default the config of this folder.
 
-    That is its config/config.yaml, else that of the last run here (`results`), else the demo's, of the repository.
-    Raises InputError where there is none.
+    That is its config/config.yaml, else its only YAML file that names models, else that of the last run here
+    (`results`), else the demo's, of the repository. Raises InputError where there is none.
     """
     if path is not None:
         return path
-    here, *others = (folder / _DEMO for folder in source_folders())
-    found = next((place for place in (here, results.config(), *others) if place.is_file()), None)
+    here, *others = (folder / DEMO for folder in source_folders())
+    own = configs_in(Path())
+    places = [here, *(own if len(own) == 1 else ()), results.config(), *others]
+    found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise InputError(f"{_DEMO}: expected a config, found none here; name one by --config, or start in the checkout")
+        raise InputError(f"{DEMO}: expected a config, found none here; name one by --config, or start in the checkout")
     return found
+
+
+def configs_in(folder: Path) -> list[Path]:
+    """Return the YAML files of a folder that name models, those with mistakes too."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".yaml", ".yml") and path.is_file())
+    return [path for path in files if re.search(rb"^models\s*:", path.read_bytes(), re.MULTILINE)]
 
 
 def load_given(path: Path | None, results: Results = Results()) -> Config:

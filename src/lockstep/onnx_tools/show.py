@@ -28,7 +28,7 @@ def show(path: str | os.PathLike) -> str:
         onnx.checker.check_model(model)
     except FileNotFoundError:
         raise InputError(
-            f"{path}: expected an ONNX file, found none; run snakemake first, or correct the path"
+            f"{path}: expected an ONNX file, found none; run `lockstep run` first, or correct the path"
         ) from None
     except IsADirectoryError:
         raise InputError(

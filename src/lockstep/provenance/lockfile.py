@@ -151,7 +151,7 @@ def collect(results: Path, model: str) -> Lock:
     for stage, entry in STAGES.items():
         if entry.is_required(finished) and stage not in stages:
             raise InputError(
-                f"{results / model}: expected a finished model, found nothing that {stage} made; run snakemake first"
+                f"{results / model}: expected a finished model, found nothing of {stage}; run `lockstep run` first"
             )
     makers: dict[str, Maker] = {}
     for section in pinned:

@@ -57,7 +57,7 @@ def reproduce(
     engines_json = results.engines(target.model, target.precision, target.backend)
     engines = EngineSetManifest.load(engines_json)
     assert engines.digest is not None  # of a set that was built
-    check_files(named_files(engines_json), "run snakemake first")
+    check_files(named_files(engines_json), "run `lockstep run` first")
     is_run = _is_run(engines)
     before = compared(results, target, is_run=is_run)
     differing = []

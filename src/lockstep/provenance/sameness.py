@@ -77,7 +77,7 @@ def _made_by(output: Path) -> dict[str, Any]:
     record = read_record(output)
     if record is None:
         raise InputError(
-            f"{output}: expected the record of how it was made, found none of this file; run snakemake first"
+            f"{output}: expected the record of how it was made, found none of this file; run `lockstep run` first"
         )
     key = record.key.to_json()
     return {part: key[part] for part in _MADE_BY if part in key}

@@ -62,7 +62,7 @@ def verify(
         if folder.name in locks:
             findings += _locked(folder, locks[folder.name])
     findings += [
-        Finding(MISSING, model, f"nothing in {results}, but a lock: run snakemake")
+        Finding(MISSING, model, f"nothing in {results}, but a lock: run `lockstep run`")
         for model in sorted(locks)
         if not (results / model).is_dir() and model not in models
     ]
@@ -109,7 +109,7 @@ def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
     try:
         now = digest(path, deep)
     except FileNotFoundError:
-        return Finding(MISSING, _name(path, results), "run snakemake")
+        return Finding(MISSING, _name(path, results), "run `lockstep run`")
     except LockstepError as error:
         return Finding(DIFFERENT, _name(path, results), _reason(error))
     if now != sha256:
@@ -158,7 +158,7 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     def name(where: Place) -> str:
         return f"{folder.name}: {'/'.join(where)}"
 
-    findings = [Finding(MISSING, name(where), "locked, and not there; run snakemake") for where in lost]
+    findings = [Finding(MISSING, name(where), "locked, and not there; run `lockstep run`") for where in lost]
     for where, (_, comparison) in there.items():
         if comparison.other_device:
             findings.append(Finding(SAME, name(where), "this device is not in the lock: as recorded"))

@@ -68,7 +68,9 @@ def bill(results: Results, target: Target) -> dict[str, Any]:
 def _key(manifest: Path) -> BuildKey:
     record = read_record(manifest) if manifest.is_file() else None
     if record is None:
-        raise InputError(f"{manifest}: expected it with the record of how it was made, found none; run snakemake first")
+        raise InputError(
+            f"{manifest}: expected it with the record of how it was made, found none; run `lockstep run` first"
+        )
     return record.key
 
 

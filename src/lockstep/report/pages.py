@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +124,7 @@ def _targets(results: Results, rows: Sequence[SummaryRow]) -> str:
     below = []
     for group in groups:
         depths = _table(results, "layers", [(_layers(row), [row]) for row in group], columns)
-        summary = f"{len(group)} depths and engines" if len(group) > 1 else "engines"
+        summary = f"{len(group)} layer counts and engines" if len(group) > 1 else "engines"
         below.append(tag("details", tag("summary", summary) + _built(group[0]) + depths))
     return _table(results, "precision and backend", whole, columns, below)
 
@@ -175,7 +176,8 @@ def _since_lock(model: str, changes: Sequence[Change] | None) -> list[str]:
     folded = []
     for colour, what, meaning, lines in meanings(changes):
         listed = items([tag("code", text(line)) for line in lines])
-        folded.append(tag("details", f"<summary>{result(colour, what)} {text(meaning)}</summary>{listed}", "said"))
+        meaning = re.sub("`(.+?)`", r"<code>\1</code>", text(meaning))
+        folded.append(tag("details", f"<summary>{result(colour, what)} {meaning}</summary>{listed}", "said"))
     return [title, *folded]
 
 

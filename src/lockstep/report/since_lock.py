@@ -30,9 +30,9 @@ _MEANING = {
         "Weights, graphs or engines have changed",
         "Not bad where all checks pass: they were made differently, as after an upgrade.",
     ),
-    _NEW: (PASS, "There are new results", "Not bad: nothing is locked of them yet; lockstep lock adds them."),
+    _NEW: (PASS, "There are new results", "Not bad: nothing is locked of them yet; `lockstep lock` adds them."),
 }
-_AFTER = " A locked run refuses it. lockstep explain TARGET names the cause, lockstep lock accepts it."
+_AFTER = " A locked run refuses it. `lockstep explain TARGET` names the cause, `lockstep lock` accepts it."
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,9 @@ class GrpcServer:
         try:
             self.port = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError:
-            raise InputError(f"--host, --grpc-port: expected an address that is free, found {host}:{port}") from None
+            raise InputError(
+                f"--host, --grpc-port: expected an address that is free, found {host}:{port}; name another"
+            ) from None
 
     async def start(self) -> None:
         await self._server.start()

@@ -195,6 +195,6 @@ def _bound(address: Address) -> socket.socket:
         listening.close()
         raise InputError(
             f"--host, --port: expected an address that is free, found {address.host}:{address.port}: "
-            f"{getattr(error, 'strerror', None) or error}"
+            f"{getattr(error, 'strerror', None) or error}; name another"
         ) from None
     return listening

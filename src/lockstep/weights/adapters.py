@@ -119,7 +119,7 @@ def open_adapters(path: str | os.PathLike) -> dict[str, LoadedAdapter]:
     found = {}
     for name, adapter in sorted(manifest.adapters.items()):
         folder = manifest.folder_of(path, name)
-        check_stored(adapter.files, folder, "check the adapters again: run snakemake")
+        check_stored(adapter.files, folder, "check the adapters again: run `lockstep run`")
         found[name] = _read(name, adapter, folder)
     return found
 

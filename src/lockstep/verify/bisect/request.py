@@ -46,7 +46,7 @@ def choose(results: Results, target: Target, prompt: str | None, vocab_size: int
         )
     if not path.is_file():
         raise InputError(
-            f"{path}: expected the reference of {target}, found none; run snakemake first, or give --prompt"
+            f"{path}: expected the reference of {target}, found none; run `lockstep run` first, or give --prompt"
         )
     failed = failed_path(results.golden(target.model, target.precision, target.layers, target.backend))
     if failed.is_file() and (request := failing(path, failed)):

@@ -87,7 +87,7 @@ class _Paths(NamedTuple):
         graphs = results.checkpoint(model), results.weights(model, precision), results.assembly(model, precision)
         for path in graphs:
             if not path.is_file():
-                raise InputError(f"{path}: expected the results of {target}, found none; run snakemake first")
+                raise InputError(f"{path}: expected the results of {target}, found none; run `lockstep run` first")
         return cls(*graphs, results.engines(model, precision, target.backend))
 
 
