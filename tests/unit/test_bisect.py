@@ -47,10 +47,10 @@ from lockstep.verify.bisect.faults import walk_stages
 from lockstep.verify.bisect.nodes import first_fault
 from lockstep.verify.bisect.report import text
 from lockstep.verify.bisect.request import choose
-from lockstep.verify.bisect.stages import Tokens
 from lockstep.verify.bisect.streamed import StreamedModel
 from lockstep.verify.metrics import failed_path
 from lockstep.verify.validate.torch_trace import TorchModel
+from lockstep.verify.walk import Tokens
 from lockstep.weights import Weights, convert
 from some import some
 

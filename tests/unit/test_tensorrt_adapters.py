@@ -19,7 +19,7 @@ from lockstep.targets import Results, Tolerances
 from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.explain import open_graphs
 from lockstep.verify.bisect.faults import walk_stages
-from lockstep.verify.bisect.stages import Tokens
+from lockstep.verify.walk import Tokens
 from shared import Shared
 
 FORMS = [("8.6.0", "fp16", "fused", "tensorrt"), ("10.9.0", "fp32", "traced", "tensorrt")]

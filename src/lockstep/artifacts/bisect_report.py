@@ -15,7 +15,7 @@ from lockstep.artifacts.document import Document, JsonObject
 
 @dataclass(frozen=True)
 class StageName:
-    """One call of a graph: see `verify.bisect.stages.Stage`."""
+    """One call of a graph: see `verify.walk.Stage`."""
 
     part: str
     graph: str

@@ -14,7 +14,7 @@ from lockstep.artifacts.adapters import IDS
 from lockstep.backends import EngineSet, Program
 from lockstep.backends.graphs import base_engine
 from lockstep.step.executable import DeviceExecutable, HostExecutable
-from lockstep.verify.bisect.stages import Arrays, Stage
+from lockstep.verify.walk import Arrays, Stage
 from lockstep.weights import Weights
 
 

@@ -26,8 +26,8 @@ from lockstep.verify.bisect.faults import engine_fault, walk_stages
 from lockstep.verify.bisect.report import advice, answer
 from lockstep.verify.bisect.request import failing
 from lockstep.verify.bisect.served import served_error
-from lockstep.verify.bisect.stages import Tokens
 from lockstep.verify.graphs import Graphs
+from lockstep.verify.walk import Tokens
 from lockstep.weights import Weights
 
 SECONDS = 60.0
@@ -139,7 +139,7 @@ def engine_report(
     if fault is None and walked.logits is not None:
         files = engines_json, assembly_json, weights_json
         served = served_error(*files, layers, followed, walked.logits, tolerance, threads)
-    return EngineReport(walked.rows, fault, served, walked.finished, walked.overflow)
+    return EngineReport(walked.rows, fault, served, walked.finished, walked.overflow or None)
 
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:

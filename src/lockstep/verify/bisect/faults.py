@@ -17,13 +17,13 @@ import onnx
 
 from lockstep.artifacts.bisect_report import FaultMeasured, FaultNode, FoundFault, MeasuredOutput
 from lockstep.backends import build
-from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.targets import Tolerances
 from lockstep.verify.bisect.engines import Engines
+from lockstep.verify.bisect.measure import measure
 from lockstep.verify.bisect.nodes import first_fault
-from lockstep.verify.bisect.stages import Stage, StageRun, Tokens, measure, walk
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.metrics import largest
+from lockstep.verify.walk import Stage, StageRun, Tokens, Walk
 from lockstep.weights import slot_array
 
 Slots = Mapping[str, Sequence[str]]
@@ -43,7 +43,7 @@ class Walked:
     suspects: dict[str, list[Stage]] = field(default_factory=dict)
     finished: bool = True
     logits: np.ndarray | None = None
-    overflow: str | None = None
+    overflow: str = ""
 
     @property
     def rows(self) -> tuple[MeasuredOutput, ...]:
@@ -66,25 +66,19 @@ class Walked:
 
 
 def walk_stages(
-    graphs: Graphs,
-    engines: Engines | None,
-    tokens: Tokens,
-    tolerance: Tolerances,
-    record: Any = None,
-    noisy: Any = None,
-    deadline: float | None = None,
+    graphs: Graphs, engines: Engines | None, tokens: Tokens, tolerance: Tolerances, deadline: float | None = None
 ) -> Walked:
     """Measure every stage: graph against PyTorch, engine against graph.
 
-    The graph against PyTorch where there is a record (noisy: the same in fp16), the engine against the graph where
-    there are engines. deadline: of time.monotonic(), looked at between stages.
+    The graph against PyTorch where it was recorded, the engine against the graph where there are engines. deadline: of
+    time.monotonic(), looked at between stages.
     """
     walked = Walked()
     recent: list[Stage] = []
     rows = (engines.max_rows if engines else None) or 16
-    for step in walk(graphs, tokens, record, noisy, rows):
+    for step in Walk(graphs, [tokens], decode_rows=rows):
         stage = step.stage
-        walked.overflow = _overflow(graphs, step)
+        walked.overflow = step.overflow(graphs)
         if walked.overflow:
             break
         recent = [other for other in recent if other.layer == stage.layer and stage.part == "attention"] + [stage]
@@ -93,20 +87,11 @@ def walk_stages(
             if not row.passed and row.against not in walked.suspects:
                 walked.suspects[row.against] = recent if row.against == "pytorch" else [stage]
         if stage.part == "exit":
-            walked.logits = record.logits if record else step.outputs["logits"]
+            walked.logits = tokens.record.logits if tokens.record else step.outputs["logits"]
         if deadline is not None and time.monotonic() > deadline:
             walked.finished = stage.part == "exit"
             break
     return walked
-
-
-def _overflow(graphs: Graphs, step: StageRun) -> str | None:
-    stage = step.stage
-    if stage.part == "attention" or not overflows(step.outputs, step.expected):
-        return None
-    feeds = graphs.feeds(stage.graph, stage.inputs, stage.slots)
-    overflow = find_overflow(graphs.graph(stage.graph).computed, feeds)
-    return overflow.text(stage.graph, stage.layer, graphs.assembly.residual) if overflow else None
 
 
 def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[MeasuredOutput]:

@@ -13,8 +13,8 @@ from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Results, Target
-from lockstep.verify.bisect.stages import Tokens
 from lockstep.verify.metrics import failed_path
+from lockstep.verify.walk import Tokens
 
 
 @dataclass(frozen=True)

@@ -121,10 +121,11 @@ def bisect(
         right = make_right(config, graphs.weights, target.layers, request.tokens.ids, threads, *made_for)
     logits = right.record.logits
     tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
-    walked = walk_stages(graphs, None, request.tokens, tolerance, right.record, right.noisy)
+    recorded = replace(request.tokens, record=right.record, noisy=right.noisy)
+    walked = walk_stages(graphs, None, recorded, tolerance)
     notes = _notes(paths, graphs, right.clean)
     faults = [graph_fault(walked, graphs, right.clean, paths.assembly.parent)]
-    rows, served, overflow = walked.rows, None, walked.overflow
+    rows, served, overflow = walked.rows, None, walked.overflow or None
     stages = walked.rows  # in the order in which they run
     if paths.engines.is_file():
         engines = _ask(ask or engine_report_json, paths, target, tolerance, request, threads)

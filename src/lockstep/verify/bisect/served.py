@@ -14,10 +14,10 @@ import numpy as np
 from lockstep.artifacts.bisect_report import StepsError
 from lockstep.runtime import Model
 from lockstep.targets import Tolerances
-from lockstep.verify.bisect.stages import Tokens
 from lockstep.verify.golden.forced import Errors, Forced, force
 from lockstep.verify.metrics import finite
 from lockstep.verify.noise import LogitBounds, LogitNoise
+from lockstep.verify.walk import Tokens
 
 
 def served_error(
