@@ -145,7 +145,8 @@ $(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt
 	@echo "Installing the pins into $(VENV): 0.5 GB to download with PyTorch's CPU build, then two to three minutes"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --quiet $(COMPILE_LATER) --no-deps $(TORCH) & torch=$$!; \
-	  $(PIP) install --quiet $(COMPILE_LATER) --no-deps --require-hashes -r envs/hashes.txt -r envs/openvino.txt; others=$$?; wait $$torch && exit $$others
+	  $(PIP) install --quiet $(COMPILE_LATER) --no-deps --require-hashes -r envs/hashes.txt -r envs/openvino.txt; others=$$?; \
+	  wait $$torch || { echo "make: expected $(TORCH), pip found none; docs/install.md says which index has it" >&2; exit 2; }; exit $$others
 	@$(PIP) install --quiet $(COMPILE_LATER) $(TORCH) -r $(PINS)
 	@touch $@
 

@@ -130,7 +130,7 @@ class LogHandler(LogHandlerBase):
             padded = f"\x1b[{_COLOURS[word]}m{padded}\x1b[0m"
         width = len(str(self._total))
         self._write(
-            f"[{self._done:>{width}}/{self._total}] {job.rule:<13} {job.target:<38} {padded} {figure:>8} "
+            f"[{self._done:>{width}}/{self._total}] {job.rule:<19} {job.target:<38} {padded} {figure:>8} "
             f"{now - job.started:5.0f} s"
         )
         self._show_running()

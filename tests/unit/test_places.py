@@ -101,6 +101,8 @@ def test_commands_say_so_before_any_work(lockstep, tmp_path):
     )
     code, said = lockstep("bundle", "m/fp32/all", "--out", str(tmp_path))
     assert code == 2 and f"File '{tmp_path}' is a directory." in said
+    code, said = lockstep("bundle", "m/fp32/all", "--out", "demo")
+    assert code == 2 and "--out: expected a name that ends in .tar, by which bundles are known, found demo" in said
     code, said = lockstep("stage", "resolve", "--config", str(tmp_path))
     assert code == 2 and said == f"lockstep: error: {tmp_path}: expected a readable config file; found Is a directory\n"
 

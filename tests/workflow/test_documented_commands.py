@@ -22,7 +22,9 @@ import registry
 
 pytestmark = pytest.mark.long
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "examples" / "README.md"]
-COMMAND = re.compile(r"^(?: {4}|\$ )?(?:\.venv/bin/)?((?:lockstep [a-z]|python examples/|openssl ).*)$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^(?: {4}|\$ )?(?:\.venv/bin/)?((?:lockstep [a-z]|snakemake -|python examples/|openssl ).*)$", re.MULTILINE
+)
 # Commands that another machine is for.
 ELSEWHERE = {
     "hf:": "the hub: tests/workflow/test_fetched.py asks a local one",

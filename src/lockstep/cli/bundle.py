@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.opened import TARGET, made_target, used_config
+from lockstep.cli.opened import BUNDLE_SUFFIX, TARGET, made_target, used_config
 from lockstep.cli.stages import RESULTS
 from lockstep.cli.terminal import JSON, echo_json, file_json
+from lockstep.errors import InputError
 from lockstep.targets import Results
 
 
@@ -39,13 +40,17 @@ def bundle(
     from lockstep.bundle.pack import pack
     from lockstep.publish import dsse, signature
 
+    if out is not None and out.suffix != BUNDLE_SUFFIX:
+        raise InputError(
+            f"--out: expected a name that ends in {BUNDLE_SUFFIX}, by which bundles are known, found {out}"
+        )
     if sign_key is not None:
         dsse.private_key(sign_key)  # its mistakes before anything is written
 
     tree = Results(results)
     config = used_config(tree)
     chosen = made_target(config, tree, target)
-    name = f"{chosen}".replace("/", "-") + ".tar"
+    name = f"{chosen}".replace("/", "-") + BUNDLE_SUFFIX
     path = pack(tree, chosen, config.limits.plain(), out or Path(name), weights)
     signed: list[Path] = []
     if sign_key is not None:

@@ -142,4 +142,4 @@ def _model_line(name: str, model: dict[str, Any], facts: dict[str, Any]) -> str:
     for key, what in (("memory_bytes", "memory"), ("disk_bytes", "disk")):
         fits = "" if model[key] <= facts[key] else f", more than the {facts[key] / _GB:.1f} GB here"
         words.append(f"about {model[key] / _GB:.1f} GB of {what}{fits}")
-    return f"{name}: {model['parameters'] / 1e6:,.0f} M parameters: {' and '.join(words)}"
+    return f"{name}: about {model['parameters'] / 1e6:,.0f} M parameters: {' and '.join(words)}"

@@ -268,4 +268,7 @@ class _Stages(click.Group):
 
 @click.group(cls=_Stages)
 def stage() -> None:
-    """Run one stage of a config's targets, as the workflow runs it."""
+    """Run one stage of a config's targets, as the workflow runs it.
+
+    Of all targets, or of those that are named: a target, a model, or what a run prints beside the stage.
+    """
