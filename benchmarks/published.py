@@ -320,7 +320,12 @@ FAMILIES = {
     ),
     "Falcon-H1": _plain(
         "tiiuae/Falcon-H1-1.5B-Instruct", "falcon_h1", 2048, 4096, 24, 8, 2, 65537, head_dim=128, mamba_d_ssm=3072,
-        mamba_n_heads=48, mamba_d_head=64, mamba_d_state=256, mamba_n_groups=1,
+        mamba_n_heads=48, mamba_d_head=64, mamba_d_state=256, mamba_n_groups=1, mamba_rms_norm=False,
+        mamba_norm_before_gate=False, embedding_multiplier=5.656854249492381, lm_head_multiplier=0.0390625,
+        key_multiplier=0.39062499999999994, attention_out_multiplier=0.9375, ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.23570226039551587, mlp_multipliers=[0.8838834764831844, 0.5859375],
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738], rope_theta=1e11,
+        max_position_embeddings=131072,
     ),
     "Nemotron-H, Nano": _plain(
         "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nemotron_h", 4480, 15680, 56, 40, 8, 131072, head_dim=128,

@@ -270,6 +270,29 @@ FAMILIES = {
         classes=8,
         slots=("mamba.A_log", "mamba.D"),
     ),
+    "falcon_h1": _family(  # Mamba-2 and attention side by side; embeddings that are scaled outside their module
+        "falcon_h1",
+        head_dim=12,
+        mamba_d_ssm=96,
+        mamba_n_heads=6,
+        mamba_d_head=16,
+        mamba_n_groups=2,
+        mamba_d_state=10,
+        mamba_d_conv=4,
+        mamba_chunk_size=16,
+        mamba_rms_norm=False,
+        embedding_multiplier=5.65,
+        lm_head_multiplier=0.5,
+        key_multiplier=0.4,
+        attention_in_multiplier=0.5,
+        attention_out_multiplier=0.7,
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.24,
+        ssm_multipliers=[0.35, 0.25, 0.12, 0.5, 0.36],
+        mlp_multipliers=[0.88, 0.4],
+        classes=6,
+        slots=("mamba.A_log", "self_attn.q_proj.weight"),
+    ),
     "llama4_text": _family(  # attention in chunks, of which the first is computed; every fourth layer without RoPE
         "llama4_text",
         sizes={**_SIZES, "num_hidden_layers": 4},
@@ -286,7 +309,7 @@ FAMILIES = {
 
 
 # Layers with a state, which several ranks and GPUs refuse by name (test_state_layers.py).
-WITH_STATES = ("lfm2", "qwen3_5_text", "bamba")
+WITH_STATES = ("lfm2", "qwen3_5_text", "bamba", "falcon_h1")
 
 
 def some_families(*always: str, states: bool = False) -> list[Any]:

@@ -266,10 +266,11 @@ def _spans(
     batchless = set(markers).union(*(behind for _, behind in points))
     hidden = next(value for value in graph.inputs if value is not flow.positions)
     stage = {hidden: 0}
+    has_states = any(node.op_type != "Attention" for node in markers)
     for node in graph:
         known = [stage[value] for value in node.inputs if value in stage]
         if node in level:
-            if max(known) != level[node]:
+            if max(known) != level[node] and not has_states:
                 raise InputError(
                     f"cannot be split: the attentions of layers {max(known)} and {level[node]} "
                     f"do not follow one another"
@@ -277,12 +278,13 @@ def _spans(
             stage[node.outputs[0]] = level[node] + 1
         elif known:
             stage.update((output, max(known)) for output in node.outputs if not flow.position_only(output))
-    for index, (cuts, _) in enumerate(points):
+    for index, (cuts, behind) in enumerate(points):
         if markers[index].op_type == "Attention":
+            _compute_late(graph, cuts, stage, index, {markers[index], *behind})
             _put_behind(index, stage, cuts, batchless)
         else:
             _hand_on(graph, markers[index], cuts, stage, index)
-    if any(node.op_type != "Attention" for node in markers):
+    if has_states:
         _shape_where_read(graph, stage, level)
     reads: list[dict[ir.Value, None]] = [{} for _ in range(len(markers) + 1)]
     for node in graph:
@@ -299,7 +301,7 @@ def _spans(
     hidden_role = first.index(hidden) if hidden in first else 0
     # Layers with a state let different values cross than layers of attention beside them: there the place among them
     # does not tell which is `hidden`.
-    stream = _stream(graph, hidden) if any(node.op_type != "Attention" for node in markers) else set[ir.Value]()
+    stream = _stream(graph, hidden) if has_states else set[ir.Value]()
     spans = []
     names: dict[ir.Value, str] = {hidden: "hidden"}
     for index in range(len(markers) + 1):
@@ -381,6 +383,24 @@ def _hand_on(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value], stage: dict
             graph.insert_before(marker, node)
             marker.replace_input_with(place, node.outputs[0])
             cuts[place], stage[node.outputs[0]] = node.outputs[0], index
+
+
+def _compute_late(
+    graph: ir.Graph, cuts: Sequence[ir.Value], stage: dict[ir.Value, int], index: int, attention: Collection[ir.Node]
+) -> None:
+    """Let the block before attention `index` compute what only it takes, in place of `stage`.
+
+    Beside a recurrence (Falcon-H1) query, key and value depend on no mixer of their layer.
+    """
+    if all(stage.get(value, index) == index for value in cuts):
+        return
+    needed = upstream(cuts, ())
+    for node in reversed(list(graph)):
+        readers = [user for value in node.outputs for user in value.consumers()]
+        if not needed.isdisjoint(node.outputs) and all(
+            user in attention or stage.get(user.outputs[0]) == index for user in readers
+        ):
+            stage.update({value: index for value in node.outputs if value in stage})
 
 
 def _put_behind(index: int, stage: dict[ir.Value, int], cuts: Iterable[ir.Value], batchless: set[ir.Node]) -> None:

@@ -160,9 +160,14 @@ class _Section:
                 self.set(key, min(size, hidden))
 
     def _state_heads(self, hidden: int) -> None:
-        """Take as many heads of Mamba-2 as go with a hidden size."""
+        """Take as many heads of Mamba-2 as go with a hidden size, where it decides them."""
         expand, dim = self.get("mamba_expand"), self.get("mamba_d_head")
-        if self.get("mamba_n_heads") and isinstance(expand, int) and isinstance(dim, int):
+        if (
+            self.get("mamba_n_heads")
+            and not self.get("mamba_d_ssm")
+            and isinstance(expand, int)
+            and isinstance(dim, int)
+        ):
             self.set("mamba_n_heads", expand * hidden // dim)
 
 

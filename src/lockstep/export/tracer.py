@@ -40,6 +40,7 @@ from lockstep.config.model_config import without_packing
 from lockstep.errors import InputError
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
+from lockstep.export.embedding import at_entry, is_changed
 from lockstep.export.float64_constants import float64_constants
 from lockstep.export.known import shape_of
 from lockstep.export.language import language_config, register_decoder
@@ -228,36 +229,45 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
     with quiet():
         with _refused_in_one_line(settings.model_type), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
-        for module in model.modules():
-            _compute_buffers(model, module, settings.model_type)
+        _compute_buffers(model, settings.model_type)
     freeze_ropes(model)
     model.config._attn_implementation = HOOK
     return model.eval()
 
 
-def _compute_buffers(model: PreTrainedModel, module: torch.nn.Module, model_type: str) -> None:
-    """Give the buffers of a module that no checkpoint holds their values."""
-    buffers: dict[str, Any] = module._buffers
-    computed = [name for name in sorted(module._non_persistent_buffers_set) if getattr(buffers.get(name), "is_meta", 0)]
-    for name in computed:
-        if (numbers := buffers[name].numel()) > _MAX_TABLE:
-            raise InputError(
-                f"config.json: expected sizes of a model, found ones that make {name} a table of {numbers} numbers;"
-                " correct head_dim or max_position_embeddings"
-            )
-        buffers[name] = torch.full(buffers[name].shape, math.nan).to(buffers[name].dtype)
+def _compute_buffers(model: PreTrainedModel, model_type: str) -> None:
+    """Give the buffers that no checkpoint holds their values: their module does, or (Falcon-H1) one around it."""
+    computed: dict[torch.nn.Module, list[str]] = {}
+    for module in model.modules():
+        buffers: dict[str, Any] = module._buffers
+        names = sorted(module._non_persistent_buffers_set)
+        for name in [name for name in names if getattr(buffers.get(name), "is_meta", 0)]:
+            if (numbers := buffers[name].numel()) > _MAX_TABLE:
+                raise InputError(
+                    f"config.json: expected sizes of a model, found ones that make {name} a table of {numbers} numbers;"
+                    " correct head_dim or max_position_embeddings"
+                )
+            buffers[name] = torch.full(buffers[name].shape, math.nan).to(buffers[name].dtype)
+            computed.setdefault(module, []).append(name)
+
+    def unset(module: torch.nn.Module) -> list[str]:
+        values: dict[str, Any] = module._buffers
+        return [
+            name for name in computed.get(module, ()) if values[name].is_floating_point() and values[name].isnan().any()
+        ]
+
     cannot = f"model type {model_type!r} cannot be split: "
     refusal = f"{cannot}transformers gives no value for its buffers"
-    if computed:
+    around = (module for module in model.modules() if any(unset(inner) for inner in module.modules()))
+    for module in (*computed, *around):
         try:
             with float64_constants():
                 model._init_weights(module)
         except AttributeError as error:  # a composite class looks for its language model's settings in itself
             reason = known_reason(model)
             raise InputError(f"{cannot}{reason}" if reason else f"{refusal}: {error}") from error
-    unset = [name for name in computed if buffers[name].is_floating_point() and buffers[name].isnan().any()]
-    if unset:
-        raise InputError(f"{refusal} {unset}")
+    if missing := next(filter(None, map(unset, computed)), None):
+        raise InputError(f"{refusal} {missing}")
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
@@ -326,16 +336,21 @@ class _Packed(torch.nn.Module):
     [num_tokens] -> embedded [num_tokens, hidden_size].
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, first_layer: torch.nn.Module):
         super().__init__()
         self.model_under_trace = model
+        # no module of its own, whose weights have names
+        self._first_layer = (first_layer,) if is_changed(model, first_layer) else ()
 
     def forward(
         self, hidden: torch.Tensor, position_ids: torch.Tensor, token_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.model_under_trace(
-            inputs_embeds=hidden[None], position_ids=position_ids[None], use_cache=False
-        ).logits[0]
+        options: dict[str, Any] = {"position_ids": position_ids[None], "use_cache": False}
+        if self._first_layer:
+            with at_entry(self._first_layer[0], hidden[None]) as entered:
+                logits = self.model_under_trace(input_ids=token_ids[None], **options).logits[0]
+            return logits, entered[0][0]
+        logits = self.model_under_trace(inputs_embeds=hidden[None], **options).logits[0]
         return logits, self.model_under_trace.get_input_embeddings()(token_ids)
 
 
@@ -356,8 +371,10 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
             "position_ids": torch.arange(_TRACE_TOKENS),
             "token_ids": torch.arange(_TRACE_TOKENS),
         }
+        with unpacked():
+            packed = _Packed(model, layers[0])
     with state_markers(model, list(layers), indices):
-        whole = _export(_Packed(model), inputs, ("logits", "embedded"))
+        whole = _export(packed, inputs, ("logits", "embedded"))
     graph, embedding = _part(whole, ("hidden", "position_ids"), "logits"), _part(whole, ("token_ids",), "embedded")
     embedding.graph.outputs[0].name = "hidden"
     state = set(model.state_dict())

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.copies import copies_apart
 from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
+from lockstep.export.known import shape_of
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
 from lockstep.export.token_major import put_tokens_first
@@ -91,6 +93,8 @@ class _Traced:
 def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
     traced = trace(meta, indices)
     body, embedding = pack(traced.graph), pack(traced.embedding)
+    embedded = embedding.graph.outputs[0]
+    embedded.shape = ir.Shape(["num_tokens", *shape_of(embedded)[1:]])
     copies_apart(body)
     for part, weights in ((body, traced.weights), (embedding, traced.embedding_weights)):
         check_independence(part.graph, DOMAIN, meta.config.model_type)

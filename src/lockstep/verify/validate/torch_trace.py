@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from lockstep.errors import InputError
+from lockstep.export.embedding import embed
 from lockstep.export.state_hook import (
     Recurrent,
     bound_arguments,
@@ -147,7 +148,8 @@ class TorchModel:
     def embed(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the embedded tokens, float32 [num_tokens, hidden_size]."""
         with torch.no_grad():
-            return _numpy(self.model.get_input_embeddings()(torch.from_numpy(np.ascontiguousarray(token_ids))))
+            ids = torch.from_numpy(np.ascontiguousarray(token_ids))
+            return _numpy(embed(self.model, layer_list(self.model)[1][0], ids))
 
     def noisy_embed(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the same of a model in fp16; beyond its range the errors are those of bf16, scaled."""
