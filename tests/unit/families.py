@@ -293,6 +293,23 @@ FAMILIES = {
         classes=6,
         slots=("mamba.A_log", "self_attn.q_proj.weight"),
     ),
+    "nemotron_h": _family(  # Mamba-2, attention, an MLP or experts in a layer each: layers without a mixer
+        "nemotron_h",
+        sizes={**_SIZES, "num_hidden_layers": 6},
+        hybrid_override_pattern="M-M*-E",
+        head_dim=12,
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=10,
+        conv_kernel=4,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+        classes=10,
+        slots=("mixer.A_log", "mixer.D"),
+    ),
     "llama4_text": _family(  # attention in chunks, of which the first is computed; every fourth layer without RoPE
         "llama4_text",
         sizes={**_SIZES, "num_hidden_layers": 4},
@@ -309,7 +326,7 @@ FAMILIES = {
 
 
 # Layers with a state, which several ranks and GPUs refuse by name (test_state_layers.py).
-WITH_STATES = ("lfm2", "qwen3_5_text", "bamba", "falcon_h1")
+WITH_STATES = ("lfm2", "qwen3_5_text", "bamba", "falcon_h1", "nemotron_h")
 
 
 def some_families(*always: str, states: bool = False) -> list[Any]:

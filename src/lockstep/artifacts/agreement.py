@@ -27,7 +27,7 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
     num_layers: what its file says.
     """
     _same("num_layers", num_layers, assembly.num_layers)
-    if assembly.layers[-1].exit is None:
+    if not assembly.layers[-1].exits:
         raise ValidationError(f"layers[{len(assembly.layers) - 1}].exit", "an exit behind the last layer", None)
     _same("dtype", COMPUTE_NAMES[assembly.precision], assembly.dtype)
     _same("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
@@ -52,11 +52,10 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
     for index, layer in enumerate(assembly.layers):
         _run(assembly, f"layers[{index}].block", layer.block, values)
         _mix(f"layers[{index}].kind", _named(assembly.mixers, layer.variant, f"layers[{index}].kind"), values)
-        if layer.exit is None:
-            continue
-        at_end = dict(values)
-        _run(assembly, f"layers[{index}].exit", layer.exit, at_end)
-        _same("vocab_size", at_end.get("logits", ("", [None]))[1], ["num_requests", assembly.vocab_size])
+        for number, exit in enumerate(layer.exits):
+            at_end = dict(values)
+            _run(assembly, f"layers[{index}]." + (f"later_exits[{number - 1}]" if number else "exit"), exit, at_end)
+            _same("vocab_size", at_end.get("logits", ("", [None]))[1], ["num_requests", assembly.vocab_size])
     if assembly.tensor_parallel is not None:
         _check_ranks(assembly, assembly.tensor_parallel)
 

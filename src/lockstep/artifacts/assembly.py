@@ -7,7 +7,7 @@ takes. What is loaded is checked: types, ranges, and that it agrees with itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
@@ -37,16 +37,22 @@ class BoundBlock:
 class Layer:
     """A token mixer's place: the block that ends at it, and the name of that variant or state mixer.
 
-    exit: of a model that ends behind this decoder layer; None where the layer goes on with another mixer.
+    exit: of a model that ends behind this decoder layer; None where the layer goes on with another mixer. later_exits:
+    of one that ends behind each of the layers without a mixer that follow.
     """
 
     block: BoundBlock
     variant: Annotated[Name, Key("kind")]
     exit: BoundBlock | None = None
+    later_exits: tuple[BoundBlock, ...] = ()
+
+    @property
+    def exits(self) -> tuple[BoundBlock, ...]:
+        return self.later_exits if self.exit is None else (self.exit, *self.later_exits)
 
     @property
     def parts(self) -> tuple[BoundBlock, ...]:
-        return (self.block,) if self.exit is None else (self.block, self.exit)
+        return self.block, *self.exits
 
 
 @dataclass(frozen=True)
@@ -105,25 +111,27 @@ class Assembly(Document):
 
     @property
     def num_layers(self) -> int:
-        return sum(layer.exit is not None for layer in self.layers)
+        return sum(len(layer.exits) for layer in self.layers)
 
     @property
     def layer_numbers(self) -> list[int]:
         """The number of the decoder layer of each of `layers`: one with several mixers has several entries."""
         numbers = [0]
         for layer in self.layers[:-1]:
-            numbers.append(numbers[-1] + (layer.exit is not None))
+            numbers.append(numbers[-1] + len(layer.exits))
         return numbers
 
     def first_layers(self, count: int) -> tuple[Layer, ...]:
         """Return the entries of the first `count` decoder layers."""
-        return tuple(layer for layer, number in zip(self.layers, self.layer_numbers) if number < count)
+        return tuple(
+            replace(layer, later_exits=layer.later_exits[: count - number - 1])
+            for layer, number in zip(self.layers, self.layer_numbers)
+            if number < count
+        )
 
     def exit_of(self, layers: Sequence[Layer]) -> BoundBlock:
         """Return the exit behind the last of `layers`, which are whole decoder layers."""
-        exit = layers[-1].exit
-        assert exit is not None  # as `agrees` has found
-        return exit
+        return layers[-1].exits[-1]  # as `agrees` has found
 
     @property
     def mixers(self) -> dict[str, TokenMixer]:

@@ -67,8 +67,9 @@ def _layers(path: Path) -> dict[str, Any]:
     for name, variant in assembly.mixers.items():
         digests |= {f"{name}.{phase}": graph.sha256 for phase, graph in variant.phases().items()}
     layers = [
-        {"block": layer.block.graph, "attention": layer.variant, "exit": layer.exit.graph if layer.exit else None}
+        {"block": layer.block.graph, "attention": layer.variant, "exit": exit.graph if exit else None}
         for layer in assembly.layers
+        for exit in layer.exits or [None]
     ]
     return {"layers": layers, "sha256": digests}
 

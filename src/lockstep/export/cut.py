@@ -64,7 +64,7 @@ Batchless = BatchlessGraph | StateGraph
 class Cut:
     """The graphs of a cut model: blocks[i] before, batchless[i] of mixer i; exit after the last.
 
-    layers[i]: the number of the decoder layer of mixer i, among those that were traced.
+    layers[i]: the place of the decoder layer of mixer i, among those that were traced.
     """
 
     blocks: tuple[Graph, ...]
@@ -73,11 +73,11 @@ class Cut:
     layers: tuple[int, ...]
 
 
-def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
+def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str, traced: Sequence[int]) -> Cut:
     """Cut `model`, which is changed on the way.
 
-    weights: names of its weights. layer_prefix: of the layers' parameters. Raises InputError with the reason where a
-    clean cut does not exist.
+    weights: names of its weights. layer_prefix: of the layers' parameters. traced: numbers of the layers. Raises
+    InputError with the reason where a clean cut does not exist.
     """
     graph = model.graph
     _flatten_attention(graph)
@@ -87,8 +87,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
     points = [_cut_points(graph, flow, marker, flat) for marker in markers]
     spans = _spans(graph, flow, markers, points)
     batchless = tuple(_batchless_graph(graph, marker, cuts) for marker, (cuts, _) in zip(markers, points, strict=True))
-    order = list(dict.fromkeys(marker.attributes["layer"].as_int() for marker in markers))
-    layers = tuple(order.index(marker.attributes["layer"].as_int()) for marker in markers)
+    layers = tuple(traced.index(marker.attributes["layer"].as_int()) for marker in markers)
     blocks = []
     for index, (inputs, outputs) in enumerate(spans):
         part = convenience.extract(graph, list(inputs), list(outputs.values()))
@@ -98,7 +97,7 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str) -> Cut:
         for value, name in zip(part.outputs, outputs, strict=True):
             value.name = name
             value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
-        name, layer = "entry" if index == 0 else "middle", (*layers, len(order))[index]
+        name, layer = "entry" if index == 0 else "middle", (*layers, len(traced))[index]
         if index == len(markers):
             name = "exit"
             _pick_rows(part)
@@ -479,19 +478,22 @@ def _pick_rows(part: ir.Graph) -> None:
 def _slot(name: str, layer: int, prefix: str) -> str:
     """Return a weight's name relative to its block.
 
-    "current." for layer `layer`, "previous." for the one before, else the full name. Raises InputError for a weight of
-    another layer.
+    "current." for layer `layer`, "previous." for the one before, "previous_2." for the one before that, over layers
+    without a mixer; else the full name. Raises InputError for a weight of another layer.
     """
     match = re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.(.+)", name)
     if match is None:
         return name
-    relative = {0: "current", -1: "previous"}.get(int(match[1]) - layer)
-    if relative is None:
+    back = layer - int(match[1])
+    if back < 0:
         raise InputError(f"cannot be split: the block before layer {layer} reads {name}, a weight of another layer")
-    return f"{relative}.{match[2]}"
+    return f"{('current', 'previous')[back] if back < 2 else f'previous_{back}'}.{match[2]}"
 
 
 def bind_slot(slot: str, layer: int, prefix: str) -> str:
     """Return the parameter that `slot` takes in the block before layer `layer`: the inverse of `_slot`."""
-    where, _, rest = slot.partition(".")
-    return f"{prefix}.{layer - (where == 'previous')}.{rest}" if where in ("current", "previous") else slot
+    match = re.fullmatch(r"(current|previous(?:_(\d+))?)\.(.+)", slot)
+    if match is None:
+        return slot
+    back = 0 if match[1] == "current" else int(match[2] or 1)
+    return f"{prefix}.{layer - back}.{match[3]}"

@@ -31,7 +31,7 @@ from lockstep.export.canonical import Graph, canonical_proto
 from lockstep.export.cut import INPUT_ORDER
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
 
-_LAYER_SLOTS = ("previous.", "current.")  # slots of a decoder layer's weights open so
+_LAYER_SLOTS = ("previous", "current.")  # slots of a decoder layer's weights open so
 _ROWS = "logit_rows"
 
 

@@ -45,7 +45,7 @@ from lockstep.onnx_tools.signature import signature_of
 from lockstep.weights.mxfp4 import e2m1_pairs, e8m0
 
 _DOMAIN = "com.microsoft"
-_OF_LAYERS = ("previous.", "current.")  # how slots of a layer's weights are called in the blocks' graphs
+_OF_LAYERS = ("previous", "current.")  # how slots of a layer's weights are called in the blocks' graphs
 Slots = Mapping[str, Sequence[str]]
 Rewrite = Callable[[GraphFile, Mapping[str, int]], tuple[GraphFile, bytes]]
 
@@ -95,7 +95,8 @@ def quantize(
         return BoundBlock(old.graph, _bound(old.slots, quantized))
 
     layers = tuple(
-        Layer(part(layer.block), layer.variant, layer.exit and part(layer.exit)) for layer in assembly.layers
+        Layer(part(layer.block), layer.variant, layer.exit and part(layer.exit), tuple(map(part, layer.later_exits)))
+        for layer in assembly.layers
     )
     uncut = assembly.batchful
     if uncut is not None:

@@ -237,7 +237,7 @@ def assemble(
         Layer(
             BoundBlock(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
             mixers.add(layer.batchless),
-            None if layer.exit is None else BoundBlock(classes.add(layer.exit, "exit"), layer.exit_slots),
+            *_exits([BoundBlock(classes.add(exit, "exit"), slots) for exit, slots in layer.exits]),
         )
         for index, layer in enumerate(layers)
     ]
@@ -246,9 +246,8 @@ def assemble(
         ComposedBlock(layer.block, layer.block_slots, entry.variant)
         for layer, entry in zip(layers, entries, strict=True)
     ]
-    last = layers[-1].exit
-    assert last is not None  # of the last layer it is there
-    steps.append(ComposedBlock(last, layers[-1].exit_slots, None))
+    last, last_slots = layers[-1].exits[-1]
+    steps.append(ComposedBlock(last, last_slots, None))
     batchful, batchful_slots = compose(steps, mixers.functions)
     files = {"batchful.onnx": batchful}
     for name, graph in {**classes.graphs, **mixers.graphs}.items():
@@ -289,6 +288,10 @@ def assemble(
     return files, assembly
 
 
+def _exits(exits: Sequence[BoundBlock]) -> tuple[BoundBlock | None, tuple[BoundBlock, ...]]:
+    return (exits[0], tuple(exits[1:])) if exits else (None, ())
+
+
 def _check_stream(graphs: Mapping[str, Graph], residual: str, model_type: str) -> None:
     """Check that the hidden state has the type `residual` wherever it crosses from block to block.
 
@@ -323,7 +326,7 @@ def shard(
     places: list[tuple[str, Heads | None, Heads | None]] = [
         (layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)
     ]
-    places += [(layer.exit.graph, heads[i], None) for i, layer in enumerate(layers) if layer.exit is not None]
+    places += [(exit.graph, heads[i], None) for i, layer in enumerate(layers) for exit in layer.exits]
     for name, before, behind in dict.fromkeys(places):
         shards = shard_block(classes[name], before, behind, degree, plan)
         entries = tuple(

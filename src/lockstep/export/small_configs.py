@@ -106,7 +106,7 @@ class _Section:
             self._width(kv_heads)
 
     def _depth(self, depth: int) -> None:
-        full = self.get("num_hidden_layers")
+        full = self.get("num_hidden_layers") or getattr(self.made, "num_hidden_layers", None)  # a property (Nemotron-H)
         if not isinstance(full, int):
             return
         self.set("num_hidden_layers", min(depth, full))
@@ -160,7 +160,10 @@ class _Section:
                 self.set(key, min(size, hidden))
 
     def _state_heads(self, hidden: int) -> None:
-        """Take as many heads of Mamba-2 as go with a hidden size, where it decides them."""
+        """Take as many heads of Mamba-2 as go with a hidden size; where it does not decide them, two a group."""
+        heads, groups = self.get("mamba_num_heads"), self.get("n_groups")
+        if isinstance(heads, int) and isinstance(groups, int):
+            self.set("mamba_num_heads", min(heads, 2 * groups))
         expand, dim = self.get("mamba_expand"), self.get("mamba_d_head")
         if (
             self.get("mamba_n_heads")

@@ -39,7 +39,10 @@ _LANGUAGE_KEYS = {f"^{re.escape(prefix)}": name for prefix, name in PREFIXES.ite
 logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 # Lists that can be as long as the model is deep by chance.
-_NOT_PER_LAYER = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id"}
+_NOT_PER_LAYER = {
+    "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "time_step_limit", "mlp_multipliers",
+    "ssm_multipliers", "mtp_layers_block_type",
+}  # fmt: skip
 
 
 def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.PreTrainedConfig:

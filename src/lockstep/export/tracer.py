@@ -64,6 +64,7 @@ class Trace:
 
     graph: the ONNX model; weights: names of its weight initializers (as in the checkpoint, ties resolved);
     layer_prefix: what precedes the layer's number in weight names ("model.layers"). Numbers count the traced layers.
+    mixing: which of the traced layers have a token mixer.
     embedding: `token_ids [num_tokens]` -> `hidden [num_tokens, hidden_size]`, and the names of its weights.
     """
 
@@ -72,6 +73,7 @@ class Trace:
     layer_prefix: str
     embedding: ir.Model
     embedding_weights: frozenset[str]
+    mixing: frozenset[int]
 
 
 def _register_schema(
@@ -309,7 +311,12 @@ def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dic
 
 
 # Lists of a config that can be as long as the model is deep by chance.
-NOT_PER_LAYER = frozenset({"architectures", "bos_token_id", "eos_token_id", "pad_token_id"})
+NOT_PER_LAYER = frozenset(
+    {
+        "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "time_step_limit", "mlp_multipliers",
+        "ssm_multipliers", "mtp_layers_block_type",
+    }
+)  # fmt: skip
 
 
 def _to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
@@ -380,14 +387,20 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
     state = set(model.state_dict())
     weights = _name_weights(graph, state, ties)
     calls = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
-    if list(dict.fromkeys(calls)) != list(indices):
+    mixing = [index for index in indices if index in calls]
+    if (
+        list(dict.fromkeys(calls)) != mixing
+        or indices[0] not in mixing
+        or mixing != list(indices)
+        and known_reason(model)
+    ):
         how = f"calls it for layers {calls}" if calls else "computes attention in its own code"
         reason = known_reason(model) or (
-            f"it {how}; expected one attention for each layer through transformers' attention interface, in the order "
-            f"of the layers ({list(indices)})"
+            f"it {how}; expected one attention for each layer, the first at least, through transformers' attention "
+            f"interface, in the order of the layers ({list(indices)})"
         )
         raise InputError(f"model type {model.config.model_type!r} cannot be split: {reason}")
-    return Trace(graph, weights, prefix, embedding, _name_weights(embedding, state, ties))
+    return Trace(graph, weights, prefix, embedding, _name_weights(embedding, state, ties), frozenset(mixing))
 
 
 def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:

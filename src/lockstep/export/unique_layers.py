@@ -5,13 +5,14 @@ It tells which blocks, exits and attention variants a model of any depth is made
 In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut
 there, its batchless graph, and the tensors that the slots take. Layers are alike when their modules, shapes and
 settings are; a block depends on its own layer and the one before, an exit on the last layer. So each pair of neighbours
-with new signatures is traced once, alone, whatever the depth.
+with new signatures is traced once, alone, whatever the depth. A layer without a token mixer (Nemotron-H) goes with the
+one before that has one: blocks and exits behind it depend on that too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -32,16 +33,16 @@ from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
 
 @dataclass(frozen=True)
 class Layer:
-    """A token mixer (batchless) behind its block, and then the exit where the model ends here, with its layer.
+    """A token mixer (batchless) behind its block, and then the exits where the model ends with its layer.
 
-    Slots: {slot: checkpoint tensors whose bytes, one after another, it takes}.
+    Or with one of those without a mixer that follow. Slots: {slot: checkpoint tensors whose bytes, one after another,
+    it takes}.
     """
 
     block: Graph
     block_slots: dict[str, list[str]]
     batchless: Batchless
-    exit: Graph | None
-    exit_slots: dict[str, list[str]]
+    exits: tuple[tuple[Graph, dict[str, list[str]]], ...]
 
 
 @dataclass(frozen=True)
@@ -57,37 +58,51 @@ def parts_of(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
     """Trace all parts of a model; wide_residual: of a float16 model the residual stream is float32."""
     names = signatures(meta)
     traced: dict[tuple[str, ...], _Traced] = {}
+    without_mixer: set[str] = set()
 
     def trace_at(index: int) -> _Traced:
-        """Return the trace of a layer behind the one before it, or of two that look the same; the first is alone."""
-        indices = [index - 1, index] if index else [0]
+        """Return the trace of a layer behind the one with a mixer before it, or of what looks the same.
+
+        The first is alone.
+        """
+        start = max(index - 1, 0)
+        while names[start] in without_mixer:
+            start -= 1
+        indices = range(start, index + 1)
         key = tuple(names[number] for number in indices)
         if key not in traced:
             traced[key] = _cut(meta, indices, wide_residual)
+            if not traced[key].last_mixes:
+                without_mixer.add(names[index])
         return traced[key]
 
     first = trace_at(min(1, len(names) - 1))
+    traces = [first, *(trace_at(index) for index in range(1, len(names)))]
     layout, prefix = checkpoint_layout(meta), layer_list(meta)[0]
-    layers = []
-    for index, name in enumerate(names):
-        cut, place = (trace_at(index) if index else first).cut, min(1, index)
+    layers: list[Layer] = []
+    for index, (name, found) in enumerate(zip(names, traces)):
         like = next((later for later, other in enumerate(names) if later and other == name), 0)
-        exit = trace_at(like).cut.exit
+        last = found if name in without_mixer else trace_at(like)
+        exit = (last.cut.exit, _bind(last.cut.exit, index + 1, prefix, layout))
+        if name in without_mixer:
+            layers[-1] = replace(layers[-1], exits=(*layers[-1].exits, exit))
+            continue
+        cut, place = found.cut, max(found.cut.layers) if index else 0
         mixers = [number for number, layer in enumerate(cut.layers) if layer == place]
         for number in mixers:
-            block = cut.blocks[number]
-            ends = (exit, _bind(exit, index + 1, prefix, layout)) if number == mixers[-1] else (None, {})
-            layers.append(Layer(block, _bind(block, index, prefix, layout), cut.batchless[number], *ends))
+            block, exits = cut.blocks[number], (exit,) if number == mixers[-1] else ()
+            layers.append(Layer(block, _bind(block, index, prefix, layout), cut.batchless[number], exits))
     embedding = {slot.name: layout[slot.name] for slot in first.embedding.signature.slots}
     return TracedModel(tuple(layers), first.embedding, embedding)
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """The result of one trace: its cut, and the embedding."""
+    """The result of one trace: its cut, the embedding, and whether the last layer has a token mixer."""
 
     cut: Cut
     embedding: Graph
+    last_mixes: bool
 
 
 def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
@@ -104,7 +119,9 @@ def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> 
             widen_residual(part.graph, weights)
     slots = {name: name for name in traced.embedding_weights}
     return _Traced(
-        cut(body, traced.weights, traced.layer_prefix), canonical(embedding.graph, "embedding", INPUT_ORDER, slots)
+        cut(body, traced.weights, traced.layer_prefix, indices),
+        canonical(embedding.graph, "embedding", INPUT_ORDER, slots),
+        indices[-1] in traced.mixing,
     )
 
 

@@ -45,7 +45,9 @@ def layer_table(assembly_json: str | os.PathLike) -> str:
     Equal neighbours share a line. Raises InputError for no assembly.
     """
     assembly = Assembly.load(assembly_json)
-    used = [(layer.block.graph, layer.variant, layer.exit.graph if layer.exit else "") for layer in assembly.layers]
+    used = [
+        (layer.block.graph, layer.variant, ", ".join(exit.graph for exit in layer.exits)) for layer in assembly.layers
+    ]
     rows, start = [("layers", "block", "attention", "exit when cut here")], 0
     for index in range(1, len(used) + 1):
         if index == len(used) or used[index] != used[start]:

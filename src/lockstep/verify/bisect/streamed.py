@@ -92,6 +92,9 @@ def _skeleton(config: Any, stored: PreTrainedModel) -> PreTrainedModel:
         if again:
             with quiet():
                 model._init_weights(module)  # its parameters are on the meta device: only buffers take values
+    for module in model.modules():
+        if any(buffer.is_floating_point() and buffer.isnan().any() for buffer in module.buffers()):
+            model._init_weights(module)  # which gives a module in it its buffers
     return model.eval()
 
 

@@ -271,7 +271,7 @@ def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
     parts = [
         (None, assembly.embedding),
         *((i, layer.block) for i, layer in layers),
-        *((i, layer.exit) for i, layer in reversed(layers) if layer.exit is not None),
+        *((i, exit) for i, layer in reversed(layers) for exit in layer.exits),
     ]
     ranks = assembly.tensor_parallel
     has = {

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.errors import CheckError
 from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.targets import Tolerances
 from lockstep.verify.graphs import Graphs
@@ -128,6 +129,9 @@ def errors_behind(graphs: Graphs, record: Record, noisy: Record, capacity: int) 
 
 def _walk(graphs: Graphs, pairs: Pairs, **options: Any) -> Walk:
     """Return a walk along recorded sequences, of which the last token is decoded too."""
+    mixing = [layer.layer for layer in pairs[0][0].layers]
+    if mixing != graphs.assembly.layer_numbers[: len(mixing)]:
+        raise CheckError(f"expected token mixers in layers {graphs.assembly.layer_numbers}, found {mixing}")
     return Walk(
         graphs,
         [Tokens(record.token_ids, len(record.token_ids) - 1, record, noisy) for record, noisy in pairs],

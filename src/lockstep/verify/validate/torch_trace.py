@@ -46,7 +46,7 @@ from lockstep.export.torch_model import (
     is_within,
     load_tensors,
 )
-from lockstep.export.tracer import layer_list
+from lockstep.export.tracer import layer_list, per_layer_settings
 from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy
 from lockstep.verify.rounded_activations import round_activations
 from lockstep.weights import Weights
@@ -220,10 +220,10 @@ class TorchModel:
                 cache = {"past_key_values": TokensBefore(recording.num_past), "use_cache": True}
             output = self.model(**given, **options, **cache)
         mixed = [call["layer"] for call in recording.calls]
-        if list(dict.fromkeys(mixed)) != list(range(self.num_layers)):
+        if mixed != sorted(mixed) or mixed[:1] != [0]:  # which layers have none, the graphs say
             raise InputError(
                 f"model type {self.model.config.model_type!r}: expected one attention for each of "
-                f"{self.num_layers} layers through transformers' "
+                f"{self.num_layers} layers, or the first of them and others, through transformers' "
                 f"attention interface, found layers {mixed}; this model cannot be validated"
             )
         return np.asarray(token_ids, np.int64), embedded, output
@@ -266,12 +266,17 @@ class TorchModel:
         name, layers = layer_list(self.model)
         parent, _, attribute = name.rpartition(".")
         owner, config, before = self.model.get_submodule(parent), self.model.config.get_text_config(), self.num_layers
+        lists = per_layer_settings(config, before)  # the depth of some configs is the length of one (Nemotron-H)
         setattr(owner, attribute, layers[:count])
+        for key, value in lists.items():
+            setattr(config, key, value[:count])
         config.num_hidden_layers = self.num_layers = count
         try:
             yield
         finally:
             setattr(owner, attribute, layers)
+            for key, value in lists.items():
+                setattr(config, key, value)
             config.num_hidden_layers = self.num_layers = before
 
     def logits(self, hidden: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
@@ -302,6 +307,8 @@ def _on(model: Any, right: Record, entered: dict[int, torch.Tensor]) -> Iterator
 
     def before(index: int, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         found = args[0] if args else options["hidden_states"]
+        if index not in exact:  # without a token mixer
+            return args, options
         hidden = torch.from_numpy(exact[index])[None]
         if hidden.shape != found.shape:  # of several streams, of which transformers shows one
             return args, options
