@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
-from demo_model import CONFIG, DEMO, TOLERANCES
+from demo_model import CONFIG, TOLERANCES
 from onnx import helper, numpy_helper
 
 from fake_gpu import tensorrt
@@ -24,7 +24,6 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import EngineSet, build
 from lockstep.backends.profiles import profiles
-from lockstep.checkpoint import resolve
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu.attention.rope_tables import read_rope_tables
@@ -438,19 +437,17 @@ def test_engines_with_other_flags_of_the_compiler_are_other_engines(gpu, demo, t
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["record", "verified"])
-def test_engines_are_reproduced_with_the_tactics_of_their_record(gpu, demo, tmp_path, monkeypatch, mode) -> None:
+def test_engines_are_reproduced_with_the_tactics_of_their_record(gpu, demo, tmp_path, mode) -> None:
     """A round starts in an empty folder, where `verified` would find no record, and `record` no cache to replay."""
     results, target, names = (
         Results(tmp_path / "results"),
         Target(MODEL, "fp16", "all", "tensorrt"),
         (MODEL, "fp16", "tensorrt"),
     )
-    resolve("resources/demo-llama", DEMO, results.checkpoint(MODEL))
     folder = results.engines(*names).parent
     for each in dict.fromkeys(("record", mode)):
         build_and_compare(demo, folder, "fp16", tactics=each)
-    monkeypatch.setattr(reproduce, "STAGES", {})
-    reproduce._round(CONFIG.dump(), results, target, tmp_path / "round", True, print)
+    reproduce._take_tactics(results, Results(tmp_path / "round" / "results"), target)
     again = Results(tmp_path / "round" / "results").engines(*names).parent
     assert {path.name: path.read_bytes() for path in again.iterdir()} == {
         name: (folder / name).read_bytes() for name in ("timing.cache", "tactics.json")
@@ -462,7 +459,7 @@ def test_engines_are_reproduced_with_the_tactics_of_their_record(gpu, demo, tmp_
         match="timing.cache: expected the tactics that the engines were built "
         "with, found no file; build with tactics: record",
     ):
-        reproduce._round(CONFIG.dump(), results, target, tmp_path / "another", True, print)
+        reproduce._take_tactics(results, Results(tmp_path / "another" / "results"), target)
 
 
 def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, engines, tmp_path) -> None:

@@ -130,12 +130,12 @@ def test_targets_that_cannot_run_here_are_a_line_for_each_reason(
     assert verdict == "2 of 2 targets that can run here pass; 4 need an NVIDIA GPU."
 
 
-def test_the_level_of_sameness_is_that_of_the_present_engines(results: Results) -> None:
+def test_a_rebuild_is_of_the_present_engines(results: Results) -> None:
     for layers, digest in ((2, "ab" * 32), ("all", "cd" * 32)):
         target = Target("m", "fp16", layers, "onnxruntime")
-        reproduction = Reproduction(target, digest, "1.0", {}, rounds=1, level="R4", levels={})
+        reproduction = Reproduction(target, digest, "1.0", {}, rounds=1, same_rounds=1, artefacts={})
         reproduction.save(results.reproduction("m", "fp16", layers, "onnxruntime"))
-    assert [row.reproduced for row in summary.collect(results, TARGETS).targets] == ["R4", "-"]
+    assert [row.reproduced for row in summary.collect(results, TARGETS).targets] == ["1 of 1", "-"]
 
 
 def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) -> None:

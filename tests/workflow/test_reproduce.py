@@ -19,18 +19,15 @@ TARGET = "demo-llama/fp16/all"
 @pytest.mark.long
 def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Checkout) -> None:
     before = demo.digests()
-    process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1", "--at-least", "R4")
-    rows = [line.split() for line in process.stdout.splitlines()]
-    assert [row[0] for row in rows[1:4]] == ["R0", "R3", "R4"] and all(
-        row[-3:] == ["1", "of", "1"] for row in rows[1:4]
-    )
-    assert re.fullmatch(
-        r"Level reached: R4, in "
-        r"results/demo-llama/fp16/reproduce/onnxruntime/all\.json",
-        process.stdout.splitlines()[-1],
-    )
+    process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1")
+    *rows, last = process.stdout.splitlines()
+    assert last == "The same in 1 of 1 builds, in results/demo-llama/fp16/reproduce/onnxruntime/all.json"
+    assert all(row.startswith("same ") for row in rows)
+    assert {row.split()[1].partition("/")[0] for row in rows} == {
+        *("checkpoint", "engines", "golden", "graphs", "reference", "weights")
+    }
     record = json.loads((demo.results / "demo-llama/fp16/reproduce/onnxruntime/all.json").read_text())
-    assert record["level"] == "R4" and record["rounds"] == 1 and not re.search(r"20\d\d-\d\d-\d\d", json.dumps(record))
+    assert record["same_rounds"] == record["rounds"] == 1 and not re.search(r"20\d\d-\d\d-\d\d", json.dumps(record))
     assert before == {name: digest for name, digest in demo.digests().items() if "/reproduce/" not in name}, (
         "nothing else was touched"
     )
@@ -39,7 +36,7 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
         (str(row["layers"]), row["precision"]): row["reproduced"]
         for row in json.loads(demo.call("lockstep", "summary", "--json").stdout)["targets"]
     }
-    assert shown == {("2", "fp32"): "-", ("all", "fp32"): "-", ("2", "fp16"): "-", ("all", "fp16"): "R4"}
+    assert shown == {("2", "fp32"): "-", ("all", "fp32"): "-", ("2", "fp16"): "-", ("all", "fp16"): "1 of 1"}
     assert demo.call("lockstep", "verify").returncode == 0
 
 

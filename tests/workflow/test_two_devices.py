@@ -150,7 +150,7 @@ def test_a_target_is_not_reproduced_where_its_device_is_not(both: Checkout) -> N
 def test_a_target_is_reproduced_where_its_device_is(both: Checkout, tmp_path: Path) -> None:
     copy = both.copy(tmp_path / "checkout")
     said = node(copy, "alpha").run("lockstep", *REPRODUCE).stdout
-    assert re.search(r"^R4 .*1 of 1", said, re.MULTILINE), said
+    assert "The same in 1 of 1 builds" in said, said
 
 
 RESOURCES = """

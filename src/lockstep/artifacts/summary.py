@@ -18,13 +18,12 @@ from lockstep.targets import Target
 class SummaryRow:
     """A target: what its checks say, and its speed. None: not known.
 
-    verdict, validation, golden: "pass", "fail" or "not run"; served: None where no server
-    was checked. engine_error: of the comparison of these engines.
-    adapters: of the check of a model's adapters; None where it has none.
-    reproduced: the level of sameness, "-" where it was not tried. reason: why the verdict is no pass. drift: of
-    quantised weights, in words. logit_noise: the error of a logit that the precision itself costs. drift_logit_error:
-    rms, in units of the logits. drift_tokens_differing: of the likeliest tokens of the golden answers.
-    drift_perplexity: relative to the checkpoint's, less 1.
+    verdict, validation, golden: "pass", "fail" or "not run"; served: None where no server was checked. engine_error: of
+    the comparison of these engines. adapters: of the check of a model's adapters; None where it has none. reproduced:
+    in how many of the rounds it came out the same, "-" where it was not tried. reason: why the verdict is no pass.
+    drift: of quantised weights, in words. logit_noise: the error of a logit that the precision itself costs.
+    drift_logit_error: rms, in units of the logits. drift_tokens_differing: of the likeliest tokens of the golden
+    answers. drift_perplexity: relative to the checkpoint's, less 1.
     """
 
     model: str
@@ -70,24 +69,11 @@ class Summary(Document):
 
 
 @dataclass(frozen=True)
-class ReproducedLevel:
-    """A level of sameness, with its digest and the first differences.
-
-    It says what the level is of, and in how many rounds it was the same.
-    """
-
-    what: str
-    digest: str
-    same_rounds: int
-    differences: tuple[str, ...]
-    more_differences: int
-
-
-@dataclass(frozen=True)
 class Reproduction(Document):
     """A target that was built again `rounds` times.
 
-    device: JSON, as its engine set describes it. level: the highest that all rounds reached.
+    device: JSON, as its engine set describes it. same_rounds: in which all was the same. artefacts: by place in a lock
+    the first difference, None of what was the same in all rounds.
     """
 
     FORMAT: ClassVar[str] = formats.REPRODUCTION
@@ -96,5 +82,9 @@ class Reproduction(Document):
     backend_version: str
     device: Mapping[str, Any]
     rounds: int
-    level: str
-    levels: Mapping[str, ReproducedLevel]
+    same_rounds: int
+    artefacts: Mapping[str, str | None]
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.same_rounds} of {self.rounds}"

@@ -50,7 +50,7 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
 @click.command()
 @TARGET
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often to build again.")
-@click.option("--at-least", type=click.Choice(["R0", "R3", "R4"]), help="Exit code 1 if a lower level is reached.")
+@click.option("--tokens-only", is_flag=True, help="Exit code 0 where the golden tokens are the same, whatever differs.")
 @click.option(
     "--against",
     metavar="LOCK",
@@ -69,39 +69,52 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
 def reproduce(
     target: str,
     rounds: int,
-    at_least: str | None,
+    tokens_only: bool,
     against: Path | None,
     sign: Path | None,
     config_file: Path | None,
     as_json: bool,
     results: Path,
 ) -> None:
-    """Build a target again in clean folders, and compare it with this one."""
+    """Build a target again in clean folders, and compare it with this one.
+
+    Exit code 0 if all is the same, else 1.
+    """
     if against is not None:
-        return _hold_against(target, against, sign, config_file, as_json, results)
+        return _compare_with_lock(target, against, sign, config_file, as_json, results)
     if sign is not None:
         raise InputError("--sign: expected it with --against LOCK, whose rebuild it states, found it alone")
-    from lockstep.provenance.reproduce import print_table
     from lockstep.provenance.reproduce import reproduce as again
 
     tree = Results(results)
     config = used_config(tree)
     chosen = made_target(config, tree, target)
-    record = again(config.dump(), tree, chosen, rounds, lambda line: click.echo(line, err=True))
+    record = again(config.dump(), tree, chosen, rounds, _tell)
     path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
     if as_json:
         echo_json(record.to_json())
     else:
-        print_table(record)
-        click.echo(f"Level reached: {record.level}, in {path}")
-    if at_least and (record.level == "none" or record.level < at_least):
-        raise CheckError(f"{chosen}: expected {at_least} or higher, found {record.level}; {path} says what differs")
+        for place, difference in record.artefacts.items():
+            _echo_artefact("different" if difference else "same", place, difference)
+        click.echo(f"The same in {record.in_words} builds, in {path}")
+    places = [place for place in record.artefacts if place.startswith("golden") or not tokens_only]
+    if wrong := list(filter(None, map(record.artefacts.get, places))):
+        raise CheckError(f"{chosen}: {len(wrong)} of {len(places)} artefacts are not the same; the first: {wrong[0]}")
 
 
-def _hold_against(
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _echo_artefact(status: str, place: str, difference: str | None) -> None:
+    click.echo(f"{status:<11} {place}{f': {difference}' if difference else ''}")
+
+
+def _compare_with_lock(
     text: str, lock: Path, sign: Path | None, config_file: Path | None, as_json: bool, results: Path
 ) -> None:
-    from lockstep.provenance.reproduce import against
+    from lockstep.provenance.lock import Lock
+    from lockstep.provenance.reproduce import rebuild
     from lockstep.publish import dsse, rebuilds
 
     if sign is not None:
@@ -112,18 +125,18 @@ def _hold_against(
     folder = project.checkpoint_folder(target.model)
     if folder is None:
         raise InputError(f"{target.model}: expected its checkpoint here, found none; run `lockstep stage fetch` first")
-    found = against(project.config.dump(), folder, target, lock, lambda line: click.echo(line, err=True))
+    made = rebuild(project.config.dump(), folder, target, Lock.load(lock), _tell)
     if as_json:
-        echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(held) for held in found]})
+        echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(entry) for entry in made]})
     else:
-        for held in found:
-            status = "different" if held.is_locked else "not locked"
-            if held.differs is None:
-                status = "same"
-            click.echo(f"{status:<11} {held.where}{f': {held.differs}' if held.is_locked and held.differs else ''}")
-    if wrong := [held for held in found if held.differs]:
+        for entry in made:
+            if entry.is_locked:
+                _echo_artefact("different" if entry.differs else "same", entry.where, entry.differs)
+            else:
+                _echo_artefact("not locked", entry.where, None)
+    if wrong := [entry for entry in made if entry.differs]:
         raise CheckError(
-            f"{target}: {len(wrong)} of {len(found)} artefacts are not as in {lock}; the first: {wrong[0].differs}"
+            f"{target}: {len(wrong)} of {len(made)} artefacts are not as in {lock}; the first: {wrong[0].differs}"
         )
     if sign is not None:
-        click.echo(rebuilds.write(lock, target, found, sign), err=as_json)
+        click.echo(rebuilds.write(lock, target, made, sign), err=as_json)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,12 +153,19 @@ def collect(results: Path, model: str) -> Lock:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing of {stage}; run `lockstep run` first"
             )
+    return lock_of(model, pinned)
+
+
+def lock_of(model: str, pinned: Iterable[Section]) -> Lock:
+    """Return the lock of some sections of a model."""
     makers: dict[str, Maker] = {}
+    locked: dict[Place, Mapping[str, Any]] = {}
     for section in pinned:
+        locked[section.where] = section.items
         name, operators = maker(section.key), operators_of(section)
         known = makers[name].operators if name in makers else None
         makers[name] = replace(made_with(section.key), operators={**(known or {}), **operators} or None)
-    return Lock(model, makers, {section.where: section.items for section in pinned})
+    return Lock(model, makers, locked)
 
 
 def _checks_server(results: Path) -> bool:
@@ -227,18 +234,18 @@ def terms(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Tolerances, prompts, lengths, limits, expected texts.
     """
-    return numbered(json.loads(dump_json(options)))
+    return _numbered(json.loads(dump_json(options)))
 
 
-def numbered(value: Any) -> Any:
+def _numbered(value: Any) -> Any:
     """Return a value with its lists as mappings by number.
 
     What differs in them then has a place too.
     """
     if isinstance(value, Mapping):
-        return {name: numbered(item) for name, item in value.items()}
+        return {name: _numbered(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return {f"{number:03d}": numbered(item) for number, item in enumerate(value)}
+        return {f"{number:03d}": _numbered(item) for number, item in enumerate(value)}
     return value
 
 
@@ -248,16 +255,19 @@ def sections(results: Path, model: str) -> Iterator[Section]:
         yield from sections_of(path)
 
 
-def compared(folder: Path, lock: Lock) -> dict[Place, tuple[Section, Comparison]]:
-    """Compare all artefacts below a model's folder with its lock, by place and in its order.
-
-    Those that are damaged or being made are left out.
-    """
+def readable_sections(folder: Path) -> dict[Place, Section]:
+    """Return the sections below a model's folder by place, in order, without those that are damaged or being made."""
     there: dict[Place, Section] = {}
     for path in records(folder):
         with contextlib.suppress(LockstepError, OSError):
             there |= {section.where: section for section in sections_of(path)}
-    return {where: (section, lock.compare(where, section.items)) for where, section in sorted(there.items())}
+    return dict(sorted(there.items()))
+
+
+def compared(folder: Path, lock: Lock) -> dict[Place, tuple[Section, Comparison]]:
+    """Compare the artefacts below a model's folder with its lock, by place."""
+    there = readable_sections(folder)
+    return {where: (section, lock.compare(where, section.items)) for where, section in there.items()}
 
 
 def sections_of(path: Path) -> list[Section]:

@@ -1,11 +1,11 @@
-"""Reproduce: a finished target is built again, and the levels of sameness told.
+"""Reproduce: a target is built again in an empty folder, by fresh processes, and compared with a lock.
 
-A finished target in; it is built again in clean folders, by fresh processes, and the levels of sameness that were
-reached come out.
+A config, a checkpoint and a lock in; for each artefact the first difference out. Of a finished target what it is itself
+stands in the place of the lock.
 
-Each round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where
-they lie. The reference, which comes from transformers and not from us, is taken as it is, and so is the record of
-tactics that engines were built with. Nothing is taken from a cache of artefacts.
+A round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where they
+lie. Of a finished target the reference, which comes from transformers and not from us, is taken as it is, and so is the
+record of tactics that engines were built with. Nothing is taken from a cache of artefacts.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from typing import Any
 from lockstep import processes
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import sha256_json, write_json
-from lockstep.artifacts.summary import ReproducedLevel, Reproduction
-from lockstep.config.backends import backends
+from lockstep.artifacts.files import write_json
+from lockstep.artifacts.summary import Reproduction
 from lockstep.config.load import load
 from lockstep.errors import PREFIX, CheckError
 from lockstep.manifests.digest_cache import check_files, check_stored
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.lock import TERMS, Lock
 from lockstep.provenance.locked import difference
-from lockstep.provenance.lockfile import sections
+from lockstep.provenance.lockfile import lock_of, readable_sections, sections
 from lockstep.provenance.record import SUFFIX
-from lockstep.provenance.sameness import LEVELS, compared, differences, reached
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 
-_SHOWN = 20  # differences of a level that are kept; the rest is counted
 _NOT_TAKEN_ON = ("LOCKSTEP_CACHE",)
 
 
@@ -58,51 +55,80 @@ def reproduce(
     engines = EngineSetManifest.load(engines_json)
     assert engines.digest is not None  # of a set that was built
     check_files(named_files(engines_json), "run `lockstep run` first")
-    is_run = _is_run(engines)
-    before = compared(results, target, is_run=is_run)
-    differing = []
+    manifest_path = results.checkpoint(target.model)
+    manifest = CheckpointManifest.load(manifest_path)
+    checkpoint = manifest.folder_of(manifest_path)
+    check_stored(manifest.files, checkpoint, RESOLVE_AGAIN)
+    lock = lock_of(target.model, readable_sections(results.root / target.model).values())
+    artefacts: dict[str, str | None] = {}
+    same_rounds = 0
     for number in range(1, rounds + 1):
-        with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
-            failure = _round(
-                config, results, target, Path(folder), is_run, lambda what: tell(f"round {number} of {rounds}: {what}")
-            )
-            differing.append(differences(before, compared(Results(Path(folder) / "results"), target, failure, is_run)))
-    levels = {}
-    for level, of_results in before.items():
-        lines = [f"round {number}: {line}" for number, lines in enumerate(differing, start=1) for line in lines[level]]
-        same = sum(not lines[level] for lines in differing)
-        more = max(0, len(lines) - _SHOWN)
-        levels[level] = ReproducedLevel(LEVELS[level], sha256_json(of_results), same, tuple(lines[:_SHOWN]), more)
+
+        def tell_round(what: str, number: int = number) -> None:
+            tell(f"round {number} of {rounds}: {what}")
+
+        made = rebuild(config, checkpoint, target, lock, tell_round, results)
+        for comparison in made:
+            artefacts[comparison.where] = artefacts.get(comparison.where) or comparison.differs
+        same_rounds += not any(comparison.differs for comparison in made)
     record = Reproduction(
         target=target,
         engine_digest=engines.digest,
         backend_version=engines.backend_version,
         device=engines.device,
         rounds=rounds,
-        level=reached({level: entry.same_rounds == rounds for level, entry in levels.items()}),
-        levels=levels,
+        same_rounds=same_rounds,
+        artefacts=artefacts,
     )
     record.save(results.reproduction(target.model, target.precision, target.layers, target.backend))
     return record
 
 
-def _round(
-    config: Mapping[str, Any], results: Results, target: Target, folder: Path, is_run: bool, tell: Callable[[str], None]
-) -> str | None:
-    """Make the target in `folder`/results.
+@dataclass(frozen=True)
+class LockComparison:
+    """An artefact beside a lock.
 
-    Returns the golden check's line where it did not pass, None where it did.
+    where: its place there. differs: the first difference; None where it is the same. is_locked: whether the lock has
+    it; engines of another device than those that it holds it has not. items: what was made, by name.
     """
-    tree = Results(folder / "results")
-    manifest_path = results.checkpoint(target.model)
-    manifest = CheckpointManifest.load(manifest_path)
-    checkpoint = manifest.folder_of(manifest_path)
-    check_stored(manifest.files, checkpoint, RESOLVE_AGAIN)
-    stages = reproduced_stages(target, is_run)
-    if is_run:
-        _take_reference(results, tree, target)
-    _take_tactics(results, tree, target)
-    return make_again(config, checkpoint, target, folder, stages, tell)
+
+    where: str
+    is_locked: bool
+    differs: str | None
+    items: Mapping[str, Any]
+
+
+def rebuild(
+    config: Mapping[str, Any],
+    checkpoint: Path,
+    target: Target,
+    lock: Lock,
+    tell: Callable[[str], None],
+    like: Results | None = None,
+) -> list[LockComparison]:
+    """Build and check `target` once in an empty folder, and compare each artefact with a lock.
+
+    The lock may be another machine's. Resolves, converts, exports, builds, and checks where its engines run; the
+    target's results need not be there, and are not touched. checkpoint: the folder of its checkpoint. like: results
+    whose reference and record of tactics are taken as they are; without them the reference is made again too.
+
+    Raises CheckError where the target cannot be built.
+    """
+    is_run = load(config).is_run(target)
+    stages = reproduced_stages(target, is_run, *([] if like else ["reference"]))
+    with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
+        tree = Results(Path(folder) / "results")
+        if like and is_run:
+            _take_reference(like, tree, target)
+        if like:
+            _take_tactics(like, tree, target)
+        failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
+        compared = [
+            LockComparison("/".join(where), where in lock.sections, difference(lock, section), section.items)
+            for section in sections(tree.root, target.model)
+            if (where := section.where)[0] != TERMS
+        ]
+    return [*compared, *([LockComparison("golden check", True, failure, {})] if failure else [])]
 
 
 def reproduced_stages(target: Target, is_run: bool, *more: str) -> list[str]:
@@ -115,11 +141,6 @@ def reproduced_stages(target: Target, is_run: bool, *more: str) -> list[str]:
         for name, stage in STAGES.items()
         if (stage.is_reproduced or name in more) and stage.is_of(target.precision) and (is_run or not stage.is_check)
     ]
-
-
-def _is_run(engines: EngineSetManifest) -> bool:
-    """Return whether an engine set runs here."""
-    return backends()[engines.backend].cannot_run(engines.options) is None
 
 
 def make_again(
@@ -160,42 +181,6 @@ def make_again(
                 return line
             raise CheckError(f"{target}: expected {stage} to succeed again in a clean folder, found: {line}")
     return None
-
-
-@dataclass(frozen=True)
-class LockComparison:
-    """An artefact beside a lock.
-
-    where: its place there. differs: the first difference; None where it is the same. is_locked: whether the lock has
-    it; engines of another device than those that it holds it has not. items: what was made, by name.
-    """
-
-    where: str
-    is_locked: bool
-    differs: str | None
-    items: Mapping[str, Any]
-
-
-def against(
-    config: Mapping[str, Any], checkpoint: Path, target: Target, lock_file: Path, tell: Callable[[str], None]
-) -> list[LockComparison]:
-    """Build and check `target` once in an empty folder, and compare each artefact with a lock.
-
-    The lock may be another machine's. Resolves, converts, exports, builds, and checks where its engines run; the
-    target's results need not be there, and are not touched. checkpoint: the folder of its checkpoint.
-
-    Raises InputError for a lock that is none, CheckError where the target cannot be built.
-    """
-    lock = Lock.load(lock_file)
-    with tempfile.TemporaryDirectory(prefix="lockstep-against-") as folder:
-        stages = reproduced_stages(target, load(config).is_run(target), "reference")
-        failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
-        compared = [
-            LockComparison("/".join(where), where in lock.sections, difference(lock, section), section.items)
-            for section in sections(Path(folder) / "results", target.model)
-            if (where := section.where)[0] != TERMS
-        ]
-    return [*compared, *([LockComparison("golden check", True, failure, {})] if failure else [])]
 
 
 def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:
@@ -245,23 +230,3 @@ def _take_tactics(results: Results, tree: Results, target: Target) -> None:
             )
         again.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, again.with_name(path.name))
-
-
-def print_table(record: Reproduction) -> None:
-    """Print the levels of a record as a table, nothing cut."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("level", "same", "rounds", "first difference"):
-        table.add_column(heading, justify="right" if heading == "rounds" else "left", no_wrap=True)
-    for level, entry in record.levels.items():
-        whole = entry.same_rounds == record.rounds
-        table.add_row(
-            level,
-            entry.what,
-            f"{entry.same_rounds} of {record.rounds}",
-            "".join(entry.differences[:1]),
-            style=None if whole else "red",
-        )
-    Console(width=240).print(table)

@@ -297,10 +297,9 @@ def _options(options: Mapping[str, Any]) -> str:
 def _reproduced(known: Details) -> str:
     if not known.reproduction:
         return "not tried: lockstep reproduce builds it again"
-    level, rounds = known.reproduction.level, known.reproduction.rounds
-    found = known.reproduction.levels.get(level)
-    what = found.what if found else ""
-    return f"{level}{': ' * bool(what)}{what} (built again {'once' if rounds == 1 else f'{rounds} times'})"
+    differences = list(filter(None, known.reproduction.artefacts.values()))
+    first = f"; {differences[0]}" if differences else ""
+    return f"the same in {known.reproduction.in_words} builds{first}"
 
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:

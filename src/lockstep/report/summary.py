@@ -184,7 +184,7 @@ def _row(target: Target, found: Details) -> SummaryRow:
         backend_version=built.backend_version if built else None,
         device=device.get("name") or device.get("architecture"),
         engine_digest=found.digest,
-        reproduced=found.reproduction.level if found.reproduction else "-",
+        reproduced=found.reproduction.in_words if found.reproduction else "-",
         reason="; ".join(_reason(name, check) for name, check in checks.items() if check.result != PASS) or None,
         prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
