@@ -28,6 +28,10 @@ from lockstep.report.since_lock import Change, meanings
 from lockstep.report.verdict import NOT_RUN, headline, overall, reasons, verdict
 from lockstep.targets import Results, Target
 
+_ERRORS = (
+    "Logit error: the largest difference from transformers. Rounding error: what the precision costs transformers "
+    "itself. Quantization error: the rms of what smaller weights change."
+)
 _SHORT = "All golden prompts in one batch; they are short: for comparing targets, not machines."
 
 
@@ -48,7 +52,7 @@ def index(results: Results, summary: Summary, since_lock: Mapping[str, Sequence[
     ]
     for model in models:
         own = [row for row in rows if row.model == model]
-        parts += [tag("h2", f"Targets of {text(model)}"), _targets(results, own)]
+        parts += [tag("h2", f"Targets of {text(model)}"), _targets(results, own), tag("p", _ERRORS, "quiet")]
         parts += _since_lock(model, since_lock.get(model))
     speeds = [row for row in _whole(rows) if row.prefill_tokens_per_s is not None]
     if speeds:
