@@ -32,7 +32,7 @@ from lockstep import Advance, Assembly, CheckError, Engine, InputError, Model, R
 LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
 BATCHES = (1, 4, 16, 64, 128, 256)
 ROWS, CHUNKS = (15, 63, 255), (64, 128, 256, 512, 1024, 1792)
-PROMPTS = (16, 64, 128, 256, 512, 2048)
+PROMPTS = (16, 64, 128, 256, 384, 512, 640, 1152, 2048)
 SUMS, SUMS_IN_A_GRAPH = (1, 16, 64, 256, 512, 2048), 64  # tokens
 CONTEXT, WARM, STEPS, MIXED_STEPS = 512, 8, 64, 8
 REQUESTS = 512

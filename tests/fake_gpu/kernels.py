@@ -201,7 +201,7 @@ def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 
 def _exchange(gpu: Gpu, k: SimpleNamespace, phase: int, launch: int) -> None:
     """Raise this rank's flags of one block; go on once all others have raised theirs."""
-    flags = gpu.array(k.peers, (3, k.world), "u8")[1].tolist()
+    flags = gpu.array(k.peers, (4, k.world), "u8")[1].tolist()
     raised = lambda rank: gpu.array(flags[rank], (2, k.world, 128), "u4")[phase, :, 0]
     for rank in range(k.world):
         raised(rank)[k.rank] = launch
@@ -209,11 +209,21 @@ def _exchange(gpu: Gpu, k: SimpleNamespace, phase: int, launch: int) -> None:
         raise Waits
 
 
+def _exchange_packets(gpu: Gpu, k: SimpleNamespace, launch: int) -> None:
+    """Send the launch's number behind each 4 bytes; go on once all others have. What is between them is in `_place`."""
+    places = gpu.array(k.peers, (4, k.world), "u8")[3].tolist()
+    packets = lambda at: gpu.array(places[at], (2, k.world, 16384, 8), "u4")[launch % 2, :, : k.units, 1::2]
+    for other in range(k.world):
+        packets(other)[k.rank] = launch
+    if (packets(k.rank) != launch).any() and not gpu.host(k.lost, 4).view("u4")[0]:
+        raise Waits
+
+
 def _place(gpu: Gpu, k: SimpleNamespace, at: int, sender: int, launch: int, units: int) -> np.ndarray:
     """Where a sender's units are in the inbox of a rank, [units, 16] bytes."""
     if units > k.slot:
         raise Fault(f"{units} units in a place of {k.slot}")
-    inbox = int(gpu.array(k.peers, (3, k.world), "u8")[0, at])
+    inbox = int(gpu.array(k.peers, (4, k.world), "u8")[0, at])
     return gpu.bytes(inbox + (launch % 2 * k.world + sender) * k.slot * 16, units * 16).reshape(units, 16)
 
 
@@ -226,14 +236,17 @@ def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     )
     launch, part = int(state[0]) + 1, -(-k.units // k.world)
     parts = [slice(min(k.units, rank * part), min(k.units, (rank + 1) * part)) for rank in range(k.world)]
-    if k.shots == 1:
+    if k.shots < 2:
         parts = [slice(0, k.units)] * k.world
     own = parts[k.rank]
     if (k.rank, launch) not in gpu.sums:
         for other in others:
             sent = mine[parts[other]]
             _place(gpu, k, other, k.rank, launch, len(sent))[:] = sent
-        _exchange(gpu, k, 0, launch)
+        if k.shots == 0:
+            _exchange_packets(gpu, k, launch)
+        else:
+            _exchange(gpu, k, 0, launch)
         total = np.zeros((own.stop - own.start, 16 // kind.itemsize), np.float32)
         for sender in range(k.world):
             came = mine[own] if sender == k.rank else _place(gpu, k, k.rank, sender, launch, len(total))
@@ -244,7 +257,7 @@ def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     if k.shots == 2:
         outboxes = [
             gpu.bytes(address, k.units * 16).reshape(-1, 16)
-            for address in gpu.array(k.peers, (3, k.world), "u8")[2].tolist()
+            for address in gpu.array(k.peers, (4, k.world), "u8")[2].tolist()
         ]
         for other in others:
             outboxes[other][own] = mine[own]

@@ -28,8 +28,12 @@ _SOURCE = FEW_ROWS + Path(__file__).with_name("few_rows.cu").read_text(encoding=
 OUTPUTS, _THREADS, _STAGES, _STAGE = 32, 128, 4, 512  # as in tensor_cores.cu; bytes of a row's stage
 MOST_OUTPUTS = 3  # of a launch of the kernel
 FEW = (8, 16)  # rows up to which a kernel takes them
-MANY = (32, 64, 128, 256, 512, 1024, 2048)  # and up to which one algorithm of cuBLAS does; the last one beyond
-TIMED = 256  # rows up to which algorithms are timed: beyond, cuBLAS's own order is as good
+# And up to which one algorithm of cuBLAS does, the last one beyond: tiles of 128 rows fill a GPU well or badly.
+MANY = (32, 64, 128, *range(256, 2049, 128))
+TIMED = 256  # rows up to which all algorithms are timed
+_FIRST = 6  # of those that cuBLAS offers for more rows, which are timed
+_MARGIN = 1.03  # times the least: within it, the one that cuBLAS offers first
+_MOST_NUMBERS = 1 << 27  # that a trial makes: products with more outputs are for a few rows of a pass
 _DEPTHS = (4096, 8192)  # columns of shorter products, whose algorithms cuBLAS does not offer for longer ones
 _CACHE, _COPIES = 128 << 20, 4  # bytes of weights that no GPU's L2 cache holds; copies of small ones at most
 _ALIGNED = 8  # columns of a row that start where 16 bytes do
@@ -122,7 +126,8 @@ class _Shapes:
         return few_rows_launch(self._module[f"few_rows_{most}"], stream, most, *given)
 
     def _choose(self, out_features: int, in_features: int) -> _Shape:
-        trial = Trial(out_features, in_features, TIMED)
+        rows = MANY[-1] if MANY[-1] * out_features <= _MOST_NUMBERS else TIMED
+        trial = Trial(out_features, in_features, rows)
         calls = [self.library.bind(trial.stream, weight, trial.x, trial.out) for weight in trial.weights]
         offered = {size: list(self._offered(out_features, in_features, size)) for size in MANY}
         found = dict[Algorithm, bytes]()
@@ -141,13 +146,13 @@ class _Shapes:
             agrees = by_kernel in found.values()
             expected = by_kernel if agrees else expected
         same = [algorithm for algorithm, bits in found.items() if bits == expected]
-        algorithms = {}
+        algorithms = dict[int, Algorithm]()
         for size in MANY:
-            if size <= TIMED:
-                timed = {each: [functools.partial(call, size, each) for call in calls] for each in same}
-                algorithms[size] = trial.fastest(timed)
-            else:
-                algorithms[size] = next((each for each in offered[size] if each in same), algorithms[TIMED])
+            tried = same if size <= TIMED else [each for each in offered[size] if each in same][:_FIRST]
+            tried = tried if size <= rows else tried[:1]
+            timed = {each: [functools.partial(call, size, each) for call in calls] for each in tried}
+            margin = 1.0 if size <= TIMED else _MARGIN
+            algorithms[size] = trial.fastest(timed, margin) if timed else algorithms[TIMED]
         return _Shape(agrees, algorithms)
 
     def _offered(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
@@ -182,8 +187,8 @@ class Trial:
         self.stream.synchronize()
         return host.tobytes()
 
-    def fastest(self, calls: Mapping[T, Sequence[Callable[[], None]]]) -> T:
-        """Return what takes least time, of calls for each of `weights`."""
+    def fastest(self, calls: Mapping[T, Sequence[Callable[[], None]]], margin: float = 1.0) -> T:
+        """Return what takes least time, of calls for each of `weights`; the first within a margin, times the least."""
         if len(calls) == 1:
             return next(iter(calls))
         taken = {}
@@ -197,4 +202,4 @@ class Trial:
                 end.record(self.stream)
                 end.wait()
                 taken[key] = end.milliseconds_since(begin)
-        return min(taken, key=taken.__getitem__)
+        return next(key for key, milliseconds in taken.items() if milliseconds <= margin * min(taken.values()))

@@ -16,11 +16,14 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
+from lockstep.gpu.kernels.row_kernels import COMMON
 from lockstep.gpu.kernels.step_kernels import NUMBERS
 
-_SOURCE = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
-_BLOCKS = 128  # all_reduce.cu, BLOCKS
+_SOURCE = COMMON + Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
+_BLOCKS, _PACKED = 128, 16384  # all_reduce.cu, BLOCKS and PACKED
+_PACKED_THREADS = 128
 _UNIT = 16  # bytes
+_AT_PEERS = "inbox", "flags", "outbox", "packets"  # in all_reduce.cu's order
 _GIVEN_UP = 0xFFFFFFFF
 # That a rank waits for another one: less than the server waits for a sign of life (serve's --stall), so that the rank
 # is named first.
@@ -43,8 +46,10 @@ class Exchange:
         self.inbox = cuda.empty((2 * world * slot * _UNIT,), "u1", what)
         self.outbox = cuda.empty((max(1, outbox) * _UNIT,), "u1", what)
         self.flags = cuda.zeros((2 * world * _BLOCKS,), "u4")
+        self.packets = cuda.zeros((2 * world * 2 * _PACKED * _UNIT,), "u1", what)
+        self._sums: dict[tuple, cuda.Launch] = {}
         self._state = cuda.zeros((3,), "u4")
-        self._peers = cuda.empty((3 * world,), "u8")
+        self._peers = cuda.empty((4 * world,), "u8")
         self._host_lost = cuda.pinned((1,), "u4")
         self._host_lost[0] = 0
         # Page-locked memory has one address on the host and on all devices.
@@ -53,7 +58,7 @@ class Exchange:
     def meet(self, others: Sequence[Exchange]) -> None:
         """Send the addresses of all ranks' memory to the device; others: their exchanges, in order."""
         self.device.use()
-        places = [[getattr(each, of).address for each in others] for of in ("inbox", "flags", "outbox")]
+        places = [[getattr(each, of).address for each in others] for of in _AT_PEERS]
         self.device.stream.upload(self._peers, np.array(places, np.uint64).reshape(-1))
         self.device.stream.synchronize()
         self._numbers = [each.device.number for each in others]
@@ -66,10 +71,18 @@ class Exchange:
         """
         units = -(-values.nbytes // _UNIT)
         shots = shots_for(units, self.world)
-        share = units if shots == 1 else -(-units // self.world)
-        self._reduce.launch(
-            self.device.stream, *_grid(share), values, *self._group(), units, NUMBERS[values.dtype.name], shots
-        )
+        blocks, threads = -(-units // _PACKED_THREADS), _PACKED_THREADS
+        if shots:
+            blocks, threads = _grid(units if shots == 1 else -(-units // self.world))
+        key = values.address, values.dtype, shots, threads
+        launch = self._sums.get(key)
+        if launch is None:
+            # Large sums were slower where the next kernel is on the device while they wait.
+            given = values, *self._group(), NUMBERS[values.dtype.name], shots, units
+            launch = self._sums[key] = cuda.Launch(
+                self._reduce, self.device.stream, threads, *given, overlaps=not shots
+            )
+        launch(blocks, units)
 
     def gather(self, part: cuda.Array, whole: cuda.Array) -> None:
         """Put parts [rows, columns] side by side into [rows, world * columns]; the part is padded to 16 bytes."""
@@ -111,7 +124,9 @@ def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[
 
 
 def shots_for(units: int, world: int) -> int:
-    """Return 1 or 2, see all_reduce.cu, for so many units of 16 bytes."""
+    """Return 0, 1 or 2, see all_reduce.cu, for so many units of 16 bytes."""
+    if units * _UNIT <= min(_ONE_SHOT, _PACKED * _UNIT):
+        return 0
     return 1 if world == 2 or units * _UNIT <= _ONE_SHOT else 2
 
 
