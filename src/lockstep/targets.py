@@ -118,10 +118,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Results:
-    """The results tree.
-
-    Arguments may be Snakemake wildcards (`"{model}"`), so that rules and code share one definition.
-    """
+    """The results tree, for who reads it; who makes a file has its stage's pattern."""
 
     root: Path = Path("results")
 
@@ -149,9 +146,6 @@ class Results:
     def engines(self, model: str, precision: str, backend: str) -> Path:
         return self.root / model / precision / "engines" / backend / "engines.json"
 
-    def comparison(self, model: str, precision: str, backend: str) -> Path:
-        return self.root / model / precision / "compare" / f"{backend}.json"
-
     def reference(self, model: str, layers: int | str) -> Path:
         return self.root / model / "reference" / f"{layers}.json"
 
@@ -174,17 +168,11 @@ class Results:
             return self.quantized_reference(model, precision, layers)
         return self.reference(model, layers)
 
-    def logits(self, model: str, layers: int | str) -> Path:
-        return self.reference(model, layers).with_suffix(".safetensors")
-
     def golden(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.root / model / precision / "golden" / backend / f"{layers}.json"
 
     def speed(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.golden(model, precision, layers, backend).with_name(f"{layers}.speed.json")
-
-    def served(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
-        return self.root / model / precision / "served" / backend / f"{layers}.json"
 
     def adapter_sources(self, model: str) -> Path:
         return self.root / model / "adapter_sources.json"
@@ -197,18 +185,6 @@ class Results:
 
     def quantized_adapted_reference(self, model: str, precision: str, layers: int | str) -> Path:
         return self.root / model / precision / "adapted_reference" / f"{layers}.json"
-
-    def adapted_reference_of(self, model: str, precision: str, layers: int | str) -> Path:
-        """Return the reference that adapters are held against.
-
-        Of quantised weights their own, else that of the model.
-        """
-        if is_quantized(precision):
-            return self.quantized_adapted_reference(model, precision, layers)
-        return self.adapted_reference(model, layers)
-
-    def adapted(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
-        return self.root / model / precision / "adapted" / backend / f"{layers}.json"
 
     def reproduction(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
         return self.root / model / precision / "reproduce" / backend / f"{layers}.json"
@@ -228,10 +204,3 @@ class Results:
 
     def target_page(self, target: Target) -> Path:
         return self.target_pages() / (f"{target}".replace("/", "-") + ".html")
-
-    def log(self, rule: str, *names: str) -> Path:
-        return (
-            self.root.joinpath("logs", rule, *names[:-1], f"{names[-1]}.log")
-            if names
-            else self.root / "logs" / f"{rule}.log"
-        )

@@ -118,7 +118,8 @@ class Case:
             return None
         from lockstep.verify.golden.adapted import check
 
-        reference = self.results.adapted_reference_of(self.name, self.precision, self.model.layers)
+        plain = self.results.reference_of(self.name, self.precision, self.model.layers)
+        reference = plain.parent.with_name("adapted_reference") / plain.name
         return self.message(
             lambda: check(
                 assembly, self._weights, engines, self.results.adapters(self.name), reference, self.target,

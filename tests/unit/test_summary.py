@@ -140,7 +140,7 @@ def test_a_rebuild_is_of_the_present_engines(results: Results) -> None:
 
 def test_the_error_of_the_engines_is_that_of_the_present_ones(results: Results) -> None:
     def compared(digest: str) -> list[float | None]:
-        recorded(results.comparison("m", "fp16", "onnxruntime"), comparison(0.001, digest))
+        recorded(results.root / "m/fp16/compare/onnxruntime.json", comparison(0.001, digest))
         return [row.engine_error for row in summary.collect(results, TARGETS).targets]
 
     assert [row.engine_error for row in summary.collect(results, TARGETS).targets] == [None, None]
@@ -207,7 +207,7 @@ def test_a_pass_of_other_engines_is_none(results: Results, capsys: pytest.Captur
 
 
 def test_answers_of_a_server_that_were_held_against_another_reference_are_none(results: Results) -> None:
-    reference, out = results.reference("m", 2), results.served("m", "fp16", 2, "onnxruntime")
+    reference, out = results.reference("m", 2), results.root / "m/fp16/served/onnxruntime/2.json"
     write_json(reference, {"layers": 2})
     recorded(out, served(TARGETS[0]), reference=reference)
     assert summary.collect(results, TARGETS).targets[0].served == "pass"
