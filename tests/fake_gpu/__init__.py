@@ -76,6 +76,7 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
         sys.modules.update(modules)
         stack.enter_context(mock.patch.object(driver, "ask_driver", lambda: CAPABILITY))
         stack.enter_context(mock.patch.object(libraries, "open_library", lambda name: fake_cublas))
+        _reload_in_polygraphy()
         try:
             yield gpu
         finally:
@@ -83,6 +84,7 @@ def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
                 _remove(key)
                 if held is not None:
                     _restore(key, held)
+    _reload_in_polygraphy()
 
 
 @contextlib.contextmanager
@@ -130,6 +132,14 @@ def _restore(name: str, held: ModuleType) -> None:
     sys.modules[name] = held
     if package in sys.modules:
         setattr(sys.modules[package], own, held)
+
+
+def _reload_in_polygraphy() -> None:
+    """Let Polygraphy's lazy imports of TensorRT, which keep what they found, look again."""
+    for module in [module for path, module in sys.modules.items() if path.startswith("polygraphy.")]:
+        lazy = vars(module).get("trt")
+        if type(lazy).__name__ == "LazyModule":
+            object.__setattr__(lazy, "module", None)
 
 
 def _build(backend: object, real: Callable, graph: Path, out: Path, options: dict):

@@ -37,7 +37,7 @@ PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16", "w8a8-fp8")
 LOCAL_BACKENDS = ("onnxruntime", "openvino")  # that run in this Python
 # The largest difference of a logit that is no harm: a number, for harm is judged without the gates.
 HARMLESS = {"fp32": 1e-3, "fp16": 5e-2, "w8a16": 2e-2, "w4a16": 2e-2, "w8a8-fp8": 2e-2}
-_PACKAGES = ("onnx", "onnxruntime", "torch", "transformers")
+_PACKAGES = ("onnx", "onnxruntime", "polygraphy", "torch", "transformers")
 Progress = Callable[[dict[str, Any]], None]
 
 

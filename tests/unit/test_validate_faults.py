@@ -71,7 +71,7 @@ def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, cop
         rf"expected an error of at most",
     ):
         run(demo, copy)
-    report = read_json(failed_path(copy[0].parent / "validate.json"), "lockstep.validate/3")
+    report = read_json(failed_path(copy[0].parent / "validate.json"), "lockstep.validate/2")
     assert report["result"] == "fail" and report["first_failing_layer"] == FAULTY_LAYER
     assert not (copy[0].parent / "validate.json").exists()
     # What stands before the fault is within tolerance, and teacher forcing keeps it from what comes after.

@@ -59,6 +59,7 @@ def test_bf16_graphs_compute_what_torch_computes_in_fp32(bf16, tmp_path, layers)
     errors = {name: tensor["max_abs_error"] for block in report["blocks"] for name, tensor in block["tensors"].items()}
     # fp32 on both sides; but the scale of attention, 1 / sqrt(40), is rounded to bf16 in the graph: 6e-4 of the scores
     assert all(error < (2e-3 if name.endswith("attention") else 1e-5) for name, error in errors.items()), errors
+    assert set(report["checks"]["lint"]) == set(report["checks"]["checker"])
 
 
 def test_a_fault_in_a_bf16_graph_is_found_in_its_layer(bf16, tmp_path):

@@ -1,4 +1,4 @@
-# Each engine against its graph as it is written, in ONNX Runtime.
+# Each engine against its graph as it is written, in ONNX Runtime and Polygraphy.
 #
 # needs: assembly.json, weights.json, engines.json
 # makes: <model>/<precision>/compare/<backend>.json

@@ -80,7 +80,7 @@ class LongContext:
 
 @dataclass(frozen=True)
 class ForwardError:
-    """The errors of the logits of whole sequences.
+    """The errors of the logits of whole sequences, and Polygraphy's verdict.
 
     noise: what the precision itself costs.
     """
@@ -90,6 +90,31 @@ class ForwardError:
     noise: float
     tolerance: float
     passed: bool
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The number of nodes of a graph, and of each operator, as Polygraphy reads it."""
+
+    nodes: int
+    operators: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Linted:
+    """The result of Polygraphy's lint: how many nodes pass, and its warnings."""
+
+    nodes: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GraphChecks:
+    """The results of ONNX's checker (PASS), of inspect and of lint, by graph."""
+
+    checker: Mapping[str, str]
+    inspect: Mapping[str, Inspected]
+    lint: Mapping[str, Linted]
 
 
 @dataclass(frozen=True)
@@ -105,15 +130,15 @@ class ValidatedGraphs:
 class ValidationReport(Report):
     """The errors of graphs against PyTorch.
 
-    Of a check that failed, what was found until then. unused_tensors: of the checkpoint, that no block takes. graphs:
-    those that are well-formed. forward: of the chain of split graphs, and of the uncut one.
+    Of a check that failed, what was found until then. forward: by runner. unused_tensors: of the checkpoint, that no
+    block takes.
     """
 
     FORMAT: ClassVar[str] = formats.VALIDATION
     target: ValidatedGraphs
     first_failing_layer: int | None
     unused_tensors: tuple[str, ...] | None = None
-    graphs: tuple[str, ...] = ()
+    checks: GraphChecks | None = None
     embedding: BlockErrors | None = None
     blocks: tuple[BlockErrors, ...] | None = None
     exit: BlockErrors | None = None

@@ -19,7 +19,7 @@ class Compare(Stage):
         "engines": "{model}/{precision}/engines/{backend}/engines.json",
     }
     code = (*ENGINES, "verify/*", "verify/compare")
-    packages = ONNX
+    packages = ("polygraphy", *ONNX)
     help = "Each engine against its graph in ONNX Runtime."
     is_check = is_judged = True
 

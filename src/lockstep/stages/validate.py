@@ -20,7 +20,7 @@ class Validate(Stage):
         "checkpoint": "{model}/checkpoint.json",
     }
     code = (*EXPORT, "step", "verify/*", "verify/validate")
-    packages = TORCH
+    packages = ("onnx-graphsurgeon", "polygraphy", *TORCH)
     help = "Graphs against torch, at one layer count."
     is_check = is_judged = is_named = True
 

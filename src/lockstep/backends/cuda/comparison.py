@@ -1,31 +1,35 @@
-"""Blocks of the `cuda` backend as `lockstep compare` runs them; needs cuda-bindings and a GPU."""
+"""A Polygraphy runner for blocks of the `cuda` backend; needs cuda-bindings, polygraphy and a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from polygraphy.backend.base import BaseRunner
+from polygraphy.common import TensorMetadata
 
 from lockstep.artifacts.signature import IO
 from lockstep.backends.cuda.backend import CudaBackend
 from lockstep.backends.cuda.program import KernelsExecutable, KernelsProgram
+from lockstep.onnx_tools.comparator import metadata
 
-Arrays = Mapping[str, np.ndarray]
 
-
-def open_engine(file: Path, weights: Arrays) -> Callable[[int, Arrays], Arrays]:
-    """Return what runs the engine: see `verify.compare.pair`. Raises InputError without a GPU."""
+def open_engine(
+    file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
+) -> Callable[[int], BaseRunner]:
+    """Return a function that makes the engine's runner: see `verify.compare.run`. Raises InputError without a GPU."""
     CudaBackend().require()
     slots = [IO(name, array.dtype.name, array.shape) for name, array in weights.items()]
-    bound = KernelsProgram(file, slots).bind(_Weights(weights), {name: [name] for name in weights})
-    return lambda profile, feed: _run(bound, feed)
+    run = KernelsProgram(file, slots).bind(_Arrays(weights), {name: [name] for name in weights})
+    return lambda profile: EngineRunner(inputs, run)
 
 
-class _Weights:
+class _Arrays:
     """Weights by slot, as arrays: see `weights.Tensors`."""
 
-    def __init__(self, arrays: Arrays):
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
         self._arrays = arrays
 
     @property
@@ -42,13 +46,24 @@ class _Weights:
         return None
 
 
-def _run(bound: KernelsExecutable, feed: Arrays) -> Arrays:
-    """Run a block as in the runtime; adapters' A are written to where the block has them."""
-    program, rows = bound.program, bound.adapter_rows
-    for name, array in rows.items():
-        program.device.stream.upload(array, np.ascontiguousarray(feed[name].T))
-    program.device.stream.synchronize()
-    feed = {name: array for name, array in feed.items() if name not in rows}
-    sizes = program.sizes({name: array.shape for name, array in feed.items()})
-    outputs = {name: program.filled(name, sizes) for name in program.block.outputs}
-    return bound.run_once(feed, {name: np.empty(shape, np.float16) for name, shape in outputs.items()})
+class EngineRunner(BaseRunner):
+    """Runner of a block, which runs as in the runtime. Adapters' A are written to where the block has them."""
+
+    def __init__(self, inputs: Sequence[IO], run: KernelsExecutable):
+        super().__init__(name="engine")
+        self._declared, self._run = inputs, run
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return metadata(self._declared)
+
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        program, began = self._run.program, time.perf_counter()
+        for name, rows in self._run.adapter_rows.items():
+            program.device.stream.upload(rows, np.ascontiguousarray(feed_dict[name].T))
+        program.device.stream.synchronize()
+        feed_dict = {name: array for name, array in feed_dict.items() if name not in self._run.adapter_rows}
+        sizes = program.sizes({name: array.shape for name, array in feed_dict.items()})
+        outputs = {name: program.filled(name, sizes) for name in program.block.outputs}
+        found = self._run.run_once(feed_dict, {name: np.empty(shape, np.float16) for name, shape in outputs.items()})
+        self.inference_time = time.perf_counter() - began  # Polygraphy accumulates them
+        return found

@@ -21,7 +21,7 @@ class TensorRTConfig(Section):
         default=None,
         description="The Python interpreter that builds and runs the engines, where it is not this one: a "
         "path, or a command. TensorRT 8.6.0 needs "
-        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime "
+        "CPython 3.10, Snakemake 3.11. It needs tensorrt, cuda-python, numpy, onnx, onnxruntime, polygraphy "
         "and tokenizers, and the "
         "library NVRTC; with `attention: fused` also nvidia-cudnn-frontend and the library cuDNN 9.",
     )

@@ -1,17 +1,22 @@
-"""Engines of TensorRT-RTX as `lockstep compare` runs them."""
+"""TensorRT's Polygraphy runner for engines of TensorRT-RTX."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from polygraphy.backend.base import BaseRunner
+
+from lockstep.artifacts.signature import IO
 from lockstep.backends.tensorrt import comparison
-from lockstep.backends.tensorrt.comparison import Arrays
 from lockstep.backends.tensorrt_rtx.backend import TensorRTRTXBackend
 
 
-def open_engine(file: Path, weights: Arrays) -> Callable[[int, Arrays], Arrays]:
-    """Return what runs the engine on one of its optimization profiles. Raises InputError without a GPU for it."""
+def open_engine(
+    file: Path, inputs: Sequence[IO], weights: Mapping[str, np.ndarray], threads: int | None
+) -> Callable[[int], BaseRunner]:
+    """Return a function that makes the engine's runner for a profile. Raises InputError without a GPU for it."""
     backend = TensorRTRTXBackend()
     backend.require_gpu()
-    return comparison.open_engine(file, weights, backend.library)
+    return comparison.open_engine(file, inputs, weights, threads, backend.library)

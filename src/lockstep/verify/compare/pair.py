@@ -5,10 +5,12 @@ An engine set and the name of an engine in; the engine's entry in the report, an
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,24 +18,27 @@ from typing import Any
 
 import numpy as np
 import onnx
+from polygraphy.backend.base import BaseRunner
+from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts.adapters import rows_of
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
-from lockstep.artifacts.signature import IO, Signature
+from lockstep.artifacts.signature import IO
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
 from lockstep.onnx_tools.overflow import LARGEST, find_overflow
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.without_adapters import without_adapters
-from lockstep.step.executable import HostExecutable
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs
+from lockstep.verify.compare.host_runner import HostRunner
 from lockstep.verify.compare.judge import NotFiniteError, judge
-from lockstep.verify.compare.sweep import GROUP, Arrays, Run, Sweep, sweep_of
+from lockstep.verify.compare.sweep import GROUP, Arrays, Sweep, sweep_of
 from lockstep.verify.metrics import largest
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
 from lockstep.weights.ranks import RankWeights
@@ -81,32 +86,37 @@ class Pair:
                 tensors = {slot.name: [slot.name] for slot in slots}
         self._layer = layer
         self._subject = inputs.Graph(self._model, self._assembly, self._limits, tensors, self._variant)
+        self._signature = signature_of(self._model.graph, tensors)
 
         def place(slots: Sequence[IO], tensors: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
             """Return what each slot takes, but for rows that adapters are written to."""
             shapes = {slot.name: (-1, *slot.sizes[1:]) if rows_of(slot.name) else slot.sizes for slot in slots}
             return {name: slot_array(source, tensors[name], shape) for name, shape in shapes.items()}
 
+        session = open_session(self._model.SerializeToString(), threads)
         self._weights = place(slots, tensors)
-        self._graph = _open_graph(self._model, self._weights, threads)
+        self._graph = BoundRunner("graph", self._signature.inputs, session, self._weights)
         built = engines.tensors(name, tensors)
         if open_engine := _open_engine(engines.backend.name):
-            self._engine = open_engine(self.file, place(engines.slots(name), built))
+            placed = place(engines.slots(name), built)
+            self._engine = open_engine(self.file, self._signature.inputs, placed, threads)
         else:
             bound: Any = engines.load(name, threads).bind(source if built else None, built)
-            signature = signature_of(self._model.graph, tensors)
-            self._engine = lambda profile, feed: _run_on_host(signature, bound, feed)
+            self._engine = lambda profile: HostRunner("engine", self._signature, bound)
         self._is_narrow = engines.backend.activations not in (None, engines.assembly.dtype)
         self.failures: list[str] = []
 
     def compare(self, tolerance: float, seconds: float) -> ComparedEngine:
         """Return the engine's entry in the report; once, for the engine is closed then."""
         try:
-            with np.errstate(invalid="ignore", over="ignore"):
+            with quiet(), np.errstate(invalid="ignore", over="ignore"), contextlib.ExitStack() as stack:
+                stack.enter_context(self._graph)
                 runs = [self._run_case(case, tolerance) for case in inputs.cases(self._subject)]
                 largest_number = LARGEST if self._is_narrow else math.inf
-                sweep = sweep_of(self._subject, self._seed, self._graph, self._prefill, largest_number)
-                tried, worst = (0, None) if self.failures else self._run_sizes(sweep, tolerance, seconds)
+                sweep = sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
+                tried, worst = (0, None) if self.failures else self._run_sizes(sweep, tolerance, seconds, stack)
+        except PolygraphyException as error:
+            raise CheckError(f"{self.file}: Polygraphy cannot run this engine: {one_line(error)}") from error
         finally:
             del self._engine  # what it has on a device goes now, not when a cycle of references is found
         errors = [error for run in (*runs, *filter(None, [worst])) for error in run.outputs.values()]
@@ -124,15 +134,19 @@ class Pair:
 
     def _run_case(self, case: inputs.Case, tolerance: float) -> ComparedRun:
         feed = inputs.arrays(self._subject, case)
-        return self._judged(case, feed, self._graph(feed), self._engine(case.profile, feed), tolerance)
+        expected = self._run_graph(feed)
+        with self._engine(case.profile) as engine:
+            return self._judged(case, feed, expected, engine.infer(OrderedDict(feed), check_inputs=False), tolerance)
 
-    def _run_sizes(self, sweep: Sweep, tolerance: float, seconds: float) -> tuple[int, ComparedRun | None]:
+    def _run_sizes(
+        self, sweep: Sweep, tolerance: float, seconds: float, stack: contextlib.ExitStack
+    ) -> tuple[int, ComparedRun | None]:
         """Run the engine at all sizes, until the first is wrong or the time is over.
 
         Returns how many were run, and the worst. What has the same bits as before needs no judgement.
         """
         end, tried, worst = time.monotonic() + seconds, 0, None
-        known = _Known()
+        known, runners = _Known(), dict[int, BaseRunner]()
         all_profiles = profiles(self._model, self._limits)
         for first in range(0, len(sweep.trials), GROUP):
             group = sweep.trials[first : first + GROUP]
@@ -143,7 +157,9 @@ class Pair:
                 feed = sweep.feed(trial)
                 shapes = {name: array.shape for name, array in feed.items()}
                 number = next(number for number, profile in enumerate(all_profiles) if inputs.takes(profile, shapes))
-                found = self._engine(number, feed)
+                if number not in runners:
+                    runners[number] = stack.enter_context(self._engine(number))
+                found = runners[number].infer(OrderedDict(feed), check_inputs=False)
                 tried += 1
                 if sweep.is_row_wise and known.has(trial.rows, found):
                     continue
@@ -199,32 +215,21 @@ class Pair:
             )
         return overflow.text(self.name, self._layer, self._assembly.residual)
 
-    def _prefill(self) -> tuple[onnx.ModelProto, Run]:
+    def _run_graph(self, feed: Arrays) -> dict[str, np.ndarray]:
+        return dict(self._graph.infer(OrderedDict(feed), check_inputs=False))
+
+    def _prefill(self) -> tuple[onnx.ModelProto, Callable[[Arrays], Arrays]]:
         """Return the prefill graph of this attention, which holds for decode too, and what runs it."""
         assert self._variant is not None
         model = onnx.load(graph_file(self._folder, self._variant.phases()["prefill"]))
-        return model, _open_graph(model, {}, self._threads)
+        session = open_session(model.SerializeToString(), self._threads)
+        runner = BoundRunner("prefill", signature_of(model.graph).inputs, session, {})
 
+        def run(feed: Arrays) -> Arrays:
+            with runner:
+                return dict(runner.infer(OrderedDict(feed), check_inputs=False))
 
-def _open_graph(model: onnx.ModelProto, weights: Arrays, threads: int | None) -> Run:
-    """Return what runs a graph in ONNX Runtime, with these weights."""
-    session = open_session(model.SerializeToString(), threads)
-    names = [value.name for value in session.get_outputs()]
-    return lambda feed: dict(zip(names, session.run(names, {**feed, **weights})))
-
-
-def _run_on_host(signature: Signature, bound: HostExecutable, feed: Arrays) -> Arrays:
-    """Run an engine on NumPy arrays as the runtime does. signature: its graph's."""
-    feeds = {name: np.ascontiguousarray(array) for name, array in feed.items()}
-    sizes: dict[int | str, int] = {}
-    for io in signature.inputs:
-        sizes.update(zip(io.shape, feeds[io.name].shape))
-    found = {
-        io.name: np.empty([sizes[dim] if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
-        for io in signature.outputs
-    }
-    bound.prepare(feeds, found)()
-    return found
+        return model, run
 
 
 class _Known:
@@ -280,11 +285,12 @@ def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
     return next((layer, part) for layer, part in parts if name in has.get(part.graph, [part.graph]))
 
 
-def _open_engine(backend: str) -> Callable[[Path, Arrays], Callable[[int, Arrays], Arrays]] | None:
+def _open_engine(backend: str) -> Callable[..., Callable[[int], BaseRunner]] | None:
     """Return `open_engine` of the backend's module `comparison`.
 
-    It is given the engine's file and its weights by input, and gives what runs the engine: the number of an
-    optimization profile and inputs in, outputs out. None for a backend whose engines run on NumPy arrays at any size.
+    It is given the engine's file, the graph's inputs but the weights, the weights by input, and how many threads, and
+    gives what makes a runner for an optimization profile. None for a backend whose engines run on NumPy arrays and at
+    any size.
     """
     module = _COMPARISON.replace("*", backend)
     return importlib.import_module(module).open_engine if importlib.util.find_spec(module) else None

@@ -3,22 +3,22 @@
 Graphs, weights and the model's config in; a report out.
 
 The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared,
-graphs well-formed, each layer teacher-forced on short sequences, then behind long synthetic caches up to the length
-that the limits allow, then the whole forward.
+ONNX checker, Polygraphy's lint and inspect, each layer teacher-forced on short sequences, then behind long synthetic
+caches up to the length that the limits allow, then the whole forward through Polygraphy's Comparator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import tokenizers
 import torch
+from polygraphy.backend.base import BaseRunner
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
@@ -27,19 +27,19 @@ from lockstep.artifacts.reports import (
     PASS,
     BlockErrors,
     CacheError,
-    ForwardError,
+    GraphChecks,
     LongContext,
     TensorError,
     ValidatedGraphs,
     ValidationReport,
 )
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.metrics import difference, max_abs_error
-from lockstep.onnx_tools.rewriter import upstream
+from lockstep.onnx_tools.comparator import BoundRunner
+from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.targets import ROUNDING, Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.graphs import Graph, Graphs
-from lockstep.verify.metrics import finish, finite, largest
+from lockstep.verify.metrics import finish, finite
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
 from lockstep.verify.validate.parity import (
     LayerErrors,
@@ -49,6 +49,7 @@ from lockstep.verify.validate.parity import (
     forward,
     layer_errors,
 )
+from lockstep.verify.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
 from lockstep.verify.validate.torch_trace import Record, TorchModel, sequences
 from lockstep.weights import Weights
 
@@ -64,6 +65,13 @@ class _Notes:
 
     def note(self, **entries: Any) -> None:
         self.report = replace(self.report, **entries)
+
+    def note_graph(self, name: str, **entries: Any) -> None:
+        """Note what a check gave of the graph `name`, under the name of that check."""
+        checks = self.report.checks
+        assert checks is not None  # it begins with none of any graph
+        added = {check: {**getattr(checks, check), name: result} for check, result in entries.items()}
+        self.note(checks=replace(checks, **added))
 
 
 def run(
@@ -100,7 +108,9 @@ def run(
     notes = _Notes(ValidationReport(result=PASS, target=target, first_failing_layer=None))
     try:
         graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
-        notes.note(unused_tensors=tuple(graphs.weights.unused(_bound_tensors(assembly))))
+        notes.note(
+            unused_tensors=tuple(graphs.weights.unused(_bound_tensors(assembly))), checks=GraphChecks({}, {}, {})
+        )
         for name, graph in graphs.graphs().items():
             _check_graph(name, graph, notes)
         torch_model = TorchModel(checkpoint.config, graphs.weights, layers)
@@ -128,25 +138,13 @@ def _bound_tensors(assembly: Assembly) -> list[str]:
 
 
 def _check_graph(name: str, graph: Graph, notes: _Notes) -> None:
+    """Run checker, inspect and lint on one graph."""
+    inputs = [*graph.inputs, *graph.slots]
     check_model(graph.path, graph.model)
-    notes.note(graphs=(*notes.report.graphs, name))
-
-
-def check_model(path: Path, model: onnx.ModelProto) -> None:
-    """Check that a graph is well-formed, and that each input and node affects an output.
-
-    An input without effect is how a dropped mask or a forgotten weight shows. Raises CheckError.
-    """
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise CheckError(f"{path}: the ONNX checker refuses this graph: {' '.join(str(error).split())}") from error
-    graph = model.graph
-    needed = upstream(graph.node, [value.name for value in graph.output])
-    idle = [f"input {value.name!r}" for value in graph.input if value.name not in needed]
-    idle += [f"node {node.name!r} ({node.op_type})" for node in graph.node if needed.isdisjoint(node.output)]
-    if idle:
-        raise CheckError(f"{path}: expected inputs and nodes that affect an output, found {idle[0]}; export again")
+    notes.note_graph(name, checker=PASS)
+    notes.note_graph(name, inspect=inspect(graph.path, graph.computed, inputs, graph.outputs))
+    with graph.plain_file() as file:
+        notes.note_graph(name, lint=lint(graph.path, file, inputs))
 
 
 def _check_layers(
@@ -266,17 +264,25 @@ def _check_forward(
     tolerance: Tolerances,
     notes: _Notes,
 ) -> None:
-    """Check whole sequences, free: the chain of split graphs and, at full depth, the uncut graph. Raises CheckError."""
+    """Check whole sequences, free, through Polygraphy.
 
-    def run_split(feed: Mapping[str, np.ndarray]) -> np.ndarray:
+    The chain of split graphs, and at full depth the uncut graph, each against torch. Raises CheckError.
+    """
+    inputs = graphs.forward_inputs()
+
+    def split(feed: Mapping[str, np.ndarray]) -> np.ndarray:
         return forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
 
-    runs = {"split": run_split}
+    def expected(feed: Mapping[str, np.ndarray]) -> np.ndarray:
+        return torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
+
+    runners: list[BaseRunner] = [GraphRunner("split", inputs, split)]
     if uncut is not None:
         assert graphs.assembly.batchful is not None  # it is open
         tensors = graphs.assembly.batchful.tensors
         weights = {slot.name: graphs.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
-        runs["batchful"] = lambda feed: uncut.run(feed, weights)["logits"]
+        runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
+    runners.append(GraphRunner("torch", inputs, expected))
     feeds = [
         {
             "hidden": record.embedded.astype(graphs.hidden_dtype),
@@ -285,25 +291,28 @@ def _check_forward(
         }
         for record in records
     ]
-    expected = [torch_model.logits(feed["hidden"], feed["position_ids"]) for feed in feeds]
-    noise = tolerance.rounding * max(
-        max_abs_error(right, torch_model.noisy_logits(feed["hidden"], feed["position_ids"], right))
-        for feed, right in zip(feeds, expected)
-    )
-    bound = tolerance.noise * noise if tolerance.logits is None else tolerance.logits
-    for name, run in runs.items():
-        errors = [difference(right, run(feed)) for feed, right in zip(feeds, expected)]
-        worst = largest([error.max_abs_error for error in errors])
-        cosine = None if worst is None else min(error.cosine for error in errors if error.cosine is not None)
-        error = ForwardError(worst, cosine, noise, bound, passed=worst is not None and worst <= bound)
-        notes.note(forward={**(notes.report.forward or {}), name: error})
-    for name, error in (notes.report.forward or {}).items():
+    noise, bound = _forward_noise(torch_model, feeds, tolerance)
+    errors = compare(runners, inputs, feeds, bound, noise)
+    notes.note(forward=errors)
+    for runner, error in errors.items():
         if not error.passed:
             raise CheckError(
-                f"whole forward ({name}): every layer alone is within tolerance, but the logits together "
+                f"whole forward ({runner}): every layer alone is within tolerance, but the logits together "
                 f"differ by {error.max_abs_error}, "
                 f"expected at most {bound:.3g}"
             )
+
+
+def _forward_noise(
+    torch_model: TorchModel, feeds: Sequence[Mapping[str, np.ndarray]], tolerance: Tolerances
+) -> tuple[float, float]:
+    """Return what the precision itself costs of a logit of a whole forward, and the error that passes."""
+    noise = 0.0
+    for feed in feeds:
+        given = feed["hidden"], feed["position_ids"]
+        right = torch_model.logits(*given)
+        noise = max(noise, tolerance.rounding * max_abs_error(right, torch_model.noisy_logits(*given, right)))
+    return noise, tolerance.noise * noise if tolerance.logits is None else tolerance.logits
 
 
 def _layer_entry(errors: LayerErrors, tolerance: Tolerances) -> BlockErrors:

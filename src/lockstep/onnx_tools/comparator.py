@@ -1,0 +1,50 @@
+"""A runner for Polygraphy's Comparator of graphs whose weights are inputs.
+
+All uses of the Comparator share it, and the switch for its messages. Needs polygraphy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from polygraphy.backend.onnxrt import OnnxrtRunner
+from polygraphy.common import TensorMetadata
+from polygraphy.logger import G_LOGGER
+
+from lockstep.artifacts.signature import IO
+
+
+class BoundRunner(OnnxrtRunner):
+    """Polygraphy's ONNX Runtime runner with weights fed beside what the caller gives."""
+
+    def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
+        super().__init__(session, name=name)
+        self._declared, self._weights = inputs, weights
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return metadata(self._declared)
+
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        return super().infer_impl({**feed_dict, **self._weights})
+
+
+def metadata(inputs: Sequence[IO]) -> TensorMetadata:
+    """Return declared inputs as Polygraphy takes them; named dimensions are of any size."""
+    types = TensorMetadata()
+    for io in inputs:
+        types.add(io.name, io.numpy_dtype, [None if isinstance(dim, str) else dim for dim in io.shape])
+    return types
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Switch off Polygraphy's messages; its errors come as exceptions."""
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        yield
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())

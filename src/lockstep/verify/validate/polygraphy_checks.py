@@ -1,0 +1,211 @@
+"""ONNX's checker and Polygraphy's checks on the assembly's graphs.
+
+Lint, inspect and Comparator run behind gates that make a mismatch an error.
+
+In: graphs of an assembly, torch's model. Out: what goes into the report; CheckError for what fails. Polygraphy's lint
+is a command line tool with no function of its own: its class is run in this process. It needs onnx_graphsurgeon.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon  # noqa: F401  lint needs it, and without it would offer to install it
+from polygraphy.backend.base import BaseRunner
+from polygraphy.common import TensorMetadata
+from polygraphy.comparator import Comparator, CosineSimilarityCompareFunc, SimpleCompareFunc
+from polygraphy.exception import PolygraphyException
+from polygraphy.tools.args import OnnxrtSessionArgs
+from polygraphy.tools.check.subtool.lint import Lint
+from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
+
+from lockstep.artifacts.reports import ForwardError, Inspected, Linted
+from lockstep.artifacts.signature import IO, Signature, check_arrays
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.comparator import metadata, one_line, quiet
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.signature import signature_of
+from lockstep.verify.metrics import largest
+
+# Sizes that lint runs a graph with; it fills inputs with random numbers.
+_LINT_SIZES = {"num_tokens": 3, "num_requests": 2, "past_capacity": 4}
+
+
+def check_model(path: Path, model: onnx.ModelProto) -> None:
+    """Run the ONNX checker with shape inference over every node. Raises CheckError."""
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise CheckError(f"{path}: the ONNX checker refuses this graph: {one_line(error)}") from error
+
+
+def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> Inspected:
+    """Return what Polygraphy reads in the graph.
+
+    The number of nodes, and how often each operator occurs. Its inputs and outputs are gated first.
+    """
+    Signature(tuple(inputs), tuple(outputs)).check(signature_of(model.graph), str(path), "export again")
+    with quiet():
+        data = graph_data_from_onnx(model)
+    for role, declared, found in (("inputs", inputs, data.graph_inputs), ("outputs", outputs, data.graph_outputs)):
+        names = [tensor.name for tensor in found if not tensor.is_initializer]
+        if sorted(names) != sorted(io.name for io in declared):
+            raise CheckError(
+                f"{path}: Polygraphy inspect: expected the {role} "
+                f"{sorted(io.name for io in declared)}, found {sorted(names)}"
+            )
+    return Inspected(len(data.nodes), dict(sorted(Counter(node.op_type for node in data.nodes).items())))
+
+
+def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
+    """Run Polygraphy's lint on `file`, the graph `path` as it is computed.
+
+    ONNX checker, then every node in ONNX Runtime. Returns the number of nodes and its warnings.
+
+    Raises CheckError for a node that fails, and for an input or a node that does not affect an output: lint only warns
+    of those, but an input without effect is how a dropped mask or a forgotten weight shows.
+    """
+    shapes = [
+        f"{io.name}:[{','.join(str(_LINT_SIZES[dim] if isinstance(dim, str) else dim) for dim in io.shape)}]"
+        for io in inputs
+    ]
+    # as indices too: every tensor that is indexed has two rows or more
+    ranges = [f"{io.name}:[0,1]" for io in inputs]
+    tool = Lint()
+    parser = tool.setup_parser()
+    tool.arg_groups[OnnxrtSessionArgs] = _Sessions(file)
+    args = parser.parse_args([str(file), "--silent", "--input-shapes", *shapes, "--val-range", *ranges])
+    with quiet():
+        try:
+            tool.parse(args)
+            status = tool.run(args)
+        except PolygraphyException as error:
+            raise CheckError(f"{path}: Polygraphy lint: {one_line(error)}") from error
+    entries = tool.report.lint_entries
+    serious = [e for e in entries if e["level"] == "exception" or e["source"] == "onnx_graphsurgeon"]
+    if status or serious:
+        first = serious[0] if serious else {"message": "failed without a message"}
+        node = f"node {first['nodes'][0]}: " if first.get("nodes") else ""
+        raise CheckError(f"{path}: Polygraphy lint: {node}{one_line(first['message'])}")
+    return Linted(len(tool.report.summary["passing"]), tuple(sorted({one_line(entry["message"]) for entry in entries})))
+
+
+class _Sessions(OnnxrtSessionArgs):
+    """Gives lint our sessions.
+
+    Its own cannot be opened in a process whose sessions share one thread pool.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self._path = path
+
+    def add_parser_args_impl(self) -> None:
+        pass
+
+    def parse_impl(self, args: Any) -> None:
+        pass
+
+    def load_onnxrt_session(self, model: Any = None) -> Any:
+        return open_session(model() if callable(model) else model or self._path, threads=1)
+
+
+class GraphRunner(BaseRunner):
+    """A Polygraphy runner over any function that gives `logits`.
+
+    Of the declared inputs: torch's model, or the chain of split graphs.
+    """
+
+    def __init__(self, name: str, inputs: Sequence[IO], function: Callable[[Mapping[str, np.ndarray]], np.ndarray]):
+        super().__init__(name=name)
+        self._inputs, self._function = inputs, function
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return metadata(self._inputs)
+
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
+        start = time.perf_counter()
+        outputs = OrderedDict(logits=self._function(feed_dict))
+        self.inference_time = time.perf_counter() - start
+        return outputs
+
+
+def compare(
+    runners: Sequence[BaseRunner],
+    inputs: Sequence[IO],
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    tolerance: float,
+    noise: float = 0.0,
+) -> dict[str, ForwardError]:
+    """Run all runners on all feeds with Polygraphy's Comparator.
+
+    Each is compared with the last, by largest absolute error and cosine. Returns {runner: its error}. noise: what the
+    precision itself costs, for the report.
+
+    Raises CheckError when a feed is not what `inputs` declare, when a runner takes other inputs, or when runners give
+    other outputs: Polygraphy would match by position, cast, or skip.
+    """
+    for feed in feeds:
+        check_arrays("Comparator", "input", inputs, feed)
+    against = len(runners) - 1
+    functions = [
+        SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max"),
+        CosineSimilarityCompareFunc(cosine_similarity_threshold=-1.0),
+    ]
+    try:
+        with quiet():
+            for runner in runners:
+                with runner:
+                    _check_metadata(runner, inputs)
+            results = Comparator.run(list(runners), data_loader=[OrderedDict(feed) for feed in feeds])
+            _check_outputs(results)
+            pairs = [(index, against) for index in range(against)]
+            errors, angles = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=functions)
+    except PolygraphyException as error:
+        raise CheckError(f"Comparator: {one_line(error)}") from error
+    return {pair[0]: _summary(errors[pair], angles[pair], tolerance, noise) for pair in errors}
+
+
+def _summary(
+    errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float, noise: float
+) -> ForwardError:
+    """Return the worst of all feeds and outputs.
+
+    `passed` is Polygraphy's own verdict, and false for NaN.
+    """
+    results = [result for outputs in errors for result in outputs.values()]
+    worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in results])
+    cosine = min((angle.cosine_similarity for outputs in angles for angle in outputs.values()), default=0.0)
+    passed = bool(results) and all(bool(result) for result in results) and worst is not None
+    return ForwardError(worst, cosine if math.isfinite(cosine) else None, noise, tolerance, passed)
+
+
+def _check_metadata(runner: BaseRunner, inputs: Sequence[IO]) -> None:
+    found = runner.get_input_metadata(use_numpy_dtypes=False)
+    if sorted(found) != sorted(io.name for io in inputs):
+        raise CheckError(
+            f"Comparator: runner {runner.name}: expected the inputs "
+            f"{sorted(io.name for io in inputs)}, found {sorted(found)}"
+        )
+
+
+def _check_outputs(results: Any) -> None:
+    """Check that all runners gave the same outputs in the same shapes.
+
+    For every feed. Raises CheckError.
+    """
+    name, reference = results[-1]
+    for other, iterations in results:
+        if len(iterations) != len(reference):
+            raise CheckError(f"Comparator: expected {len(reference)} results of {other}, found {len(iterations)}")
+        for ours, theirs in zip(iterations, reference):
+            shapes, wanted = ({key: tuple(value.shape) for key, value in outputs.items()} for outputs in (ours, theirs))
+            if shapes != wanted:
+                raise CheckError(f"Comparator: expected outputs of {other} as of {name}: {wanted}, found {shapes}")
