@@ -61,6 +61,6 @@ onerror:
 rule all:
     default_target: True
     input:
-        *wanted(),
+        *final_files(),
     message:
         "All targets"

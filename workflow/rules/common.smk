@@ -144,7 +144,7 @@ def made_by(stage):
     return [str(job.output) for job in JOBS if job.stage == stage]
 
 
-def wanted():
+def final_files():
     """What a run is asked for: the report of all targets; with `--config device=NAME` what that device is needed for."""
     config = "<results>/config.json"
     if DEVICE is None:

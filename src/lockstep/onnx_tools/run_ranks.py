@@ -27,7 +27,7 @@ def run_sharded_block(
         for rank, known in enumerate(ranks):
             known.update(run(piece.graph, rank, known))
         for partial, total in piece.sums.items():
-            summed = add_up([known[partial] for known in ranks])
+            summed = sum_over_ranks([known[partial] for known in ranks])
             for known in ranks:
                 known[total] = summed
     outputs = {}
@@ -56,7 +56,7 @@ def run_sharded_attention(
     return {io.name: _joined(shards[io.name], [part[io.name] for part in parts], io.shape) for io in signature.outputs}
 
 
-def add_up(parts: list[np.ndarray]) -> np.ndarray:
+def sum_over_ranks(parts: list[np.ndarray]) -> np.ndarray:
     """Return the sum over the ranks: in their order, in float32."""
     total = parts[0].astype(np.float32)
     for part in parts[1:]:

@@ -9,7 +9,7 @@ large as ours.
 Beside each record stands one of the same model rounded to fp16 (`verify.rounded`), each layer on what float32 gave
 before it: the difference is what the precision itself costs there.
 
-The recording hangs on transformers' `AttentionInterface`, so no model needs code of its own: the hook is called with
+The recording is by transformers' `AttentionInterface`, so no model needs code of its own: the hook is called with
 query, key (rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask. In the
 same way the functions of recurrent layers are called, which transformers' models share by name.
 """
