@@ -1,7 +1,4 @@
-"""A copy of the repository's workflow, in which Snakemake and `lockstep` run.
-
-They run as a user would run them.
-"""
+"""A copy of the repository's workflow, in which Snakemake and `lockstep` run. They run as a user would run them."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ NOT_DETERMINISTIC = re.compile(
 
 
 class Checkout:
-    """A folder with the workflow, its package and the demo checkpoint.
-
-    Snakemake and `lockstep` are started there.
-    """
+    """A folder with the workflow, its package and the demo checkpoint. Snakemake and `lockstep` are started there."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str] = {}) -> None:
         self.folder, self.variables = folder, variables
@@ -55,9 +49,9 @@ class Checkout:
         return made
 
     def take_demo(self, *backends: str) -> None:
-        """Take the demo's config, with ONNX Runtime in fp32 and fp16 and `backends`.
+        """Take the demo's config, with ONNX Runtime in fp32 and `backends`.
 
-        Of the others only `backends` stay: most tests have no use for the rest, with which a run takes four times as
+        Of the others only `backends` stay: most tests have no use for the rest, with which a run takes eight times as
         long. The repository's config is changed as text, so that lines keep their order and comments stay.
         """
         path = self.folder / "config" / "config.yaml"
@@ -66,7 +60,7 @@ class Checkout:
         others = [name for name in ("openvino", "cuda", "tensorrt_rtx") if name not in backends]
         own = "      openvino: [bf16, w4a16]\n", "      cuda: [fp16, w8a16]\n", "      tensorrt_rtx: [fp16, bf16]\n"
         for line, kept in (
-            ("precisions: [fp32, fp16, w8a16]", "precisions: [fp32, fp16]"),
+            ("precisions: [fp32, fp16, w8a16]", "precisions: [fp32]"),
             ("    group_size: 16 # divides its rows, of 144, 240 and 400 numbers\n", ""),
             ("[onnxruntime, openvino, cuda, tensorrt_rtx]", f"[{', '.join(['onnxruntime', *backends])}]"),
             ("    backend_precisions:\n", "    backend_precisions:\n" if backends else ""),

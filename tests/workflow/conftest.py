@@ -33,10 +33,7 @@ def compiled(shared: Shared) -> None:
 
 @pytest.fixture(scope="session")
 def filled_cache(first_run: Checkout) -> Path:
-    """Return the artefact cache that `first_run` found empty and filled.
-
-    Not to be changed.
-    """
+    """Return the artefact cache that `first_run` found empty and filled. Not to be changed."""
     return first_run.folder.parent / "cache"
 
 
@@ -63,10 +60,7 @@ def recorder(first_run: Checkout) -> Recorder:
 
 @pytest.fixture(scope="session")
 def finished(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """Return a copy of it for the tests of this process that change nothing.
-
-    To change something, take `demo`.
-    """
+    """Return a copy of it for the tests of this process that change nothing. To change something, take `demo`."""
     return first_run.copy(tmp_path_factory.mktemp("finished") / "checkout")
 
 

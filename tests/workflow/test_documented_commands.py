@@ -109,10 +109,19 @@ def test_most_pages_that_say_how_have_commands() -> None:
     assert len(WITH_COMMANDS) >= 15
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: f"{page.parent.name}-{page.stem}")
-def test_the_commands_of_a_page_work(page: Path, first_run: Checkout, filled_cache: Path, tmp_path: Path) -> None:
-    checkout = first_run.copy(tmp_path / "checkout")
+@pytest.fixture(scope="module")
+def both_precisions(first_run: Checkout, filled_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """Return the demo in fp32 and fp16, with its cache: pages speak of both."""
+    checkout = first_run.copy(tmp_path_factory.mktemp("both") / "checkout")
     shutil.copytree(filled_cache, checkout.folder / "cache")
+    checkout.edit_config(lambda config: config["models"]["demo-llama"].update(precisions=["fp32", "fp16"]))
+    checkout.finish("--config", "cache=cache")
+    return checkout
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_the_commands_of_a_page_work(page: Path, both_precisions: Checkout, tmp_path: Path) -> None:
+    checkout = both_precisions.copy(tmp_path / "checkout")
     for part in ("examples", "locks"):
         shutil.copytree(REPOSITORY / part, checkout.folder / part)
     shutil.copytree(checkout.folder / "resources" / "demo-llama", checkout.folder / "models" / "my-llama")

@@ -16,19 +16,10 @@ from hub_server import HubServer
 from lockstep.export import random_model
 
 SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "dtype": "float32",
-}
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "tie_word_embeddings": True,
+    "eos_token_id": None, "bos_token_id": None, "dtype": "float32",
+}  # fmt: skip
 GOLDEN = {"max_new_tokens": 4, "prompts": [{"text": "Hello"}]}
 CONFIG = ("--configfile", "own.yaml")
 # As far as the stages differ that make them.

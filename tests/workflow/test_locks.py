@@ -13,8 +13,8 @@ from checkout import Checkout
 from some import some_cases
 
 MODEL = "demo-llama"
-TARGET = f"{MODEL}/fp16/all"
-ENGINES = f"{MODEL}/fp16/engines/onnxruntime"
+TARGET = f"{MODEL}/fp32/all"
+ENGINES = f"{MODEL}/fp32/engines/onnxruntime"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def flip(path: Path, position: int | None = None) -> None:
 
 def test_a_lock_of_a_finished_run_verifies(locked: Checkout) -> None:
     process = locked.call("lockstep", "verify")
-    assert re.fullmatch(r"(\d+) of \1 the same, with 1 lock\n", process.stdout) and int(process.stdout.split()[0]) > 60
+    assert re.fullmatch(r"(\d+) of \1 the same, with 1 lock\n", process.stdout) and int(process.stdout.split()[0]) > 30
     assert locked.call("lockstep", "verify", "--deep").stdout == process.stdout
 
 
@@ -53,9 +53,7 @@ def test_a_lock_is_sorted_and_holds_no_place_and_no_time(locked: Checkout) -> No
     value = json.loads(text)
     assert text == json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     assert str(locked.folder) not in text and not re.search(r"20\d\d-\d\d-\d\d", text)
-    assert {"graphs/fp16", "graphs/fp32"} <= value["locked"].keys() and value["made with"]["export"]["packages"][
-        "transformers"
-    ]
+    assert "graphs/fp32" in value["locked"] and value["made with"]["export"]["packages"]["transformers"]
     assert value["made with"]["build/onnxruntime"]["backend"]["version"]
     locked.call("lockstep", "lock", "--locks", "again")
     assert (locked.folder / "again" / f"{MODEL}.lock.json").read_text() == text
@@ -67,19 +65,18 @@ def test_what_is_lost_foreign_or_not_locked_is_told_apart(locked: Checkout, tmp_
     (copy.results / ENGINES / "foreign.onnx").write_bytes(b"x")
     lock = copy.folder / "locks" / f"{MODEL}.lock.json"
     value = json.loads(lock.read_text())
-    value["locked"]["graphs/bf16"] = value["locked"].pop("graphs/fp16")
+    value["locked"]["graphs/bf16"] = value["locked"].pop("graphs/fp32")
     lock.write_text(json.dumps(value))
     lines = copy.call("lockstep", "verify", check=False).stdout.splitlines()
     assert f"missing   {ENGINES}/middle.onnx: run `lockstep run`" in lines
     assert f"unknown   {ENGINES}/foreign.onnx: no record names it" in lines
-    assert f"unknown   {MODEL}: graphs/fp16: not in the lock" in lines
+    assert f"unknown   {MODEL}: graphs/fp32: not in the lock" in lines
     assert f"missing   {MODEL}: graphs/bf16: locked, and not there; run `lockstep run`" in lines
 
 
 def test_nothing_changed_is_nothing_to_explain(locked: Checkout) -> None:
-    for precision in ("fp32", "fp16"):
-        for layers in (2, "all"):
-            assert explained(locked, f"{MODEL}/{precision}/{layers}") == {}
+    for layers in (2, "all"):
+        assert explained(locked, f"{MODEL}/fp32/{layers}") == {}
 
 
 def edit_pin(checkout: Checkout) -> None:
@@ -92,24 +89,21 @@ EDITS = {
     "a module": (
         lambda demo: demo.append("src/lockstep/onnx_tools/fuse_projections.py", "EDITED = 1\n"),
         "build",
-        r"code onnx_tools "
-        r"\w{12} -> \w{12}",
+        r"code onnx_tools \w{12} -> \w{12}",
     ),
     "a weight": (
         lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100),
         "resolve",
-        r"model\.safetensors changed: "
-        r"sha256 \w{12} -> \w{12}",
+        r"model\.safetensors changed: sha256 \w{12} -> \w{12}",
     ),
     "a tokenizer": (
         lambda demo: demo.append(f"resources/{MODEL}/tokenizer.json", "\n"),
         "architecture",
-        r"tokenizer\.json changed: sha256 "
-        r"\w{12} -> \w{12}",
+        r"tokenizer\.json changed: sha256 \w{12} -> \w{12}",
     ),
     "a tolerance": (
         lambda demo: demo.edit_config(
-            lambda config: config.setdefault("tolerances", {}).update(fp16={"block": 0.09, "logits": 0.09})
+            lambda config: config.setdefault("tolerances", {}).update(fp32={"block": 0.09, "logits": 0.09})
         ),
         "golden",
         r"option tolerance\.logits \S+ -> 0\.09",
@@ -117,8 +111,7 @@ EDITS = {
     "a limit": (
         lambda demo: demo.edit_config(lambda config: config["limits"].update(max_seq_len=200)),
         "golden",
-        r"option limits\.max_seq_len "
-        r"256 -> 200",
+        r"option limits\.max_seq_len 256 -> 200",
     ),
 }
 # What a run makes again for one target beside what that target needs.
@@ -137,14 +130,14 @@ def test_diff_of_two_locks_is_in_words(locked: Checkout, tmp_path: Path) -> None
     lock = locked.folder / "locks" / f"{MODEL}.lock.json"
     value = json.loads(lock.read_text())
     value["made with"]["export"]["packages"]["transformers"] = "9.9.9"
-    value["locked"]["graphs/fp16"]["middle.onnx"] = "0" * 64
+    value["locked"]["graphs/fp32"]["middle.onnx"] = "0" * 64
     other = tmp_path / "other.lock.json"
     other.write_text(json.dumps(value))
     process = locked.call("lockstep", "diff", str(lock), str(other), check=False)
     assert process.returncode == 1
     second, first = process.stdout.splitlines()
     assert re.fullmatch(r"made with / export / packages / transformers: \S+ -> 9\.9\.9", first)
-    assert re.fullmatch(r"graphs/fp16 / middle\.onnx: \w{12} -> 000000000000", second)
+    assert re.fullmatch(r"graphs/fp32 / middle\.onnx: \w{12} -> 000000000000", second)
     assert locked.call("lockstep", "diff", str(lock), str(lock)).stdout == ""
 
 
@@ -154,8 +147,8 @@ OTHER_DEVICE = "x86_64 other"
 def with_another_device(locked: Checkout, folder: Path) -> tuple[Path, dict]:
     """The lock as if another machine had locked the engines of one precision before."""
     value = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
-    (here,) = (name for name in value["locked"] if name.startswith("engines/fp16/onnxruntime/"))
-    value["locked"][f"engines/fp16/onnxruntime/{OTHER_DEVICE}"] = value["locked"].pop(here)
+    (here,) = (name for name in value["locked"] if name.startswith("engines/fp32/onnxruntime/"))
+    value["locked"][f"engines/fp32/onnxruntime/{OTHER_DEVICE}"] = value["locked"].pop(here)
     folder.mkdir()
     path = folder / f"{MODEL}.lock.json"
     path.write_text(json.dumps(value))
@@ -165,15 +158,15 @@ def with_another_device(locked: Checkout, folder: Path) -> tuple[Path, dict]:
 def test_a_lock_adds_a_device_and_says_so(locked: Checkout, tmp_path: Path) -> None:
     path, _ = with_another_device(locked, tmp_path / "locks")
     process = locked.call("lockstep", "lock", "--locks", str(path.parent))
-    engines = [name for name in json.loads(path.read_text())["locked"] if name.startswith("engines/fp16/onnxruntime/")]
-    assert len(engines) == 2 and f"engines/fp16/onnxruntime/{OTHER_DEVICE}" in engines
-    assert re.search(rf"added engines/fp16/onnxruntime/(?!{OTHER_DEVICE})", process.stderr)
+    engines = [name for name in json.loads(path.read_text())["locked"] if name.startswith("engines/fp32/onnxruntime/")]
+    assert len(engines) == 2 and f"engines/fp32/onnxruntime/{OTHER_DEVICE}" in engines
+    assert re.search(rf"added engines/fp32/onnxruntime/(?!{OTHER_DEVICE})", process.stderr)
     assert re.search(rf"kept the engines of .*{OTHER_DEVICE}", process.stderr)
 
 
 def test_engines_that_another_device_locked_are_dropped_only_when_told(locked: Checkout, tmp_path: Path) -> None:
     path, value = with_another_device(locked, tmp_path / "locks")
-    value["locked"]["graphs/fp16"].update({"attention.decode.onnx": "0" * 64, "assembly.json": "0" * 64})
+    value["locked"]["graphs/fp32"].update({"attention.decode.onnx": "0" * 64, "assembly.json": "0" * 64})
     path.write_text(json.dumps(value))
     before = path.read_bytes()
     process = locked.call("lockstep", "lock", "--locks", str(path.parent), check=False)
@@ -181,17 +174,14 @@ def test_engines_that_another_device_locked_are_dropped_only_when_told(locked: C
     (line,) = process.stderr.splitlines()
     assert re.search(rf"found others \(attention\.decode\.onnx 0{{12}} -> \w{{12}}\).*{OTHER_DEVICE}.*--renew", line)
     process = locked.call("lockstep", "lock", "--renew", "--locks", str(path.parent))
-    assert f"dropped engines/fp16/onnxruntime/{OTHER_DEVICE}" in process.stderr
+    assert f"dropped engines/fp32/onnxruntime/{OTHER_DEVICE}" in process.stderr
     assert OTHER_DEVICE not in path.read_text()
 
 
 def test_a_lock_of_what_is_not_finished_is_refused(fresh: Checkout) -> None:
     process = fresh.call("lockstep", "lock", "demo-llama", check=False)
-    assert (
-        process.returncode == 2
-        and "expected a finished model" in process.stderr
-        and len(process.stderr.splitlines()) == 1
-    )
+    assert process.returncode == 2 and "expected a finished model" in process.stderr
+    assert len(process.stderr.splitlines()) == 1
 
 
 @pytest.mark.long

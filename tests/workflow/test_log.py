@@ -46,11 +46,6 @@ def test_each_job_is_a_line_and_of_a_failed_one_the_end_of_its_log(rules: Path) 
     assert "jobid" not in ended.stderr and "Building DAG" not in ended.stderr
 
 
-def test_a_dry_run_is_told_as_snakemake_tells_it(rules: Path) -> None:
-    told = snakemake(rules, "-n").stdout
-    assert "Job stats:" in told and "jobid: " in told and "[1/" not in told
-
-
 def test_lockstep_run_makes_a_config_from_any_folder_and_ends_with_the_table(demo: Checkout, tmp_path: Path) -> None:
     """Nothing is left to do: the table and the command that serves come all the same."""
     config = demo.folder / "config" / "config.yaml"

@@ -77,8 +77,8 @@ def test_a_mistake_in_its_section_is_one_line(fresh: Checkout) -> None:
     expected = "backends.dummy.cheked: unknown key, did you mean checked? allowed: checked"
     assert lines[0].endswith(expected), lines
 
-    fresh.edit_config(lambda config: config.update(backends={}))
-    fresh.edit_config(lambda config: config["models"]["demo-llama"].update(backends=["dummy"]))
+    backends = {"backends": ["dummy"], "precisions": ["fp32", "fp16"]}
+    fresh.edit_config(lambda config: config.pop("backends") and config["models"]["demo-llama"].update(backends))
     process = fresh.snakemake("--dry-run", check=False)
     text = "precisions[1]: expected one of fp32 for backend dummy (it is here to be small); found 'fp16'"
     assert process.returncode == 2 and text in process.stdout + process.stderr

@@ -16,7 +16,7 @@ from lockstep.artifacts.files import sha256_file, write_json
 from lockstep.manifests.manifest_files import failed_path
 
 MODEL = "demo-llama"
-FP16, FP32 = f"{MODEL}/fp16", f"{MODEL}/fp32"
+FP32 = f"{MODEL}/fp32"
 # Snakemake's own notes of each call, dry runs too.
 NOTES = (".snakemake/log/", ".snakemake/iocache/")
 
@@ -27,39 +27,27 @@ def in_the_future(path: Path) -> None:
 
 # Kind of damage: what it does to the results, and the rules that a run makes again for it.
 DAMAGES = {
-    "lost engine": lambda results: (results / FP16 / "engines/onnxruntime/middle.onnx").unlink(),
+    "lost engine": lambda results: (results / FP32 / "engines/onnxruntime/middle.onnx").unlink(),
     "truncated weights": lambda results: os.truncate(results / FP32 / "weights.safetensors", 1000),
     "lost graph": lambda results: (results / FP32 / "graphs/middle.onnx").unlink(),
-    "lost record": lambda results: (results / FP16 / "validate/2.build.json").unlink(),
+    "lost record": lambda results: (results / FP32 / "validate/2.build.json").unlink(),
     "lost record of the first": lambda results: (results / MODEL / "checkpoint.build.json").unlink(),
-    "lost manifest": lambda results: (results / FP16 / "golden/onnxruntime/2.json").unlink(),
-    "from the future": lambda results: in_the_future(results / FP16 / "graphs/assembly.json"),
-    "flipped byte": lambda results: flip(results / FP16 / "engines/onnxruntime/entry.onnx"),
+    "lost manifest": lambda results: (results / FP32 / "golden/onnxruntime/2.json").unlink(),
+    "from the future": lambda results: in_the_future(results / FP32 / "graphs/assembly.json"),
+    "flipped byte": lambda results: flip(results / FP32 / "engines/onnxruntime/entry.onnx"),
     "failed since": lambda results: write_json(
         failed_path(results / FP32 / "golden/onnxruntime/all.json"),
         {"format": "lockstep.failure/1", "failure": "planted"},
     ),
 }
 SNAKEMAKE = (
-    ("--dry-run",),
-    ("--dry-run", "--config", "locked=true"),
-    ("--lint",),
-    ("--summary",),
-    ("--detailed-summary",),
-    ("--list-rules",),
-    ("--dag",),
-    ("--list-params-changes",),
-    ("--touch", "--dry-run"),
-    ("--report", "../report.html"),
-)
+    ("--dry-run",), ("--dry-run", "--config", "locked=true"), ("--lint",), ("--summary",), ("--detailed-summary",),
+    ("--list-rules",), ("--dag",), ("--list-params-changes",), ("--touch", "--dry-run"), ("--report", "../report.html"),
+)  # fmt: skip
 LOCKSTEP = (
-    ("verify", "--deep"),
-    ("explain", f"{FP16}/all"),
-    ("summary",),
-    ("targets", "-v"),
-    ("show", f"results/{FP16}/graphs/entry.onnx"),
-    ("diff", f"locks/{MODEL}.lock.json", f"locks/{MODEL}.lock.json"),
-)
+    ("verify", "--deep"), ("explain", f"{FP32}/all"), ("summary",), ("targets", "-v"),
+    ("show", f"results/{FP32}/graphs/entry.onnx"), ("diff", f"locks/{MODEL}.lock.json", f"locks/{MODEL}.lock.json"),
+)  # fmt: skip
 
 
 def state(folder: Path) -> dict[str, tuple]:

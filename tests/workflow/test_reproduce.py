@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from checkout import Checkout
 
-TARGET = "demo-llama/fp16/all"
+TARGET = "demo-llama/fp32/all"
 
 
 @pytest.mark.long
@@ -21,12 +17,12 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
     before = demo.digests()
     process = demo.run("lockstep", "reproduce", TARGET, "--rounds", "1")
     *rows, last = process.stdout.splitlines()
-    assert last == "The same in 1 of 1 builds, in results/demo-llama/fp16/reproduce/onnxruntime/all.json"
+    assert last == "The same in 1 of 1 builds, in results/demo-llama/fp32/reproduce/onnxruntime/all.json"
     assert all(row.startswith("same ") for row in rows)
     assert {row.split()[1].partition("/")[0] for row in rows} == {
         *("checkpoint", "engines", "golden", "graphs", "reference", "weights")
     }
-    record = json.loads((demo.results / "demo-llama/fp16/reproduce/onnxruntime/all.json").read_text())
+    record = json.loads((demo.results / "demo-llama/fp32/reproduce/onnxruntime/all.json").read_text())
     assert record["same_rounds"] == record["rounds"] == 1 and not re.search(r"20\d\d-\d\d-\d\d", json.dumps(record))
     assert before == {name: digest for name, digest in demo.digests().items() if "/reproduce/" not in name}, (
         "nothing else was touched"
@@ -36,7 +32,7 @@ def test_a_target_is_built_again_in_a_clean_folder_with_the_same_bytes(demo: Che
         (str(row["layers"]), row["precision"]): row["reproduced"]
         for row in json.loads(demo.call("lockstep", "summary", "--json").stdout)["targets"]
     }
-    assert shown == {("2", "fp32"): "-", ("all", "fp32"): "-", ("2", "fp16"): "-", ("all", "fp16"): "1 of 1"}
+    assert shown == {("2", "fp32"): "-", ("all", "fp32"): "1 of 1"}
     assert demo.call("lockstep", "verify").returncode == 0
 
 
@@ -58,26 +54,6 @@ def test_a_stage_that_cannot_be_run_again_is_named_and_nothing_is_left(
     assert not list((tmp_path / "scratch").glob("lockstep*"))
 
 
-@pytest.mark.long
-def test_an_interrupt_ends_it_in_one_line_and_leaves_nothing(finished: Checkout, tmp_path: Path) -> None:
-    environment = {**finished.environment(), "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "reproduce", TARGET],
-        cwd=finished.folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while process.stderr.readline() != "round 1 of 3: export\n":
-        assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the stage too
-    assert process.communicate(timeout=300)[1].splitlines()[-1].startswith("lockstep: error: interrupted")
-    assert process.returncode == 130
-    assert not list(tmp_path.glob("lockstep*")) and not (finished.results / "demo-llama/fp16/reproduce").exists()
-
-
 def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, tmp_path: Path) -> None:
     """Packed twice, run in an empty folder with its own weights and with those of a folder; one flipped byte, and it is
     refused."""
@@ -91,7 +67,7 @@ def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, t
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert finished.run("lockstep", "generate", str(whole), *prompt, folder=elsewhere).stdout == text
-    weights = ("--weights", str(finished.folder / "resources" / "demo-llama"))
+    weights = ("--weights", str(finished.results / "demo-llama" / "fp32" / "weights.json"))
     assert finished.run("lockstep", "generate", str(apart), *weights, *prompt, folder=elsewhere).stdout == text
     data = bytearray(whole.read_bytes())
     data[len(data) // 2] ^= 1
@@ -102,16 +78,12 @@ def test_a_bundle_says_elsewhere_what_its_target_says_here(finished: Checkout, t
         ((TARGET, *weights), "--weights: expected a bundle (.tar) beside it"),
     ):
         process = finished.run("lockstep", "generate", *arguments, *prompt, folder=elsewhere, check=False)
-        assert (
-            process.returncode == 2
-            and message in process.stderr
-            and len(process.stderr.splitlines()) == 1
-            and not process.stdout
-        )
+        assert process.returncode == 2 and message in process.stderr and len(process.stderr.splitlines()) == 1
+        assert not process.stdout
 
 
 def test_provenance_of_a_run_names_all_that_went_in(finished: Checkout) -> None:
-    statement = json.loads((finished.results / "demo-llama/fp16/engines/onnxruntime/provenance.json").read_text())
+    statement = json.loads((finished.results / "demo-llama/fp32/engines/onnxruntime/provenance.json").read_text())
     names = {item["name"] for item in statement["predicate"]["buildDefinition"]["resolvedDependencies"]}
     assert {
         "graphs/assembly.json",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,24 +12,17 @@ from lockstep.provenance.cache.store import Cache
 from lockstep.provenance.cache.upkeep import look, verify
 
 MODEL = "demo-llama"
-# What is made of weights and graphs; fp16 is the checkpoint's own precision, so that its weights are not copied.
-MADE = {
-    "convert": ["fp32"],
-    "export": ["fp16", "fp32"],
-    "build": ["fp16/onnxruntime", "fp32/onnxruntime"],
-    "reference": ["2", "all"],
-}
+# What is made of weights and graphs.
+MADE = {"convert": ["fp32"], "export": ["fp32"], "build": ["fp32/onnxruntime"], "reference": ["2", "all"]}
 TARGETS = [
     f"results/{MODEL}/{name}"
     for name in (
         "fp32/weights.json",
-        "fp16/weights.json",
         "fp32/engines/onnxruntime/engines.json",
-        "fp16/engines/onnxruntime/engines.json",
         "reference/2.json",
         "reference/all.json",
-        "fp16/validate/all.json",
-        "fp16/golden/onnxruntime/all.json",
+        "fp32/validate/all.json",
+        "fp32/golden/onnxruntime/all.json",
     )
 ]
 
@@ -74,15 +65,12 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
             line = f"cache: {stage} {MODEL}/{name} is taken from {filled_cache}, build key "
             assert log_of(second, stage, name).startswith(line), "and says nothing else, for nothing else was done"
             assert len(log_of(second, stage, name).splitlines()) == 1
-    assert log_of(second, "convert", "fp16") == "", (
-        "it names files of its own checkout: made here, in no time, and not shared"
-    )
-    assert [log_of(second, *check) for check in (("validate", "fp16/all"), ("golden", "fp16/onnxruntime/all"))] == [
+    assert [log_of(second, *check) for check in (("validate", "fp32/all"), ("golden", "fp32/onnxruntime/all"))] == [
         "",
         "",
     ], "checks run"
     made = second.digests()
-    assert len(made) > 50 and made.items() <= first_run.digests().items(), "records too"
+    assert len(made) > 30 and made.items() <= first_run.digests().items(), "records too"
     second.call("lockstep", "verify", "--deep")
     assert not second.would_run("--cores", "1", *TARGETS), "and there is nothing left to do"
     assert digests(filled_cache) == before and verify(Cache(filled_cache)) == []
@@ -118,27 +106,6 @@ def test_a_cache_that_is_a_file_is_one_line_before_any_job(fresh: Checkout, tmp_
     process = fresh.call("snakemake", "--cores", "1", "--config", f"cache={tmp_path / 'file'}", check=False)
     assert process.returncode == 2 and not fresh.results.exists()
     line = process.stderr.splitlines()[-1]
-    assert (
-        line.startswith("lockstep: error: config: cache: expected a folder, ")
-        and (f"found that {tmp_path / 'file'} is a file") in line
-    )
+    assert line.startswith("lockstep: error: config: cache: expected a folder, ")
+    assert (f"found that {tmp_path / 'file'} is a file") in line
     assert "Traceback" not in process.stderr
-
-
-@pytest.mark.long
-def test_two_machines_fill_one_cache_at_once(finished: Checkout, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    checkouts = [Sharing.at(tmp_path / name, cache) for name in ("one", "other")]
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "snakemake", "--cores", "1"],
-            cwd=checkout.folder,
-            env=checkout.environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for checkout in checkouts
-    ]
-    assert [run.wait() for run in runs] == [0, 0]
-    assert [checkout.digests() for checkout in checkouts] == [finished.digests()] * 2
-    assert verify(Cache(cache)) == []

@@ -65,11 +65,7 @@ def test_another_transformers_is_one_line_at_start(fresh: Checkout, tmp_path: Pa
         ("lockstep", ("stage", "export", "demo-llama/fp32")),
     ):
         process = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            cwd=fresh.folder,
-            env=fresh.environment(),
-            text=True,
-            capture_output=True,
-            timeout=TIMEOUT,
-        )
+            [sys.executable, "-m", module, *arguments], cwd=fresh.folder, env=fresh.environment(), text=True,
+            capture_output=True, timeout=TIMEOUT,
+        )  # fmt: skip
         assert (process.stdout + process.stderr).count(line) == 1, failure(process)

@@ -171,33 +171,19 @@ def test_each_python_installs_wheel_and_sdist_and_runs_engines_without_torch(
         assert done.returncode == 1 and done.stderr.startswith(line) and done.stderr.count("\n") == 1
 
 
-TARGET = "demo-llama/fp16/all"
+TARGET = "demo-llama/fp32/all"
 # What each command needs beside pyproject's `dependencies`, and arguments with which it comes to need it.
 NEEDS = {
-    "stage": ("workflow", ("export",)),
-    "init": ("workflow", ("random:config.json",)),
-    "run": ("workflow", ()),
-    "doctor": ("workflow", ()),
-    "summary": ("workflow", ()),
-    "report": ("workflow", ()),
-    "targets": ("workflow", ()),
-    "show": (None, ("graph.onnx",)),
-    "bisect": ("workflow", (TARGET,)),
-    "generate": ("workflow", (TARGET, "--prompt", "A")),
-    "explain": ("workflow", (TARGET,)),
-    "bundle": ("workflow", (TARGET,)),
-    "reproduce": ("workflow", (TARGET,)),
-    "serve": ("workflow", (TARGET,)),
+    "stage": ("workflow", ("export",)), "init": ("workflow", ("random:config.json",)), "run": ("workflow", ()),
+    "doctor": ("workflow", ()), "summary": ("workflow", ()), "report": ("workflow", ()), "targets": ("workflow", ()),
+    "show": (None, ("graph.onnx",)), "bisect": ("workflow", (TARGET,)),
+    "generate": ("workflow", (TARGET, "--prompt", "A")), "explain": ("workflow", (TARGET,)),
+    "bundle": ("workflow", (TARGET,)), "reproduce": ("workflow", (TARGET,)), "serve": ("workflow", (TARGET,)),
     "load": ("load", ("http://127.0.0.1:9", "--token-norm-dist", "4,0,4,0")),
-    "push": (None, ("none.tar", "127.0.0.1:9/none")),
-    "pull": (None, ("127.0.0.1:9/none", "none.tar")),
-    "sbom": ("workflow", (TARGET,)),
-    "triton": ("serve", (TARGET, "repository")),
-    "cache": ("workflow", ("ls",)),
-    "lock": (None, ()),
-    "verify": (None, ()),
-    "diff": (None, ("one.lock.json", "two.lock.json")),
-}
+    "push": (None, ("none.tar", "127.0.0.1:9/none")), "pull": (None, ("127.0.0.1:9/none", "none.tar")),
+    "sbom": ("workflow", (TARGET,)), "triton": ("serve", (TARGET, "repository")), "cache": ("workflow", ("ls",)),
+    "lock": (None, ()), "verify": (None, ()), "diff": (None, ("one.lock.json", "two.lock.json")),
+}  # fmt: skip
 
 
 def test_each_extra_of_pyproject_is_in_the_table() -> None:
