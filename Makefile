@@ -6,10 +6,10 @@
 #                                 in every precision of config/smollm2.yaml on both CPU backends; all in .real, 2 GB;
 #                                 REAL_CONFIG=FILE changes keys of its config
 #   make test                     runs the tests, in a process more than there are cores; ARGS="-k name" is passed on to pytest, ARGS="-n 0" runs them in one process
-#   make test-unit                runs the unit tests that export no model and start no process with torch: a minute; ARGS as above
+#   make test-unit                runs the unit tests that export no model and start no browser and no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps, fuzz; CI does at night
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
-#   make clients-test             runs aiperf, lm-eval, bfcl-eval and libraries for agents on `lockstep serve` (tests/clients); CLIENTS_ENV names the folder that they are installed in
+#   make clients-test             runs aiperf, lm-eval, bfcl-eval, tritonclient and libraries for agents on `lockstep serve` (tests/clients); CLIENTS_ENV names the folder that they are installed in
 #   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
@@ -53,7 +53,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 .DEFAULT_GOAL := demo
 TRITON_ENV ?= .triton
 CLIENTS_ENV ?= .clients
-CLIENTS := agents aiperf bfcl lm-eval
+CLIENTS := agents aiperf bfcl lm-eval tritonclient
 KUBERNETES_ENV ?= .kubernetes
 SLURM_ENV ?= .slurm
 OLDEST_ENV ?= .oldest

@@ -44,10 +44,7 @@ def find() -> str:
 
 
 class Browser:
-    """One page.
-
-    `said` holds what it wrote to its console and what was refused by its policy.
-    """
+    """One page. `said` holds what it wrote to its console and what was refused by its policy."""
 
     def __init__(self, command: str, profile: Path, width: int = 1000, height: int = 800) -> None:
         theirs_in, self._out = os.pipe()
@@ -75,10 +72,7 @@ class Browser:
         self.renew()
 
     def renew(self) -> None:
-        """Close the page and open an empty one.
-
-        It knows nothing of what any before has stored.
-        """
+        """Close the page and open an empty one. It knows nothing of what any before has stored."""
         self._session = None
         if self._context:
             self._ask("Target.disposeBrowserContext", browserContextId=self._context)

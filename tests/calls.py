@@ -1,7 +1,4 @@
-"""Commands of Snakemake and `lockstep` in the process of the test.
-
-It has imported what they need.
-"""
+"""Commands of Snakemake and `lockstep` in the process of the test. It has imported what they need."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ def call(
 
 @contextlib.contextmanager
 def _inside(folder: Path, environment: Mapping[str, str], argv: list[str]) -> Iterator[None]:
-    """Put this process in the place of one that is started in `folder`.
-
-    With this environment.
-    """
+    """Put this process in the place of one that is started in `folder`. With this environment."""
     before, path, own = dict(os.environ), list(sys.path), sys.argv
     try:
         os.environ.clear()

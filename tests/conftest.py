@@ -21,6 +21,8 @@ import pytest
 
 from shared import WORKER, Shared, shared_root
 
+# jsonschema loads a grammar of IRIs for a format that no schema here has: two seconds in each process.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 WORKFLOW = Path(__file__).parent / "workflow"
 MOST_WORKERS = 8  # each holds torch and ONNX Runtime: up to 2 GB
 if WORKER in os.environ:
@@ -42,6 +44,19 @@ def pytest_xdist_auto_num_workers() -> int:
     Tests wait for servers and jobs that they start: on 2 cores 3 processes take 6 % less time than 2.
     """
     return min(MOST_WORKERS, 1 + len(os.sched_getaffinity(0)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Hypothesis try few examples where the long tests are left out, the same ones each time."""
+    if find_spec("hypothesis") is None:  # the Python of the tests on a GPU may not have it
+        return
+    from hypothesis import settings
+
+    if settings.get_current_profile_name() in ("default", "ci"):  # and none was asked for
+        # `ci` has no limit of 200 ms for each, nor one for their making, which a busy machine does not keep.
+        examples = 25 if "not long" in config.option.markexpr else 300
+        settings.register_profile("tests", settings.get_profile("ci"), max_examples=examples)
+        settings.load_profile("tests")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,6 +96,8 @@ def is_patched(module: str) -> bool:
 
 
 TESTS = Path(__file__).resolve().parent
+# Keys of a config.json that no trace depends on: tensors have their type.
+NOT_TRACED = ("architectures", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -101,9 +118,10 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
         if traces_anew or is_patched(kind.__module__):
             return own(meta, indices, wide_residual)
         signature = unique_layers._layer_signature(meta, {})  # the module tree, its tensors and plain settings
+        config = json.loads(meta.config.to_json_string(False))
         content = [
             f"{kind.__module__}.{kind.__qualname__}",
-            meta.config.to_json_string(False),
+            {key: value for key, value in config.items() if key not in NOT_TRACED},
             signature,
             list(indices),
             wide_residual,

@@ -45,33 +45,11 @@ DIGESTS = re.compile(r"sha256$")
 
 
 def mutations(value: Any) -> list[Any]:
-    """Yield other values for `value`: of other types, of its type and out of range.
-
-    And none.
-    """
+    """Yield other values for `value`: of other types, of its type and out of range. And none."""
     others = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        10**9,
-        2**63,
-        10**40,
-        0.5,
-        float("nan"),
-        float("inf"),
-        "",
-        "x",
-        "../x",
-        "/etc/passwd",
-        "a\nb",
-        [],
-        [value],
-        {},
-        {"x": value},
-        [[[[0]]]],
-    ]
+        None, True, -1, 0, 1, 10**9, 2**63, 10**40, 0.5, float("nan"), float("inf"), "", "x", "../x", "/etc/passwd",
+        "a\nb", [], [value], {}, {"x": value}, [[[[0]]]],
+    ]  # fmt: skip
     if isinstance(value, str):
         others += [value + "x", value.upper(), "\ud800"]
     elif isinstance(value, bool):
@@ -96,10 +74,7 @@ def values(document: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
 
 
 def shape(path: tuple, document: Any) -> tuple:
-    """Return a path without what is one of many alike.
-
-    Layers, slots, tensors, tokens: the first of each will do.
-    """
+    """Return a path without what is one of many alike. Layers, slots, tensors, tokens: the first of each will do."""
     named = {"slots", "tensors", "vocab", "isa", "engines"}
     return tuple(
         "*" if isinstance(key, int) or index and path[index - 1] in named else key for index, key in enumerate(path)
@@ -133,10 +108,7 @@ def changed(document: Any, path: tuple, value: Any) -> Any:
 
 
 def dump(value: Any) -> bytes:
-    """Write JSON as a hostile writer would.
-
-    Python's NaN, Infinity and lone surrogates stay as they are.
-    """
+    """Write JSON as a hostile writer would. Python's NaN, Infinity and lone surrogates stay as they are."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -193,16 +165,9 @@ def run(path: Path, weights: Path | None) -> str:
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()), opened(path, weights) as place:
         ChatTemplate.open(place.assembly)
         command.generate(
-            str(place.assembly),
-            str(place.weights),
-            str(place.engines),
-            place.target.layers,
-            asdict(place.limits),
-            PROMPT,
-            1,
-            {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0},
-            [],
-        )
+            str(place.assembly), str(place.weights), str(place.engines), place.target.layers, asdict(place.limits),
+            PROMPT, 1, {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}, [],
+        )  # fmt: skip
     return text.getvalue()
 
 

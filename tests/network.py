@@ -26,10 +26,7 @@ class Recorder:
 
     @classmethod
     def make(cls, folder: Path) -> Recorder:
-        """Make a recorder whose record begins here.
-
-        Another process may read it as `Recorder(folder)`.
-        """
+        """Make a recorder whose record begins here. Another process may read it as `Recorder(folder)`."""
         recorder = cls(folder)
         recorder._temporary.mkdir(parents=True)
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(recorder._library), str(SOURCE), "-ldl"], check=True)

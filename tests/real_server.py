@@ -151,20 +151,14 @@ class RealServer:
             time.sleep(0.01)
 
     def wait_idle(self) -> None:
-        """Wait until nothing runs or waits.
-
-        Then all pages that hold no reusable prefix must be free.
-        """
+        """Wait until nothing runs or waits. Then all pages that hold no reusable prefix must be free."""
         self.wait_until(lambda status: not status["running"] and not status["waiting"])
         pages = self.get("/status")["pages"]
         assert pages["used"] == 0, pages
 
 
 class Events:
-    """Server-sent events of one request: iterate to get their JSON.
-
-    `status`, and `error`: the body of a refusal.
-    """
+    """Server-sent events of one request: iterate to get their JSON. `status`, and `error`: the body of a refusal."""
 
     def __init__(self, port: int, path: str, body: dict[str, Any]):
         self.socket = socket.create_connection(("127.0.0.1", port), 60)

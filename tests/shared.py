@@ -1,7 +1,4 @@
-"""Folders that all processes of a test run read.
-
-Each is made once, by the first test that asks for it.
-"""
+"""Folders that all processes of a test run read. Each is made once, by the first test that asks for it."""
 
 from __future__ import annotations
 

@@ -212,13 +212,9 @@ def run_inspect(url: str) -> Checks:
 
 
 CLIENTS: dict[str, Callable[[str], Checks]] = {
-    "openai": run_openai,
-    "anthropic": run_anthropic,
-    "openai-agents": run_openai_agents,
-    "langchain-openai": run_langchain,
-    "litellm": run_litellm,
-    "inspect-ai": run_inspect,
-}
+    "openai": run_openai, "anthropic": run_anthropic, "openai-agents": run_openai_agents,
+    "langchain-openai": run_langchain, "litellm": run_litellm, "inspect-ai": run_inspect,
+}  # fmt: skip
 
 if __name__ == "__main__":
     client, url = sys.argv[1:]

@@ -77,16 +77,9 @@ def ids_of(path: Path, strings: list[str]) -> list[list[int]]:
 def logits_of(path: Path, prompt: list[int]) -> list[float]:
     """Return the logits behind the last token, of a cache in fp32."""
     model = llama_cpp.Llama(
-        str(path),
-        n_ctx=64,
-        n_batch=64,
-        logits_all=True,
-        type_k=0,
-        type_v=0,
-        n_threads=1,
-        n_threads_batch=1,
+        str(path), n_ctx=64, n_batch=64, logits_all=True, type_k=0, type_v=0, n_threads=1, n_threads_batch=1,
         verbose=False,
-    )
+    )  # fmt: skip
     model.eval(prompt)
     return [round(float(logit), 5) for logit in model.scores[len(prompt) - 1]]
 

@@ -41,10 +41,7 @@ def main(
     backend: str, only: Sequence[str], models: Sequence[str], checkpoint: Path | None,
     build_options: dict[str, Any], write: Path | None, **settings: Any,
 ) -> None:  # fmt: skip
-    """Send planted faults through all gates.
-
-    Exit code 1 where a harmful one passes them all.
-    """
+    """Send planted faults through all gates. Exit code 1 where a harmful one passes them all."""
 
     def keep(record: dict[str, Any]) -> None:
         if write is not None:

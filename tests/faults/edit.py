@@ -21,10 +21,7 @@ Value = str  # the name of a value in a graph
 
 
 class Edit:
-    """A graph under change.
-
-    `spec` is the kind's entry in the assembly, for attention graphs; empty for blocks.
-    """
+    """A graph under change. `spec` is the kind's entry in the assembly, for attention graphs; empty for blocks."""
 
     def __init__(self, model: onnx.ModelProto, spec: Mapping[str, Any] | None = None):
         self.model = onnx.ModelProto()
@@ -79,10 +76,7 @@ class Edit:
     # What is added
 
     def const(self, value: Any, dtype: Any = None) -> Value:
-        """Add a constant.
-
-        Python's numbers and booleans take `dtype`, by default int64.
-        """
+        """Add a constant. Python's numbers and booleans take `dtype`, by default int64."""
         array = np.asarray(value, dtype if dtype is not None or isinstance(value, np.ndarray) else np.int64)
         name = self._name("fault_const")
         self.graph.initializer.append(numpy_helper.from_array(array, name))
@@ -171,10 +165,7 @@ class Edit:
             self.graph.node.append(helper.make_node("Identity", [made], [value], name=f"fault_{value}"))
 
     def give(self, output: Value, instead: Value) -> None:
-        """Give another value as an output.
-
-        What reads it in the graph reads the right one still.
-        """
+        """Give another value as an output. What reads it in the graph reads the right one still."""
         readers = self.readers(output)
         right, producer = f"{output}_right", self.producer(output)
         producer.output[:] = [right if name == output else name for name in producer.output]
@@ -185,10 +176,7 @@ class Edit:
         )
 
     def done(self) -> bytes:
-        """Return the faulty graph.
-
-        Raises ValueError where nothing changed or what came out is no graph.
-        """
+        """Return the faulty graph. Raises ValueError where nothing changed or what came out is no graph."""
         self._sort()
         data = self.model.SerializeToString(deterministic=True)
         if data == self._before:

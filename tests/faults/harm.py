@@ -149,18 +149,11 @@ def again(requests: Requests) -> Iterator[np.ndarray]:
 
 
 SCENARIOS: Mapping[str, Scenario] = {
-    "alone": alone,
-    "from nothing": from_nothing,
-    "pieces": pieces,
-    "chunks": partial(chunks, sizes=(50, 1, 37, 100, 5, 64)),
-    "even chunks": partial(chunks, sizes=(16,)),
-    "batch": batch,
-    "two": partial(together, count=2),
-    "three": partial(together, count=3),
-    "mixed": mixed,
-    "full": full,
-    "again": again,
-}
+    "alone": alone, "from nothing": from_nothing, "pieces": pieces,
+    "chunks": partial(chunks, sizes=(50, 1, 37, 100, 5, 64)), "even chunks": partial(chunks, sizes=(16,)),
+    "batch": batch, "two": partial(together, count=2), "three": partial(together, count=3), "mixed": mixed,
+    "full": full, "again": again,
+}  # fmt: skip
 
 
 def adapters(requests: Requests) -> Iterator[np.ndarray]:

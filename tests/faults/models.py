@@ -46,10 +46,7 @@ _GEMMA = {
 
 @dataclass(frozen=True)
 class FaultModel:
-    """A model at one depth: the demo's folder, or a config.json with random weights.
-
-    adapters: names of the demo's.
-    """
+    """A model at one depth: the demo's folder, or a config.json with random weights. adapters: names of the demo's."""
 
     about: str
     layers: int | str

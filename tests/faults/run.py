@@ -233,13 +233,9 @@ def _elsewhere(
 ) -> None:
     """Engines of all cases, in one process of the backend's Python."""
     worker.call(
-        python,
-        "faults.case:in_backends_python",
-        setting=asdict(setting),
-        models=models,
-        cases=cases,
+        python, "faults.case:in_backends_python", setting=asdict(setting), models=models, cases=cases,
         out=str(_lines(setting)),
-    )
+    )  # fmt: skip
 
 
 def _read(setting: Setting) -> Iterator[tuple[tuple[str, str], list[dict[str, Any]]]]:
@@ -254,28 +250,18 @@ def _lines(setting: Setting) -> Path:
 
 
 def _row(fault: Fault, precision: str, record: Mapping[str, Any], validated: str | None) -> dict[str, Any]:
-    """Return a row of the table.
-
-    validate sees graphs and assemblies, not engines and the runtime.
-    """
+    """Return a row of the table. validate sees graphs and assemblies, not engines and the runtime."""
     said = dict(record["gates"])
     if record["where"] in ("graph", ASSEMBLY):
         said["validate"] = validated
     caught_by = [gate for gate in GATES if said.get(gate) is not None]
     largest = record["largest_logit_difference"]
     return {
-        "fault": fault.name,
-        "about": fault.about,
-        "model": fault.model,
-        "where": record["where"],
-        "precision": precision,
-        "largest_logit_difference": largest if largest is None else float(f"{largest:.3g}"),
-        "scenario": record["scenario"],
-        "refused": record["refused"],
-        "harmful": record["harmful"],
-        "caught_by": caught_by,
-        "message": said[caught_by[0]] if caught_by else None,
-    }
+        "fault": fault.name, "about": fault.about, "model": fault.model, "where": record["where"],
+        "precision": precision, "largest_logit_difference": largest if largest is None else float(f"{largest:.3g}"),
+        "scenario": record["scenario"], "refused": record["refused"], "harmful": record["harmful"],
+        "caught_by": caught_by, "message": said[caught_by[0]] if caught_by else None,
+    }  # fmt: skip
 
 
 def _report(
@@ -290,14 +276,8 @@ def _report(
     if of_checkpoint:
         names.append("checkpoint")
     return {
-        "benchmark": "-".join(names),
-        "backend": backend,
-        "tolerance": dict(judged),
-        "distinct": len({row["fault"] for row in rows}),
-        "planted": len(rows),
-        "harmful": len(harmful),
-        "harmful_caught": caught,
-        "score": round(caught / len(harmful), 4) if harmful else 1.0,
-        "faults": list(rows),
+        "benchmark": "-".join(names), "backend": backend, "tolerance": dict(judged),
+        "distinct": len({row["fault"] for row in rows}), "planted": len(rows), "harmful": len(harmful),
+        "harmful_caught": caught, "score": round(caught / len(harmful), 4) if harmful else 1.0, "faults": list(rows),
         **surroundings(*_PACKAGES),
-    }
+    }  # fmt: skip

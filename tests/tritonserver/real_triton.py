@@ -41,14 +41,9 @@ class TritonServer:
         libraries = self._libpython(environment)
         self.http, self.grpc, self.metrics = free_ports(3)
         options = {
-            "model-repository": repository,
-            "backend-directory": backend.parent,
-            "http-address": "127.0.0.1",
-            "grpc-address": "127.0.0.1",
-            "http-port": self.http,
-            "grpc-port": self.grpc,
-            "metrics-port": self.metrics,
-        }
+            "model-repository": repository, "backend-directory": backend.parent, "http-address": "127.0.0.1",
+            "grpc-address": "127.0.0.1", "http-port": self.http, "grpc-port": self.grpc, "metrics-port": self.metrics,
+        }  # fmt: skip
         self._log, self.repository, self.python = work / "triton.log", repository, environment / "bin" / "python"
         self.process = subprocess.Popen(
             [root / "bin" / "tritonserver", *(f"--{name}={value}" for name, value in options.items())],

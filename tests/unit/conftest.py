@@ -1,7 +1,4 @@
-"""The demo checkpoint, taken through the stages that others build on.
-
-Once a test run.
-"""
+"""The demo checkpoint, taken through the stages that others build on. Once a test run."""
 
 import gc
 import importlib
@@ -12,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from demo_model import CONFIG, DEMO
-from hypothesis import settings
 
 import fake_gpu
 from lockstep.artifacts.files import read_json, sha256_file
@@ -28,10 +24,6 @@ from shared import Shared
 
 # ONNX Runtime's pool has one size in a process, and some tests ask for one thread.
 os.environ.setdefault("LOCKSTEP_THREADS", "1")
-if settings.get_current_profile_name() == "default":  # and none was asked for
-    # Hypothesis's own for such runs: the same examples each time, and no limit of 200 ms for each, nor one for their
-    # making, which a busy machine does not keep.
-    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")
@@ -75,10 +67,7 @@ def demo_bf16(shared: Shared) -> Results:
 
 @pytest.fixture(scope="session")
 def references(demo: Results, shared: Shared) -> Results:
-    """Return `demo` with the references of 2 and all layers.
-
-    For the prompts and texts of config/config.yaml.
-    """
+    """Return `demo` with the references of 2 and all layers. For the prompts and texts of config/config.yaml."""
 
     def make(folder: Path) -> None:
         shutil.copytree(demo.root, folder, dirs_exist_ok=True)
@@ -108,10 +97,7 @@ def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load a tokenizer once for each content that has passed.
-
-    `resolve` loads it in processes of its own.
-    """
+    """Load a tokenizer once for each content that has passed. `resolve` loads it in processes of its own."""
     module = importlib.import_module("lockstep.checkpoint.resolve")  # the package has a function of that name too
 
     def check(path: Path) -> None:
@@ -142,19 +128,13 @@ def cache(tmp_path: Path) -> Cache:
 
 @pytest.fixture
 def tensorrt_version() -> str:
-    """Return the version that `gpu` has.
-
-    A module of tests may have a fixture of this name for another one.
-    """
+    """Return the version that `gpu` has. A module of tests may have a fixture of this name for another one."""
     return "8.6.0"
 
 
 @pytest.fixture
 def gpu(tensorrt_version: str) -> Iterator[fake_gpu.Gpu]:
-    """Give the fake GPU with CUDA, cuDNN and TensorRT of that version.
-
-    Nothing wrong may have been done to it.
-    """
+    """Give the fake GPU with CUDA, cuDNN and TensorRT of that version. Nothing wrong may have been done to it."""
     with fake_gpu.installed(tensorrt_version) as gpu:
         yield gpu
         gc.collect()

@@ -19,15 +19,9 @@ from lockstep.export.tracer import meta_model
 
 DEMO = Path(__file__).parents[2] / "resources" / "demo-llama" / "config.json"
 SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 8192,
-}
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192,
+}  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 3.0},
     "dynamic": {"factor": 3.0},

@@ -16,25 +16,12 @@ from lockstep.targets import Results
 from lockstep.weights import Weights, convert
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "float32",
-    "hidden_act": "silu",
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "eos_token_id": 0,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False, "eos_token_id": 0,
+}  # fmt: skip
 
 
 def make(

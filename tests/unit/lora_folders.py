@@ -87,13 +87,9 @@ def shared_lora(demo: Results, shared: Shared) -> Results:
         write(folder / "random", 16, tensors(sizes(made), 16, seed=3))
         sources = {**{name: str(ADAPTERS / name) for name in NAMES}, "random": str(folder / "random")}
         resolve_adapters(
-            sources,
-            {name: Path(source) for name, source in sources.items()},
-            results.checkpoint("demo-llama"),
-            16,
-            None,
-            results.adapters("demo-llama"),
-        )
+            sources, {name: Path(source) for name, source in sources.items()}, results.checkpoint("demo-llama"), 16,
+            None, results.adapters("demo-llama"),
+        )  # fmt: skip
 
     return Results(shared.folder("lora", make))
 

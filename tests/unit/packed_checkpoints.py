@@ -55,19 +55,12 @@ class Layout:
 
 GPTQ = Layout("gptq", 4, 16)
 LAYOUTS = (
-    GPTQ,
-    Layout("gptq", 4, 16, zero_points=True),
-    Layout("gptq", 8, 16),
-    Layout("gptq", 4, 16, zero_points=True, ordered=True),
-    Layout("gptq_v2", 8, -1, zero_points=True),
-    Layout("gptq_v2", 4, 16, zero_points=True),
-    Layout("awq", 4, 16, zero_points=True),
-    Layout("pack-quantized", 4, 16),
-    Layout("pack-quantized", 8, -1),
-    Layout("int-quantized", 8, -1),
-    Layout("pack-quantized", 4, 16, zero_points=True),
+    GPTQ, Layout("gptq", 4, 16, zero_points=True), Layout("gptq", 8, 16),
+    Layout("gptq", 4, 16, zero_points=True, ordered=True), Layout("gptq_v2", 8, -1, zero_points=True),
+    Layout("gptq_v2", 4, 16, zero_points=True), Layout("awq", 4, 16, zero_points=True), Layout("pack-quantized", 4, 16),
+    Layout("pack-quantized", 8, -1), Layout("int-quantized", 8, -1), Layout("pack-quantized", 4, 16, zero_points=True),
     Layout("int-quantized", 8, -1, zero_points=True),
-)
+)  # fmt: skip
 
 
 def label(layout: Layout) -> str:

@@ -24,24 +24,13 @@ DIGEST = "ab" * 32
 
 def golden_prompt(text: str = "A", **found: Any) -> GoldenPrompt:
     passed: dict[str, Any] = {
-        "tokens": (1,),
-        "text_out": "",
-        "reference_text": "",
-        "expected": None,
-        "prompt_ids_equal": True,
-        "tokens_equal": not found.get("differences"),
-        "differences": (),
-        "logit_noise": 0.1,
-        "tolerance": 0.5,
-        "passed": True,
-        "max_logit_error": 1e-6,
-        "alone_equal": not found.get("alone_differences"),
-        "alone_differences": (),
-        "alone_max_logit_difference": 0.0,
-        "generate_equal": not found.get("generate_differences"),
-        "generate_differences": (),
+        "tokens": (1,), "text_out": "", "reference_text": "", "expected": None, "prompt_ids_equal": True,
+        "tokens_equal": not found.get("differences"), "differences": (), "logit_noise": 0.1, "tolerance": 0.5,
+        "passed": True, "max_logit_error": 1e-6, "alone_equal": not found.get("alone_differences"),
+        "alone_differences": (), "alone_max_logit_difference": 0.0,
+        "generate_equal": not found.get("generate_differences"), "generate_differences": (),
         "mixed_max_logit_error": 1e-6,
-    }
+    }  # fmt: skip
     return GoldenPrompt(text=text, **{**passed, **found})
 
 
@@ -58,15 +47,9 @@ def golden(target: Target, *prompts: GoldenPrompt, **found: Any) -> GoldenReport
 
 def served(target: Target, **found: Any) -> ServedReport:
     passed: dict[str, Any] = {
-        "result": PASS,
-        "engine_digest": DIGEST,
-        "identity": DIGEST,
-        "batch_invariant": True,
-        "phases": {"alone": ServedPhase(1, 0, 0, ())},
-        "prefix_hit_tokens": 0,
-        "restarts": 1,
-        "num_pages": 1,
-    }
+        "result": PASS, "engine_digest": DIGEST, "identity": DIGEST, "batch_invariant": True,
+        "phases": {"alone": ServedPhase(1, 0, 0, ())}, "prefix_hit_tokens": 0, "restarts": 1, "num_pages": 1,
+    }  # fmt: skip
     return ServedReport(target=target, **{**passed, **found})
 
 
@@ -87,13 +70,6 @@ def validation(target: Target, found: tuple[BlockErrors, ...] | None = None) -> 
 
 def comparison(relative_error: float, digest: str = DIGEST) -> ComparisonReport:
     return ComparisonReport(
-        result=PASS,
-        backend="onnxruntime",
-        precision="fp16",
-        engine_digest=digest,
-        versions={},
-        seed=0,
-        tolerance=0.01,
-        engines={},
-        relative_error=relative_error,
-    )
+        result=PASS, backend="onnxruntime", precision="fp16", engine_digest=digest, versions={}, seed=0, tolerance=0.01,
+        engines={}, relative_error=relative_error,
+    )  # fmt: skip

@@ -35,15 +35,10 @@ def calls(*given: tuple[str, str]) -> str:
 # What the model answers, by the number of tokens of the prompt.
 TWO_CALLS = f"Let me look. {calls(('weather', PARIS), ('weather', BERLIN))}"
 ANSWERS = {
-    20: TWO_CALLS,
-    140: "<tool_call>\nnone</tool_call>",
-    200: f"[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]time{{}}",
-    260: "<think>\nI <b>think.\n</think>\n\nParis.",
-    310: f"<think>Look.</think>{calls(('time', '{}'))}",
-    360: "still thinking</think>Done.",
-    400: f'{{"name": "weather", "arguments": {PARIS}}}',
-    460: "The time is known.",
-}
+    20: TWO_CALLS, 140: "<tool_call>\nnone</tool_call>", 200: f"[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]time{{}}",
+    260: "<think>\nI <b>think.\n</think>\n\nParis.", 310: f"<think>Look.</think>{calls(('time', '{}'))}",
+    360: "still thinking</think>Done.", 400: f'{{"name": "weather", "arguments": {PARIS}}}', 460: "The time is known.",
+}  # fmt: skip
 WEATHER = {
     "type": "function",
     "function": {

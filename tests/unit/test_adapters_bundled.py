@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from lockstep.bundle import pack as packing
 from lockstep.bundle.archive import Entry
 from lockstep.errors import InputError
 from lockstep.targets import Results, Target
-from real_server import RealServer
 from shared import Shared
 
 TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
@@ -60,19 +58,6 @@ def test_a_bundle_has_the_adapters(bundle: Path, results: Results, tmp_path: Pat
     assert made.returncode == 0 and made.stdout.strip() == LIGHT["captain"].strip(), made.stderr
     made = generate(bundle, "--adapter", "pirate")
     assert made.returncode == 2 and "expected one of captain, random, shakespeare; found 'pirate'" in made.stderr
-
-
-@pytest.mark.long
-def test_a_server_on_a_bundle_has_them_too(bundle: Path, tmp_path: Path) -> None:
-    with RealServer(tmp_path, target=str(bundle)) as server:
-        names = [entry["id"] for entry in server.get("/v1/models")["data"]]
-        assert names == [f"demo-llama{adapter}" for adapter in ("", ":captain", ":random", ":shakespeare")]
-        body = {"model": "demo-llama:shakespeare", "prompt": "Light", "max_tokens": 16, "temperature": 0}
-        status, _, data = server.request("POST", "/v1/completions", body)
-        assert status == 200 and json.loads(data)["choices"][0]["text"].startswith(LIGHT["shakespeare"])
-    command = [sys.executable, "-m", "lockstep", "serve", str(bundle), "--allow-adapter-loading", str(ROOT)]
-    made = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert made.returncode == 2 and "expected a target, whose checkpoint adapters are checked against" in made.stderr
 
 
 def test_a_bundle_whose_adapters_lie_elsewhere_is_refused(

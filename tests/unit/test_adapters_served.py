@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 from demo_model import ROOT
 from lora_folders import LIGHT, TARGET, served_lora
 
-from calls import call
 from lockstep.runtime.target import open_model
 from lockstep.targets import Results
 from real_server import RealServer
@@ -83,20 +81,15 @@ def test_a_chat_has_adapters_too(server: RealServer) -> None:
     assert status == 200 and answer["choices"][0]["message"]["content"] == LIGHT["captain"]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "line"),
-    [
-        (
-            {"model": "demo-lora:pirate"},
-            404,
-            "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare, found 'demo-lora:pirate'",
-        ),
-        ({"model": "other"}, 404, "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare"),
-        ({"lora": "pirate"}, 404, "lora: expected one of captain, shakespeare, found 'pirate'"),
-        ({"model": "demo-lora:captain", "lora": "shakespeare"}, 400, "lora: expected 'captain' as in model"),
-        ({"lora": 3}, 400, "lora"),
-    ],
-)
+@pytest.mark.parametrize(("body", "status", "line"), [
+    ({"model": "demo-lora:pirate"},
+        404,
+        "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare, found 'demo-lora:pirate'"),
+    ({"model": "other"}, 404, "model: expected one of demo-lora, demo-lora:captain, demo-lora:shakespeare"),
+    ({"lora": "pirate"}, 404, "lora: expected one of captain, shakespeare, found 'pirate'"),
+    ({"model": "demo-lora:captain", "lora": "shakespeare"}, 400, "lora: expected 'captain' as in model"),
+    ({"lora": 3}, 400, "lora"),
+])  # fmt: skip
 def test_an_unknown_adapter_is_404_with_those_that_are_there(
     server: RealServer, body: dict, status: int, line: str
 ) -> None:
@@ -123,31 +116,6 @@ def test_tritons_requests_name_adapters(server: RealServer) -> None:
     assert status == 400 and "lora: expected 'captain'" in answer["error"]
     status, answer = generate(lora_weights=[1.0], lora_config=[1, 1, 1])
     assert status == 400 and "not supported by this server" in answer["error"]
-
-
-@pytest.mark.long
-def test_six_clients_at_once_get_what_each_gets_alone(server: RealServer) -> None:
-    """Of two adapters and of none, on prompts of several lengths, drawn with seeds."""
-    prompts = ["Light", "San Francisco is a", "A bridge must carry its own weight before it can carry anything else."]
-    names = ["demo-lora", "demo-lora:captain", "demo-lora:shakespeare"]
-    asks = [
-        {"model": names[i % 3], "prompt": prompts[i // 3 % 3], "max_tokens": 20, "temperature": 0.8, "seed": i}
-        for i in range(18)
-    ]
-    text = lambda body: post(server, "/v1/completions", body)[1]["choices"][0]["text"]
-    alone = [text(body) for body in asks]
-    found: list[str | None] = [None] * len(asks)
-
-    def client(number: int) -> None:
-        for i in range(number, len(asks), 6):
-            found[i] = text(asks[i])
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == alone and len(set(alone)) > 9
 
 
 @pytest.mark.long
@@ -191,9 +159,3 @@ def test_a_model_that_is_opened_by_its_targets_name_has_its_adapters(results: Re
     model.set_adapter(0, "captain")
     assert model.adapters is not None and sorted(model.adapters.known) == ["captain", "shakespeare"]
     assert model.adapters.nbytes > 0 and np.array_equal(model.adapters.adapter_slots[:2], [0, -1])
-
-
-def test_bisect_follows_a_request_without_an_adapter_and_says_so(results: Results) -> None:
-    arguments = ("bisect", TARGET, "--results", str(results.root), "--prompt", "Light")
-    made = call("lockstep", arguments, ROOT, os.environ)  # here, where torch is loaded
-    assert made.returncode == 0 and "the request is followed without one" in made.stdout

@@ -104,14 +104,9 @@ def generate(model, prompt) -> tuple[list[int], list[np.ndarray]]:
     """Greedy tokens of transformers' own loop, with the logits that each was chosen from."""
     model.generation_config.eos_token_id = None  # random models say it at any time
     out = model.generate(
-        torch.as_tensor(prompt)[None],
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        pad_token_id=0,
-    )
+        torch.as_tensor(prompt)[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0,
+    )  # fmt: skip
     return out.sequences[0, len(prompt) :].tolist(), [row[0].numpy() for row in out.logits]
 
 
@@ -185,16 +180,9 @@ def test_validation_and_golden_check_pass(built):
     target = Target(NAME, "fp32", "all", "onnxruntime")
     report, speed = results.golden(*_names(target)), results.speed(*_names(target))
     golden.check_engines(
-        assembly,
-        weights,
-        results.engines(NAME, "fp32", "onnxruntime"),
-        results.reference(NAME, "all"),
-        target,
-        tolerances,
-        LIMITS,
-        report,
-        speed,
-    )
+        assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"), target,
+        tolerances, LIMITS, report, speed,
+    )  # fmt: skip
     assert json.loads(report.read_text())["result"] == "pass"
 
 

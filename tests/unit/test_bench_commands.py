@@ -1,7 +1,4 @@
-"""Each command of `python -m benchmarks`, started once: as small as it can be made, on the CPU or on the fake GPU.
-
-What starts processes that take long even so has stand-ins for them, and a whole start among the long tests.
-"""
+"""Each command of `python -m benchmarks`, started once: as small as it can be made, on the CPU or on the fake GPU."""
 
 from __future__ import annotations
 
@@ -22,11 +19,9 @@ from benchmarks import (
     adapters,
     batches,
     demo,
-    export,
     gpu,
     gpu_transformers,
     invariance,
-    models,
     serving,
     small_weights,
     speculation,
@@ -56,14 +51,13 @@ ONE_ROUND = ("--rounds", 1)
 
 @dataclass
 class Here:
-    """What a start may take. whole: without stand-ins."""
+    """What a start may take."""
 
     folder: Path
     shared: Shared
     patch: pytest.MonkeyPatch
     stack: contextlib.ExitStack
     request: pytest.FixtureRequest
-    whole: bool = False
     device: fake_gpu.Gpu | None = None
 
     @property
@@ -204,18 +198,12 @@ def _without_processes(here: Here) -> None:
 
 @starts("serving", "models tiny streams 1 bare_tokens_per_second")
 def _(here: Here) -> Sequence[Any]:
-    if here.whole:
-        here.smaller(serving, STREAMS_PROMPT=4, STREAMS_NEW=2, IDLE=5, IDLE_SECONDS=0.2, REFUSALS=2)
-    else:
-        _without_processes(here)
+    here.smaller(serving, STREAMS_PROMPT=4, STREAMS_NEW=2, IDLE=5, IDLE_SECONDS=0.2, REFUSALS=2)
     return "--model", here.checkpoint, "--streams", 1, "--threads", thread_count(None), *ONE_ROUND
 
 
 @starts("export", "shapes")
 def _(here: Here) -> Sequence[Any]:
-    if not here.whole:
-        files = {"assembly.json": {"size": 1}}
-        here.smaller(export, _CHILD=f"import json; print(json.dumps({{'seconds': 1.0, 'files': {files}}}))")
     return "--shape", here.shape, *ONE_ROUND
 
 
@@ -234,9 +222,6 @@ def _(here: Here) -> Sequence[Any]:
 
 @starts("models", "models llama result")
 def _(here: Here) -> Sequence[Any]:
-    tried = lambda context, name: {"result": models.REFUSED, "reason": "none", "seconds": 1.0}
-    if not here.whole:
-        here.smaller(models, _in_a_process=create_autospec(models._in_a_process, side_effect=tried))
     return ["llama"]
 
 
@@ -299,7 +284,7 @@ def record_of(command: str, here: Here) -> dict[str, Any]:
 
 
 @pytest.mark.exports
-@pytest.mark.parametrize("command", some(sorted(set(bench.commands) - set(ELSEWHERE)), "builds", "gpu", "throughput"))
+@pytest.mark.parametrize("command", some(sorted(set(bench.commands) - set(ELSEWHERE)), "throughput"))
 def test_each_command_starts(command: str, here: Here) -> None:
     record = record_of(command, here)
     if command in ("gpu", "batches", "serving-gpu"):
@@ -308,14 +293,6 @@ def test_each_command_starts(command: str, here: Here) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.exports
-@pytest.mark.parametrize("command", ["export", "models", "serving"])
-def test_what_has_stand_ins_above_starts_as_a_whole(command: str, here: Here) -> None:
-    """`demo` runs in tests/workflow."""
-    here.whole = True
-    record_of(command, here)
-
-
 @pytest.mark.exports
 def test_batches_takes_small_weights_and_keeps_their_record_apart(here: Here) -> None:
     arguments = ["batches", *STARTS["batches"][0](here), "--precision", "w4a16"]
@@ -336,6 +313,7 @@ def batches_of(here: Here, opened: Callable[..., lockstep.Model]) -> tuple[Resul
     return ended, read_json(here.folder / "work" / "batches.json")
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_batches_measures_what_the_cache_has_pages_for_and_names_the_rest(here: Here) -> None:
     opened = lockstep.Model.open
@@ -349,6 +327,7 @@ def test_batches_measures_what_the_cache_has_pages_for_and_names_the_rest(here: 
     assert "and not measured: decode 4, mixed 1 from 70 tokens on." in page and "# CUDA at every batch size" in page
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_batches_goes_on_where_nothing_is_left_of_the_gpus_memory(here: Here) -> None:
     opened = lockstep.Model.open
@@ -364,6 +343,7 @@ def test_batches_goes_on_where_nothing_is_left_of_the_gpus_memory(here: Here) ->
     assert all("of free GPU memory for" in reason for reason in record["left_out"].values())
 
 
+@pytest.mark.long
 @pytest.mark.exports
 def test_batches_keeps_what_it_had_measured_where_it_ends_early(here: Here) -> None:
     def prompt(*given: Any) -> None:

@@ -298,11 +298,8 @@ def test_a_slot_bound_to_another_tensor_is_named(copied, right, place, slot, ten
     report = follow(copied, right)
     (found,) = report.faults
     assert (found.wrong, found.part, found.layer, found.node.output) == ("graph", place[1], *expected)
-    assert (
-        slot in found.node.reason
-        and f"slot {slot}: expected" in report.look_at[1]
-        and f"found {tensor}" in report.look_at[1]
-    )
+    assert slot in found.node.reason and f"slot {slot}: expected" in report.look_at[1]
+    assert f"found {tensor}" in report.look_at[1]
 
 
 # --- what is said where there is less to go by ---
@@ -382,13 +379,9 @@ def test_a_node_of_an_engine_is_named_beside_its_graph_too(copied, right, name):
         list(dict.fromkeys(row.tensor for other, row in walked.measured if other is stage and not row.passed)),
     )
     found = first_fault(
-        onnx.load(paths[1].parent / f"{fault.graph}.onnx"),
-        graphs.graph(stage.graph).computed,
-        (feeds, feeds),
-        "fp32",
-        outputs,
-        same_nodes=False,
-    )
+        onnx.load(paths[1].parent / f"{fault.graph}.onnx"), graphs.graph(stage.graph).computed, (feeds, feeds), "fp32",
+        outputs, same_nodes=False,
+    )  # fmt: skip
     assert found.output == fault.node
 
 
@@ -510,12 +503,8 @@ def test_a_failed_check_is_explained_in_one_line(copied, right):
     plant_in_engine(copied, FAULTS["entry value"])
     for options in ({}, {"ids": None, "num_prompt": None}):  # a check with tokens of its own, and one without
         line = explained(copied, right, **options)
-        assert (
-            line.startswith("engine: layer 0, block entry")
-            and "attribute alpha: expected 1.0" in line
-            and "build the engines again" in line
-            and "\n" not in line
-        )
+        assert line.startswith("engine: layer 0, block entry") and "attribute alpha: expected 1.0" in line
+        assert "build the engines again" in line and "\n" not in line
 
 
 def test_an_explanation_ends_in_time_and_hides_nothing(copied, right):
@@ -560,32 +549,20 @@ def lockstep(*words: str | Path):
     return CliRunner().invoke(main, list(map(str, words)))
 
 
-@pytest.mark.parametrize(
-    ("target", "break_it", "line"),
-    [
-        (
-            "demo-llama/fp32/7",
-            lambda tree: None,
-            "target: expected one of demo-llama/fp32/2, .*; found 'demo-llama/fp32/7'",
-        ),
-        ("demo-llama/fp32/2", lambda tree: tree.config().unlink(), "config.json: expected a file, found none"),
-        (
-            "demo-llama/fp32/2",
-            lambda tree: tree.weights("demo-llama", "fp32").unlink(),
-            "weights.json: expected the results of demo-llama/fp32/2/onnxruntime, found none; run `lockstep run` first",
-        ),
-        (
-            "demo-llama/fp32/2",
-            lambda tree: tree.reference("demo-llama", 2).unlink(),
-            "reference/2.json: expected the reference of .*, found none; run `lockstep run` first, or give --prompt",
-        ),
-        (
-            "demo-llama/fp32/2",
-            lambda tree: tree.assembly("demo-llama", "fp32").with_name("middle.onnx").write_bytes(b"x"),
-            "middle.onnx: sha256: expected .*: export again",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("target", "break_it", "line"), [
+    ("demo-llama/fp32/7", lambda tree: None,
+        "target: expected one of demo-llama/fp32/2, .*; found 'demo-llama/fp32/7'"),
+    ("demo-llama/fp32/2", lambda tree: tree.config().unlink(), "config.json: expected a file, found none"),
+    ("demo-llama/fp32/2",
+        lambda tree: tree.weights("demo-llama", "fp32").unlink(),
+        "weights.json: expected the results of demo-llama/fp32/2/onnxruntime, found none; run `lockstep run` first"),
+    ("demo-llama/fp32/2",
+        lambda tree: tree.reference("demo-llama", 2).unlink(),
+        "reference/2.json: expected the reference of .*, found none; run `lockstep run` first, or give --prompt"),
+    ("demo-llama/fp32/2",
+        lambda tree: tree.assembly("demo-llama", "fp32").with_name("middle.onnx").write_bytes(b"x"),
+        "middle.onnx: sha256: expected .*: export again"),
+])  # fmt: skip
 def test_what_is_missing_is_said_in_one_line(tree, target, break_it, line):
     break_it(Results(tree))
     result = lockstep("bisect", target, "--results", tree)
@@ -597,22 +574,13 @@ def test_the_command_gives_json_and_changes_nothing(tree):
     plant_in_engine(Results(tree), FAULTS["decode stale row"])
     before = {path: path.read_bytes() for path in sorted(tree.rglob("*")) if path.is_file()}
     report = json.loads(lockstep("bisect", "demo-llama/fp32/2/onnxruntime", "--results", tree, "--json").stdout)
-    assert (
-        report["format"] == "lockstep.bisect/1"
-        and report["target"] == "demo-llama/fp32/2/onnxruntime"
-        and report["prompt"] == LONG
-    )
+    assert report["format"] == "lockstep.bisect/1" and report["target"] == "demo-llama/fp32/2/onnxruntime"
+    assert report["prompt"] == LONG
     assert report["answer"].startswith(
         "engine: layer 0, attention (attention.decode, decode), node less_0 (LessOrEqual): attention is off its graph"
     )
     assert report["weights"]["passed"] and report["served"] is None
     assert {path: path.read_bytes() for path in sorted(tree.rglob("*")) if path.is_file()} == before
-
-
-@pytest.mark.long
-def test_the_command_answers_first(tree):
-    result = lockstep("bisect", "demo-llama/fp32/2", "--results", tree, "--prompt", PROMPT)
-    assert result.exit_code == 0 and result.stdout.splitlines()[0].startswith("nothing: no graph and no engine is off")
 
 
 def test_a_prompt_without_tokens_or_too_long_is_one_line(tree):
@@ -695,14 +663,9 @@ def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
     What is allocated beside them is a layer in float32 where PyTorch, a graph or an engine computes.
     """
     sizes = {
-        "vocab_size": 2048,
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    }
+        "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
+    }  # fmt: skip
     config = {**handmade.CONFIG, **sizes, "dtype": "float16"}
     results = handmade.make(tmp_path, ["fp16"], config)
     weights = sum(

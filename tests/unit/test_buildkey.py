@@ -22,40 +22,20 @@ from lockstep.stages import STAGES
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The module that a stage's work enters by.
 ENTRIES = {
-    "fetch": "checkpoint.hub",
-    "fetch_adapters": "checkpoint.hub.adapters",
-    "make_checkpoint": "export.make_checkpoint",
-    "resolve": "checkpoint",
-    "architecture": "checkpoint",
-    "adapters": "weights.check_adapters",
-    "convert": "weights",
-    "export": "export",
-    "validate": "verify.validate",
-    "build": "backends",
-    "compare": "verify.compare",
-    "reference": "verify.golden.reference",
-    "quantized_reference": "verify.golden.quantized",
+    "fetch": "checkpoint.hub", "fetch_adapters": "checkpoint.hub.adapters", "make_checkpoint": "export.make_checkpoint",
+    "resolve": "checkpoint", "architecture": "checkpoint", "adapters": "weights.check_adapters", "convert": "weights",
+    "export": "export", "validate": "verify.validate", "build": "backends", "compare": "verify.compare",
+    "reference": "verify.golden.reference", "quantized_reference": "verify.golden.quantized",
     "adapted_reference": "verify.golden.adapted_reference",
-    "quantized_adapted_reference": "verify.golden.adapted_reference",
-    "golden": "verify.golden.check",
-    "adapted": "verify.golden.adapted",
-    "served": "serve.check",
-}
+    "quantized_adapted_reference": "verify.golden.adapted_reference", "golden": "verify.golden.check",
+    "adapted": "verify.golden.adapted", "served": "serve.check",
+}  # fmt: skip
 # Which environment file the rules name, and so must hold what the stage imports.
 ENVIRONMENTS = {
-    "fetch": "fetch",
-    "make_checkpoint": "torch",
-    "resolve": "checkpoint",
-    "convert": "checkpoint",
-    "export": "torch",
-    "validate": "torch",
-    "reference": "torch",
-    "build": "engine",
-    "compare": "engine",
-    "golden": "engine",
-    "served": "serve",
-    "summary": "report",
-}
+    "fetch": "fetch", "make_checkpoint": "torch", "resolve": "checkpoint", "convert": "checkpoint", "export": "torch",
+    "validate": "torch", "reference": "torch", "build": "engine", "compare": "engine", "golden": "engine",
+    "served": "serve", "summary": "report",
+}  # fmt: skip
 
 
 def test_each_stage_has_an_entry() -> None:
@@ -90,16 +70,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("changed", "parts"),
-    [
-        ("one/a.py", {"one", "one/*"}),
-        ("one/deep/b.py", {"one"}),
-        ("one/kernel.cu", {"one", "one/*"}),
-        ("one/text.md", set()),
-        ("two.py", {"two.py"}),
-    ],
-)
+@pytest.mark.parametrize(("changed", "parts"), [
+    ("one/a.py", {"one", "one/*"}), ("one/deep/b.py", {"one"}), ("one/kernel.cu", {"one", "one/*"}),
+    ("one/text.md", set()), ("two.py", {"two.py"}),
+])  # fmt: skip
 def test_a_part_is_the_bytes_of_its_sources(package: Path, changed: str, parts: set[str]) -> None:
     names = ("one", "one/*", "two.py")
     before = code_identity.code_digests(names)

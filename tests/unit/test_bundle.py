@@ -302,18 +302,11 @@ def test_the_filter_of_tarfile_unpacks_what_is_refused(tmp_path: Path, scratch: 
 
 
 NAMES = {
-    "/etc/passwd": "an absolute path",
-    "C:/x": "an absolute path",
-    "../x": "which leads out of it",
-    "engines/../../x": "which leads out of it",
-    "..": "which leads out",
-    "engines//x": "no plain name",
-    "./x": "no plain name",
-    "engines/": "no plain name",
-    "": "no plain name",
-    "a\\..\\b": "no plain name",
+    "/etc/passwd": "an absolute path", "C:/x": "an absolute path", "../x": "which leads out of it",
+    "engines/../../x": "which leads out of it", "..": "which leads out", "engines//x": "no plain name",
+    "./x": "no plain name", "engines/": "no plain name", "": "no plain name", "a\\..\\b": "no plain name",
     "a\nb": "no plain name",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, reason", NAMES.items(), ids=map(repr, NAMES))
@@ -411,20 +404,6 @@ def test_an_interrupt_leaves_nothing(inside: Path, tmp_path: Path) -> None:
     )
     assert int(process.stdout) > 15, process.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupt_while_a_folder_is_closed_is_an_interrupt(inside: Path, monkeypatch) -> None:
-    """CPython's rmtree then closes it once more, and fails: seen in the test above, where it took the interrupt's
-    place."""
-    real, interrupts = os.close, iter([KeyboardInterrupt])
-
-    def close(number: int) -> None:
-        real(number)
-        for interrupt in interrupts:
-            raise interrupt
-
-    with pytest.raises(KeyboardInterrupt), opened(inside):
-        monkeypatch.setattr(os, "close", close)
 
 
 def test_it_runs_where_only_the_backend_is_installed(inside: Path, tmp_path: Path) -> None:

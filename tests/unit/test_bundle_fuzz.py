@@ -80,62 +80,26 @@ def test_a_sealed_bundle_with_absurd_values_is_one_line_or_runs_as_before(
 
 
 NAMED = {
-    "a cache beyond any memory": (
-        "graphs/assembly.json",
-        ("kinds", "attention", "num_kv_heads"),
-        10**9,
-        "kinds.attention.prefill: key: expected num_tokens, 40000000000",
-    ),
-    "a backend that is a path": (
-        "bundle.json",
-        ("target", "backend"),
-        "../x",
-        "bundle.json: target.backend: expected a backend's name, found '../x'",
-    ),
-    "another backend": (
-        "bundle.json",
-        ("target", "backend"),
-        "tensorrt",
-        "engines/engines.json: expected tensorrt, as bundle.json says, found onnxruntime",
-    ),
-    "a number of layers that it lacks": (
-        "bundle.json",
-        ("target", "layers"),
-        7,
-        "layers: expected 1 to 6 or 'all', found 7",
-    ),
-    "an engine that lies elsewhere": (
-        "engines/engines.json",
-        ("engines", "entry", "file"),
-        "../x",
-        "engines.entry.file: expected the name of a file beside it, found '../x'",
-    ),
-    "a slot of another block": (
-        "graphs/assembly.json",
-        ("layers", 0, "block", "class"),
-        "exit",
-        "layers[0].block.slots: expected",
-    ),
-    "a size that the graphs have not": (
-        "graphs/assembly.json",
-        ("vocab_size",),
-        769,
-        "vocab_size: expected num_requests, 769, found ['num_requests', 768]",
-    ),
-    "a key that is missing": (
-        "graphs/assembly.json",
-        ("max_position_embeddings",),
-        fuzz_bundle.MISSING,
-        "expected an object with max_position_embeddings,",
-    ),
-    "a file again and again": (
-        "weights/weights.json",
-        ("files",),
-        fuzz_bundle.AGAIN,
-        "files: expected each file once, found 'model.safetensors'",
-    ),
+    "a cache beyond any memory": ("graphs/assembly.json", ("kinds", "attention", "num_kv_heads"), 10**9,
+        "kinds.attention.prefill: key: expected num_tokens, 40000000000"),
+    "a backend that is a path": ("bundle.json", ("target", "backend"), "../x",
+        "bundle.json: target.backend: expected a backend's name, found '../x'"),
+    "another backend": ("bundle.json", ("target", "backend"), "tensorrt",
+        "engines/engines.json: expected tensorrt, as bundle.json says, found onnxruntime"),
+    "a number of layers that it lacks": ("bundle.json", ("target", "layers"), 7,
+        "layers: expected 1 to 6 or 'all', found 7"),
+    "an engine that lies elsewhere": ("engines/engines.json", ("engines", "entry", "file"), "../x",
+        "engines.entry.file: expected the name of a file beside it, found '../x'"),
+    "a slot of another block": ("graphs/assembly.json", ("layers", 0, "block", "class"), "exit",
+        "layers[0].block.slots: expected"),
+    "a size that the graphs have not": ("graphs/assembly.json", ("vocab_size",), 769,
+        "vocab_size: expected num_requests, 769, found ['num_requests', 768]"),
+    "a key that is missing": ("graphs/assembly.json", ("max_position_embeddings",), fuzz_bundle.MISSING,
+        "expected an object with max_position_embeddings,"),
+    "a file again and again": ("weights/weights.json", ("files",), fuzz_bundle.AGAIN,
+        "files: expected each file once, found 'model.safetensors'"),
     "not a number": ("engines/engines.json", ("engines",), float("nan"), "expected JSON, found NaN, which is no JSON"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("document, path, value, line", NAMED.values(), ids=NAMED)

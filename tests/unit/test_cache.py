@@ -204,11 +204,8 @@ def test_a_cache_that_is_a_file_costs_nothing_that_was_there(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     process = start(manifest, tmp_path / "file", tmp_path / "fp32")
     said = process.communicate()[1]
-    assert (
-        process.returncode == 2
-        and len(said.splitlines()) == 1
-        and said.startswith("lockstep: error: config: cache: expected a folder")
-    )
+    assert process.returncode == 2 and len(said.splitlines()) == 1
+    assert said.startswith("lockstep: error: config: cache: expected a folder")
     assert contents(tmp_path / "fp32") == before
 
 
@@ -294,10 +291,8 @@ def test_the_commands(tmp_path: Path, filled: Cache) -> None:
     assert [line.split()[:6] for line in listed[1:-1]] == [
         ["convert", "fp32", key[:12], "2", *size.split()] for key, size in zip(keys(filled), sizes)
     ]
-    assert (
-        re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", " ".join(listed[1].split()[-2:]))
-        and listed[-1] == f"3 entries, 6 files of {total}"
-    )
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", " ".join(listed[1].split()[-2:]))
+    assert listed[-1] == f"3 entries, 6 files of {total}"
     whole = lockstep("verify", LOCKSTEP_CACHE=str(filled.folder))
     assert (whole.returncode, whole.stdout) == (0, f"3 entries, 6 files of {total}\n")
     (tmp_path / "my.yaml").write_text(

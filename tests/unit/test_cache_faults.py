@@ -233,47 +233,6 @@ def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, 
         assert contents(tmp_path / "taken") == undisturbed and verify(cache) == []
 
 
-def test_garbage_everywhere(tmp_path: Path, cache: Cache) -> None:
-    """Files where folders should be and folders where files should be, foreign names, and everything at once."""
-    manifest = checkpoint(tmp_path)
-    undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
-    for name in ("entries", "blobs"):
-        other = Cache(tmp_path / "other" / name)
-        other.folder.mkdir(parents=True)
-        (other.folder / name).write_bytes(b"no folder")
-        code, said = run(manifest, tmp_path / name, other.folder)
-        assert code == 0 and contents(tmp_path / name) == undisturbed
-        assert said.startswith(f"cache: convert m/fp32 is not put into {other.folder}: ") and said.count("\n") == 1
-        assert said.endswith(
-            ": expected a folder to write into, found a file; remove or rename it, or choose another place\n"
-        )
-        assert verify(other) == [f"{other.folder / name}: expected only files of the cache, found another"]
-        prune(other)
-    numbers = random.Random(2)
-    for folder in (cache.entries, cache.blobs):
-        folder.mkdir(parents=True)
-        for number in range(20):
-            name = numbers.choice(
-                [
-                    f"{numbers.randbytes(32).hex()}",
-                    f"{numbers.randbytes(32).hex()}.json",
-                    f"foreign {number}",
-                    f".{number}.tmp",
-                ]
-            )
-            (folder / name).write_bytes(numbers.randbytes(1000))
-    (cache.entries / f"{'0' * 64}.json").mkdir()
-    code, said = run(manifest, tmp_path / "made", cache.folder)
-    assert code == 0 and "Traceback" not in said and contents(tmp_path / "made") == undisturbed
-    assert len(verify(cache)) > 20
-    prune(cache)
-    convert(manifest, tmp_path / "taken", cache.folder, make=never)
-    assert contents(tmp_path / "taken") == undisturbed
-    assert all("foreign" in line or "expected" in line for line in verify(cache)), (
-        "what is not the cache's own is left where it is"
-    )
-
-
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
     folder.mkdir()
@@ -296,11 +255,8 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
         assert said == (
             f"cache: {disk / 'cache'} cannot be written (No space left on device): convert m/fp32 is not put into it\n"
         )
-        assert (
-            not look(Cache(disk / "cache")).entries
-            and not look(Cache(disk / "cache")).temporary
-            and verify(Cache(disk / "cache")) == []
-        )
+        assert not look(Cache(disk / "cache")).entries and not look(Cache(disk / "cache")).temporary
+        assert verify(Cache(disk / "cache")) == []
 
 
 def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
@@ -332,23 +288,8 @@ def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
         )
-        assert (
-            process.returncode == 2
-            and process.stderr.startswith("lockstep: error: Read-only file system")
-            and len(process.stderr.splitlines()) == 1
-        )
-
-
-def test_a_full_disk_of_results_says_what_it_says_without_a_cache(tmp_path: Path, cache: Cache) -> None:
-    manifest = checkpoint(tmp_path, megabytes=2)
-    convert(manifest, tmp_path / "made", cache.folder)
-    with small_disk(tmp_path / "disk", 1024) as disk:
-        code, said = run(manifest, disk / "out", cache.folder)
-        assert code == 2 and said.splitlines()[-1].startswith(
-            f"lockstep: error: {disk / 'out'}/weights.safetensors: expected "
-        )
-        assert [path for path in disk.rglob("*") if path.is_file()] == []
-    assert verify(cache) == [] and len(look(cache).entries) == 1, "the cache is not to blame"
+        assert process.returncode == 2 and process.stderr.startswith("lockstep: error: Read-only file system")
+        assert len(process.stderr.splitlines()) == 1
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 from demo_model import DEMO, ROOT
 from packed_checkpoints import Layout, write_packed
 from safetensors.numpy import load_file, save_file
@@ -47,6 +48,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert any("model.safetensors changed: sha256 " in line for line in lines), lines
 
 
+@pytest.mark.long
 def test_the_architecture_of_packed_weights_is_of_what_their_headers_say(tmp_path: Path) -> None:
     layout = Layout("gptq", 4, 16)
     folder = tmp_path / "packed"

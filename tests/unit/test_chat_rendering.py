@@ -268,28 +268,6 @@ def test_a_hostile_template_ends_with_one_line_and_holds_nobody_up(template: str
     assert said.count("\n") <= 1 and (not said or said.startswith("lockstep: no chat: "))
 
 
-@pytest.mark.long
-def test_after_a_hostile_chat_the_next_is_rendered() -> None:
-    """And one whose client is gone gives its answer to nobody else."""
-    template = PLAIN + "{% if ends is not defined %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
-    template += "{% endfor %}{% endif %}"
-
-    async def asked() -> list[str]:
-        chat, ends = Chat(ChatTemplate(template, {})), {"ends": True}
-        await chat.start()
-        texts = [await chat.render(CHAT[:1], variables=ends)]
-        with pytest.raises(ChatError, match="more than 2 s of processor time"):
-            await chat.render(CHAT)
-        texts.append(await chat.render(CHAT[2:], variables=ends))
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(chat.render(CHAT), 0.2)
-        both = await asyncio.gather(*(chat.render(CHAT[at : at + 1], variables=ends) for at in (0, 1)))
-        await chat.stop()
-        return [*texts, *both]
-
-    assert asyncio.run(asked()) == [CHAT[0]["content"], CHAT[2]["content"], CHAT[0]["content"], CHAT[1]["content"]]
-
-
 def test_who_leaves_takes_the_process_from_nobody() -> None:
     """Neither while the chat is rendered nor while it waits for its turn; its answer is no other chat's."""
 

@@ -12,7 +12,6 @@ from demo_model import DEMO
 from transformers import AutoTokenizer
 
 from lockstep.artifacts import chat_template
-from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.checkpoint import resolve_architecture
@@ -120,11 +119,3 @@ def test_the_export_keeps_it_and_a_damaged_one_is_refused(demo: Results, tmp_pat
     write_json(path, {**value, "template": "{{ 1 }}"})  # sealed as it should be
     with pytest.raises(CheckError, match="export again"):
         ChatTemplate.open(tmp_path / "graphs" / "assembly.json")
-
-
-def test_an_assembly_without_one_says_nothing_of_it(demo: Results, tmp_path: Path) -> None:
-    value = Assembly.load(demo.assembly("demo-llama", "fp32")).to_json()
-    del value["chat_template"]
-    write_json(tmp_path / "assembly.json", value)
-    assert Assembly.load(tmp_path / "assembly.json").to_json() == value
-    assert ChatTemplate.open(tmp_path / "assembly.json") is None

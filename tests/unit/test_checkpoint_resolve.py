@@ -93,13 +93,9 @@ def test_a_checkpoint_of_transformers_is_found_whole(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=96,
-    )
+    )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     folder = write(tmp_path / "checkpoint")
     (folder / "model.safetensors").unlink()
@@ -220,40 +216,26 @@ def test_no_config(folder):
     assert line_of(folder) == f"{folder}: expected config.json, found none; give a model folder in Hugging Face format"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "expected JSON, found Expecting value: line 1 column 1 (char 0); download this file again"),
-        ("\xff", "expected text in UTF-8, found 'utf-8' codec can't decode"),
-        ("\xff\xfe{\0}\0", "expected text in UTF-8, found 'utf-8' codec can't decode"),
-        ("\xef\xbb\xbf{}", "expected JSON, found Unexpected UTF-8 BOM"),
-        ("[" * 100_000, "expected JSON, found maximum recursion depth exceeded"),
-        ("[1]", "expected a JSON object, found [1]; download this file again"),
-        ("{}", "expected a model_type such as 'llama', found None; use the config.json that came with the weights"),
-        ('{"model_type": 3}', "expected a model_type such as 'llama', found 3;"),
-        ('{"model_type": "llama"}', "expected num_hidden_layers, found none; write the model's layer count there"),
-        (
-            '{"model_type": "llama", "num_hidden_layers": 0}',
-            "expected an integer from 1 to 1024 as num_hidden_layers, found 0; correct it",
-        ),
-        (
-            '{"model_type": "llama", "num_hidden_layers": true}',
-            "expected an integer from 1 to 1024 as num_hidden_layers, found True; correct it",
-        ),
-        (
-            '{"model_type": "llama", "n_layer": "2"}',
-            "expected an integer from 1 to 1024 as n_layer, found '2'; correct it",
-        ),
-        (
-            '{"model_type": "llama", "num_hidden_layers": 2, "limit": Infinity}',
-            "expected JSON, found a value that JSON cannot hold",
-        ),
-        (
-            '{"model_type": "llama", "num_hidden_layers": 2, "name": "\\ud800"}',
-            "expected JSON, found a value that JSON cannot hold",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("", "expected JSON, found Expecting value: line 1 column 1 (char 0); download this file again"),
+    ("\xff", "expected text in UTF-8, found 'utf-8' codec can't decode"),
+    ("\xff\xfe{\0}\0", "expected text in UTF-8, found 'utf-8' codec can't decode"),
+    ("\xef\xbb\xbf{}", "expected JSON, found Unexpected UTF-8 BOM"),
+    ("[" * 100_000, "expected JSON, found maximum recursion depth exceeded"),
+    ("[1]", "expected a JSON object, found [1]; download this file again"),
+    ("{}", "expected a model_type such as 'llama', found None; use the config.json that came with the weights"),
+    ('{"model_type": 3}', "expected a model_type such as 'llama', found 3;"),
+    ('{"model_type": "llama"}', "expected num_hidden_layers, found none; write the model's layer count there"),
+    ('{"model_type": "llama", "num_hidden_layers": 0}',
+        "expected an integer from 1 to 1024 as num_hidden_layers, found 0; correct it"),
+    ('{"model_type": "llama", "num_hidden_layers": true}',
+        "expected an integer from 1 to 1024 as num_hidden_layers, found True; correct it"),
+    ('{"model_type": "llama", "n_layer": "2"}', "expected an integer from 1 to 1024 as n_layer, found '2'; correct it"),
+    ('{"model_type": "llama", "num_hidden_layers": 2, "limit": Infinity}',
+        "expected JSON, found a value that JSON cannot hold"),
+    ('{"model_type": "llama", "num_hidden_layers": 2, "name": "\\ud800"}',
+        "expected JSON, found a value that JSON cannot hold"),
+])  # fmt: skip
 def test_a_config_that_is_none(folder, text, expected):
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     assert line_of(folder).startswith(f"{folder}/config.json: {expected}")
@@ -311,20 +293,10 @@ def test_an_index_that_is_none(sharded, text):
     assert line_of(sharded).startswith(f"{sharded / INDEX}: expected ")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../../secret.safetensors",
-        "/etc/x.safetensors",
-        "sub/x.safetensors",
-        "..",
-        "x.bin",
-        "",
-        "a\0.safetensors",
-        "\ud800.safetensors",
-        "x" * 400 + ".safetensors",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "../../secret.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "x.bin", "", "a\0.safetensors",
+    "\ud800.safetensors", "x" * 400 + ".safetensors",
+])  # fmt: skip
 def test_an_index_that_leads_elsewhere(sharded, name):
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     assert line_of(sharded).startswith(

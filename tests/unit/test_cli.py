@@ -21,25 +21,13 @@ from lockstep.targets import Results
 
 TARGET = "demo-llama/fp16/all"
 NEEDS_RESULTS = {
-    "summary": ("summary",),
-    "report": ("report",),
-    "targets -v": ("targets", "-v"),
-    "show": ("show", "results/demo-llama/fp16/graphs/middle.onnx"),
-    "generate": ("generate", TARGET, "--prompt", "A"),
-    "bundle": ("bundle", TARGET),
-    "explain": ("explain", TARGET),
-    "reproduce": ("reproduce", TARGET),
-    "lock": ("lock",),
-    "lock of a model": ("lock", "demo-llama"),
-    "verify": ("verify",),
-    "verify of a model": ("verify", "demo-llama"),
-    "convert": ("stage", "convert"),
-    "export": ("stage", "export", TARGET),
-    "validate": ("stage", "validate"),
-    "build": ("stage", "build"),
-    "reference": ("stage", "reference"),
-    "golden": ("stage", "golden"),
-}
+    "summary": ("summary",), "report": ("report",), "targets -v": ("targets", "-v"),
+    "show": ("show", "results/demo-llama/fp16/graphs/middle.onnx"), "generate": ("generate", TARGET, "--prompt", "A"),
+    "bundle": ("bundle", TARGET), "explain": ("explain", TARGET), "reproduce": ("reproduce", TARGET), "lock": ("lock",),
+    "lock of a model": ("lock", "demo-llama"), "verify": ("verify",), "verify of a model": ("verify", "demo-llama"),
+    "convert": ("stage", "convert"), "export": ("stage", "export", TARGET), "validate": ("stage", "validate"),
+    "build": ("stage", "build"), "reference": ("stage", "reference"), "golden": ("stage", "golden"),
+}  # fmt: skip
 
 
 @pytest.fixture

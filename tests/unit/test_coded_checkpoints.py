@@ -116,8 +116,8 @@ def converted(folder: Path, precision: str, results: Results, shared: Shared) ->
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [("fp8-blocks", "fp32"), ("nf4", "w8a16"),
-     *(pytest.param(each, "fp32", marks=pytest.mark.long) for each in EACH if each != "fp8-blocks"),
+    [("nf4", "w8a16"),
+     *(pytest.param(each, "fp32", marks=pytest.mark.long) for each in EACH),
      *(pytest.param(each, "w8a8-fp8", marks=pytest.mark.long) for each in ("fp8-rows", "fp8-blocks"))],
 )  # fmt: skip
 def test_engines_say_what_the_numbers_say(shared, tmp_path, layout, precision):

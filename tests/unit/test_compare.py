@@ -29,9 +29,8 @@ from lockstep.errors import CheckError, InputError
 from lockstep.gpu.attention.rope_tables import read_rope_tables
 from lockstep.onnx_tools import rope
 from lockstep.onnx_tools.rewriter import Rewriter
-from lockstep.provenance import reproduce
 from lockstep.stages import Job, jobs, worker
-from lockstep.targets import Limits, Results, Target
+from lockstep.targets import Limits
 from lockstep.verify.compare import inputs, run
 from lockstep.verify.metrics import failed_path
 
@@ -146,23 +145,16 @@ def test_what_is_not_finite_is_found(demo, engines, tmp_path) -> None:
         "engine entry, profile 0 (num_tokens 1), value: expected finite numbers, found NaN or infinity (1 "
         "more of 6 engines differ)"
     ) in line
-    assert (
-        report["relative_error"] is None
-        and report["engines"]["entry"]["cosine"] is None
-        and report["engines"]["middle"]["passed"]
-    )
+    assert report["relative_error"] is None and report["engines"]["entry"]["cosine"] is None
+    assert report["engines"]["middle"]["passed"]
 
 
 def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> None:
     with pytest.raises(InputError, match="weights.json: precision: expected fp16 as in the assembly, found fp32"):
         run(
-            demo.assembly(MODEL, "fp16"),
-            demo.weights(MODEL, "fp32"),
-            fused["fp16"],
-            1e-2,
-            CONFIG.limits.plain(),
+            demo.assembly(MODEL, "fp16"), demo.weights(MODEL, "fp32"), fused["fp16"], 1e-2, CONFIG.limits.plain(),
             tmp_path / "out.json",
-        )
+        )  # fmt: skip
     (engines.parent / "exit.onnx").write_bytes(b"")
     with pytest.raises(CheckError, match="exit.onnx: sha256: made for .*the file is damaged"):
         compare(demo, engines, tmp_path / "out.json")
@@ -170,13 +162,9 @@ def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> Non
     (graphs / "middle.onnx").write_bytes(b"")
     with pytest.raises(CheckError, match="middle.onnx: expected sha256 .*export again"):
         run(
-            graphs / "assembly.json",
-            demo.weights(MODEL, "fp16"),
-            fused["fp16"],
-            1e-2,
-            CONFIG.limits.plain(),
+            graphs / "assembly.json", demo.weights(MODEL, "fp16"), fused["fp16"], 1e-2, CONFIG.limits.plain(),
             tmp_path / "out.json",
-        )
+        )  # fmt: skip
     assert not list(tmp_path.glob("out*"))
 
 
@@ -192,13 +180,9 @@ def test_a_precision_that_onnx_runtime_lacks_is_refused_and_not_asked_for(demo, 
         "Runtime computes in, found 'bf16'",
     ):
         run(
-            graphs / "assembly.json",
-            demo.weights(MODEL, "fp16"),
-            engines,
-            8e-2,
-            CONFIG.limits.plain(),
+            graphs / "assembly.json", demo.weights(MODEL, "fp16"), engines, 8e-2, CONFIG.limits.plain(),
             tmp_path / "out.json",
-        )
+        )  # fmt: skip
     model = {
         "source": "a",
         "layers": [2],
@@ -257,40 +241,19 @@ CACHE = """<ir_version: 8, opset_import: ["": 17]> g (int64[num_tokens] position
 LIMITS = Limits(max_batch_size=16, max_num_tokens=512, max_seq_len=256)
 
 
-@pytest.mark.parametrize(
-    "graph, limits, expected",
-    [
-        (GRAPH, {}, [(0, 1, 1), (1, 1, 1), (1, 32, 4), (2, 5, 5), (2, 32, 8), (3, 9, 9), (3, 32, 16)]),
-        (GRAPH, {"max_batch_size": 1, "max_num_tokens": 8}, [(0, 1, 1), (1, 1, 1), (1, 9, 1)]),
-        (
-            GRAPH,
-            {"max_batch_size": 100},
-            [(0, 1, 1), (1, 1, 1), (1, 32, 4), (2, 5, 5), (2, 32, 8), (3, 9, 9), (3, 32, 16), (4, 17, 17), (4, 32, 32)]
-            + [(5, 33, 33), (6, 65, 65)],
-        ),
-        (BLOCK, {}, [(0, 1), (1, 2), (1, 4), (2, 5), (2, 8), (3, 9), (3, 16), (4, 1), (4, 32)]),
-        (BLOCK, {"max_batch_size": 1, "max_num_tokens": 8}, [(0, 1), (1, 1), (1, 9)]),
-        (
-            BLOCK,
-            {"max_batch_size": 100},
-            [
-                (0, 1),
-                (1, 2),
-                (1, 4),
-                (2, 5),
-                (2, 8),
-                (3, 9),
-                (3, 16),
-                (4, 17),
-                (4, 32),
-                (5, 33),
-                (6, 65),
-                (7, 1),
-                (7, 32),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("graph, limits, expected", [
+    (GRAPH, {}, [(0, 1, 1), (1, 1, 1), (1, 32, 4), (2, 5, 5), (2, 32, 8), (3, 9, 9), (3, 32, 16)]),
+    (GRAPH, {"max_batch_size": 1, "max_num_tokens": 8}, [(0, 1, 1), (1, 1, 1), (1, 9, 1)]),
+    (GRAPH,
+        {"max_batch_size": 100},
+        [(0, 1, 1), (1, 1, 1), (1, 32, 4), (2, 5, 5), (2, 32, 8), (3, 9, 9), (3, 32, 16), (4, 17, 17), (4, 32, 32)] + [
+            (5, 33, 33), (6, 65, 65)]),
+    (BLOCK, {}, [(0, 1), (1, 2), (1, 4), (2, 5), (2, 8), (3, 9), (3, 16), (4, 1), (4, 32)]),
+    (BLOCK, {"max_batch_size": 1, "max_num_tokens": 8}, [(0, 1), (1, 1), (1, 9)]),
+    (BLOCK,
+        {"max_batch_size": 100},
+        [(0, 1), (1, 2), (1, 4), (2, 5), (2, 8), (3, 9), (3, 16), (4, 17), (4, 32), (5, 33), (6, 65), (7, 1), (7, 32)]),
+])  # fmt: skip
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
     assembly = SimpleNamespace(max_position_embeddings=None)
     found = inputs.cases(inputs.Graph(onnx.parser.parse_model(graph), assembly, replace(LIMITS, **limits)))
@@ -305,10 +268,8 @@ def test_positions_are_those_that_the_model_has(positions, expected) -> None:
     assembly = SimpleNamespace(max_position_embeddings=positions)
     graph = inputs.Graph(onnx.parser.parse_model(CACHE), assembly, LIMITS)
     smallest, chosen = inputs.cases(graph)
-    assert smallest.sizes == {"num_tokens": 1, "past_capacity": 1} and chosen.sizes == {
-        "num_tokens": expected,
-        "past_capacity": expected,
-    }
+    assert smallest.sizes == {"num_tokens": 1, "past_capacity": 1}
+    assert chosen.sizes == {"num_tokens": expected, "past_capacity": expected}
     feed = inputs.arrays(graph, chosen)
     assert feed["past_lengths"] == expected // 2 and feed["position_ids"].tolist() == list(
         range(expected // 2, expected // 2 + expected)
@@ -350,10 +311,8 @@ def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, 
     gc.collect()  # behind tests of other modules some of it hangs on a cycle
     report = read_json(tmp_path / "compare.json")
     kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
-    assert (
-        set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds}
-        and report["versions"]["tensorrt"] == "8.6.0"
-    )
+    assert set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds}
+    assert report["versions"]["tensorrt"] == "8.6.0"
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
     chosen = [number for number in profiles if number]  # a context begins in the first
     assert gpu.profiles == chosen and max(profiles) == 2
@@ -433,33 +392,6 @@ def test_engines_with_other_flags_of_the_compiler_are_other_engines(gpu, demo, t
     assert built() == 5 and read_json(tmp_path / "engines.json")["options"]["compiler_flags"] == "-cask:fp16_acc=on"
     build_and_compare(demo, tmp_path, "fp16", tactics="record")
     assert built() == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["record", "verified"])
-def test_engines_are_reproduced_with_the_tactics_of_their_record(gpu, demo, tmp_path, mode) -> None:
-    """A round starts in an empty folder, where `verified` would find no record, and `record` no cache to replay."""
-    results, target, names = (
-        Results(tmp_path / "results"),
-        Target(MODEL, "fp16", "all", "tensorrt"),
-        (MODEL, "fp16", "tensorrt"),
-    )
-    folder = results.engines(*names).parent
-    for each in dict.fromkeys(("record", mode)):
-        build_and_compare(demo, folder, "fp16", tactics=each)
-    reproduce._take_tactics(results, Results(tmp_path / "round" / "results"), target)
-    again = Results(tmp_path / "round" / "results").engines(*names).parent
-    assert {path.name: path.read_bytes() for path in again.iterdir()} == {
-        name: (folder / name).read_bytes() for name in ("timing.cache", "tactics.json")
-    }
-    build_and_compare(demo, again, "fp16", tactics="verified")
-    (folder / "timing.cache").unlink()
-    with pytest.raises(
-        CheckError,
-        match="timing.cache: expected the tactics that the engines were built "
-        "with, found no file; build with tactics: record",
-    ):
-        reproduce._take_tactics(results, Results(tmp_path / "another" / "results"), target)
 
 
 def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, engines, tmp_path) -> None:

@@ -64,19 +64,11 @@ def test_engines_hold_no_weights_paths_or_traces(demo, precision):
 def test_one_set_covers_every_class_and_kind_and_says_what_it_was_made_for(demo):
     manifest = read_json(demo.engines("demo-llama", "fp16", "onnxruntime"), "lockstep.engines/1")
     assert sorted(manifest["engines"]) == [
-        "attention.decode",
-        "attention.prefill",
-        "embedding",
-        "entry",
-        "exit",
-        "middle",
-    ]
+        "attention.decode", "attention.prefill", "embedding", "entry", "exit", "middle",
+    ]  # fmt: skip
     assert manifest["precision"] == "fp16" and manifest["backend_version"] == get_backend("onnxruntime").version()
-    assert manifest["device"]["architecture"] and manifest["options"] == {
-        "optimization_level": "all",
-        "opset": None,
-        "fuse_projections": False,
-    }
+    assert manifest["device"]["architecture"]
+    assert manifest["options"] == {"optimization_level": "all", "opset": None, "fuse_projections": False}
 
 
 def test_what_fits_is_not_built_again(made):
@@ -108,16 +100,10 @@ def test_only_what_changed_is_built_again_and_leftovers_go(made):
     EngineSet.open(engines, assembly)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"backend_version": "0.1"},
-        {"builder_revision": 0},
-        {"options": {}},
-        {"device": {"architecture": "riscv64", "isa": []}},
-        {"format": "older"},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"backend_version": "0.1"}, {"builder_revision": 0}, {"options": {}},
+    {"device": {"architecture": "riscv64", "isa": []}}, {"format": "older"},
+])  # fmt: skip
 def test_another_version_device_or_option_is_built_again(made, values):
     assembly, engines = made
     manifest = engines.read_bytes()
@@ -156,21 +142,16 @@ def test_an_opset_that_nothing_is_lowered_to_is_a_mistake_of_the_user(demo, tmp_
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"backend_version": "1.2.3"}, r"onnxruntime version: made for 1\.2\.3, found "),
-        (
-            {"device": {"architecture": "x86_64", "isa": ["avx512_from_2042"]}},
-            "device: made for architecture x86_64, isa avx512_from_2042, found architecture",
-        ),
-        ({"device": {"architecture": "riscv64", "isa": []}}, "device: made for architecture riscv64"),
-        ({"precision": "fp16"}, "precision: made for fp16, found fp32"),
-        ({"engines": {}}, "engines: made for , found attention.decode attention.prefill"),
-        ({"backend": "abacus"}, f"backend: expected one of {', '.join(backends())}, found 'abacus'"),
-        ({"format": "lockstep.engines/9"}, "expected format 'lockstep.engines/1', found 'lockstep.engines/9'"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"backend_version": "1.2.3"}, r"onnxruntime version: made for 1\.2\.3, found "),
+    ({"device": {"architecture": "x86_64", "isa": ["avx512_from_2042"]}},
+        "device: made for architecture x86_64, isa avx512_from_2042, found architecture"),
+    ({"device": {"architecture": "riscv64", "isa": []}}, "device: made for architecture riscv64"),
+    ({"precision": "fp16"}, "precision: made for fp16, found fp32"),
+    ({"engines": {}}, "engines: made for , found attention.decode attention.prefill"),
+    ({"backend": "abacus"}, f"backend: expected one of {', '.join(backends())}, found 'abacus'"),
+    ({"format": "lockstep.engines/9"}, "expected format 'lockstep.engines/1', found 'lockstep.engines/9'"),
+])  # fmt: skip
 def test_an_engine_set_made_for_something_else_is_refused_with_both_values(made, values, message):
     assembly, engines = made
     change(engines, **values)
@@ -270,33 +251,19 @@ def test_a_long_build_has_a_line_and_a_record_for_each_engine(made, tmp_path, mo
     monkeypatch.setattr(builder, "get_backend", lambda name: Slow())
     out = build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
     lines = capsys.readouterr().err.splitlines()
-    assert (
-        re.fullmatch(
-            r"build: engine 1 of 6: embedding \.\.\. [0-9.]+ s, 3 MiB of GPU "
-            r"memory",
-            lines[0],
-        )
-        and len(lines) == 6
-    )
+    assert re.fullmatch(r"build: engine 1 of 6: embedding \.\.\. [0-9.]+ s, 3 MiB of GPU " r"memory", lines[0])
+    assert len(lines) == 6
     assert [line.split()[5] for line in lines if line.endswith(" 3 MiB of GPU memory; warm to the touch")] == ["middle"]
     costs = read_json(out.parent / "build.costs.json", "lockstep.build_costs/1")["engines"]
     manifest = read_json(out)
-    assert (
-        set(costs) == set(manifest["engines"])
-        and costs["entry"]["peak_memory_bytes"] == 3 << 20
-        and costs["entry"]["seconds"] > 0
-    )
-    assert (
-        "seconds" not in out.read_text()
-        and manifest["engines"]["entry"]["said"] == "entry"
-        and set(costs["middle"]) == {"seconds", "peak_memory_bytes"}
-    )
+    assert set(costs) == set(manifest["engines"]) and costs["entry"]["peak_memory_bytes"] == 3 << 20
+    assert costs["entry"]["seconds"] > 0
+    assert "seconds" not in out.read_text() and manifest["engines"]["entry"]["said"] == "entry"
+    assert set(costs["middle"]) == {"seconds", "peak_memory_bytes"}
     (out.parent / "exit.onnx").unlink()
     build(made[0], "onnxruntime", out)
-    assert (
-        list(read_json(out.parent / "build.costs.json")["engines"]) == ["exit"]
-        and len(capsys.readouterr().err.splitlines()) == 1
-    )
+    assert list(read_json(out.parent / "build.costs.json")["engines"]) == ["exit"]
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_build_that_fails_says_in_which_engine(made, tmp_path, monkeypatch, capsys):

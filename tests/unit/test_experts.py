@@ -184,9 +184,16 @@ def test_no_value_grows_with_tokens_times_weights():
     assert max(math.prod(size for size in shape if size) for shape in sizes.values()) <= TAKEN * WIDTH
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.long)])
-def test_the_blocks_of_a_family_are_grouped_and_compute_the_same(shared, family):
-    files, assembly = shared.assembled(dict(FAMILIES[family].config), "fp32")
+CONFIG = {
+    "model_type": "qwen3_moe", "vocab_size": 288, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32, "intermediate_size": 96,
+    "num_experts": 8, "num_experts_per_tok": 4, "max_position_embeddings": 64, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", some([CONFIG, FAMILIES["mixtral"].config, FAMILIES["deepseek_v3"].config]))
+def test_the_blocks_of_a_family_are_grouped_and_compute_the_same(shared, config):
+    files, assembly = shared.assembled(config, "fp32")
     grouped = 0
     for graph in assembly.classes.values():
         model = onnx.ModelProto.FromString(files[graph.file])
@@ -207,23 +214,6 @@ def test_the_blocks_of_a_family_are_grouped_and_compute_the_same(shared, family)
 def checkpoint(shared) -> Path:
     """A random checkpoint of a mixture whose rows are groups of 32."""
     return shared.folder("experts/checkpoint", lambda folder: make_random(CONFIG, folder)) / "model"
-
-
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 288,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 32,
-    "intermediate_size": 96,
-    "num_experts": 8,
-    "num_experts_per_tok": 4,
-    "max_position_embeddings": 64,
-    "eos_token_id": 2,
-}
 
 
 def make_random(config: Mapping[str, object], folder: Path) -> None:
@@ -249,6 +239,7 @@ def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[n
     return model.step([Advance(0, tokens, 0)])[0], expected, held
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("precision", "backend"),
     some([("w4a16", "onnxruntime"), ("w8a8", "onnxruntime"), ("w8a16", "openvino"), ("w8a16", "onnxruntime")]),
@@ -267,6 +258,7 @@ def test_experts_are_quantised_and_routers_are_not(checkpoint, tmp_path, precisi
 PARTS = ("gate", "up", "down")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(["gptq", "awq", "pack-quantized"]))
 def test_experts_of_a_quantised_checkpoint_keep_their_integers(checkpoint, tmp_path, name):
     layout = next(each for each in LAYOUTS if each.name == name and each.bits == 4 and each.zero_points)

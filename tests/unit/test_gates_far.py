@@ -75,22 +75,14 @@ def plant(folder: Path, phase: str, fault) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    ("fault", "phase", "tensor"),
-    [
-        pytest.param(
-            POSITIONS_CLAMPED_AT_63, "prefill", r"behind 63 cached tokens, chunked\.key_out", marks=pytest.mark.long
-        ),
-        (POSITIONS_CLAMPED_AT_63, "decode", r"behind 63 cached tokens, decode\.key_out"),
-        (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"behind 63 cached tokens, decode\.attention"),
-        pytest.param(
-            ROWS_FROM_64_ON_FORGOTTEN,
-            "prefill",
-            r"behind 127 cached tokens, chunked\.attention",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fault", "phase", "tensor"), [
+    pytest.param(POSITIONS_CLAMPED_AT_63, "prefill", r"behind 63 cached tokens, chunked\.key_out",
+        marks=pytest.mark.long),
+    (POSITIONS_CLAMPED_AT_63, "decode", r"behind 63 cached tokens, decode\.key_out"),
+    (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"behind 63 cached tokens, decode\.attention"),
+    pytest.param(ROWS_FROM_64_ON_FORGOTTEN, "prefill", r"behind 127 cached tokens, chunked\.attention",
+        marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, precision, fault, phase, tensor):
     folder = shutil.copytree(demo.assembly("demo-llama", precision).parent, tmp_path / "graphs")
     plant(folder, phase, fault)
@@ -100,15 +92,9 @@ def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, prec
         rf"of at most",
     ):
         validate.run(
-            folder / "assembly.json",
-            demo.weights("demo-llama", precision),
-            demo.checkpoint("demo-llama"),
-            2,
-            TOLERANCES[precision],
-            LIMITS.max_seq_len,
-            tmp_path / "validate.json",
-            threads=1,
-        )
+            folder / "assembly.json", demo.weights("demo-llama", precision), demo.checkpoint("demo-llama"), 2,
+            TOLERANCES[precision], LIMITS.max_seq_len, tmp_path / "validate.json", threads=1,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -135,15 +121,9 @@ def windowed(shared, precision) -> Results:
 def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precision, fault):
     def validated():
         return validate.run(
-            folder / "assembly.json",
-            windowed.weights(WINDOWED, precision),
-            windowed.checkpoint(WINDOWED),
-            "all",
-            TOLERANCES[precision],
-            512,
-            tmp_path / "validate.json",
-            threads=1,
-        )
+            folder / "assembly.json", windowed.weights(WINDOWED, precision), windowed.checkpoint(WINDOWED), "all",
+            TOLERANCES[precision], 512, tmp_path / "validate.json", threads=1,
+        )  # fmt: skip
 
     folder = shutil.copytree(windowed.assembly(WINDOWED, precision).parent, tmp_path / "graphs")
     if fault is None:
@@ -203,27 +183,15 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
         rf"(attention|key_out): expected an error of at most",
     ):
         compare.run(
-            assembly,
-            weights,
-            engines,
-            TOLERANCES[precision].beside_graph,
-            CONFIG.limits.plain(),
-            tmp_path / "compare.json",
-            threads=1,
-        )
+            assembly, weights, engines, TOLERANCES[precision].beside_graph, CONFIG.limits.plain(),
+            tmp_path / "compare.json", threads=1,
+        )  # fmt: skip
     with pytest.raises(CheckError, match=said):
         golden.check_engines(
-            assembly,
-            weights,
-            engines,
-            references.reference("demo-llama", 2),
-            Target("demo-llama", precision, 2, "onnxruntime"),
-            TOLERANCES[precision],
-            LIMITS,
-            tmp_path / "golden.json",
-            tmp_path / "golden.speed.json",
-            [prompt.expected[2] for prompt in GOLDEN.prompts],
-        )
+            assembly, weights, engines, references.reference("demo-llama", 2),
+            Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision], LIMITS, tmp_path / "golden.json",
+            tmp_path / "golden.speed.json", [prompt.expected[2] for prompt in GOLDEN.prompts],
+        )  # fmt: skip
 
 
 def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references, tmp_path):
@@ -239,9 +207,7 @@ def test_a_golden_check_that_fails_says_which_engine_leaves_its_graph(references
         "engines": engines,
     }
     with pytest.raises(
-        CheckError,
-        match=r"the long prompt', behind .*/2\.failed\.json; engine: "
-        r".*attention\.decode",
+        CheckError, match=r"the long prompt', behind .*/2\.failed\.json; engine: .*attention\.decode"
     ) as error:
         STAGES["golden"].run(
             Job(
@@ -265,17 +231,10 @@ def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
         references.weights("demo-llama", "fp32"),
         references.engines("demo-llama", "fp32", "onnxruntime"),
     )
-    report = read_json(
-        golden.check_engines(
-            *paths,
-            references.reference("demo-llama", 2),
-            Target("demo-llama", "fp32", 2, "onnxruntime"),
-            TOLERANCES["fp32"],
-            LIMITS,
-            tmp_path / "golden.json",
-            tmp_path / "golden.speed.json",
-        )
-    )
+    report = read_json(golden.check_engines(
+        *paths, references.reference("demo-llama", 2), Target("demo-llama", "fp32", 2, "onnxruntime"),
+        TOLERANCES["fp32"], LIMITS, tmp_path / "golden.json", tmp_path / "golden.speed.json",
+    ))  # fmt: skip
     long = report["long_prompt"]
     assert long["num_tokens"] == 240 and len(long["tokens"]) == 16 and long["generate_equal"]
     for entry in (long, *report["prompts"]):

@@ -39,15 +39,10 @@ def check(results, tmp_path, precision="fp32", layers=2, **changes):
     return golden.check_engines(**{**given, **changes})
 
 
-@pytest.mark.parametrize(
-    ("precision", "layers"),
-    [
-        ("fp32", 2),
-        ("fp16", "all"),
-        pytest.param("fp32", "all", marks=pytest.mark.long),
-        pytest.param("fp16", 2, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("precision", "layers"), [
+    ("fp16", "all"), pytest.param("fp32", 2, marks=pytest.mark.long),
+    pytest.param("fp32", "all", marks=pytest.mark.long), pytest.param("fp16", 2, marks=pytest.mark.long),
+])  # fmt: skip
 def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, precision, layers):
     report = read_json(check(references, tmp_path, precision, layers), "lockstep.golden/2")
     assert report["result"] == "pass" and report["max_logit_error"] <= report["tolerance"]
@@ -243,14 +238,9 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     assert not report["prompts"][0]["tokens_equal"]
     assert report["prompts"][0]["alone_equal"]
     fails(
-        copy,
-        tmp_path / "narrow",
-        "step 2, decoding freely",
-        tolerance=Tolerances(0, step["gap"] * 0.99),
-        expected=[None] * 4,
-        out=tmp_path / "narrow" / "check.json",
-        speed_out=tmp_path / "narrow" / "check.speed.json",
-    )
+        copy, tmp_path / "narrow", "step 2, decoding freely", tolerance=Tolerances(0, step["gap"] * 0.99),
+        expected=[None] * 4, out=tmp_path / "narrow" / "check.json", speed_out=tmp_path / "narrow" / "check.speed.json",
+    )  # fmt: skip
 
 
 def test_an_unlikely_token_is_not_accepted_for_a_small_gap(copy, tmp_path):
@@ -271,8 +261,7 @@ def test_a_text_other_than_the_configs_fails_and_both_are_shown(references, tmp_
     fails(
         references,
         tmp_path,
-        r"text: expected ' sunny city' as in the config, found ' cars on fog .*' "
-        r"\(the reference says ' cars on",
+        r"text: expected ' sunny city' as in the config, found ' cars on fog .*' \(the reference says ' cars on",
         expected=expected,
     )
 
@@ -285,6 +274,7 @@ def test_other_prompt_ids_than_transformers_fail(copy, tmp_path):
     fails(copy, tmp_path, r"prompt ids: expected \[221, .*\] as in transformers, found \[681, 221")
 
 
+@pytest.mark.long
 def test_other_end_tokens_than_transformers_fail(copy, tmp_path):
     edit_reference(copy, lambda manifest, logits: manifest.update(eos_token_ids=[0, 7]))
     fails(copy, tmp_path, r"end-of-sequence tokens: expected \[0, 7\] as in transformers, found \[0\]")
@@ -302,18 +292,12 @@ def test_engines_of_another_export_are_refused(copy, tmp_path):
 # --- inputs that do not fit together ---
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"expected": [None]}, "prompts: expected 1 as in the config, found 4"),
-        (
-            {"limits": replace(LIMITS, max_input_len=20)},
-            r"'Lake Zürich .*': expected at most 20 tokens "
-            r"\(limits.max_input_len\), found 24",
-        ),
-        ({"limits": replace(LIMITS, max_seq_len=30)}, r"within 30 tokens \(limits.max_seq_len\), found 24 \+ 16"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"expected": [None]}, "prompts: expected 1 as in the config, found 4"),
+    ({"limits": replace(LIMITS, max_input_len=20)},
+        r"'Lake Zürich .*': expected at most 20 tokens " r"\(limits.max_input_len\), found 24"),
+    ({"limits": replace(LIMITS, max_seq_len=30)}, r"within 30 tokens \(limits.max_seq_len\), found 24 \+ 16"),
+])  # fmt: skip
 def test_a_mistake_of_the_user_is_one_line(references, tmp_path, changes, message):
     with pytest.raises(InputError, match=message):
         check(references, tmp_path, **changes)

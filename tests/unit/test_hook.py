@@ -16,13 +16,9 @@ from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import parts_of
 
 TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 64,
-}
+}  # fmt: skip
 
 
 def test_an_argument_that_nobody_has_looked_at_is_refused_by_its_name():
@@ -38,17 +34,10 @@ def test_an_argument_that_nobody_has_looked_at_is_refused_by_its_name():
 @pytest.mark.exports
 def test_sparse_attention_is_refused():
     config = {
-        "model_type": "minimax_m3_vl_text",
-        **TINY,
-        "head_dim": 8,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "index_n_heads": 2,
-        "index_head_dim": 8,
-        "layer_types": ["minimax_m3_sparse"] * 2,
-        "mlp_layer_types": ["dense"] * 2,
-        "dense_intermediate_size": 64,
-    }
+        "model_type": "minimax_m3_vl_text", **TINY, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "index_n_heads": 2, "index_head_dim": 8, "layer_types": ["minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense"] * 2, "dense_intermediate_size": 64,
+    }  # fmt: skip
     with pytest.raises(InputError, match="sparse attention .* given as block_indices"):
         parts_of(meta_model(config, "fp32"))
 
@@ -71,16 +60,10 @@ def test_masks_that_are_no_window_are_refused(mask, size, reason):
         window_of(mask, size)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda mask: mask[:, :1],
-        lambda mask: mask + 1,
-        lambda mask: mask.shape,
-        lambda mask: torch.cat([mask]),
-        lambda mask: ~mask,
-    ],
-)
+@pytest.mark.parametrize("use", [
+    lambda mask: mask[:, :1], lambda mask: mask + 1, lambda mask: mask.shape, lambda mask: torch.cat([mask]),
+    lambda mask: ~mask,
+])  # fmt: skip
 def test_a_mask_may_be_handed_on_and_nothing_else(use):
     with pytest.raises(InputError, match="change the attention mask"):
         use(Mask(0))
@@ -115,15 +98,13 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
 @pytest.mark.parametrize(("config", "reason"), [
     ({"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": 64}, "ALiBi"),
     pytest.param({"model_type": "falcon", **TINY, "alibi": True}, "ALiBi", marks=pytest.mark.long),
-    ({"model_type": "falcon", **TINY}, "computes attention in code of its own"),
-    ({"model_type": "gptj", "n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4, "vocab_size": 64}, "computes attention in "  # noqa: E501
-"code of its own"),
+    pytest.param({"model_type": "falcon", **TINY}, "computes attention in code of its own", marks=pytest.mark.long),
     ({"model_type": "bert", **TINY}, "lets tokens see later ones, as encoders do"),
     ({**FAMILIES["gemma3_text"].config, "use_bidirectional_attention": True}, "lets tokens see later ones"),
-    ({"model_type": "gemma4_text", **TINY, "head_dim": 8, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "layer_types": ["full_attention"] * 2}, "keys and values of earlier layers"),  # noqa: E501
+    pytest.param({"model_type": "gemma4_text", **TINY, "head_dim": 8, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "layer_types": ["full_attention"] * 2}, "keys and values of earlier layers", marks=pytest.mark.long),  # noqa: E501
     pytest.param({"model_type": "mamba", **TINY}, "recurrent layers", marks=pytest.mark.long),
     pytest.param({"model_type": "recurrent_gemma", **TINY}, "recurrent layers", marks=pytest.mark.long),
-    ({"model_type": "doge", **TINY}, "change the attention mask"),
+    pytest.param({"model_type": "doge", **TINY}, "change the attention mask", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_refusal_says_the_real_reason_and_nothing_on_the_side(config, reason, capfd):
     with pytest.raises(InputError) as error:

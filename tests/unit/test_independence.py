@@ -220,15 +220,10 @@ def test_the_limit_of_positions_is_known_before_anything_runs(tmp_path, config):
     shape = read_shape(tmp_path)
     keys = ("original_max_position_embeddings", "attention_chunk_size", "floor_scale")
     assert shape.max_position_embeddings == 64 and shape.limited_by.partition(":")[0] in keys
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "num_hidden_layers": 2,
-                "max_position_embeddings": 128,
-                "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 64},
-            }
-        )
-    )
+    (tmp_path / "config.json").write_text(json.dumps({
+        "num_hidden_layers": 2, "max_position_embeddings": 128,
+        "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 64},
+    }))  # fmt: skip
     assert read_shape(tmp_path).max_position_embeddings == 128
 
 

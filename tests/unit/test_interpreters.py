@@ -58,6 +58,7 @@ def test_the_provenance_names_them_too(demo: Results, other: str) -> None:
     assert {"pkg:pypi/onnx@9.9.9", f"pkg:generic/python@{platform.python_version()}"} <= named
 
 
+@pytest.mark.long
 def test_a_server_has_the_packages_of_both(references: Results, other: str) -> None:
     served = replace(step_of("served", references, other), inputs={})
     found = build_key(served).environment

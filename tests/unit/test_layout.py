@@ -18,23 +18,14 @@ from lockstep.weights import convert
 pytestmark = pytest.mark.exports
 
 SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48,
-}
+}  # fmt: skip
 MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 3, "num_experts_per_tok": 2}
 QWEN = {
-    "model_type": "qwen3_moe",
-    **SIZES,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "mlp_only_layers": [0],
-}
+    "model_type": "qwen3_moe", **SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "mlp_only_layers": [0],
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 

@@ -27,6 +27,7 @@ from lockstep.load.report import LoadReport
 from lockstep.load.wire import EventReader
 from lockstep.runtime.tokenizer import Tokenizer
 from scripted_server import ScriptedServer, Step, words
+from some import some
 
 
 @pytest.fixture
@@ -131,14 +132,6 @@ def test_what_waits_for_its_turn_has_the_wait_in_its_latency(server: ScriptedSer
     assert records[5].ttft is not None and records[5].ttft >= 0.3
 
 
-@pytest.mark.long
-def test_a_slow_answer_delays_no_later_request(server: ScriptedServer) -> None:
-    server.script = lambda body, number: iter((1.0, "late ") if number == 0 else ("soon ",))
-    records = records_of(server, LoadSpec(prompts(5, 1), {}, rates=(20.0,), arrivals="constant", warmup=0))
-    assert (records[0].latency or 0) >= 1
-    assert all(record.end and record.end < records[0].chunks[0] for record in records[1:])
-
-
 def test_the_first_token_is_the_first_text_and_not_the_role(server: ScriptedServer) -> None:
     server.script = lambda body, number: iter((0.1, "a ", 0.1, "b "))
     (record,) = records_of(server, LoadSpec([Prompt("hello there", 2)], {}, endpoint="chat", warmup=0))
@@ -210,16 +203,13 @@ def test_cancelled_requests_leave_and_are_in_no_time(server: ScriptedServer) -> 
 # --- what a server may do
 
 
-@pytest.mark.parametrize(
-    ("steps", "said"),
-    [
-        ((b"",), "closed before the answer was whole"),
-        (("a ", {"error": {"message": "engine\ndied"}}), "engine died"),
-        (("a ", {"choices": [7]}), "expected an event of OpenAI's format"),
-        ((b"0\r\n\r\n",), r"ends in \[DONE\]"),
-        ((b"zz\r\n",), "expected an answer in HTTP"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "said"), some([
+    ((b"",), "closed before the answer was whole"),
+    (("a ", {"error": {"message": "engine\ndied"}}), "engine died"),
+    (("a ", {"choices": [7]}), "expected an event of OpenAI's format"),
+    ((b"0\r\n\r\n",), r"ends in \[DONE\]"),
+    ((b"zz\r\n",), "expected an answer in HTTP"),
+]))  # fmt: skip
 def test_an_answer_that_is_not_whole_is_a_failure(server: ScriptedServer, steps: tuple[Step, ...], said: str) -> None:
     server.script = lambda body, number: iter(steps if number == 1 else ("a ",))
     records = records_of(server, LoadSpec(prompts(3, 1), {}, concurrency=1, warmup=0))
@@ -408,15 +398,6 @@ def test_a_failure_is_worse_than_any_base() -> None:
 
 
 FEW = ("--functional", "--token-norm-dist", "6,1,4,1", "--requests", 3)
-
-
-@pytest.mark.long
-def test_functional_asks_each_prompt_alone_streamed_and_all_at_once(
-    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = told(capsys, server.url, *FEW)
-    assert code == 0 and out.startswith("3 prompts answered") and len(server.bodies) == 9
-    assert sum("stream" not in body for body in server.bodies) == 3
 
 
 @pytest.mark.long

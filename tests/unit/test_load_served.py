@@ -70,20 +70,6 @@ def measured(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: objec
     ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
-def test_drawn_prompts_get_answers_of_the_drawn_lengths(
-    server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, endpoint: str
-) -> None:
-    from lockstep.load.workload import normal
-
-    expected = [prompt.max_tokens for prompt in normal(12, [20, 6, 12, 4], 3)]
-    report, records = measured(capsys, tmp_path, *where(server, endpoint), *DRAWN, "--rate", "20,inf")
-    assert [run.rate for run in report.runs] == [20, None]
-    assert [record["output_tokens"] for record in records] == expected * 2
-    assert all(record["status"] == "completed" and record["chunks"] for record in records)
-
-
 @pytest.mark.parametrize("endpoint", some(["completions", "grpc", "chat", "triton"]))
 def test_texts_of_a_file_are_the_same_alone_streamed_and_together(
     server: RealServer, capsys: pytest.CaptureFixture[str], dataset: Path, endpoint: str
@@ -112,32 +98,6 @@ def test_all_endpoints_count_the_same_tokens(
         assert found == counts["grpc0"], name
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
-def test_cancelled_requests_leave_nothing_behind(
-    server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, endpoint: str
-) -> None:
-    drawn = ("--token-norm-dist", "20,0,200,0", "--requests", 20, "--concurrency", 6, "--cancel", 0.3)
-    report, records = measured(capsys, tmp_path, *where(server, endpoint), *drawn, "--cancel-within", 0.05)
-    found = report.runs[0].figures
-    assert found["cancelled"] and found["completed"] and found["cancelled"] + found["completed"] == 20
-    assert all(record["output_tokens"] == 200 for record in records if record["status"] == "completed")
-    server.wait_idle()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("endpoint", ["completions", "triton", "grpc"])
-def test_a_server_with_a_key_needs_it(
-    guarded: tuple[RealServer, Path], capsys: pytest.CaptureFixture[str], endpoint: str
-) -> None:
-    server, key = guarded
-    arguments = [*where(server, endpoint), *DRAWN, "--model", "" if endpoint != "completions" else "demo-llama"]
-    code, _, said = told(capsys, *arguments, "--api-key-file", key)
-    assert code == 0, said
-    code, _, said = told(capsys, *arguments)
-    assert code == 1 and "authorization: expected 'Bearer' and a key of this server" in said, said
-
-
 def test_a_refusal_that_comes_before_the_request_is_written_is_told_as_it_is(guarded: tuple[RealServer, Path]) -> None:
     """Over gRPC a server may end a stream while the client still writes: that the write failed is not what counts."""
     address = f"127.0.0.1:{grpc_port(guarded[0])}"
@@ -156,22 +116,6 @@ def test_a_refusal_that_comes_before_the_request_is_written_is_told_as_it_is(gua
 
     found = asyncio.run(ask_many())
     assert found == {"gRPC UNAUTHENTICATED: authorization: expected 'Bearer' and a key of this server, found nothing"}
-
-
-@pytest.mark.long
-def test_the_spelling_of_the_benchmark_of_the_backend(
-    server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, dataset: Path
-) -> None:
-    address = f"127.0.0.1:{grpc_port(server)}"
-    for workload in (
-        ["dataset", "--dataset", dataset, "--tokenizer_dir", DEMO, "--tokenizer_type", "auto", "--num_requests", 4],
-        ["token_norm_dist", "--input_mean", 12, "--input_stdev", 5, "--output_mean", 8, "--output_stdev", 2,
-         "--num_requests", 8],
-    ):  # fmt: skip
-        code, out, said = told(capsys, address, "-i", "grpc", "--request_rate", 50, *workload)
-        assert code == 0, said
-        for row in ("Requests/Sec", "OP tokens/sec", "P99 latency", "P90 latency", "Total latency", "Total requests"):
-            assert row in out
 
 
 def test_what_fits_no_endpoint_is_one_line(

@@ -234,8 +234,7 @@ def test_a_manifest_without_its_record_is_not_read(copy: Results) -> None:
     before = read_json(made.output)
     with pytest.raises(
         InputError,
-        match=r"assembly.json: expected its record assembly.build.json beside it, "
-        r"found none: .*; make it again",
+        match=r"assembly.json: expected its record assembly.build.json beside it, found none: .*; make it again",
     ):
         stage.run(made, lambda: pytest.fail("it was read"))
     assert read_json(made.output) == before and read_record(made.output)
@@ -290,16 +289,8 @@ def test_verify_needs_the_standard_library_only() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not set(loaded) & {
-        "numpy",
-        "onnx",
-        "onnxruntime",
-        "torch",
-        "transformers",
-        "pydantic",
-        "yaml",
-        "click",
-        "ml_dtypes",
-    }
+        "numpy", "onnx", "onnxruntime", "torch", "transformers", "pydantic", "yaml", "click", "ml_dtypes",
+    }  # fmt: skip
 
 
 def test_a_difference_is_in_words_with_both_values() -> None:

@@ -3,6 +3,7 @@
 import functools
 
 import families
+import handmade
 import numpy as np
 import onnx
 import pytest
@@ -17,17 +18,9 @@ from some import some
 
 pytestmark = pytest.mark.exports
 
-BASE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-}
 # Those that other tests trace too, where that is as good.
 FAMILIES = {
-    "llama": ({"model_type": "llama", **BASE}, "fp16"),
+    "llama": (handmade.CONFIG, "fp16"),
     "llama (biases)": (families.FAMILIES["llama"].config, "fp32"),
     "gemma2 (windows, soft caps, tanh gelu)": (families.FAMILIES["gemma2"].config, "fp32"),
     "gpt_neox (one tensor for q, k and v; erf gelu)": (families.FAMILIES["gpt_neox"].config, "fp32"),
@@ -156,7 +149,7 @@ def test_show_names_operators_shapes_and_slots(graphs, tmp_path):
     for name, model in graphs("llama"):
         onnx.save(model, tmp_path / name)
     text = show(tmp_path / "middle.onnx")
-    assert "previous.mlp.gate_proj.weight" in text and "fp16 [48, 32]" in text
+    assert "previous.mlp.gate_proj.weight" in text and "fp16 [64, 48]" in text
     assert "query" in text and "Gemm(mul_5, current.self_attn.q_proj.weight, transB=1)" in text
     assert "lockstep" not in show(tmp_path / "attention.decode.onnx") and (
         "function attention(query, key, value, position_ids)"
@@ -173,18 +166,11 @@ def test_show_of_a_file_that_is_no_graph_is_one_line(tmp_path):
         assert "\n" not in str(error.value) and name in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "head", "rows"),
-    [
-        pytest.param(
-            "qwen3_moe",
-            "3 layers, 6 classes, 1 attention variants",
-            ["0 entry attention exit", "1 middle attention exit_2", "2 middle_2 attention exit_2"],
-            marks=pytest.mark.long,
-        ),
-        ("llama", "3 layers, 4 classes, 1 attention variants", ["0 entry attention exit", "1-2 middle attention exit"]),
-    ],
-)
+@pytest.mark.parametrize(("family", "head", "rows"), [
+    pytest.param("qwen3_moe", "3 layers, 6 classes, 1 attention variants",
+        ["0 entry attention exit", "1 middle attention exit_2", "2 middle_2 attention exit_2"], marks=pytest.mark.long),
+    ("llama", "3 layers, 4 classes, 1 attention variants", ["0 entry attention exit", "1-2 middle attention exit"]),
+])  # fmt: skip
 def test_layer_table_says_which_layer_uses_which_class(shared, tmp_path, family, head, rows):
     shared.assembled(families.FAMILIES[family].config, "fp32")[1].save(tmp_path / "assembly.json")
     lines = [line.split() for line in layer_table(tmp_path / "assembly.json").splitlines()]

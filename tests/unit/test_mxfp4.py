@@ -32,7 +32,8 @@ from shared import Shared
 CONFIG: dict[str, Any] = {
     "model_type": "gpt_oss", "dtype": "float32", "vocab_size": 288, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 2,
-    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "max_position_embeddings": 64,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    "layer_types": ["full_attention", "full_attention"],  # the windows are those of `FAMILIES["gpt_oss"]`
 }  # fmt: skip
 STACKS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")]
 FILE = "model.safetensors"

@@ -14,6 +14,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from lockstep.export.quiet import quiet
 from network import TELEMETRY, Recorder
+from some import some
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 # Where one of these is set ONNX Runtime sends nothing by itself.
@@ -81,7 +82,9 @@ def test_onnx_runtime_alone_leaves_what_the_tests_look_for(recorder: Recorder) -
     assert [Path(path).name for path in recorder.traces()] == ["Microsoft", ".ses"]
 
 
-@pytest.mark.parametrize("module", ["onnx_tools.sessions", "backends.onnxruntime.backend", "onnx_tools.comparator"])
+@pytest.mark.parametrize(
+    "module", some(["onnx_tools.sessions", "backends.onnxruntime.backend", "onnx_tools.comparator"])
+)
 def test_what_imports_onnx_runtime_switches_its_telemetry_off_first(recorder: Recorder, module: str) -> None:
     run(f"import lockstep.{module}, onnxruntime", clean(recorder))
     assert not recorder.traces()

@@ -51,16 +51,9 @@ def kernel(tmp_path_factory):
     (folder / "kernel.cpp").write_text(SOURCE.replace("KERNEL", str(KERNEL)))
     # -Bsymbolic: glibc has an `advance` too. Products and sums stay apart, as NumPy computes them.
     command = [
-        COMPILER,
-        "-std=c++17",
-        "-O2",
-        "-ffp-contract=off",
-        "-shared",
-        "-fPIC",
-        "-Wl,-Bsymbolic",
-        f"-I{TESTS}",
+        COMPILER, "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-Wl,-Bsymbolic", f"-I{TESTS}",
         "kernel.cpp",
-    ]
+    ]  # fmt: skip
     subprocess.run([*command, "-o", "kernel.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))
 

@@ -3,11 +3,12 @@
 import functools
 
 import families
+import handmade
 import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from test_lowering import BASE, inputs_of
+from test_lowering import inputs_of
 
 from lockstep.backends.tensorrt.v8_6 import one_region
 from lockstep.backends.tensorrt.v8_6.one_region import as_one_region
@@ -19,8 +20,10 @@ from some import some
 
 pytestmark = pytest.mark.exports
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+BASE = {"vocab_size": 64, "intermediate_size": 48, **SIZES}
 FAMILIES = {
-    "llama": {"model_type": "llama", **BASE},
+    "llama": handmade.CONFIG,
     "olmo2 (norms of whole queries and keys in fp32 to the end)": {"model_type": "olmo2", **BASE},
     "phi3 (one tensor for q, k and v)": {"model_type": "phi3", **BASE, "pad_token_id": 0},
     "gemma3 (norms in fp32 to the end, scaled embedding)": {

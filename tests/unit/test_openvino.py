@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -53,7 +52,6 @@ from lockstep.runtime import Engine, Model, Request
 from lockstep.stages import jobs
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare, golden
-from lockstep.verify.bisect.run import bisect
 from lockstep.weights import Weights, convert
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of
 from network import Recorder
@@ -483,19 +481,6 @@ def test_arrays_and_weights_that_do_not_fit_are_refused(opened):
     with pytest.raises(CheckError, match="expected a contiguous array for 'hidden'"):
         run.prepare({"hidden": np.asfortranarray(inputs["hidden"])}, outputs)
     run.prepare(inputs, outputs)()
-
-
-@pytest.mark.long
-@bf16
-def test_bisect_follows_bf16_engines(opened, tmp_path):
-    """Their graphs are computed in float32 beside them."""
-    results, name, engines = opened("bf16")
-    shutil.copytree(results.root, tmp_path / "results")
-    shutil.copytree(engines.parent, Results(tmp_path / "results").engines(name, "bf16", BACKEND).parent)
-    tolerance = CONFIG.tolerance("demo-llama", "bf16")
-    report = bisect(Results(tmp_path / "results"), Target(name, "bf16", 2, BACKEND), tolerance, prompt="Light")
-    found = json.dumps(report.to_json())
-    assert '"embedding"' in found and "cannot run" not in found
 
 
 def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):

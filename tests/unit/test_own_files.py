@@ -111,20 +111,12 @@ def test_other_files_of_the_folder_stay(references: Results, tmp_path: Path, nam
         assert state(folder).keys() == written.keys() and others.items() <= state(folder).items()
 
 
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("make_random_checkpoint", "model.safetensors"),
-        ("make_random_checkpoint", "model-00007-of-00009.safetensors"),
-        ("make_random_checkpoint", "config.json"),
-        ("convert_weights", "weights.safetensors"),
-        ("export_graphs", "embedding.onnx"),
-        ("export_graphs", "tokenizer.json"),
-        ("export_config", "exit.onnx"),
-        ("build_engines", "middle.onnx"),
-        ("make_reference", "reference.safetensors"),
-    ],
-)
+@pytest.mark.parametrize(("name", "own"), [
+    ("make_random_checkpoint", "model.safetensors"), ("make_random_checkpoint", "model-00007-of-00009.safetensors"),
+    ("make_random_checkpoint", "config.json"), ("convert_weights", "weights.safetensors"),
+    ("export_graphs", "embedding.onnx"), ("export_graphs", "tokenizer.json"), ("export_config", "exit.onnx"),
+    ("build_engines", "middle.onnx"), ("make_reference", "reference.safetensors"),
+])  # fmt: skip
 def test_a_file_of_someone_else_is_not_replaced(references: Results, tmp_path: Path, name: str, own: str) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()

@@ -15,7 +15,9 @@ from browser import Browser, find
 from lockstep.serve.page import page
 from real_server import RealServer, make_tree
 from scripted_server import ScriptedServer, Step
+from some import some
 
+pytestmark = pytest.mark.exports  # a browser takes as long as an export
 STATUS = {
     "model": "demo/fp16/all", "identity": "ab" * 32, "limits": {}, "running": 3, "waiting": 2,
     "pages": {"total": 200, "used": 50, "cached": 30}, "heartbeat_age": 0.1, "draining": False,
@@ -95,7 +97,6 @@ def test_a_chat_streams_in_and_goes_on(server: ScriptedServer, shown: Browser) -
     assert shown.run("document.activeElement.id") == "prompt" and not shown.said
 
 
-@pytest.mark.exports
 def test_a_chat_with_the_real_server(browser: Browser, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     demo = request.getfixturevalue("demo")  # made only where there is a browser
     with RealServer(make_tree(tmp_path / "results", demo)) as server:
@@ -147,7 +148,7 @@ def test_a_completion_takes_the_parameters(server: ScriptedServer, shown: Browse
     assert {name: body[name] for name in wanted} == wanted and body["model"] == "scripted"
 
 
-@pytest.mark.parametrize("way", ["Escape", "click"])
+@pytest.mark.parametrize("way", some(["click", "Escape"]))
 def test_stop_leaves_and_keeps_what_came(server: ScriptedServer, shown: Browser, way: str) -> None:
     server.script = endless
     ask(shown, "Go on")
@@ -168,15 +169,12 @@ def test_stop_leaves_and_keeps_what_came(server: ScriptedServer, shown: Browser,
     assert shown.run("document.querySelectorAll('.assistant')[0].textContent.length") == length
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("refusal", "429: queue full Try again in 7 s."),
-        ("event", "the engine died"),
-        ("end", "The connection ended before the answer was whole."),
-        ("gone", "The server cannot be reached."),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), some([
+    ("refusal", "429: queue full Try again in 7 s."),
+    ("event", "the engine died"),
+    ("end", "The connection ended before the answer was whole."),
+    ("gone", "The server cannot be reached."),
+]))  # fmt: skip
 def test_an_error_is_one_line_and_the_words_are_kept(
     server: ScriptedServer, shown: Browser, fault: str, said: str
 ) -> None:
@@ -198,7 +196,7 @@ def test_an_error_is_one_line_and_the_words_are_kept(
         shown.wait(ANSWER + " === 'fine' && at('error').hidden")
 
 
-@pytest.mark.parametrize(("way", "field"), [("chat", "messages"), ("complete", "prompt")])
+@pytest.mark.parametrize(("way", "field"), some([("chat", "messages"), ("complete", "prompt")]))
 def test_an_example_is_asked_at_a_click(server: ScriptedServer, shown: Browser, way: str, field: str) -> None:
     shown.run(f"document.querySelector('input[value={way}]').click()")
     text = shown.run("document.querySelectorAll('.empty button')[1].textContent")
@@ -267,6 +265,7 @@ def test_the_strip_follows_the_server(server: ScriptedServer, shown: Browser) ->
     shown.wait(f"{read} === '-|-|-|not reachable'")
 
 
+@pytest.mark.long
 def test_the_bar_is_seen_to_move_while_an_answer_comes(server: ScriptedServer, shown: Browser) -> None:
     server.script = lambda body, number: (step for at in range(1000) for step in (0.05, f"w{at} "))
     seen = "(where, how) => (where === 'status' && looks.push(performance.now()), real(where, how))"
@@ -348,7 +347,7 @@ CONTRAST = """
 """
 
 
-@pytest.mark.parametrize(("width", "dark"), [(360, True), (1200, False)], ids=["dark", "light"])
+@pytest.mark.parametrize(("width", "dark"), some([(360, True), (1200, False)]))
 def test_the_page_fits_and_can_be_read(server: ScriptedServer, shown: Browser, width: int, dark: bool) -> None:
     shown.emulate(width, 740, dark)
     ask(shown, "A long word: " + "x" * 200)

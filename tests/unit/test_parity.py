@@ -151,13 +151,9 @@ def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
 def test_more_far_positions_than_near_requests_are_checked(shared):
     """Llama 3.1's: both sides of the length that its RoPE was made for, and its last position, are three requests."""
     rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }
+    }  # fmt: skip
     config = {**FAMILIES["llama"].config, "rope_parameters": rope, "max_position_embeddings": 131072}
     found = measure(Small(config, *shared.assembled(config, "fp32")))
     assert found.error < TOLERANCE / 4
@@ -227,11 +223,8 @@ def test_a_fault_in_the_export_is_a_refusal_that_says_so(assembled):
     meta = meta_model(CONFIG, "fp32")
     with pytest.raises(InputError) as error:
         prove(CONFIG, meta, *faulty(meta, CONFIG, "fp32"), faulty)
-    assert (
-        ("its split form differs from transformers") in str(error.value)
-        and "please report" in str(error.value)
-        and "\n" not in str(error.value)
-    )
+    assert ("its split form differs from transformers") in str(error.value) and "please report" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.long
@@ -254,30 +247,18 @@ def test_a_model_that_traces_without_complaint_but_attends_otherwise_is_refused(
 @pytest.mark.long
 def test_an_encoder_is_refused_unless_it_is_told_to_be_a_decoder(tmp_path):
     bert = {
-        "model_type": "bert",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 48,
-    }
+    }  # fmt: skip
     with pytest.raises(InputError, match="lets tokens see later ones"):
         export_config(bert, "fp32", tmp_path)
     assert export_config({**bert, "is_decoder": True}, "fp32", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("looks", "depths"),
-    [
-        ("a", [1]),
-        ("ab", [2]),
-        ("aaaaaaaa", [3]),
-        ("abababab", [3, 4]),
-        ("aabbbbbb", [4]),
-        ("aaaaabaaaaab", [7, 12]),
-        ("aaaabbbba", [9]),
-    ],
-)
+@pytest.mark.parametrize(("looks", "depths"), [
+    ("a", [1]), ("ab", [2]), ("aaaaaaaa", [3]), ("abababab", [3, 4]), ("aabbbbbb", [4]), ("aaaaabaaaaab", [7, 12]),
+    ("aaaabbbba", [9]),
+])  # fmt: skip
 def test_the_small_model_is_deep_enough_to_show_all_neighbours(looks, depths):
     assert depths_to_try(looks) == depths
     pairs = lambda text: set(zip(text, text[1:]))
@@ -285,58 +266,20 @@ def test_the_small_model_is_deep_enough_to_show_all_neighbours(looks, depths):
 
 
 SHAPES = {
-    "llama-3-70b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "bos_token_id": 128000,
-        "eos_token_id": [128001, 128009],
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    "gpt2-xl": {
-        "model_type": "gpt2",
-        "n_embd": 1600,
-        "n_head": 25,
-        "n_layer": 48,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-    },
-    "gemma-3-27b": {
-        "model_type": "gemma3_text",
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "vocab_size": 262208,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-        "sliding_window": 1024,
-    },
-    "mixtral-8x22b": {
-        "model_type": "mixtral",
-        "hidden_size": 6144,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 56,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32768,
-    },
-}
+    "llama-3-70b": {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128009],
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024,
+        "vocab_size": 50257},
+    "gemma-3-27b": {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504,
+        "num_hidden_layers": 62, "num_attention_heads": 32, "vocab_size": 262208, "num_key_value_heads": 16,
+        "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024},
+    "mixtral-8x22b": {"model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 32768},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())

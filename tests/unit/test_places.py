@@ -95,7 +95,8 @@ def test_commands_say_so_before_any_work(lockstep, tmp_path):
     assert code == 2 and "Directory 'file' is a file." in said
     (tmp_path / "results" / "m" / "fp32" / "graphs" / "assembly.json").mkdir(parents=True)
     code, said = lockstep("stage", "export", "--config", "my.yaml")
-    assert code == 2 and said == (
+    assert code == 2
+    assert said == (
         "lockstep: error: results/m/fp32/graphs/assembly.json: expected to write a file here, found a "
         "folder; remove or rename it, or choose another place\n"
     )

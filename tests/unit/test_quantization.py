@@ -90,15 +90,9 @@ def made(
 def refer(results: Results, precision: str, layers: int | str, asked: GoldenTerms) -> Path:
     name = "model"
     return golden.make_quantized_reference(
-        results.checkpoint(name),
-        results.weights(name, precision),
-        results.reference(name, layers),
-        layers,
-        asked,
-        "",
-        results.quantized_reference(name, precision, layers),
-        results.drift(name, precision, layers),
-    )
+        results.checkpoint(name), results.weights(name, precision), results.reference(name, layers), layers, asked, "",
+        results.quantized_reference(name, precision, layers), results.drift(name, precision, layers),
+    )  # fmt: skip
 
 
 def check(
@@ -134,8 +128,7 @@ def demo(shared: Shared, precision: str) -> Results:
 
 
 @pytest.mark.parametrize(
-    "precision, layers",
-    some(itertools.product(PRECISIONS, (2, "all")), ("w4a16", "all"), ("w4a8", "all"), ("w8a8-fp8", 2)),
+    "precision, layers", some(itertools.product(PRECISIONS, (2, "all")), ("w4a16", "all"), ("w8a8-fp8", 2))
 )
 def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precision, layers):
     results = demo(shared, precision)
@@ -378,15 +371,9 @@ class Arrays(dict[str, np.ndarray]):
 
 def product(data: np.ndarray, scales: np.ndarray, columns: int, bits: int, group: int = GROUP) -> onnx.ModelProto:
     node = onnx.helper.make_node(
-        "MatMulNBits",
-        ["x", "w", "s"],
-        ["y"],
-        domain="com.microsoft",
-        K=columns,
-        N=len(data),
-        bits=bits,
+        "MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", K=columns, N=len(data), bits=bits,
         block_size=group,
-    )
+    )  # fmt: skip
     ios = [onnx.helper.make_tensor_value_info(name, 1, ["rows", n]) for name, n in (("x", columns), ("y", len(data)))]
     constants = [onnx.numpy_helper.from_array(data, "w"), onnx.numpy_helper.from_array(scales, "s")]
     graph = onnx.helper.make_graph([node], "product", ios[:1], ios[1:], constants)

@@ -23,15 +23,9 @@ from lockstep.export.make_checkpoint import make_checkpoint
 from lockstep.export.quiet import quiet
 
 SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+}  # fmt: skip
 OWN = {
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
     "opt": {"ffn_dim": 160, "word_embed_proj_dim": 64},

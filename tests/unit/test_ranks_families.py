@@ -81,14 +81,9 @@ def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path
         folder = tmp_path / f"ranks-{degree}"
         assembly = made.assembly(shared, degree, folder)
         report = validate.run(
-            assembly,
-            weights,
-            made.results.checkpoint(MODEL),
-            "all",
-            TOLERANCE,
-            LIMITS.max_seq_len,
+            assembly, weights, made.results.checkpoint(MODEL), "all", TOLERANCE, LIMITS.max_seq_len,
             folder / "validate.json",
-        )
+        )  # fmt: skip
         assert read_json(report)["result"] == "pass"
         engines, out = build(assembly, "onnxruntime", folder / "engines" / "engines.json"), folder / "golden.json"
         golden.check_engines(

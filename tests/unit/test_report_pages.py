@@ -328,6 +328,7 @@ def test_an_error_that_is_not_finite_is_drawn_and_said() -> None:
     assert "not finite" in drawn and "a &amp; b: rounding error" in drawn
 
 
+@pytest.mark.exports
 def test_a_browser_shows_the_pages_on_a_phone_too(results: Results, tmp_path: Path) -> None:
     changes = [Change("a" * 300, kind="golden")]
     pages(results, since_lock={"m": changes})

@@ -151,6 +151,7 @@ def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
         compare.run(assembly, weights, engines, TOLERANCES.beside_graph, LIMITS, tmp_path / "compare.json")
 
 
+@pytest.mark.long
 def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
     assembly, weights, engines = paths(made, "wide")
     report = read_json(validated(made, "wide", tmp_path / "validate.json"))
@@ -174,6 +175,7 @@ def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
     assert not gpu.faults
 
 
+@pytest.mark.long
 def test_cuda_whose_hidden_state_is_float16_refuses_it(made, tmp_path):
     with pytest.raises(InputError, match="backend cuda: residual: expected none, .* found float32; use the backend"):
         build(paths(made, "wide")[0], "cuda", tmp_path / "engines.json", SIZES)
@@ -187,14 +189,9 @@ def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
         assembly = tmp_path / next(iter(settings)) / "assembly.json"
         export(results.architecture(NAME), "fp16", assembly, residual="float32", **settings)
         validate.run(
-            assembly,
-            results.weights(NAME, "fp16"),
-            results.checkpoint(NAME),
-            "all",
-            TOLERANCES,
-            64,
+            assembly, results.weights(NAME, "fp16"), results.checkpoint(NAME), "all", TOLERANCES, 64,
             tmp_path / "v.json",
-        )
+        )  # fmt: skip
     ranks = tmp_path / "tensor_parallel" / "assembly.json"
     with fake_gpu.installed("10.9.0") as gpu:
         gpu.devices = 2

@@ -163,13 +163,9 @@ def test_numbers_below_the_smallest_normal_one_are_no_other_numbers(tmp_path, si
         "attention_factor": factor,
     }
     config = {
-        **FAMILIES["llama"].config,
-        **sizes,
-        "dtype": "float16",
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 65536,
-        "rope_parameters": rope,
-    }
+        **FAMILIES["llama"].config, **sizes, "dtype": "float16", "num_hidden_layers": 1,
+        "max_position_embeddings": 65536, "rope_parameters": rope,
+    }  # fmt: skip
     files, assembly = assemble(meta_model(config, "fp16"), config, "fp16")
     (kind,) = assembly.variants.values()
     check_rope_tables(

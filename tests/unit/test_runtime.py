@@ -196,23 +196,17 @@ def test_a_step_that_cannot_be_taken_is_refused_and_changes_nothing(tiny, advanc
     assert [model.length(slot) for slot in range(4)] == [5, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"layers": 4}, "layers: expected 1 to 3 or 'all', found 4"),
-        ({"layers": 0}, "layers: expected 1 to 3 or 'all', found 0"),
-        ({"max_seq_len": 1025}, "max_seq_len: expected at most 1024"),
-        ({"max_batch_size": 0}, "max_batch_size: expected at least 1, found 0"),
-        ({"max_num_tokens": 0}, "max_num_tokens: expected at least 1, found 0"),
-        ({"threads": 0}, "threads: expected 1 to .*, found 0"),
-        ({"threads": -1}, "threads: expected 1 to .*, found -1"),
-        (
-            {"threads": 100_000},
-            r"threads: expected 1 to \d+ \(\d+ CPUs are here\), found 100000; more only "
-            r"wait for each other",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("limits", "message"), [
+    ({"layers": 4}, "layers: expected 1 to 3 or 'all', found 4"),
+    ({"layers": 0}, "layers: expected 1 to 3 or 'all', found 0"),
+    ({"max_seq_len": 1025}, "max_seq_len: expected at most 1024"),
+    ({"max_batch_size": 0}, "max_batch_size: expected at least 1, found 0"),
+    ({"max_num_tokens": 0}, "max_num_tokens: expected at least 1, found 0"),
+    ({"threads": 0}, "threads: expected 1 to .*, found 0"),
+    ({"threads": -1}, "threads: expected 1 to .*, found -1"),
+    ({"threads": 100_000},
+        r"threads: expected 1 to \d+ \(\d+ CPUs are here\), found 100000; more only " r"wait for each other"),
+])  # fmt: skip
 def test_limits_that_the_model_does_not_allow_are_refused(tiny, limits, message):
     with pytest.raises(InputError, match=message):
         open_model(tiny, **limits)

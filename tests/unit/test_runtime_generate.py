@@ -49,7 +49,7 @@ def texts(generation, count):
     return out, finish
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", some(["fp32", "fp16"]))
 @pytest.mark.parametrize("layers", some(["all", 2]))
 def test_known_texts_come_from_more_prompts_than_slots_in_any_chunks(demo, tokenizer, precision, layers):
     expected = [entry[str(layers)]["new_text"] for entry in EXPECTED]
@@ -112,20 +112,15 @@ def test_a_full_slot_ends_the_request(demo, tokenizer):
     assert len(generation.tokens[0]) == 10 - count + 1  # the last needs no place of its own
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompts": ["fine", ""]}, r"prompt 2: expected 1 to 256 tokens, found 0; give it a text"),
-        ({"prompts": ["A " * 300]}, "prompt 1: expected 1 to 256 tokens"),
-        (
-            {"prompts": ["San Francisco is a"], "max_input_len": 4},
-            "prompt 1: expected 1 to 4 tokens, found 8; shorten it or raise the limits",
-        ),
-        ({"prompts": ["A"], "max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
-        ({"prompts": ["A"], "max_num_tokens": 2}, r"max_num_tokens: expected at least max_batch_size \(3\), found 2"),
-        ({"prompts": ["A"], "stop": [""]}, "found an empty one"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"prompts": ["fine", ""]}, r"prompt 2: expected 1 to 256 tokens, found 0; give it a text"),
+    ({"prompts": ["A " * 300]}, "prompt 1: expected 1 to 256 tokens"),
+    ({"prompts": ["San Francisco is a"], "max_input_len": 4},
+        "prompt 1: expected 1 to 4 tokens, found 8; shorten it or raise the limits"),
+    ({"prompts": ["A"], "max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
+    ({"prompts": ["A"], "max_num_tokens": 2}, r"max_num_tokens: expected at least max_batch_size \(3\), found 2"),
+    ({"prompts": ["A"], "stop": [""]}, "found an empty one"),
+])  # fmt: skip
 def test_prompts_and_limits_that_do_not_fit_are_refused_before_any_step(model, tokenizer, arguments, message):
     with pytest.raises(InputError, match=message):
         generate(model, tokenizer, **({"max_new_tokens": 4} | arguments))

@@ -27,17 +27,9 @@ def byte_fallback(tmp_path_factory):
     """As Llama 2's: pieces that begin with a mark for the space, bytes for what no piece covers, the first space taken
     off."""
     vocabulary = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581",
-        "\u2581city",
-        "\u2581in",
-        "Nor",
-        "th",
-        "é",
-    ]
+        "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581city", "\u2581in", "Nor",
+        "th", "é",
+    ]  # fmt: skip
     library = Library(
         models.BPE(
             vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], byte_fallback=True, unk_token="<unk>"
@@ -200,9 +192,7 @@ def test_an_empty_stop_string_is_refused():
 
 def test_a_prompt_that_is_no_text_is_refused(byte_level):
     with pytest.raises(
-        InputError,
-        match=r"^prompt: expected text in UTF-8, found '\\udcff' at character 2; "
-        r"correct it$",
+        InputError, match=r"^prompt: expected text in UTF-8, found '\\udcff' at character 2; correct it$"
     ):
         byte_level.encode("ab\udcff")  # what a shell's byte 0xff becomes
 

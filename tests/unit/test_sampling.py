@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -243,7 +243,6 @@ def test_what_leaves_nothing_or_overflows_gives_a_token_all_the_same(temperature
     assert draw(Sampling(temperature, bad_words=everything), 3) == draw(Sampling(temperature), 3)
 
 
-@settings(max_examples=200, deadline=None)
 @given(any_logits, st.floats(0.01, 10), st.integers(0, 50), st.floats(0.01, 1), st.floats(0, 1))
 def test_the_token_is_one_of_those_that_are_left(logits, temperature, top_k, top_p, min_p):
     sampling = Sampling(temperature, top_k, top_p, min_p)

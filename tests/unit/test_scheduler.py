@@ -327,19 +327,12 @@ def lookahead_stays(monkeypatch):
 
 
 @pytest.mark.usefixtures("lookahead_stays")
-@settings(max_examples=150, deadline=None, suppress_health_check=CHECKS)
+@settings(suppress_health_check=CHECKS)
 @given(
-    requests,
-    st.integers(1, 4),
-    st.integers(6, 40),
-    st.sampled_from([CHUNK + 3, 512, 2048]),
-    st.booleans(),
-    st.sampled_from(["guaranteed", "optimistic"]),
-    st.integers(0, 3),
-    st.sampled_from([16, 64, 256]),
-    st.sampled_from([None, 1, CHUNK, 3 * CHUNK - 1]),
-    st.sampled_from([None, 1, 2 * CHUNK + 9]),
-)
+    requests, st.integers(1, 4), st.integers(6, 40), st.sampled_from([CHUNK + 3, 512, 2048]), st.booleans(),
+    st.sampled_from(["guaranteed", "optimistic"]), st.integers(0, 3), st.sampled_from([16, 64, 256]),
+    st.sampled_from([None, 1, CHUNK, 3 * CHUNK - 1]), st.sampled_from([None, 1, 2 * CHUNK + 9]),
+)  # fmt: skip
 def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
     given_requests, num_slots, pages, max_num_tokens, shares, admission, every, lookahead, threshold, prefill
 ):
@@ -500,7 +493,7 @@ def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
 
 
 @pytest.mark.usefixtures("lookahead_stays")
-@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
+@settings(suppress_health_check=CHECKS)
 @given(
     st.lists(
         st.tuples(

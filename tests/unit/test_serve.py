@@ -171,16 +171,10 @@ def test_models_names_the_model_and_its_limit(server: RealServer) -> None:
 GOOD = {"model": "demo-llama", "prompt": "a", "max_tokens": 2}
 
 
-@pytest.mark.parametrize(
-    ("given", "header", "expected"),
-    [
-        ("a-1", None, "cmpl-a-1"),
-        (None, "b:2", "cmpl-b:2"),
-        ("a-1", "b:2", "cmpl-b:2"),
-        ("a-1", "b 2", "cmpl-a-1"),
-        (None, "x" * 129, None),
-    ],
-)
+@pytest.mark.parametrize(("given", "header", "expected"), [
+    ("a-1", None, "cmpl-a-1"), (None, "b:2", "cmpl-b:2"), ("a-1", "b:2", "cmpl-b:2"), ("a-1", "b 2", "cmpl-a-1"),
+    (None, "x" * 129, None),
+])  # fmt: skip
 def test_who_names_a_request_finds_the_name_in_the_answers_id(
     server: RealServer, given: str | None, header: str | None, expected: str | None
 ) -> None:

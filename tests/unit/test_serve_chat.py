@@ -341,11 +341,3 @@ def test_a_template_without_an_end_holds_up_no_completion(other: RealServer) -> 
         thread.join()
         assert while_it_loops and "more than 2 s of processor time" in errors[0].message
         assert chat(client).choices[0].message.content == TEXT
-
-
-def test_a_model_without_a_template_is_completed_only(server: RealServer, silent: RealServer) -> None:
-    assert server.get("/status")["chat"] is True and silent.get("/status")["chat"] is False
-    with client_of(silent) as client, pytest.raises(openai.BadRequestError) as caught:
-        chat(client)
-    assert "the model has no chat template; use /v1/completions" in caught.value.message
-    assert silent.complete(PROMPT)["choices"][0]["text"] == TEXT

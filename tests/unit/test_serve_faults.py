@@ -6,11 +6,9 @@ waits, or one in the middle of its answer.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -118,33 +116,6 @@ def test_a_request_that_waits_too_long_is_told_so(server: RealServer) -> None:
     error = json.loads(data)["error"]
     assert (status, error["code"]) == (503, "queue_timeout") and headers["retry-after"] == "1"
     assert server.complete("a", 2)["choices"]
-
-
-@pytest.mark.long
-def test_a_thousand_clients_that_leave_at_any_moment(server: RealServer) -> None:
-    alone = server.complete(PROMPT, 60)["choices"][0]["text"]
-    draw = random.Random(5)
-    body = json.dumps({"model": "demo-llama", **LONG, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
-
-    async def leave(after: float) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(head + body)
-        with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
-            await asyncio.wait_for(reader.read(-1), after)
-        writer.transport.abort()
-
-    async def run() -> None:
-        for _ in range(50):
-            await asyncio.gather(*(leave(draw.uniform(0, 0.05)) for _ in range(20)))
-
-    asyncio.run(run())
-    server.wait_idle()
-    assert server.get("/status")["streams"] == 0
-    assert server.complete(PROMPT, 60)["choices"][0]["text"] == alone
-    assert "Traceback" not in server.stderr
-    descriptors = len(os.listdir(f"/proc/{server.process.pid}/fd"))
-    assert descriptors < 40, descriptors
 
 
 def test_idle_connections_cost_no_slot(server: RealServer) -> None:
@@ -272,21 +243,6 @@ def test_sigterm_ends_what_does_not_finish(tree: Path, signals: int) -> None:
         assert server.process.wait(20) == 0 and not Path("/proc", str(engine)).exists()
 
 
-@pytest.mark.long
-def test_sigterm_ends_a_request_whose_body_is_not_there(tree: Path) -> None:
-    with RealServer(tree, "--drain", 1) as server, socket.create_connection(("127.0.0.1", server.port), 20) as end:
-        end.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        # Taken in the order in which they come.
-        server.get("/health")
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
-        answer = b"".join(iter(lambda: end.recv(1 << 16), b""))
-        head, _, body = answer.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 503 ") and head.lower().count(b"connection: close") == 1
-        assert json.loads(body)["error"]["code"] == "shutting_down"
-        assert "Traceback" not in server.stderr
-
-
 def test_an_engine_whose_server_is_gone_ends(tree: Path) -> None:
     with RealServer(tree) as server:
         engine = server.engine_pid
@@ -307,18 +263,6 @@ def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
             assert server.complete("a", 2)["choices"]  # nobody else waits for it
             server.wait_until(lambda status: status["streams"] == 0, 60)
         server.wait_idle()
-
-
-@pytest.mark.long
-def test_sigterm_ends_a_request_whose_client_does_not_read(tree: Path) -> None:
-    with RealServer(tree, "--drain", 0.1, "--max-queue", 300) as server:
-        with server.opened(**MANY) as events:
-            events.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            server.wait_until(lambda status: status["running"] == 4)
-            time.sleep(3)  # its buffers are full
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(20) == 0
-        assert "Traceback" not in server.stderr
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
-"""Triton's gRPC API on `lockstep serve`, the real one: Triton's own client library over both protocols, and damaged
-messages that it would not send."""
+"""Triton's gRPC API on `lockstep serve`, the real one, and damaged messages that no client library would send.
+
+Triton's own client library: `make clients-test`.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 import queue
 import re
 import signal
@@ -19,7 +19,6 @@ import pytest
 
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
-from shared import Shared
 
 grpc = pytest.importorskip("grpc")
 from lockstep.serve.grpc_messages import MESSAGES, SERVICE  # noqa: E402
@@ -33,26 +32,6 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     tree = make_tree(tmp_path_factory.mktemp("grpc") / "results", demo)
     with RealServer(tree, "--grpc-port", 0, "--max-body", "1M") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def said(server: RealServer, shared: Shared) -> dict[str, dict[str, Any]]:
-    """What tests/triton_client.py got from the server, by protocol."""
-
-    def make(folder: Path) -> None:
-        pins = ROOT / "envs" / "tritonclient.txt"
-        options = ["--no-deps", "--no-compile", "--retries", "0", "--timeout", "20", "--target", folder, "-r", pins]
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options], check=True, capture_output=True)
-
-    try:
-        packages = shared.folder("tritonclient", make)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"Triton's client cannot be installed: {error.stderr.decode()[-200:]}")
-    script = [sys.executable, ROOT / "tests" / "triton_client.py", str(server.port), str(grpc_port(server))]
-    # Its packages come before those of the same name that this environment has.
-    run = subprocess.run(script, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": str(packages)})
-    assert run.returncode == 0, run.stderr.decode()
-    return json.loads(run.stdout)
 
 
 def grpc_port(server: RealServer) -> int:
@@ -138,27 +117,6 @@ def raw(request: Any) -> Any:
     return made
 
 
-@pytest.mark.long
-def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any]]) -> None:
-    http, rpc = said["http"], said["grpc"]
-    for found in (http, rpc):
-        assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
-        assert found["refused"].partition(": ")[2].startswith("model: expected one of ensemble")
-    assert http["server"] == rpc["server"] and http["index"] == rpc["index"]["models"]
-    assert [each["name"] for each in http["metadata"]["inputs"]] == [each["name"] for each in rpc["metadata"]["inputs"]]
-    config = rpc["config"]["config"]
-    assert config["max_batch_size"] == http["config"]["max_batch_size"]
-    assert [each["data_type"] for each in http["config"]["input"]] == [each["data_type"] for each in config["input"]]
-    assert config["model_transaction_policy"]["decoupled"]
-
-
-def test_tritonclient_gets_what_generate_gives(server: RealServer, said: dict[str, dict[str, Any]]) -> None:
-    body = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": "", "end_id": 2}
-    text = server.post("/v2/models/ensemble/generate", **body)["text_output"]
-    assert said["http"]["texts"] == [text] * 7 and said["grpc"]["text"] == text
-    assert PROMPT + said["grpc"]["streamed_text"] == text
-
-
 def test_statistics_are_those_of_http_and_grpc_writes_no_lines(server: RealServer, caller: Caller) -> None:
     caller.call("ModelInfer", core(5, 6, 7))
     found = caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"](name="tensorrt_llm")).model_stats
@@ -167,22 +125,6 @@ def test_statistics_are_those_of_http_and_grpc_writes_no_lines(server: RealServe
     assert found[0].inference_stats.success.ns == expected["inference_stats"]["success"]["ns"] > 0
     assert len(caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"]()).model_stats) == 5
     assert not server.stderr
-
-
-def test_a_stream_has_the_tokens_of_the_whole(said: dict[str, dict[str, Any]]) -> None:
-    found = said["grpc"]
-    assert found["streamed"] == found["whole"][found["num_prompt_tokens"] :]
-    assert len(found["sequence_lengths"]) > 1 and sum(found["sequence_lengths"]) == 24
-    assert found["sequences"] == [0, 1]
-    assert "max_tokens: expected this input" in found["error"]
-
-
-def test_a_stop_request_and_a_cancel_end_a_request(server: RealServer, said: dict[str, dict[str, Any]]) -> None:
-    found = said["grpc"]
-    assert 1 <= found["stopped"] < 230 and found["stop_responses"] == 1
-    assert "CANCELLED" in found["cancelled"]
-    server.wait_idle()
-    assert aborted(server) >= 3  # the stopped one, the cancelled one, and the one of a cancelled stream
 
 
 def test_values_in_contents_and_raw_are_the_same(caller: Caller) -> None:
@@ -251,24 +193,6 @@ def aborted(server: RealServer) -> float:
     metrics = server.request("GET", "/metrics")[2].decode()
     found = re.search(r'request_success_total\{finished_reason="abort",.*\} (\S+)', metrics)
     return float(found[1]) if found else 0.0
-
-
-@pytest.mark.long
-def test_a_client_that_leaves_frees_its_slots(server: RealServer) -> None:
-    before = aborted(server)
-    with Caller(server) as caller:
-        answers = caller.stream(iter([long("a"), long("b")]))
-        ids = {next(answers).infer_response.id}
-        while len(ids) < 2:  # the server has read both, and neither has ended
-            ids.add(next(answers).infer_response.id)
-    server.wait_idle()
-    assert aborted(server) == before + 2
-    with Caller(server) as caller:
-        waiting = caller.future("ModelInfer", core(5, 6, 7, num_tokens=240))
-        server.wait_until(lambda status: status["running"])
-        waiting.cancel()
-        server.wait_idle()
-    assert aborted(server) == before + 3 and "Traceback" not in server.stderr
 
 
 def test_a_stop_request_ends_the_one_with_its_id(server: RealServer, caller: Caller) -> None:

@@ -21,7 +21,7 @@ from lockstep.serve import adapter_loader, link
 from lockstep.serve.adapter_loader import AdapterLoader
 from lockstep.serve.bodies import Access
 from lockstep.serve.client import Answer, complete, get
-from lockstep.serve.run import Address, listening, serve
+from lockstep.serve.run import listening
 from lockstep.serve.say import say
 from lockstep.serve.service import Service
 from lockstep.serve.settings import EngineOptions, ServiceLimits
@@ -159,20 +159,6 @@ def test_a_task_that_ends_is_the_end_of_the_server(
             os.kill(service.engine_pid, signal.SIGSTOP)
 
     asyncio.run(fails_and_is_not_live())
-
-
-@pytest.mark.long
-def test_the_server_ends_by_itself_and_says_why(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(now: float) -> None:
-        raise ValueError("a fault of the test")
-
-    monkeypatch.setattr(service, "_measure", broken)
-    said: list[str] = []
-    with pytest.raises(CheckError, match="server: expected its task watch to run, found ValueError: a fault of the"):
-        serve(service, Address(port=0), Access(), 1.0, said.append)
-    assert said and said[0].startswith("ready: ") and service.engine_pid is not None
-    with pytest.raises(ProcessLookupError):
-        os.kill(service.engine_pid, 0)
 
 
 def test_a_line_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

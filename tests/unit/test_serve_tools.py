@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -76,45 +75,6 @@ def test_streamed_calls_have_the_name_first(client: openai.OpenAI) -> None:
         (0, "weather", ""),
         (1, "weather", ""),
     ]
-
-
-@pytest.mark.long
-def test_runs_under_load_are_equal_to_the_byte(server: RealServer) -> None:
-    bodies = [
-        asked(text, stream=stream, tools=TOOLS, tool_choice=choice, max_tokens=120)
-        for text in (TWO_CALLS, ANSWERS[140], ANSWERS[310])
-        for stream in (False, True)
-        for choice in ("auto", "required")
-    ]
-
-    def send(number: int) -> bytes:
-        header = {"X-Request-Id": f"request-{number}"}
-        status, _, data = server.request("POST", "/v1/chat/completions", bodies[number], header)
-        assert status == 200, data
-        # The time, and what was found of a prefix, are not the answer's.
-        data = re.sub(rb"\"(created|cached_tokens)\":\d+", b'"is":0', data)
-        if not bodies[number]["stream"]:
-            return data
-        chunks = [json.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]
-        deltas = [each["delta"] for chunk in chunks for each in chunk["choices"]]
-        # How many tokens a chunk has depends on how fast they are read.
-        return json.dumps([chunks[0]["id"], joined_deltas(deltas), chunks[-1]["choices"]]).encode()
-
-    with ThreadPoolExecutor(6) as threads:
-        first, second = (list(threads.map(send, range(len(bodies)))) for _ in range(2))
-    assert first == second
-
-
-def joined_deltas(deltas: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the texts of deltas by what they are of."""
-    texts: dict[str, str] = {}
-    for delta in deltas:
-        for call in delta.pop("tool_calls", ()):
-            delta |= {f"{call['index']} {name}": text for name, text in call["function"].items()}
-            delta[f"{call['index']} id"] = call.get("id", "")
-        for name, text in delta.items():
-            texts[name] = texts.get(name, "") + text
-    return texts
 
 
 def test_what_is_no_call_is_content_and_counted(server: RealServer, client: openai.OpenAI) -> None:

@@ -21,15 +21,9 @@ from real_server import Events, RealServer, make_tree
 PROMPT = "What is machine learning?"
 CURL = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": "", "pad_id": 2, "end_id": 2}
 KEYS = [
-    "cum_log_probs",
-    "model_name",
-    "model_version",
-    "output_log_probs",
-    "sequence_end",
-    "sequence_id",
-    "sequence_start",
+    "cum_log_probs", "model_name", "model_version", "output_log_probs", "sequence_end", "sequence_id", "sequence_start",
     "text_output",
-]
+]  # fmt: skip
 ENSEMBLE = "/v2/models/ensemble"
 BLS = "/v2/models/tensorrt_llm_bls"
 
@@ -93,13 +87,6 @@ def test_curl_without_a_content_type(server: RealServer, model: str) -> None:
     assert answers[0]["model_name"] == model and answers[0]["model_version"] == "1"
     openai = server.complete(PROMPT, 20, ignore_eos=True, stop_token_ids=[2])["choices"][0]["text"]
     assert answers[0]["text_output"] == PROMPT + openai
-
-
-def test_twenty_at_once_get_the_same(server: RealServer) -> None:
-    with ThreadPoolExecutor(20) as threads:
-        answers = list(threads.map(lambda _: generate(server)["text_output"], range(20)))
-    assert len(set(answers)) == 1
-    server.wait_idle()
 
 
 @pytest.mark.parametrize("path", [ENSEMBLE, BLS])
@@ -179,16 +166,10 @@ def query(text: str, num_tokens: int) -> list[dict[str, Any]]:
 def test_the_models_by_hand_give_what_the_ensemble_gives(server: RealServer) -> None:
     made = infer(server, "preprocessing", query(PROMPT, 12))
     renamed = {
-        "INPUT_ID": "input_ids",
-        "REQUEST_INPUT_LEN": "input_lengths",
-        "REQUEST_OUTPUT_LEN": "request_output_len",
-        "DECODER_INPUT_ID": "decoder_input_ids",
-        "BAD_WORDS_IDS": "bad_words_list",
-        "STOP_WORDS_IDS": "stop_words_list",
-        "EMBEDDING_BIAS": "embedding_bias",
-        "OUT_END_ID": "end_id",
-        "OUT_PAD_ID": "pad_id",
-    }
+        "INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len",
+        "DECODER_INPUT_ID": "decoder_input_ids", "BAD_WORDS_IDS": "bad_words_list", "STOP_WORDS_IDS": "stop_words_list",
+        "EMBEDDING_BIAS": "embedding_bias", "OUT_END_ID": "end_id", "OUT_PAD_ID": "pad_id",
+    }  # fmt: skip
     tokens = infer(server, "tensorrt_llm", [{**made[name], "name": to} for name, to in renamed.items()])
     text = infer(
         server,
@@ -430,22 +411,6 @@ def test_damaged_requests(server: RealServer) -> None:
         assert refusal(server, other, good)[0] == 404
     assert infer(server, "tensorrt_llm", core([5, 6, 7], 4))["sequence_length"]["data"] == [7]
     server.wait_idle()
-
-
-@pytest.mark.long
-def test_a_client_that_leaves_frees_its_slot(server: RealServer) -> None:
-    for action, stream in (("generate_stream", True), ("generate", False)):
-        before = aborted(server)
-        events = Events(
-            server.port, f"{ENSEMBLE}/{action}", {**CURL, "max_tokens": 240, "end_id": -1, "stream": stream}
-        )
-        if stream:
-            next(iter(events))
-        else:
-            server.wait_until(lambda status: status["running"])
-        events.close()
-        server.wait_idle()
-        assert aborted(server) == before + 1
 
 
 @pytest.mark.long

@@ -44,16 +44,10 @@ def tree(references: Results, shared: Shared) -> Results:
         out = Results(folder).golden("demo-llama", "fp32", "all", "onnxruntime")
         out.parent.mkdir(parents=True)
         golden.check_engines(
-            references.assembly("demo-llama", "fp32"),
-            references.weights("demo-llama", "fp32"),
-            references.engines("demo-llama", "fp32", "onnxruntime"),
-            references.reference("demo-llama", "all"),
-            TARGET,
-            TOLERANCES["fp32"],
-            LIMITS,
-            out,
-            out.with_suffix(".speed.json"),
-        )
+            references.assembly("demo-llama", "fp32"), references.weights("demo-llama", "fp32"),
+            references.engines("demo-llama", "fp32", "onnxruntime"), references.reference("demo-llama", "all"), TARGET,
+            TOLERANCES["fp32"], LIMITS, out, out.with_suffix(".speed.json"),
+        )  # fmt: skip
 
     shared.folder("served", make)
     return references
@@ -67,15 +61,10 @@ def golden_json(tree: Results, shared: Shared) -> Path:
 def run(tree: Results, golden_json: Path, out: Path, **given: Any) -> ServedReport:
     arguments: dict[str, Any] = {"limits": LIMITS, "target": TARGET, "tolerance": TOLERANCES["fp32"], **given}
     served.check(
-        tree.assembly("demo-llama", "fp32"),
-        tree.weights("demo-llama", "fp32"),
-        tree.engines("demo-llama", "fp32", "onnxruntime"),
-        tree.reference("demo-llama", "all"),
-        golden_json,
-        out=out,
-        threads=1,
-        **arguments,
-    )
+        tree.assembly("demo-llama", "fp32"), tree.weights("demo-llama", "fp32"),
+        tree.engines("demo-llama", "fp32", "onnxruntime"), tree.reference("demo-llama", "all"), golden_json, out=out,
+        threads=1, **arguments,
+    )  # fmt: skip
     return ServedReport.load(out)
 
 
@@ -131,17 +120,12 @@ def _keep_what_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Service, "_leave", lambda self, stream: None)
 
 
-@pytest.mark.parametrize(
-    ("plant", "words"),
-    some(
-        [
-            (_mix_up_numbers, "step 0: expected token"),
-            (_lose_the_last_token, "with the engine killed: step"),
-            (_lose_pieces, "expected token|expected 24 tokens|expected \\d+ tokens"),
-            (_keep_what_was_cancelled, "afterwards: expected no request"),
-        ]
-    ),
-)
+@pytest.mark.parametrize(("plant", "words"), some([
+    (_mix_up_numbers, "step 0: expected token"),
+    (_lose_the_last_token, "with the engine killed: step"),
+    (_lose_pieces, "expected token|expected 24 tokens|expected \\d+ tokens"),
+    (_keep_what_was_cancelled, "afterwards: expected no request"),
+]))  # fmt: skip
 def test_a_planted_fault_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], words: str, tree: Results, golden_json: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -37,22 +37,13 @@ GRAPHS = {
     "reshape that copies dimensions": "a = Reshape(x, copies)  r = Relu(a)",
 }
 CONSTANTS = {
-    "s": np.float32(0.5),
-    "v": np.linspace(-1, 1, H * D, dtype=np.float32),
+    "s": np.float32(0.5), "v": np.linspace(-1, 1, H * D, dtype=np.float32),
     "lead": np.arange(N * H * D, dtype=np.float32).reshape(1, N, H * D),
-    "w": np.linspace(-1, 1, (H * D) ** 2, dtype=np.float32).reshape(H * D, H * D),
-    "minus1": np.array([-1]),
-    "axis0": np.array([0]),
-    "axis1": np.array([1]),
-    "axis2": np.array([2]),
-    "big": np.array([2**40]),
-    "heads": np.array([1, -1, H, D]),
-    "flat": np.array([1, -1, H * D]),
-    "rows": np.array([-1, H * D]),
-    "zero": np.int64(0),
-    "one": np.int64(1),
-    "copies": np.array([0, 0, H, D]),
-}
+    "w": np.linspace(-1, 1, (H * D) ** 2, dtype=np.float32).reshape(H * D, H * D), "minus1": np.array([-1]),
+    "axis0": np.array([0]), "axis1": np.array([1]), "axis2": np.array([2]), "big": np.array([2**40]),
+    "heads": np.array([1, -1, H, D]), "flat": np.array([1, -1, H * D]), "rows": np.array([-1, H * D]),
+    "zero": np.int64(0), "one": np.int64(1), "copies": np.array([0, 0, H, D]),
+}  # fmt: skip
 
 
 def build(body: str) -> onnx.ModelProto:

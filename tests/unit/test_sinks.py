@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import test_mxfp4
 from families import FAMILIES
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
 from lockstep.export import attention
-from lockstep.export.run import export_config
+from lockstep.export.run import assemble, export_config
+from lockstep.export.tracer import meta_model
 from lockstep.gpu.attention.variants import why_not_fused
 
 CONFIG = FAMILIES["gpt_oss"].config
@@ -63,6 +65,7 @@ def test_sinks_that_are_wrong_are_caught_before_anything_is_written(fault, tmp_p
 
 
 @pytest.mark.exports
-def test_ranks_are_refused_by_the_reason(tmp_path):
+def test_ranks_are_refused_by_the_reason(shared):
+    config = test_mxfp4.CONFIG
     with pytest.raises(InputError, match="tensor_parallel: .* sinks; use one rank"):
-        export_config(CONFIG, "fp32", tmp_path, tensor_parallel=2)
+        assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2, parts=shared.parts(config, "fp32"))

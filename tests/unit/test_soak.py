@@ -53,19 +53,14 @@ def test_a_run_without_faults_has_none() -> None:
 
 @pytest.mark.parametrize(
     ("run", "end", "expected"),
-    [
-        (Soak([GOOD, BAD], grown("api", 0)), IDLE, "requests: expected none to fail, found 1, the first: greedy"),
+    [(Soak([GOOD, BAD], grown("api", 0)), IDLE, "requests: expected none to fail, found 1, the first: greedy"),
         (Soak([GOOD], grown("api", 11)), IDLE, "api: expected at most 1.02 times"),
         (Soak([GOOD], grown("engine", 11)), IDLE, "engine: expected at most 1.02 times"),
         (Soak([GOOD], grown("api", 0)), replace(IDLE, pages_used=1), "pages: expected 0 in use"),
-        (
-            Soak([GOOD], grown("api", 0)),
-            replace(IDLE, descriptors={"api": 11, "engine": 10}),
-            "api: expected 10 open descriptors",
-        ),
-    ],
+        (Soak([GOOD], grown("api", 0)), replace(IDLE, descriptors={"api": 11, "engine": 10}),
+            "api: expected 10 open descriptors")],
     ids=["failed", "api-memory", "engine-memory", "pages", "descriptors"],
-)
+)  # fmt: skip
 def test_a_leak_is_a_fault(run: Soak, end: Sample, expected: str) -> None:
     (found,) = faults(run, IDLE, end)
     assert found.startswith(expected)

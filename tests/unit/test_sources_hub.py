@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 from safetensors.numpy import save
 
 import fork_server
@@ -45,15 +45,10 @@ def weights(seed: int = 0, size: int = 1 << 20) -> bytes:
 def model(**changes: bytes | None) -> dict[str, bytes]:
     """The files of a repository, with what nobody needs among them."""
     files = {
-        "config.json": CONFIG,
-        "generation_config.json": b"{}",
-        "tokenizer.json": TOKENIZER,
-        "model.safetensors": weights(),
-        "README.md": b"#",
-        "modeling_tiny.py": b"raise SystemExit",
-        "pytorch_model.bin": b"pickle",
-        "onnx/model.onnx": b"x",
-    }
+        "config.json": CONFIG, "generation_config.json": b"{}", "tokenizer.json": TOKENIZER,
+        "model.safetensors": weights(), "README.md": b"#", "modeling_tiny.py": b"raise SystemExit",
+        "pytorch_model.bin": b"pickle", "onnx/model.onnx": b"x",
+    }  # fmt: skip
     return {name: data for name, data in (files | changes).items() if data is not None}
 
 
@@ -247,6 +242,7 @@ def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
 
 
 @pytest.mark.exports
+@pytest.mark.exports
 def test_a_first_config_of_a_model_on_the_hub_asks_for_its_config_alone(user: User, hub: HubServer) -> None:
     hub.model(NAME, model())
     for source in (f"hf:{NAME}", f"hf:{NAME}@main"):
@@ -271,23 +267,6 @@ def test_what_is_gone_from_the_cache_comes_again(user: User, hub: HubServer) -> 
     assert lost_files(user.out)
     hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
     assert user.fetch().commit == commit and not lost_files(user.out)
-
-
-@pytest.mark.long
-def test_after_a_dropped_download_the_same_command_brings_the_file(
-    user: User, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)  # before each of five attempts
-    hub.model(NAME, model(**{"model.safetensors": weights(size=8 << 20)}))
-    hub.drop_after = 25_000_000
-    assert user.error() == (
-        f"hf:{NAME}: expected the whole download, found it interrupted "
-        f"(RemoteProtocolError); run the same command again"
-    )
-    hub.drop_after = None
-    found = user.fetch()
-    path = folder_of(user.out) / "model.safetensors"
-    assert sha256_file(path) == found.sha256["model.safetensors"]
 
 
 @pytest.mark.long

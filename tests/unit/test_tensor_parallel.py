@@ -107,15 +107,10 @@ def test_ranks_compute_what_one_rank_does(split: Splits, family: str, degree: in
     assert found.error(found.assembly) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("family", "middle", "exit"),
-    [
-        ("gpt_neox", 1, 1),
-        pytest.param("cohere", 1, 1, marks=pytest.mark.long),
-        pytest.param("phi", 1, 1, marks=pytest.mark.long),
-        ("llama", 2, 2),
-    ],
-)
+@pytest.mark.parametrize(("family", "middle", "exit"), [
+    ("gpt_neox", 1, 1), pytest.param("cohere", 1, 1, marks=pytest.mark.long),
+    pytest.param("phi", 1, 1, marks=pytest.mark.long), ("llama", 2, 2),
+])  # fmt: skip
 def test_attention_and_mlp_side_by_side_are_added_in_one_sum(
     split: Splits, family: str, middle: int, exit: int
 ) -> None:
@@ -200,8 +195,10 @@ def heads_of(rank: int, ranks: int) -> tuple[list[int], list[int]]:
     return heads, sorted({head // 2 for head in heads})
 
 
-@pytest.mark.parametrize(("family", "name"), FUSED, ids=lambda value: value)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "name"), some(FUSED, *(key for key in FUSED if key[0] != "mixtral")), ids=lambda value: value
+)
+@pytest.mark.parametrize("ranks", some([2, 4]))
 def test_fused_weights_are_cut_by_their_heads_halves_and_experts(
     split: Splits, family: str, name: str, ranks: int
 ) -> None:
@@ -515,18 +512,13 @@ def test_a_model_without_a_plan_is_split_by_its_flow_alone() -> None:
     assert one.to_json() == other.to_json()
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        ("tensor_parallel: 0", "expected at least 1; found 0"),
-        ("tensor_parallel: 17", "expected at most 16; found 17"),
-        ("tensor_parallel: two", "expected an integer; found 'two'"),
-        (
-            "tensor_parallel: 2\n    backends: [onnxruntime, tensorrt_rtx]",
-            "expected 1 for backend tensorrt_rtx; several ranks",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("lines", "said"), [
+    ("tensor_parallel: 0", "expected at least 1; found 0"),
+    ("tensor_parallel: 17", "expected at most 16; found 17"),
+    ("tensor_parallel: two", "expected an integer; found 'two'"),
+    ("tensor_parallel: 2\n    backends: [onnxruntime, tensorrt_rtx]",
+        "expected 1 for backend tensorrt_rtx; several ranks"),
+])  # fmt: skip
 def test_a_config_that_asks_for_what_cannot_be_is_refused(lines: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"models:\n  m:\n    source: x\n    {lines}\n    golden: {{prompts: [{{text: a}}]}}\n")
@@ -544,20 +536,15 @@ def damaged(change: Callable[[dict[str, Any]], None], tiny: Results, path: Path)
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda ranks: ranks.update(degree=3), "tensor_parallel"),
-        (lambda ranks: ranks["classes"].pop("middle"), "tensor_parallel.classes: expected entry, exit, middle"),
-        (lambda ranks: ranks["kinds"]["attention"].update(num_heads=3), "tensor_parallel.kinds.attention"),
-        (lambda ranks: ranks["classes"]["entry"]["weights"].popitem(), "tensor_parallel.graphs.entry.1: "),
-        (
-            lambda ranks: next(iter(ranks["classes"]["entry"]["weights"].values()))["ranges"][0][0].reverse(),
-            "numbers within",
-        ),
-        (lambda ranks: ranks["classes"]["middle"]["pieces"].pop(), "tensor_parallel.classes.middle.pieces: slots"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda ranks: ranks.update(degree=3), "tensor_parallel"),
+    (lambda ranks: ranks["classes"].pop("middle"), "tensor_parallel.classes: expected entry, exit, middle"),
+    (lambda ranks: ranks["kinds"]["attention"].update(num_heads=3), "tensor_parallel.kinds.attention"),
+    (lambda ranks: ranks["classes"]["entry"]["weights"].popitem(), "tensor_parallel.graphs.entry.1: "),
+    (lambda ranks: next(iter(ranks["classes"]["entry"]["weights"].values()))["ranges"][0][0].reverse(),
+        "numbers within"),
+    (lambda ranks: ranks["classes"]["middle"]["pieces"].pop(), "tensor_parallel.classes.middle.pieces: slots"),
+])  # fmt: skip
 def test_a_damaged_table_is_one_line(
     change: Callable[[dict[str, Any]], None], said: str, tiny: Results, tmp_path: Path
 ) -> None:

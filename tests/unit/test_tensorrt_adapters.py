@@ -15,11 +15,7 @@ import fake_gpu
 from lockstep.backends import build
 from lockstep.runtime import Decoding, Model, Request, Sampling
 from lockstep.step.advance import Advance
-from lockstep.targets import Results, Tolerances
-from lockstep.verify.bisect.engines import Engines
-from lockstep.verify.bisect.explain import open_graphs
-from lockstep.verify.bisect.faults import walk_stages
-from lockstep.verify.walk import Tokens
+from lockstep.targets import Results
 from shared import Shared
 
 FORMS = [("8.6.0", "fp16", "fused", "tensorrt"), ("10.9.0", "fp32", "traced", "tensorrt")]
@@ -76,18 +72,6 @@ def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
             np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE[form[1]])
     assert model.adapters is not None and model.adapters.residency.loads > 4
     assert (model.adapters.adapter_slots == -1).all()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", [FORMS[0]], indirect=True)
-def test_bisect_follows_a_request_through_the_engines_without_room(lora: Results, form: Form, open_model: Open) -> None:
-    model, precision = open_model(), form[1]
-    graphs = open_graphs(lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision), 2)
-    engines = Engines(model.engines, graphs.weights)
-    walked = walk_stages(graphs, engines, Tokens(np.arange(5, 14), 6), Tolerances(block=4e-3, logits=0.1))
-    found = {row.graph for row in walked.rows if row.against == "graph" and row.passed}
-    assert {"entry", "middle", "exit"} <= found and walked.finished
-    assert engines.name("middle") == "middle.base"
 
 
 class Forced:

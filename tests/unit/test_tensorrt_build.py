@@ -89,16 +89,10 @@ def test_an_exit_has_profiles_for_one_row_and_for_several_and_an_embedding_one()
     assert profiles(embedding, LIMITS) == [{"token_ids": ((1,), (64,), (72,))}]
 
 
-@pytest.mark.parametrize(
-    ("rows", "ranges"),
-    [
-        (1, [(1, 1)]),
-        (2, [(1, 1), (2, 2)]),
-        (8, [(1, 1), (2, 4), (5, 8)]),
-        (9, [(1, 1), (2, 4), (5, 8), (9, 9)]),
-        (100, [(1, 1), (2, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 100)]),
-    ],
-)
+@pytest.mark.parametrize(("rows", "ranges"), [
+    (1, [(1, 1)]), (2, [(1, 1), (2, 2)]), (8, [(1, 1), (2, 4), (5, 8)]), (9, [(1, 1), (2, 4), (5, 8), (9, 9)]),
+    (100, [(1, 1), (2, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 100)]),
+])  # fmt: skip
 def test_rows_that_decode_come_in_ranges_up_to_the_limit(rows, ranges):
     assert decode_ranges(rows) == ranges
 
@@ -114,16 +108,10 @@ def test_each_range_of_rows_has_a_profile_that_is_tuned_for_its_top():
     assert [profile["x0"] for profile in several] == [((low, 4), (64, 4), (74, 4)) for low in (1, 5, 9)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "tokens", "ranges"),
-    [
-        (4, 512, []),
-        (16, 2048, [(17, 512), (513, 1024)]),
-        (256, 1000, [(257, 512)]),
-        (512, 4096, [(513, 1024)]),
-        (1024, 8192, []),
-    ],
-)
+@pytest.mark.parametrize(("rows", "tokens", "ranges"), [
+    (4, 512, []), (16, 2048, [(17, 512), (513, 1024)]), (256, 1000, [(257, 512)]), (512, 4096, [(513, 1024)]),
+    (1024, 8192, []),
+])  # fmt: skip
 def test_prompts_come_in_ranges_between_the_rows_that_decode_and_the_limit(rows, tokens, ranges):
     assert prompt_ranges(rows, tokens) == ranges
 
@@ -205,33 +193,18 @@ def test_beside_a_profile_of_one_size_an_output_may_be_told_with_that_size():
         check_contract(changed(3, shape=(1, 16)), BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        (engine_tensors()[:-1], "x.engine: outputs: expected out as in the assembly, found $"),
-        (
-            changed(0, name="hiden"),
-            "inputs: expected hidden, rows, weight as in the assembly, found hiden, rows, weight",
-        ),
-        (
-            changed(3, dtype=np.dtype("float32")),
-            r"output out: expected float16 \[-1, 32\] as in the "
-            r"assembly, found float32 \[-1, 32\]",
-        ),
-        (
-            changed(2, shape=(16, 32)),
-            r"input weight: expected float16 \[32, 16\] as in the assembly, found "
-            r"float16 \[16, 32\]",
-        ),
-        (changed(1, dtype=np.dtype("int64")), r"input rows: expected int32 \[-1\] as in the assembly, found int64"),
-        (changed(0, profiles=(((1, 16), (8, 16), (8, 16)),)), "expected 4 optimization profiles, found 1"),
-        (
-            changed(1, profiles=(((1,),) * 3, ((2,), (4,), (4,)), ((5,), (8,), (8,)), ((1,), (64,), (64,)))),
-            r"input rows, profile 3: expected \[1\] to \[72\], tuned "
-            r"for \[64\], found \[1\] to \[64\]",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "message"), [
+    (engine_tensors()[:-1], "x.engine: outputs: expected out as in the assembly, found $"),
+    (changed(0, name="hiden"), "inputs: expected hidden, rows, weight as in the assembly, found hiden, rows, weight"),
+    (changed(3, dtype=np.dtype("float32")),
+        r"output out: expected float16 \[-1, 32\] as in the " r"assembly, found float32 \[-1, 32\]"),
+    (changed(2, shape=(16, 32)),
+        r"input weight: expected float16 \[32, 16\] as in the assembly, found " r"float16 \[16, 32\]"),
+    (changed(1, dtype=np.dtype("int64")), r"input rows: expected int32 \[-1\] as in the assembly, found int64"),
+    (changed(0, profiles=(((1, 16), (8, 16), (8, 16)),)), "expected 4 optimization profiles, found 1"),
+    (changed(1, profiles=(((1,),) * 3, ((2,), (4,), (4,)), ((5,), (8,), (8,)), ((1,), (64,), (64,)))),
+        r"input rows, profile 3: expected \[1\] to \[72\], tuned " r"for \[64\], found \[1\] to \[64\]"),
+])  # fmt: skip
 def test_an_engine_that_is_not_its_graph_is_refused(tensors, message):
     with pytest.raises(CheckError, match=message):
         check_contract(tensors, BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
@@ -254,13 +227,9 @@ def layer(
 ) -> dict:
     tensor = lambda pair: {"Name": pair[0], "Location": "Device", "Dimensions": [-1, 16], "Format/Datatype": pair[1]}
     return {
-        "Name": name,
-        "LayerType": kind,
-        "Inputs": [tensor(source), tensor(("weight", HALF))],
-        "Outputs": [tensor(made)],
-        "TacticName": tactic,
-        "TacticValue": value,
-    }
+        "Name": name, "LayerType": kind, "Inputs": [tensor(source), tensor(("weight", HALF))],
+        "Outputs": [tensor(made)], "TacticName": tactic, "TacticValue": value,
+    }  # fmt: skip
 
 
 def read(*layers: dict):
@@ -311,28 +280,16 @@ def test_a_fused_kernel_may_read_fp32_beside_its_product_but_not_compute_the_pro
         )
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (
-            layer(source=("taken", FLOAT)),
-            "x.engine: layer product: tensor taken: expected float16 as in the graph, found Row major linear FP32",
-        ),
-        (layer(made=("out", "Float")), "layer product: tensor out: expected float16 as in the graph, found Float"),
-        (
-            layer(source=("Reformatted Input Tensor 0 to product", FLOAT)),
-            "layer product: expected a matrix product in float16 as in the graph, found tactic sm80_xmma",
-        ),
-        (
-            layer(tactic="ampere_sgemm_128x64_tn"),
-            "layer product: expected a matrix product in float16 as in the graph, found tactic ampere_sgemm_128x64_tn",
-        ),
-        (
-            layer(tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n"),
-            "expected a matrix product in float16 as in the graph",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("found", "message"), [
+    (layer(source=("taken", FLOAT)),
+        "x.engine: layer product: tensor taken: expected float16 as in the graph, found Row major linear FP32"),
+    (layer(made=("out", "Float")), "layer product: tensor out: expected float16 as in the graph, found Float"),
+    (layer(source=("Reformatted Input Tensor 0 to product", FLOAT)),
+        "layer product: expected a matrix product in float16 as in the graph, found tactic sm80_xmma"),
+    (layer(tactic="ampere_sgemm_128x64_tn"),
+        "layer product: expected a matrix product in float16 as in the graph, found tactic ampere_sgemm_128x64_tn"),
+    (layer(tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n"), "expected a matrix product in float16 as in the graph"),
+])  # fmt: skip
 def test_a_product_in_fp32_fails_with_its_layer(found, message):
     with pytest.raises(CheckError, match=message):
         check_precision(read(layer(name="before"), found), BLOCK, tensor_types(BLOCK), "x.engine")
@@ -411,11 +368,8 @@ def test_products_with_something_fused_to_them_and_statements_of_other_forms_are
     assert fp16_sums([fused]) == [fused.name] == [
         "gemm_4_matrix_multiply+logits' castToActType"
     ] and fused.tactic.endswith("_fused11")
-    assert (another.name, another.kind, another.tactic) == (
-        "another",
-        "another in a fused region",
-        "",
-    ) and last.name == "last"
+    assert (another.name, another.kind, another.tactic) == ("another", "another in a fused region", "")
+    assert last.name == "last"
     assert region_layers(b"") == region_layers(b"\nmain {\n  cut off") == []
 
 
@@ -506,22 +460,15 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
     assert fingerprint(read(layer(name="block_16x16_64"))) != fingerprint(read(layer(name="block_16x16_32")))
 
 
-@pytest.mark.parametrize(
-    ("version", "set_by_user", "told", "recorded"),
-    [
-        ("8.6.0", "", "-cask:fp16_acc=off", None),
-        ("8.6.0", " -cask:fp16_acc=off ", "-cask:fp16_acc=off", None),
-        (
-            "8.6.0",
-            "-peep:transpose_elim=off",
-            "-peep:transpose_elim=off -cask:fp16_acc=off",
-            "-peep:transpose_elim=off -cask:fp16_acc=off",
-        ),
-        ("8.6.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
-        ("10.8.0", "", "", None),
-        ("10.8.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
-    ],
-)
+@pytest.mark.parametrize(("version", "set_by_user", "told", "recorded"), [
+    ("8.6.0", "", "-cask:fp16_acc=off", None),
+    ("8.6.0", " -cask:fp16_acc=off ", "-cask:fp16_acc=off", None),
+    ("8.6.0", "-peep:transpose_elim=off", "-peep:transpose_elim=off -cask:fp16_acc=off",
+        "-peep:transpose_elim=off -cask:fp16_acc=off"),
+    ("8.6.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
+    ("10.8.0", "", "", None),
+    ("10.8.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
+])  # fmt: skip
 def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_them(
     monkeypatch, version, set_by_user, told, recorded
 ):
@@ -533,11 +480,8 @@ def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_the
     monkeypatch.setattr(TENSORRT, "logger", lambda: None)
     before = TensorRTBackend().default_options()
     assert TENSORRT.create_builder() == TENSORRT.create_builder() == told
-    assert (
-        TensorRTBackend().default_options() == before
-        and before.get("compiler_flags") == recorded
-        and ("compiler_flags" in before) == (recorded is not None)
-    )
+    assert TensorRTBackend().default_options() == before and before.get("compiler_flags") == recorded
+    assert ("compiler_flags" in before) == (recorded is not None)
 
 
 @pytest.mark.parametrize(
@@ -570,15 +514,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("version", "said", "taken", "whole"),
-    [
-        ("8.6.0", [], True, True),
-        ("8.6.0", REFUSED, True, False),
-        ("8.6.0", REFUSED[1:], False, False),
-        ("10.8.0", REFUSED, False, False),
-    ],
-)
+@pytest.mark.parametrize(("version", "said", "taken", "whole"), [
+    ("8.6.0", [], True, True), ("8.6.0", REFUSED, True, False), ("8.6.0", REFUSED[1:], False, False),
+    ("10.8.0", REFUSED, False, False),
+])  # fmt: skip
 def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, version, said, taken, whole):
     """What 8.6.0 says of each of its own caches, as errors, while it gives a cache all the same: found on a GPU."""
     monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__=version))
@@ -618,19 +557,13 @@ def without_tensorrt(monkeypatch, version="8.6.0", **answers):
     return answers
 
 
-@pytest.mark.parametrize(
-    ("plan", "whole", "note"),
-    [
-        ("real", True, None),
-        (
-            "real",
-            False,
-            "TensorRT 8.6.0 does not read what the timing cache says of fused regions: their kernels were chosen anew",
-        ),
-        ("half", True, "products that TensorRT accumulates in fp16: gemm_3_matrix_multiply, gemm_0 .*"),
-        ("", True, "fused regions whose kernels cannot be read: they are not held to the graph"),
-    ],
-)
+@pytest.mark.parametrize(("plan", "whole", "note"), [
+    ("real", True, None),
+    ("real", False,
+        "TensorRT 8.6.0 does not read what the timing cache says of fused regions: their kernels were chosen anew"),
+    ("half", True, "products that TensorRT accumulates in fp16: gemm_3_matrix_multiply, gemm_0 .*"),
+    ("", True, "fused regions whose kernels cannot be read: they are not held to the graph"),
+])  # fmt: skip
 def test_a_build_takes_the_kernels_of_regions_for_layers(tmp_path, monkeypatch, plan, whole, note):
     """All but what TensorRT itself does."""
     data = {"real": real_plan(), "half": half_plan(), "": b"another plan"}[plan]
@@ -641,10 +574,8 @@ def test_a_build_takes_the_kernels_of_regions_for_layers(tmp_path, monkeypatch, 
     region = said["layer_information"]
     assert built.note is note is None or re.fullmatch(note, built.note)
     chosen = fingerprint(read_layers(region, "x") + region_layers(data))
-    assert (
-        built.about["tactics_sha256"] == sha256_json([layer.to_json() for layer in chosen])
-        and (tmp_path / "block.engine").read_bytes() == data
-    )
+    assert built.about["tactics_sha256"] == sha256_json([layer.to_json() for layer in chosen])
+    assert (tmp_path / "block.engine").read_bytes() == data
     assert len(built.about.get("fp16_sums", [])) == (5 if plan == "half" else 0)
 
 
@@ -688,17 +619,12 @@ def attempts(
     ), tried
 
 
-@pytest.mark.parametrize(
-    ("version", "options", "tried"),
-    [
-        ("8.6.0", {}, [[3, "Gather"]]),
-        ("8.6.0", {"optimization_level": 2}, [[2, "Gather"]]),
-        ("8.6.0", {"one_region": False}, [[4, "Gemm"]]),
-        ("8.6.0", {"one_region": False, "optimization_level": 5}, [[5, "Gemm"]]),
-        ("10.8.0", {}, [[4, "Gemm"]]),
-        ("11.0.0", {}, [[4, "Gemm"]]),
-    ],
-)
+@pytest.mark.parametrize(("version", "options", "tried"), [
+    ("8.6.0", {}, [[3, "Gather"]]), ("8.6.0", {"optimization_level": 2}, [[2, "Gather"]]),
+    ("8.6.0", {"one_region": False}, [[4, "Gemm"]]),
+    ("8.6.0", {"one_region": False, "optimization_level": 5}, [[5, "Gemm"]]), ("10.8.0", {}, [[4, "Gemm"]]),
+    ("11.0.0", {}, [[4, "Gemm"]]),
+])  # fmt: skip
 def test_a_graph_is_built_as_one_region_where_that_is_asked_for(tmp_path, monkeypatch, version, options, tried):
     build, found = attempts(monkeypatch, tmp_path, version=version, **options)
     built = build()

@@ -151,25 +151,15 @@ def test_the_module_for_annotations_is_used_in_annotations_only(path):
     assert not [name.lineno for name in names if id(name) not in annotations | bound]
 
 
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [
-        ("config.set_flag(self.api.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
-        (
-            "if self.has('strong_types'):\n    trt.BuilderFlag.FP16",
-            "line 2: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]",
-        ),
-        (
-            "def f(engine: trt.ICudaEngine):\n    engine.device_memory_size",
-            "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 4)]",
-        ),
-        (
-            "def f(engine: trt.ICudaEngine):\n    return 1 if self.has('memory_size_v2') else engine.num_bindings",
-            "line 2: ICudaEngine.num_bindings is not in [(10, 0)]",
-        ),
-        ("trt.Builder.biuld", "line 1: Builder.biuld is not in"),
-    ],
-)
+@pytest.mark.parametrize(("source", "problem"), [
+    ("config.set_flag(self.api.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
+    ("if self.has('strong_types'):\n    trt.BuilderFlag.FP16", "line 2: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
+    ("def f(engine: trt.ICudaEngine):\n    engine.device_memory_size",
+        "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 4)]"),
+    ("def f(engine: trt.ICudaEngine):\n    return 1 if self.has('memory_size_v2') else engine.num_bindings",
+        "line 2: ICudaEngine.num_bindings is not in [(10, 0)]"),
+    ("trt.Builder.biuld", "line 1: Builder.biuld is not in"),
+])  # fmt: skip
 def test_what_a_version_lacks_is_found(source, problem):
     assert [line for line in missing(uses_of(source)) if line.startswith(problem)]
 
@@ -216,15 +206,9 @@ def test_only_compat_knows_tensorrt():
 def test_no_other_module_calls_a_method_of_tensorrt(path):
     """By name: methods of these classes that nothing of ours is called after."""
     classes = (
-        "Builder",
-        "IBuilderConfig",
-        "INetworkDefinition",
-        "ICudaEngine",
-        "IExecutionContext",
-        "ITimingCache",
-        "Runtime",
-        "OnnxParser",
-    )
+        "Builder", "IBuilderConfig", "INetworkDefinition", "ICudaEngine", "IExecutionContext", "ITimingCache",
+        "Runtime", "OnnxParser",
+    )  # fmt: skip
     methods = {
         name.partition(".")[2]
         for name in IN_VERSIONS

@@ -132,17 +132,10 @@ def test_ranks_give_the_logits_of_one(open_model, reference, form: Form, monkeyp
 def test_the_demo_passes_the_golden_check(references: Results, paths, form: Form, gpu, tmp_path: Path) -> None:
     engines, assembly, weights = paths
     golden.check_engines(
-        assembly,
-        weights,
-        engines,
-        references.reference(MODEL, "all"),
-        Target(MODEL, form[1], "all", "tensorrt"),
-        TOLERANCES[form[1]],
-        LIMITS,
-        tmp_path / "golden.json",
-        tmp_path / "speed.json",
+        assembly, weights, engines, references.reference(MODEL, "all"), Target(MODEL, form[1], "all", "tensorrt"),
+        TOLERANCES[form[1]], LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
         [prompt.expected["all"] for prompt in GOLDEN.prompts],
-    )
+    )  # fmt: skip
     assert read_json(tmp_path / "golden.json")["result"] == "pass"
 
 
@@ -369,19 +362,12 @@ def test_ranks_that_differ_are_told_when_asked_for(open_model, gpu, monkeypatch:
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 @pytest.mark.parametrize(
     "change, message",
-    [
-        (
-            lambda gpu: vars(gpu).update(devices=3),
-            "expected a GPU for each rank, 4 or more, found 3; make more visible",
-        ),
+    [(lambda gpu: vars(gpu).update(devices=3), "expected a GPU for each rank, 4 or more, found 3; make more visible"),
         (lambda gpu: gpu.names.update({2: b"other\0"}), "GPU 2: expected name fake, .* as GPU 0, found name other"),
-        (
-            lambda gpu: gpu.unreachable.append({1, 3}),
-            "GPU 3: expected access to the memory of GPU 1, found none; choose GPUs",
-        ),
-    ],
+        (lambda gpu: gpu.unreachable.append({1, 3}),
+            "GPU 3: expected access to the memory of GPU 1, found none; choose GPUs")],
     ids=["missing", "another kind", "no access"],
-)
+)  # fmt: skip
 def test_devices_that_do_not_serve_are_refused(open_model, gpu, change, message: str) -> None:
     change(gpu)
     with pytest.raises(CheckError, match=f"^tensor_parallel: {message}"):

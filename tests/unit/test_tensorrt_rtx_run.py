@@ -87,17 +87,10 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, gpu, preci
 @pytest.mark.parametrize("precision", some(["fp16", "fp32"]))
 def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, precision):
     golden.check_engines(
-        references.assembly(MODEL, precision),
-        references.weights(MODEL, precision),
-        engines(precision),
-        references.reference(MODEL, "all"),
-        Target(MODEL, precision, "all", BACKEND),
-        TOLERANCES[precision],
-        LIMITS,
-        tmp_path / "golden.json",
-        tmp_path / "speed.json",
-        [prompt.expected["all"] for prompt in GOLDEN.prompts],
-    )
+        references.assembly(MODEL, precision), references.weights(MODEL, precision), engines(precision),
+        references.reference(MODEL, "all"), Target(MODEL, precision, "all", BACKEND), TOLERANCES[precision], LIMITS,
+        tmp_path / "golden.json", tmp_path / "speed.json", [prompt.expected["all"] for prompt in GOLDEN.prompts],
+    )  # fmt: skip
     assert read_json(tmp_path / "golden.json")["result"] == "pass"
 
 

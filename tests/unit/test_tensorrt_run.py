@@ -203,17 +203,10 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, followi
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
     precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
     golden.check_engines(
-        references.assembly(MODEL, precision),
-        references.weights(MODEL, precision),
-        engines[form],
-        references.reference(MODEL, "all"),
-        Target(MODEL, precision, "all", "tensorrt"),
-        TOLERANCES[precision],
-        LIMITS,
-        tmp_path / "golden.json",
-        tmp_path / "speed.json",
-        expected,
-    )
+        references.assembly(MODEL, precision), references.weights(MODEL, precision), engines[form],
+        references.reference(MODEL, "all"), Target(MODEL, precision, "all", "tensorrt"), TOLERANCES[precision], LIMITS,
+        tmp_path / "golden.json", tmp_path / "speed.json", expected,
+    )  # fmt: skip
     assert read_json(tmp_path / "golden.json")["result"] == "pass"
 
 
@@ -235,14 +228,10 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     onnx.save(model, graph)
     described["classes"]["exit"]["sha256"] = sha256_file(graph)
     write_json(tmp_path / "graphs" / "assembly.json", described)
-    made = read_json(
-        build(
-            tmp_path / "graphs" / "assembly.json",
-            "tensorrt",
-            tmp_path / "engines" / "engines.json",
-            read_json(engines[form])["options"],
-        )
-    )
+    made = read_json(build(
+        tmp_path / "graphs" / "assembly.json", "tensorrt", tmp_path / "engines" / "engines.json",
+        read_json(engines[form])["options"],
+    ))  # fmt: skip
     made["engines"]["exit"]["graph_sha256"] = read_json(assembly)["classes"]["exit"]["sha256"]
     write_json(tmp_path / "engines" / "engines.json", made)
     found = report(tmp_path / "engines" / "engines.json").fault
@@ -515,16 +504,10 @@ class Chaos:
             if number % 3 == 0:
                 prompt = np.append(prefix, prompt[:40])
             rule = dataclasses.replace(RULES[number % 4], seed=number, logprobs=0 if number == 13 else None)
-            self.requests.append(
-                Request(
-                    prompt,
-                    int(random.integers(1 if number % 2 else 12, 20)),
-                    sampling=rule,
-                    n=1 + (number % 7 == 5),
-                    adapter=adapters[number % len(adapters)],
-                    priority=int(random.integers(0, 2)),
-                )
-            )
+            self.requests.append(Request(
+                prompt, int(random.integers(1 if number % 2 else 12, 20)), sampling=rule, n=1 + (number % 7 == 5),
+                adapter=adapters[number % len(adapters)], priority=int(random.integers(0, 2)),
+            ))  # fmt: skip
 
     def expect(self, engine):
         """The tokens of each request alone; every third one is to stop at one of them from now on."""
@@ -790,42 +773,6 @@ def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:
     return {(number - first, choice): tokens for (number, choice), tokens in found.items()}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
-def test_requests_share_pages_fork_and_are_swapped_out_with_the_tokens_that_they_have_alone(
-    open_model, form, gpu, monkeypatch
-):
-    random = np.random.default_rng(0)
-    shared = random.integers(0, 768, 150)
-    prompts = [np.append(shared, random.integers(0, 768, count)) for count in (3, 1, 20, 45)]
-    prompts += [random.integers(0, 768, count) for count in (70, 9)]
-    model = open_model(chunk_size=64)
-    alone = [tokens_of(Engine(model, prefix_caching=False), [Request(prompt, 30)])[0, 0] for prompt in prompts]
-    engine = Engine(model)
-    with pytest.raises(
-        InputError, match="^prompt_logprobs: expected a backend that .*, found tensorrt; leave them out$"
-    ):
-        engine.add(Request(prompts[0], 1, prompt_logprobs=1))
-    for _ in range(2):  # the second time all chunks of all prompts are there
-        found = tokens_of(engine, [Request(prompt, 30) for prompt in prompts])
-        assert [found[number, 0] for number in range(6)] == alone
-    assert model.tables.pool.num_cached
-    found = tokens_of(engine, [Request(prompts[2], 30, n=3), Request(prompts[5], 30)])  # 170 tokens: not whole pages
-    assert [found[0, choice] for choice in range(3)] == 3 * [alone[2]] and found[1, 0] == alone[5]
-    page_nbytes = model.tables.pool.page_nbytes
-    monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
-    small = open_model(chunk_size=64, kv_bytes=6 * page_nbytes)
-    engine = Engine(small, admission="optimistic", prefix_caching=False)
-    found = tokens_of(engine, [Request(prompt[-60:], 30) for prompt in prompts for _ in range(2)])
-    expected = tokens_of(Engine(model, prefix_caching=False), [Request(prompt[-60:], 30) for prompt in prompts])
-    assert [found[2 * number + 1, 0] for number in range(6)] == [expected[number, 0] for number in range(6)]
-    assert engine.scheduler.num_swaps and small.tables.pool.num_pages == 6 == small.tables.pool.num_available
-    with pytest.raises(InputError, match="expected 3 free pages of 64 tokens, found 2 of 2; raise kv_bytes"):
-        open_model(kv_bytes=2 * page_nbytes).step([Advance(0, np.arange(129), 0)])
-    with pytest.raises(CheckError, match="KV cache: expected room for a page of 64 tokens, .* raise kv_bytes"):
-        open_model(kv_bytes=page_nbytes - 1)
-
-
 RULES = [Sampling(1.2, seed=2**64 - 1), Sampling(), Sampling(0.8, top_p=0.95, seed=7), Sampling(2.0, 50, min_p=0.01)]
 
 
@@ -954,11 +901,8 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
     assert rows.nbytes > 2 * device_weights._PIECE
     store = DeviceWeights.of(weights, device_weights.Device.get())
     array, blocks = store.put(weights, names, rows.shape, dtype, "slot"), gpu.blocks
-    assert (
-        DeviceWeights.of(weights, device_weights.Device.get()) is store
-        and store.put(weights, names, rows.shape, dtype, "slot").address == array.address
-        and gpu.blocks == blocks
-    )
+    assert DeviceWeights.of(weights, device_weights.Device.get()) is store
+    assert store.put(weights, names, rows.shape, dtype, "slot").address == array.address and gpu.blocks == blocks
     store.uploads.wait()
     np.testing.assert_array_equal(down(array), rows)
     for shape, kind in (((rows.shape[0], rows.shape[1] + 1), dtype), (rows.shape, np.dtype("f8"))):

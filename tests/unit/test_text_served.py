@@ -19,7 +19,8 @@ from lockstep.targets import Results
 from real_server import RealServer
 from shared import Shared
 
-pytestmark = pytest.mark.exports
+# By day test_real_text.py has the same texts without a server.
+pytestmark = [pytest.mark.exports, pytest.mark.long]
 
 PROMPT, ANSWER = "x", " the 𓀀cat the\n"
 BANS_AT = 40  # a prompt of so many tokens is answered with a bad word, in one of its spellings

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError
@@ -214,7 +214,6 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), TEXTS, st.lists(st.integers(1, 60), max_size=30), st.booleans(), st.booleans())
 def test_the_pieces_do_not_matter(name: str, text: str, sizes: list[int], opened: bool, thinks: bool) -> None:
     pieces, at = [], 0

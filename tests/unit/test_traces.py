@@ -138,6 +138,7 @@ def test_a_request_over_grpc_has_one_too(server: RealServer, receiver: Receiver)
     assert attributes["gen_ai.usage.output_tokens"] == 3
 
 
+@pytest.mark.long
 def test_a_receiver_that_is_not_there_ends_nothing_and_is_said_once(tree: Path) -> None:
     """The variable of all programs that send traces names it. Nothing listens at port 1."""
     with RealServer(tree, **SOON, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1") as server:

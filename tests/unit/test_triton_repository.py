@@ -101,26 +101,12 @@ def test_a_configuration_may_have_what_this_version_does_not_know(tmp_path: Path
     assert found.name == "x'yz" and list(found.input[0].dims) == [1, 2] and len(found.input) == 2
 
 
-@pytest.mark.parametrize(
-    ("damaged", "line"),
-    [
-        ("name", 1),
-        ("name:", 1),
-        ("\ninput {", 2),
-        ("name 1", 1),
-        ("name: }", 1),
-        ('name: "', 1),
-        ("\n\ninput: [1", 3),
-        ("input {" * 100, 1),
-        ("name: \0", 1),
-        ("max_batch_size: four", 1),
-        ("input {\n  data_type: TYPE_TEXT\n}", 2),
-        ("name: 'a'\nname: 'b'", 2),
-        ("dynamic_batching { default_queue_policy { max_queue_size: -1 } }", 1),
-        ("made_up: }", None),
-        ("made_up {" * 5000, None),
-    ],
-)
+@pytest.mark.parametrize(("damaged", "line"), [
+    ("name", 1), ("name:", 1), ("\ninput {", 2), ("name 1", 1), ("name: }", 1), ('name: "', 1), ("\n\ninput: [1", 3),
+    ("input {" * 100, 1), ("name: \0", 1), ("max_batch_size: four", 1), ("input {\n  data_type: TYPE_TEXT\n}", 2),
+    ("name: 'a'\nname: 'b'", 2), ("dynamic_batching { default_queue_policy { max_queue_size: -1 } }", 1),
+    ("made_up: }", None), ("made_up {" * 5000, None),
+])  # fmt: skip
 def test_a_damaged_configuration_is_one_line(tmp_path: Path, damaged: str, line: int | None) -> None:
     path = tmp_path / "config.pbtxt"
     path.write_text(damaged)
@@ -139,32 +125,24 @@ def edited(repository: Path, model: str, old: str, new: str) -> list[str]:
     return check_repository(repository)
 
 
-@pytest.mark.parametrize(
-    "model, old, new, named",
-    [
-        ("tensorrt_llm", 'name: "tensorrt_llm"', 'name: "gpt"', "name: expected tensorrt_llm, found gpt"),
-        ("tensorrt_llm", 'backend: "python"', 'backend: "tensorrtllm"', "backend: expected python"),
-        ("preprocessing", 'name: "QUERY"', 'name: "TEXT"', "input QUERY: expected data_type"),
-        ("preprocessing", 'name: "QUERY"', 'name: "TEXT"', "input TEXT: expected none"),
-        ("postprocessing", "TYPE_STRING", "TYPE_INT32", "output OUTPUT: expected data_type: TYPE_STRING"),
-        ("tensorrt_llm", "dims: [-1, -1]", "dims: [7]", "found data_type: TYPE_FP16 dims: [7]"),
-        ("preprocessing", "max_batch_size: 4", "max_batch_size: 8", "max_batch_size: expected 4, found 8"),
-        ("preprocessing", 'string_value: "/', 'string_value: "/other/', "lockstep_socket: expected /"),
-        ("ensemble", 'value: "_INPUT_ID"', 'value: "_ELSE"', "expected _INPUT_ID, found _ELSE"),
-        ("ensemble", 'key: "OUTPUT"', 'key: "TEXT"', "output_map TEXT: expected none, found text_output"),
-        (
-            "ensemble",
-            'model_name: "preprocessing"',
-            'model_name: "other"',
-            "step other, input_map QUERY: expected none",
-        ),
-        ("tensorrt_llm", '"guaranteed_no_evict"', '"static_batch"', "batch_scheduler_policy: expected"),
-        ("tensorrt_llm", '"inflight_fused_batching"', '"V1"', "gpt_model_type: expected"),
-        ("tensorrt_llm", 'key: "gpt_model_type"', 'key: "unheard_of"', "'unheard_of'"),
-        ("tensorrt_llm", 'key: "lockstep_command"', 'key: "engine_dir"', "lockstep_command"),
-        ("tensorrt_llm", 'string_value: "600"', 'string_value: "soon"', "lockstep_start_seconds: expected a number"),
-    ],
-)
+@pytest.mark.parametrize("model, old, new, named", [
+    ("tensorrt_llm", 'name: "tensorrt_llm"', 'name: "gpt"', "name: expected tensorrt_llm, found gpt"),
+    ("tensorrt_llm", 'backend: "python"', 'backend: "tensorrtllm"', "backend: expected python"),
+    ("preprocessing", 'name: "QUERY"', 'name: "TEXT"', "input QUERY: expected data_type"),
+    ("preprocessing", 'name: "QUERY"', 'name: "TEXT"', "input TEXT: expected none"),
+    ("postprocessing", "TYPE_STRING", "TYPE_INT32", "output OUTPUT: expected data_type: TYPE_STRING"),
+    ("tensorrt_llm", "dims: [-1, -1]", "dims: [7]", "found data_type: TYPE_FP16 dims: [7]"),
+    ("preprocessing", "max_batch_size: 4", "max_batch_size: 8", "max_batch_size: expected 4, found 8"),
+    ("preprocessing", 'string_value: "/', 'string_value: "/other/', "lockstep_socket: expected /"),
+    ("ensemble", 'value: "_INPUT_ID"', 'value: "_ELSE"', "expected _INPUT_ID, found _ELSE"),
+    ("ensemble", 'key: "OUTPUT"', 'key: "TEXT"', "output_map TEXT: expected none, found text_output"),
+    ("ensemble", 'model_name: "preprocessing"', 'model_name: "other"', "step other, input_map QUERY: expected none"),
+    ("tensorrt_llm", '"guaranteed_no_evict"', '"static_batch"', "batch_scheduler_policy: expected"),
+    ("tensorrt_llm", '"inflight_fused_batching"', '"V1"', "gpt_model_type: expected"),
+    ("tensorrt_llm", 'key: "gpt_model_type"', 'key: "unheard_of"', "'unheard_of'"),
+    ("tensorrt_llm", 'key: "lockstep_command"', 'key: "engine_dir"', "lockstep_command"),
+    ("tensorrt_llm", 'string_value: "600"', 'string_value: "soon"', "lockstep_start_seconds: expected a number"),
+])  # fmt: skip
 def test_the_lint_names_what_is_wrong(repository: Path, model: str, old: str, new: str, named: str) -> None:
     assert check_repository(repository) == []
     assert any(named in fault for fault in edited(repository, model, old, new))
@@ -448,16 +426,8 @@ def test_the_core_model_starts_the_server_again_and_ends_it(
 ) -> None:
     tree, path = make_tree(tmp_path / "results", demo), tmp_path / "s"
     command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "serve",
-        "demo-llama/fp32/all",
-        "--results",
-        str(tree),
-        "--unix",
-        str(path),
-    ]
+        sys.executable, "-m", "lockstep", "serve", "demo-llama/fp32/all", "--results", str(tree), "--unix", str(path),
+    ]  # fmt: skip
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
     module_path = make(tmp_path / "own", path, command=command) / "tensorrt_llm" / "1"

@@ -161,18 +161,10 @@ class Bounded(JsonObject):
 
 
 BOUNDED = {
-    "class": "a",
-    "file": "f",
-    "rows": [[1, 2]],
-    "names": ["x"],
-    "bits": {"w": 4},
-    "size": "any",
-    "device": {"width": 3, "isa": ["y"]},
-    "ends": [],
-    "count": 1,
-    "format": "of something else",
+    "class": "a", "file": "f", "rows": [[1, 2]], "names": ["x"], "bits": {"w": 4}, "size": "any",
+    "device": {"width": 3, "isa": ["y"]}, "ends": [], "count": 1, "format": "of something else",
     "more": "as the field is called that takes it",
-}
+}  # fmt: skip
 
 
 def test_names_and_marks_say_how_a_field_stands_in_the_file() -> None:

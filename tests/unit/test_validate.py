@@ -1,21 +1,15 @@
 """The validate stage on the demo, and on small random models of other architectures."""
 
-import shutil
-
 import numpy as np
 import pytest
-import torch
 import transformers
-from demo_model import DEMO, LIMITS, TOLERANCES
+from demo_model import LIMITS, TOLERANCES
 
 from lockstep.artifacts.files import read_json
-from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
-from lockstep.export import export
 from lockstep.onnx_tools.metrics import difference
 from lockstep.verify import validate
 from lockstep.verify.metrics import failed_path, largest
-from lockstep.weights import convert
 from some import some
 
 
@@ -83,18 +77,10 @@ def test_inputs_that_do_not_fit_together_are_refused(demo, tmp_path):
 # --- other architectures: what the stage must not trip over ---
 
 SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 64, "initializer_range": 0.1, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 MODELS = {
     "windows and soft caps": lambda: transformers.Gemma2Config(
         **SMALL, head_dim=16, sliding_window=5, attn_logit_softcapping=20.0
@@ -105,29 +91,6 @@ MODELS = {
     ),
     "fused projections": lambda: transformers.Phi3Config(**SMALL),
 }
-
-
-@pytest.mark.exports
-# test_architectures.py runs norms, learned positions and windows through this stage too, test_ranks_families.py runs
-# soft caps and fused projections.
-@pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
-def test_other_architectures_pass(tmp_path, name):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]())
-    model.save_pretrained(tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, tmp_path / "model")
-    checkpoint = resolve(str(tmp_path / "model"), tmp_path / "model", tmp_path / "checkpoint.json")
-    assembly = export(checkpoint, "fp32", tmp_path / "graphs" / "assembly.json")
-    weights = convert(checkpoint, "fp32", tmp_path / "weights.json")
-    for layers in (2, "all"):
-        report = read_json(
-            validate.run(
-                assembly, weights, checkpoint, layers, TOLERANCES["fp32"], 64, tmp_path / f"{layers}.json", threads=1
-            )
-        )
-        assert report["result"] == "pass" and len(report["blocks"]) == (3 if layers == "all" else 2)
 
 
 # --- measures ---

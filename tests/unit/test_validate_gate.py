@@ -38,31 +38,17 @@ def test_a_graph_as_declared_passes():
 
 @pytest.mark.parametrize(
     ("found", "message"),
-    [
-        (
-            model("hiden, weight", "float[num_tokens,4] hiden, float[3,4] weight"),
-            "found no hidden and unexpected hiden",
-        ),
+    [(model("hiden, weight", "float[num_tokens,4] hiden, float[3,4] weight"), "found no hidden and unexpected hiden"),
         (model(inputs="float[num_tokens,4] hidden, float[3,4] weight, float[1] more"), "unexpected more"),
         (model(outputs="float[num_tokens,3] logit", result="logit"), "found no logits and unexpected logit"),
-        (
-            model(inputs="float[num_tokens,4] hidden, float[4,4] weight"),
-            r"'weight': expected float32 \[3, 4\], "
-            r"found float32 \[4, 4\]",
-        ),
-        (
-            model(inputs="float[num_rows,4] hidden, float[3,4] weight"),
-            r"expected float32 \[num_tokens, 4\], found "
-            r"float32 \[num_rows, 4\]",
-        ),
-        (
-            model(inputs="float16[num_tokens,4] hidden, float[3,4] weight"),
-            r"expected float32 \[num_tokens, "
-            r"4\], found float16",
-        ),
-    ],
+        (model(inputs="float[num_tokens,4] hidden, float[4,4] weight"),
+            r"'weight': expected float32 \[3, 4\], " r"found float32 \[4, 4\]"),
+        (model(inputs="float[num_rows,4] hidden, float[3,4] weight"),
+            r"expected float32 \[num_tokens, 4\], found " r"float32 \[num_rows, 4\]"),
+        (model(inputs="float16[num_tokens,4] hidden, float[3,4] weight"),
+            r"expected float32 \[num_tokens, " r"4\], found float16")],
     ids=["renamed input", "extra input", "missing output", "wrong shape", "renamed dimension", "wrong dtype"],
-)
+)  # fmt: skip
 def test_a_graph_that_is_not_as_declared_is_an_error(found, message):
     with pytest.raises(CheckError, match=message):
         DECLARED.check(signature_of(found.graph), "g.onnx", "export again")

@@ -122,33 +122,16 @@ def nested(depth: int) -> list:
 
 
 RAW = {
-    "empty": b"",
-    "half a document": None,
-    "null": b"null",
-    "a number": b"7",
-    "a text": b'"text"',
-    "a list": b"[]",
-    "an object": b"{}",
-    "not a number": b'{"format": NaN}',
-    "no text": b"\xff\xfe\x00",
-    "half a character": b'{"format": "\\ud800"}',
-    "deep": b"[" * 100_000,
-    "deep and whole": b"[" * 900 + b"]" * 900,
-    "a number without end": b"1" * 5000,
-    "a key of no kind": b'{"sealed_sha256": null, "format": null}',
+    "empty": b"", "half a document": None, "null": b"null", "a number": b"7", "a text": b'"text"', "a list": b"[]",
+    "an object": b"{}", "not a number": b'{"format": NaN}', "no text": b"\xff\xfe\x00",
+    "half a character": b'{"format": "\\ud800"}', "deep": b"[" * 100_000, "deep and whole": b"[" * 900 + b"]" * 900,
+    "a number without end": b"1" * 5000, "a key of no kind": b'{"sealed_sha256": null, "format": null}',
     "a seal of nothing": b'{"format": "x", "sealed_sha256": {}}',
-}
+}  # fmt: skip
 WRONG = (
-    None,
-    1,
-    "text",
-    ["text"],
-    {"text": None},
-    {"text": "text"},
-    [{"sha256": "x", "file": "\0"}],
-    [{"sha256": "x", "file": "x" * 5000}],
-    nested(400),
-)
+    None, 1, "text", ["text"], {"text": None}, {"text": "text"}, [{"sha256": "x", "file": "\0"}],
+    [{"sha256": "x", "file": "x" * 5000}], nested(400),
+)  # fmt: skip
 
 
 def edited(value: Any) -> Iterator[Any]:

@@ -111,20 +111,10 @@ def test_a_manifest_that_is_none(manifest):
     assert "expected format 'lockstep.weights/1'" in error_of(Weights.open, manifest)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("length", 2),
-        ("length", 10**6),
-        ("offset", 10**6),
-        ("offset", -8),
-        ("file", 3),
-        ("file", -1),
-        ("shape", [16, 9]),
-        ("dtype", "F8_E4M3"),
-        ("dtype", "X"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [
+    ("length", 2), ("length", 10**6), ("offset", 10**6), ("offset", -8), ("file", 3), ("file", -1), ("shape", [16, 9]),
+    ("dtype", "F8_E4M3"), ("dtype", "X"),
+])  # fmt: skip
 def test_a_manifest_whose_numbers_do_not_fit_its_files(manifest, key, value):
     content = json.loads(manifest.read_text())
     content["tensors"]["embed.weight"][key] = value
@@ -159,37 +149,20 @@ def test_a_slot_of_several_tensors_holds_them_one_after_another(weights):
     assert np.array_equal(slot_array(weights, names, (2, 12, 8)), np.stack([values[name] for name in names]))
 
 
-@pytest.mark.parametrize(
-    ("names", "slot", "expected"),
-    [
-        (
-            ["layers.0.up.weight"],
-            spec([8, 12]),
-            "tensor 'layers.0.up.weight' of layer 3: expected shape [8, 12], found shape [12, 8]; ",
-        ),
-        (["norm.weight"], spec([8, 1]), "tensor 'norm.weight' of layer 3: expected shape [8, 1], found shape [8]; "),
-        (
-            ["norm.weight"],
-            spec([8], "float16"),
-            "tensor 'norm.weight' of layer 3: expected float16, found bfloat16 [8]; convert the checkpoint",
-        ),
-        (
-            ["embed.weight", "layers.0.up.weight"],
-            spec([28, 4]),
-            "tensor 'embed.weight' of layer 3: expected shape ['any', 4], found shape [16, 8]; ",
-        ),
-        (
-            ["embed.weight", "scale"],
-            spec([24, 8]),
-            "tensor 'scale' of layer 3: expected shape ['any'], found shape []; ",
-        ),
-        (
-            ["embed.weight", "layers.0.up.weight"],
-            spec([24, 8]),
-            "tensor 'embed.weight' + 'layers.0.up.weight' of layer 3: expected 192 numbers in all, found 224; ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("names", "slot", "expected"), [
+    (["layers.0.up.weight"], spec([8, 12]),
+        "tensor 'layers.0.up.weight' of layer 3: expected shape [8, 12], found shape [12, 8]; "),
+    (["norm.weight"], spec([8, 1]), "tensor 'norm.weight' of layer 3: expected shape [8, 1], found shape [8]; "),
+    (["norm.weight"], spec([8], "float16"),
+        "tensor 'norm.weight' of layer 3: expected float16, found bfloat16 [8]; convert the checkpoint"),
+    (["embed.weight", "layers.0.up.weight"],
+        spec([28, 4]),
+        "tensor 'embed.weight' of layer 3: expected shape ['any', 4], found shape [16, 8]; "),
+    (["embed.weight", "scale"], spec([24, 8]), "tensor 'scale' of layer 3: expected shape ['any'], found shape []; "),
+    (["embed.weight", "layers.0.up.weight"],
+        spec([24, 8]),
+        "tensor 'embed.weight' + 'layers.0.up.weight' of layer 3: expected 192 numbers in all, found 224; "),
+])  # fmt: skip
 def test_a_slot_that_does_not_fit_is_named_with_its_file(weights, names, slot, expected):
     line = error_of(check_slots, weights, {"up": names}, [slot], "layer 3")
     assert line.partition(": ")[2].startswith(expected)

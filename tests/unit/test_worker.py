@@ -33,13 +33,9 @@ def python(tmp_path: Path):
 
 def job(demo: Results, out: Path, python: str | None = sys.executable, **options) -> Job:
     return Job(
-        "build",
-        {"model": "demo-llama", "precision": "fp32", "backend": "onnxruntime"},
-        {"assembly": demo.assembly("demo-llama", "fp32")},
-        {"options": options},
-        out / "engines.json",
-        python=python,
-    )
+        "build", {"model": "demo-llama", "precision": "fp32", "backend": "onnxruntime"},
+        {"assembly": demo.assembly("demo-llama", "fp32")}, {"options": options}, out / "engines.json", python=python,
+    )  # fmt: skip
 
 
 def test_another_interpreter_builds_the_same(demo: Results, tmp_path: Path) -> None:
@@ -72,18 +68,10 @@ def test_a_mistake_is_the_same_line_and_exit_code_here_and_there(demo, tmp_path,
 def test_text_comes_from_here_and_there(demo, interpreter, capfd) -> None:
     names = ("demo-llama", "fp32")
     worker.call(
-        interpreter,
-        "lockstep.runtime.command:generate",
-        assembly=str(demo.assembly(*names)),
-        weights=str(demo.weights(*names)),
-        engines=str(demo.engines(*names, "onnxruntime")),
-        layers="all",
-        limits=asdict(LIMITS),
-        prompt="San Francisco is a",
-        max_new_tokens=16,
-        sampling={"temperature": 0.0},
-        stop=[],
-    )
+        interpreter, "lockstep.runtime.command:generate", assembly=str(demo.assembly(*names)),
+        weights=str(demo.weights(*names)), engines=str(demo.engines(*names, "onnxruntime")), layers="all",
+        limits=asdict(LIMITS), prompt="San Francisco is a", max_new_tokens=16, sampling={"temperature": 0.0}, stop=[],
+    )  # fmt: skip
     said = capfd.readouterr()
     assert said.out == f"{GOLDEN.prompts[0].expected['all']}\n" and said.err.startswith("prefill: 8 tokens, ")
 
@@ -110,21 +98,16 @@ def test_a_package_that_the_interpreter_lacks_is_named(demo, tmp_path, python, c
         worker.run(job(demo, tmp_path, python(f'exec {sys.executable} -S "$@"')))
     assert ended.value.code == 2
     line = capfd.readouterr().err
-    assert (
-        line.count("\n") == 1
-        and "has no Python package '" in line
-        and line.startswith("lockstep: error: backends.tensorrt.python: ")
-    )
+    assert line.count("\n") == 1 and "has no Python package '" in line
+    assert line.startswith("lockstep: error: backends.tensorrt.python: ")
 
 
 def test_a_question_that_cannot_be_answered_is_an_error_to_be_caught(python, capfd) -> None:
     """As where the other interpreter's library finds no GPU: its line is the error's, and is said once."""
     with pytest.raises(InputError) as error:
         worker.ask(python("echo a warning >&2", f'exec {sys.executable} "$@"'), IDENTITY, name="nothing")
-    assert (
-        str(error.value) == f"backend: expected one of {', '.join(backends.backends())}, found 'nothing'"
-        and not capfd.readouterr().err
-    )
+    assert str(error.value) == f"backend: expected one of {', '.join(backends.backends())}, found 'nothing'"
+    assert not capfd.readouterr().err
     with pytest.raises(CheckError, match="^other bytes$"):
         worker.ask(python("echo lockstep: error: other bytes >&2", "exit 1"), IDENTITY, name="onnxruntime")
 
@@ -139,11 +122,8 @@ def test_a_defect_in_the_other_interpreter_keeps_its_traceback(python, capfd) ->
     with pytest.raises(SystemExit) as ended:
         worker.ask(sys.executable, IDENTITY, nme="onnxruntime")
     said = capfd.readouterr().err
-    assert (
-        ended.value.code == 1
-        and said.startswith("Traceback")
-        and ("unexpected keyword argument 'nme'") in said.splitlines()[-1]
-    )
+    assert ended.value.code == 1 and said.startswith("Traceback")
+    assert ("unexpected keyword argument 'nme'") in said.splitlines()[-1]
 
 
 def test_what_is_said_beside_an_answer_is_shown(python, capfd) -> None:

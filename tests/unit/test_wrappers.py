@@ -29,27 +29,14 @@ from some import some
 
 NAME = "tiny"
 TEXT = {
-    "vocab_size": 288,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 288, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 _SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 _TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48}
 _MROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 # A published layout each: a causal LM of transformers inside, with and without a tied head, or a bare decoder.

@@ -30,26 +30,15 @@ _FLAGS = (
 )  # fmt: skip
 # Each with values that a wrong export would show in the logits.
 _NUMBERS: dict[str, tuple[Any, ...]] = {
-    "rms_norm_eps": (1e-6, 1e-2),
-    "layer_norm_eps": (1e-5, 1e-2),
-    "logit_scale": (0.0625, 1.0),
-    "logits_scaling": (1.0, 8.0),
-    "attention_multiplier": (0.1, 0.5),
-    "embedding_multiplier": (1.0, 12.0),
-    "residual_multiplier": (0.22, 1.0),
-    "attn_logit_softcapping": (None, 5.0, 50.0),
-    "final_logit_softcapping": (None, 3.0, 30.0),
-    "query_pre_attn_scalar": (16, 24),
-    "hidden_act": ("silu", "gelu_pytorch_tanh", "relu2"),
-    "hidden_activation": ("gelu_pytorch_tanh", "silu"),
-    "partial_rotary_factor": (0.25, 0.5, 1.0),
-    "swiglu_limit": (0.5, 7.0),
-    "routed_scaling_factor": (1.0, 2.5),
-    "scoring_func": ("softmax", "sigmoid"),
-    "first_k_dense_replace": (0, 1, 3),
-    "n_shared_experts": (1, 2),
+    "rms_norm_eps": (1e-6, 1e-2), "layer_norm_eps": (1e-5, 1e-2), "logit_scale": (0.0625, 1.0),
+    "logits_scaling": (1.0, 8.0), "attention_multiplier": (0.1, 0.5), "embedding_multiplier": (1.0, 12.0),
+    "residual_multiplier": (0.22, 1.0), "attn_logit_softcapping": (None, 5.0, 50.0),
+    "final_logit_softcapping": (None, 3.0, 30.0), "query_pre_attn_scalar": (16, 24),
+    "hidden_act": ("silu", "gelu_pytorch_tanh", "relu2"), "hidden_activation": ("gelu_pytorch_tanh", "silu"),
+    "partial_rotary_factor": (0.25, 0.5, 1.0), "swiglu_limit": (0.5, 7.0), "routed_scaling_factor": (1.0, 2.5),
+    "scoring_func": ("softmax", "sigmoid"), "first_k_dense_replace": (0, 1, 3), "n_shared_experts": (1, 2),
     "num_shared_experts": (1, 2),
-}
+}  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 

@@ -95,10 +95,7 @@ class Streamed:
 
 
 def core(client: Any, num_tokens: int, **more: np.ndarray) -> dict[str, np.ndarray]:
-    """Return inputs of tensorrt_llm as the model before it makes them.
-
-    So do clients that chain the models.
-    """
+    """Return inputs of tensorrt_llm as the model before it makes them. So do clients that chain the models."""
     given = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
     made = client.infer("preprocessing", tensors(grpcclient, given))
     names = {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len"}
@@ -106,15 +103,10 @@ def core(client: Any, num_tokens: int, **more: np.ndarray) -> dict[str, np.ndarr
 
 
 def stop_inputs() -> list[Any]:
-    return tensors(
-        grpcclient,
-        {
-            "input_ids": np.empty([1, 1], np.int32),
-            "input_lengths": np.zeros([1, 1], np.int32),
-            "request_output_len": np.array([[0]], np.int32),
-            "stop": np.array([[True]]),
-        },
-    )
+    return tensors(grpcclient, {
+        "input_ids": np.empty([1, 1], np.int32), "input_lengths": np.zeros([1, 1], np.int32),
+        "request_output_len": np.array([[0]], np.int32), "stop": np.array([[True]]),
+    })  # fmt: skip
 
 
 def ids(results: list[Any]) -> list[int]:

@@ -1,0 +1,70 @@
+"""Triton's client library, unchanged, over both protocols of `lockstep serve`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client import run_client
+
+from lockstep.targets import Results
+from real_server import RealServer, make_tree
+
+PROMPT = "What is machine learning?"
+
+
+@pytest.fixture(scope="module")
+def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    with RealServer(make_tree(tmp_path_factory.mktemp("grpc") / "results", demo), "--grpc-port", 0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def said(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return what triton_client.py got from the server, by protocol."""
+    found = re.search(r"gRPC at 127\.0\.0\.1:(\d+)$", server.line.strip())
+    assert found, server.line
+    work, script = tmp_path_factory.mktemp("tritonclient"), Path(__file__).with_name("triton_client.py")
+    return json.loads(run_client("tritonclient", "python", script, server.port, found[1], work=work, cwd=work))
+
+
+def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any]]) -> None:
+    http, rpc = said["http"], said["grpc"]
+    for found in (http, rpc):
+        assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
+        assert found["refused"].partition(": ")[2].startswith("model: expected one of ensemble")
+    assert http["server"] == rpc["server"] and http["index"] == rpc["index"]["models"]
+    assert [each["name"] for each in http["metadata"]["inputs"]] == [each["name"] for each in rpc["metadata"]["inputs"]]
+    config = rpc["config"]["config"]
+    assert config["max_batch_size"] == http["config"]["max_batch_size"]
+    assert [each["data_type"] for each in http["config"]["input"]] == [each["data_type"] for each in config["input"]]
+    assert config["model_transaction_policy"]["decoupled"]
+
+
+def test_tritonclient_gets_what_generate_gives(server: RealServer, said: dict[str, dict[str, Any]]) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": "", "end_id": 2}
+    text = server.post("/v2/models/ensemble/generate", **body)["text_output"]
+    assert said["http"]["texts"] == [text] * 7 and said["grpc"]["text"] == text
+    assert PROMPT + said["grpc"]["streamed_text"] == text
+
+
+def test_a_stream_has_the_tokens_of_the_whole(said: dict[str, dict[str, Any]]) -> None:
+    found = said["grpc"]
+    assert found["streamed"] == found["whole"][found["num_prompt_tokens"] :]
+    assert len(found["sequence_lengths"]) > 1 and sum(found["sequence_lengths"]) == 24
+    assert found["sequences"] == [0, 1]
+    assert "max_tokens: expected this input" in found["error"]
+
+
+def test_a_stop_request_and_a_cancel_end_a_request(server: RealServer, said: dict[str, dict[str, Any]]) -> None:
+    found = said["grpc"]
+    assert 1 <= found["stopped"] < 230 and found["stop_responses"] == 1
+    assert "CANCELLED" in found["cancelled"]
+    server.wait_idle()
+    metrics = server.request("GET", "/metrics")[2].decode()
+    aborted = re.search(r'request_success_total\{finished_reason="abort",.*\} (\S+)', metrics)
+    assert aborted and float(aborted[1]) >= 3  # the stopped one, the cancelled one, and the one of a cancelled stream
