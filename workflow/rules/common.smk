@@ -149,8 +149,13 @@ def final_files():
     config = "<results>/config.json"
     if DEVICE is None:
         read = {path for stage in STAGES.values() for path in stage.all_reads()}
-        # Checks too: a run that was stopped or failed leaves a summary without them, for which they need not run.
-        ends = [name for name, stage in STAGES.items() if stage.output not in read]
+        # Checks too: a run that was stopped or failed leaves a summary without them, for which they need not run, and
+        # what was made of their last pass.
+        ends = [
+            name
+            for name, stage in STAGES.items()
+            if stage.is_judged or stage.output not in read
+        ]
         others = [str(job.output) for job in JOBS if job.stage in ends]
         return [config, "<results>/summary.json", *others]
     targets = [target for target in TARGETS if target.backend == DEVICE]
