@@ -16,7 +16,9 @@ from click.testing import CliRunner
 from demo_model import ROOT
 
 from lockstep.cli.main import main
+from lockstep.cli.stages import Project, _chosen
 from lockstep.config.load import load
+from lockstep.stages import STAGES
 from lockstep.targets import Results
 
 TARGET = "demo-llama/fp16/all"
@@ -80,6 +82,23 @@ def test_an_unknown_target_names_the_config_that_has_the_others(
         with pytest.raises(SystemExit):
             main(list(command), prog_name="lockstep")
         assert f"in {project}/config/config.yaml; --config names another; found 'other/fp32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "artefacts"),
+    [
+        ("golden", "demo-llama/fp16", ["demo-llama/fp16/all/onnxruntime"]),
+        ("golden", "demo-llama/fp16/2/onnxruntime", ["demo-llama/fp16/2/onnxruntime"]),
+        ("compare", "demo-llama/fp16/onnxruntime", ["demo-llama/fp16/onnxruntime"]),
+        ("reference", "demo-llama/all", ["demo-llama/all"]),
+        ("reference", "demo-llama", ["demo-llama/2", "demo-llama/all"]),
+    ],
+)
+def test_a_stage_takes_targets_as_all_commands_and_what_a_run_prints(
+    project: Path, stage: str, name: str, artefacts: list[str]
+) -> None:
+    chosen = _chosen(Project.open(None, Path("results")), (name,), STAGES[stage])
+    assert ["/".join(map(str, values)) for values in chosen] == artefacts
 
 
 def test_help_has_each_command_once_below_a_title(capsys: pytest.CaptureFixture[str]) -> None:
