@@ -138,10 +138,12 @@ def test_doctor_sizes_a_model_as_the_rules_do() -> None:
     }
 
 
-def test_commands_without_a_config_speak_of_the_last_run_in_the_folder(folder: Path) -> None:
+def test_commands_without_a_config_speak_of_the_only_one_here_else_of_the_last_run(folder: Path) -> None:
     run("init", DEMO, "--out", "my.yaml")
     (folder / "results").mkdir()
     (folder / "results" / "config.json").write_text(json.dumps(load(Path("my.yaml")).dump()))
-    assert run("targets") == (0, "demo-llama/fp32/all/onnxruntime\n")
-    code, said = run("explain", "demo-llama/fp16")
-    assert code == 2 and "in results/config.json; --config names another" in said
+    for where in ("my.yaml", "results/config.json"):
+        assert run("targets") == (0, "demo-llama/fp32/all/onnxruntime\n")
+        code, said = run("explain", "demo-llama/fp16")
+        assert code == 2 and f"in {where}; --config names another" in said
+        (folder / "other.yml").write_text("models: {}\n")

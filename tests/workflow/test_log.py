@@ -67,6 +67,7 @@ def test_lockstep_run_makes_a_config_from_any_folder_and_ends_with_the_table(dem
     ("arguments", "message"),
     [
         (["nowhere.yaml"], "nowhere.yaml: expected a readable config file"),
+        (["hf:a/b"], "run: expected a config, found the checkpoint hf:a/b; write one: lockstep init hf:a/b"),
         ([], "run: expected one config in this folder, found a.yaml, b.yaml; name one of them"),
     ],
 )
