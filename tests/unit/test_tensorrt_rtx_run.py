@@ -84,7 +84,8 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, gpu, preci
     assert set(gpu.specializations) == {"eager", "lazy"}
 
 
-@pytest.mark.parametrize("precision", some(["fp16", "fp32"]))
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, precision):
     golden.check_engines(
         references.assembly(MODEL, precision), references.weights(MODEL, precision), engines(precision),

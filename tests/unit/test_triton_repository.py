@@ -30,7 +30,6 @@ from lockstep.serve.triton_repository.write import Repository, config_of, files_
 from lockstep.serve.unix_socket import unix_socket
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
-from some import some
 from triton_stand_in import Request
 
 SHARED = ("lockstep_http", "lockstep_process", "lockstep_watchdog")
@@ -456,7 +455,8 @@ def test_the_core_model_starts_the_server_again_and_ends_it(
 KEEPS_THE_LOCK = "ctypes.PyDLL(None).sleep(1000)  # the interpreter's"
 
 
-@pytest.mark.parametrize(("after", "call"), some([(0, KEEPS_THE_LOCK), (1, KEEPS_THE_LOCK), (1, "time.sleep(1000)")]))
+@pytest.mark.long
+@pytest.mark.parametrize(("after", "call"), [(0, KEEPS_THE_LOCK), (1, KEEPS_THE_LOCK), (1, "time.sleep(1000)")])
 def test_a_model_s_process_ends_where_its_parent_is_killed(repository: Path, after: int, call: str) -> None:
     """After seconds of a call that never returns; one that is the first thing that a model does, too."""
     code = "import ctypes, time, lockstep_watchdog\nlockstep_watchdog._STUCK_SECONDS = 2\n"

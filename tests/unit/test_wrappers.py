@@ -25,7 +25,6 @@ from lockstep.targets import Limits, Results, Target, Tolerances
 from lockstep.verify import golden, validate
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
-from some import some
 
 NAME = "tiny"
 TEXT = {
@@ -111,8 +110,9 @@ def write_wrapper(config: dict, folder: Path) -> torch.nn.Module:
     return wrapper
 
 
+@pytest.mark.long
 @pytest.mark.exports
-@pytest.mark.parametrize("name", some(WRAPPERS, "qwen3_vl"))
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_the_language_model_of_a_wrapper_goes_through_all_stages(name, tmp_path, capsys):
     folder, results = tmp_path / "checkpoint", Results(tmp_path / "results")
     wrapper = write_wrapper(WRAPPERS[name], folder)

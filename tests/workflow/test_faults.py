@@ -72,6 +72,7 @@ def test_a_working_folder_that_cannot_be_written_is_one_line(fresh: Checkout, tm
     assert said[0].startswith(f"lockstep: error: {folder}: expected a folder that can be written to")
 
 
+@pytest.mark.long
 def test_a_results_folder_that_cannot_be_written_is_one_line(demo: Checkout) -> None:
     before = demo.digests()
     with mounted(demo.results, "--bind", str(demo.results)):

@@ -85,7 +85,8 @@ def test_a_prefix_holds_for_jobs_and_locks(tmp_path: Path, filled_cache: Path) -
     assert process.returncode == 1 and "middle.onnx" in process.stdout + process.stderr
 
 
-@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.long), "sub/"])
+@pytest.mark.long
+@pytest.mark.parametrize("prefix", ["", "sub/"])
 def test_a_record_names_the_stage_not_the_renamed_rule(tmp_path: Path, prefix: str) -> None:
     made = f"{prefix}results/demo-llama/checkpoint.json"
     outer(tmp_path, prefix).snakemake("--cores", "1", made)

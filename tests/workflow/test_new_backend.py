@@ -68,6 +68,7 @@ def test_a_dummy_backend_is_checked_and_locked(dummy: Checkout) -> None:
     assert {"build", "compare", "golden"} <= set(demo.would_run())
 
 
+@pytest.mark.long
 def test_a_mistake_in_its_section_is_one_line(fresh: Checkout) -> None:
     shutil.copytree(BACKEND, fresh.folder / "src/lockstep/backends/dummy")
     fresh.edit_config(lambda config: config.update(backends={"dummy": {"cheked": True}}))

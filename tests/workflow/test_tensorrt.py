@@ -55,10 +55,9 @@ def test_jobs_of_several_ranks_ask_for_as_many_gpus(demo: Checkout, limits: str,
     assert jobs == {("build", "1"), ("compare", "1"), ("golden", asked), ("served", asked)}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
-@pytest.mark.parametrize(
-    "python", [pytest.param(None, id="this Python"), pytest.param(sys.executable, id="another", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("python", [pytest.param(None, id="this Python"), pytest.param(sys.executable, id="another")])
 def test_what_is_missing_is_said_before_any_job(demo: Checkout, python: str | None) -> None:
     """Not after minutes of export."""
     demo.edit_config(with_tensorrt)
