@@ -62,9 +62,11 @@ def _config_here() -> str | None:
     """
     from lockstep.config.load import DEMO, configs_in
 
-    if DEMO.is_file():
-        return None
     configs = configs_in(Path())
+    if DEMO.is_file():
+        others = f", not {', '.join(map(str, configs))}" if configs else ""
+        note(f"Config: {DEMO}{others}")
+        return None
     if len(configs) > 1:
         raise InputError(
             f"run: expected one config in this folder, found {', '.join(map(str, configs))}; name one of them"
