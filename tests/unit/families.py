@@ -227,7 +227,7 @@ FAMILIES = {
     ),
     "lfm2": _family(  # a state of the last two tokens in most layers
         "lfm2",
-        sizes={**_SIZES, "num_hidden_layers": 4},
+        sizes={**_SIZES, "hidden_size": 64, "num_hidden_layers": 4},
         layer_types=["conv", "conv", "full_attention", "conv"],
         conv_L_cache=3,
         conv_bias=True,
@@ -250,9 +250,9 @@ FAMILIES = {
     ),
     "bamba": _family(  # Mamba-2
         "bamba",
-        sizes={**_SIZES, "num_hidden_layers": 4},
+        sizes={**_SIZES, "hidden_size": 64, "num_hidden_layers": 4},
         attn_layer_indices=[2],
-        mamba_n_heads=6,
+        mamba_n_heads=8,
         mamba_d_head=16,
         mamba_n_groups=2,
         mamba_d_state=10,
@@ -316,7 +316,7 @@ FAMILIES = {
 }
 
 
-# Layers with a state, which several ranks and GPUs refuse by name (test_state_layers.py).
+# Layers with a state, which several ranks and TensorRT refuse by name (test_state_layers.py).
 WITH_STATES = ("lfm2", "qwen3_5_text", "bamba", "falcon_h1", "nemotron_h")
 
 

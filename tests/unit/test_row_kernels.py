@@ -111,6 +111,20 @@ agraph (float16[num_tokens, W] a) => (float16[num_tokens, H] y, float16[num_toke
     z = Neg(a)
 }"""
 
+AS_ROWS = HEADS.replace("int64[3] heads = {0, 4, -1}", "int64[2] heads = {-1, D}").replace("{0, -1}", "{-1, W}")
+TAPS = """
+agraph (float16[num_tokens, W] a, float16[H, 1, 2] w) => (float16[num_tokens, H] y)
+<int64[3] taps = {-1, 2, H}, int64[1] one = {1}, float low = {-0.5}, float high = {0.75}> {
+    rows = Reshape(a, taps)
+    flat = Squeeze(w, one)
+    turned = Transpose<perm = [1, 0]>(flat)
+    weighted = Mul(rows, turned)
+    sum = ReduceSum<keepdims = 0>(weighted, one)
+    wide = Cast<to = 1>(sum)
+    bounded = Clip(wide, low, high)
+    bent = Atanh(bounded)
+    y = Cast<to = 10>(bent)
+}"""
 JOINED = """
 agraph (float16[num_tokens, W] a, float16[1, H] w) => (float16[num_tokens, W] y)
 <int64[2] sizes = {H, H}> {
@@ -136,6 +150,7 @@ def piece(text: str, width: int) -> onnx.ModelProto:
     """W: the width; H: half of it; D: a fourth."""
     for letter, size in (("W", width), ("H", width // 2), ("D", width // 4)):
         text = text.replace(f", {letter}]", f", {size}]").replace(f"[{letter}]", f"[{size}]")
+        text = text.replace(f"[{letter}, ", f"[{size}, ")
         text = text.replace(f"{{{letter}", f"{{{size}").replace(f", {letter}}}", f", {size}}}")
     return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>{text}')
 
@@ -200,7 +215,7 @@ def compare(model: onnx.ModelProto, kernel: RowKernel) -> None:
         )
 
 
-@pytest.mark.parametrize("text", [RMS, LAYER_NORM, NORM, HEADS, GATED, CAPPED, TAKEN, PARTS, JOINED])
+@pytest.mark.parametrize("text", [RMS, LAYER_NORM, NORM, HEADS, GATED, CAPPED, TAKEN, PARTS, JOINED, AS_ROWS])
 @pytest.mark.parametrize("width", some([128, 4096, 60], 60))
 def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
     """60: rows that are not made of 16 bytes."""
@@ -208,6 +223,11 @@ def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
     kernel = row_kernel(model, "kernel")
     assert ("load8" in kernel.source) == (width % 64 == 0)
     compare(model, kernel)
+
+
+def test_a_short_convolution_reads_its_weight_the_other_way_round() -> None:
+    model = piece(TAPS, 128)
+    compare(model, row_kernel(model, "kernel"))
 
 
 @pytest.mark.parametrize("text", [RMS, GATED])

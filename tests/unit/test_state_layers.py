@@ -194,9 +194,9 @@ def test_the_export_refuses_a_decay_that_is_off_by_one_per_cent(root, phase):
     assert measure(Small(small.config, {**small.files, file: model.SerializeToString()}, small.assembly)).error > 1e-3
 
 
-def test_several_ranks_and_gpus_are_refused_by_name(root):
+def test_several_ranks_and_tensorrt_are_refused_by_name(root):
     small = small_of(root)
     with pytest.raises(InputError, match="tensor_parallel: expected layers of attention, found layers with a state"):
         assemble(meta_model(small.config, "fp32"), small.config, "fp32", tensor_parallel=2)
-    with pytest.raises(InputError, match="found layers with a state.*use the backend onnxruntime or openvino"):
+    with pytest.raises(InputError, match="found layers with a state.*use the backend cuda, onnxruntime or openvino"):
         list(with_fused_attention(small.assembly, ()))

@@ -117,7 +117,7 @@ class Backend(Protocol):
 
     def file(self, name: str) -> str:
         """Return the name of the file of an engine: the last suffix is of graphs that run on the host."""
-        return name + self.suffixes[-1 if name.endswith(".rotary") else 0]
+        return name + self.suffixes[-1 if name.endswith((".rotary", ".state")) else 0]
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         """Prepare to build the engines of a set, which have these names, in `folder`.

@@ -11,7 +11,7 @@ import numpy as np
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import write_bytes
 from lockstep.backends.base import Backend
-from lockstep.backends.graphs import RopeGraph
+from lockstep.backends.graphs import RopeGraph, StateGraph
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.errors import InputError
 from lockstep.gpu.attention.rope_tables import check_rope_tables
@@ -72,21 +72,27 @@ class PortableGpuBackend(GpuBackend):
         return {"name": device.get("name")}
 
 
-def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator[tuple[str, GraphFile]]:
+def with_fused_attention(
+    assembly: Assembly, fused: Collection[str], states: bool = False
+) -> Iterator[tuple[str, GraphFile]]:
     """Yield the engine names and graphs of an assembly; of attention variants in `fused` only RoPE is needed.
 
-    Raises InputError for layers with a state.
+    states: whether mixers with a state have a kernel, for which `<mixer>.state` is the graph of its definition. Raises
+    InputError for such layers where they have none.
     """
-    if assembly.state_mixers:
+    if assembly.state_mixers and not states:
         raise InputError(
             f"expected attention in each layer, found layers with a state ({', '.join(assembly.state_mixers)}), which "
-            "no GPU backend runs; use the backend onnxruntime or openvino"
+            "of the GPU backends cuda alone runs; use the backend cuda, onnxruntime or openvino"
         )
     ranks = assembly.tensor_parallel
     variants = assembly.variants if ranks is None else ranks.variants
     for name, graph in assembly.engine_graphs():
         variant, _, phase = name.rpartition(".")
-        if variant not in fused:
+        if variant in assembly.state_mixers:
+            if phase == "decode":
+                yield f"{variant}.state", StateGraph(graph.file, graph.sha256, graph.signature)
+        elif variant not in fused:
             yield name, graph
         elif phase == "decode":
             yield f"{variant}.rotary", RopeGraph(graph.file, graph.sha256, graph.signature, variants[variant])

@@ -12,7 +12,17 @@ from lockstep.errors import CheckError, InputError
 
 
 @dataclass(frozen=True)
-class RopeGraph(GraphFile):
+class HostGraph(GraphFile):
+    """A graph that is kept as it is, for the host: there is no engine of another form to compare with it."""
+
+
+@dataclass(frozen=True)
+class StateGraph(HostGraph):
+    """The decode graph of a mixer with a state, for its definition, to which `<mixer>.state` holds the kernel."""
+
+
+@dataclass(frozen=True)
+class RopeGraph(HostGraph):
     """The decode graph of a variant, for its RoPE: `<variant>.rotary` is cut out of it (onnx_tools/rope.py)."""
 
     variant: AttentionVariant

@@ -33,7 +33,7 @@ from lockstep.gpu.ranks.group import RankGroup
 from lockstep.gpu.ranks.rank import MOST_VERIFIED, Rank, StepCalls
 from lockstep.gpu.resident_adapters import ResidentAdapters
 from lockstep.step.advance import FOUND, Advance
-from lockstep.step.network import Network
+from lockstep.step.network import LayerAttention, Network
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Sampling
@@ -68,8 +68,6 @@ class GpuExecutor:
     tokens and logits come back.
     """
 
-    async_scheduling = True
-
     def __init__(
         self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None = None
     ):
@@ -88,6 +86,8 @@ class GpuExecutor:
         self._captured: dict[tuple, list[StepCalls]] = {}  # passes of prompts, by layout, adapted and drawn
         self._host_logits: np.ndarray | None = None
         self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
+        # A step that is launched early and dropped leaves keys, which the next one writes over, but moves states.
+        self.async_scheduling = all(isinstance(mixer, LayerAttention) for _, mixer in network.layers)
 
     def __del__(self) -> None:
         if hasattr(self, "group"):
@@ -205,7 +205,8 @@ class GpuExecutor:
         with self.group.waiting():
             flight = self._put(advances)
             slots = [advance.slot for advance in advances]
-            launched = self._put_ahead(following, _ends(advances)) if following else None
+            ahead = following and self.async_scheduling
+            launched = self._put_ahead(following, _ends(advances)) if ahead else None
             self._wait(flight)
             found = flight.tokens.copy()
             if launched is None:

@@ -12,7 +12,8 @@ from lockstep.gpu.attention.base import Call, Calls
 from lockstep.gpu.program import Bound, GpuProgram, Shapes
 
 Values = dict[str, cuda.Array]
-_READ = ("query", "key", "value", "position_ids", "attention")  # by attention, of what a block makes
+# By attention and mixers with a state, of what a block makes.
+_READ = ("query", "key", "value", "decay", "beta", "position_ids", "attention")
 
 
 @dataclass(frozen=True)

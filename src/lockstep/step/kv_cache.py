@@ -46,6 +46,10 @@ class StateShape:
 
     sizes: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * _STATE.itemsize
+
 
 @dataclass(frozen=True)
 class CacheRow:
@@ -112,7 +116,7 @@ class KVCache:
     @property
     def state_nbytes(self) -> int:
         """Return the bytes of a request's states, all layers together."""
-        return sum(math.prod(shape.sizes) * count for shape, count in self._state_groups) * _STATE.itemsize
+        return sum(shape.nbytes * count for shape, count in self._state_groups)
 
     def capacity_for(self, length: int) -> int:
         """Return the capacity of a row that holds `length` tokens."""

@@ -26,6 +26,7 @@ from lockstep.backends.profiles import LIMITS
 from lockstep.errors import InputError
 from lockstep.gpu.attention.variants import why_not_fused
 from lockstep.gpu.libraries import require_cublas, require_cudnn, require_nvrtc
+from lockstep.gpu.state_kernels import StateKernelSpec, check_state_graph
 from lockstep.step.activations import with_activations
 from lockstep.targets import Limits
 
@@ -85,14 +86,19 @@ class CudaBackend(PortableGpuBackend):
                     f"backend cuda: {name}: expected attention that its kernels run, found {reason}; use the backend "
                     "tensorrt"
                 )
-        yield from with_fused_attention(assembly, assembly.variants)
+        for name, mixer in run.state_mixers.items():
+            StateKernelSpec.of(mixer, f"backend cuda: {name}")
+        yield from with_fused_attention(assembly, assembly.variants, states=True)
         yield from base_graphs(assembly)
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         return {"attention": "fused"}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
-        if out_path.suffix == _GRAPH:
+        if out_path.name.endswith(f".state{_GRAPH}"):
+            check_state_graph(onnx.load(graph_path), str(out_path))
+            write_bytes(out_path, graph_path.read_bytes())
+        elif out_path.suffix == _GRAPH:
             build_rope(graph_path, out_path, options["max_seq_len"])
         else:
             write_bytes(out_path, compile_block(onnx.load(graph_path)).to_bytes())

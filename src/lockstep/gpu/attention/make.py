@@ -1,4 +1,4 @@
-"""The attention that each layer of a network was built for, and the page tables of its cache."""
+"""The token mixer that each layer of a network was built for, and the page tables of the KV cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import Attention, Buffer
 from lockstep.gpu.attention.traced import TracedAttention
 from lockstep.gpu.kernels.step_kernels import Kernels
-from lockstep.step.network import LayerAttention, Network
+from lockstep.gpu.state_mixers import StateMixers
+from lockstep.step.network import LayerAttention, LayerState, Network
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
 
@@ -16,13 +17,14 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
 
     kv_bytes: memory of each device for keys and values of all slots, or below 1 the share of what is free; None: for
     the longest requests in all slots, or nine tenths of what is free. free: bytes that the device with the least has
-    free. Where some attention is traced, whose cache has no pages, each slot has room for the longest request. Raises
-    CheckError where there is room for no page.
+    free, of which states take some. Where some attention is traced, whose cache has no pages, each slot has room for
+    the longest request. Raises CheckError where there is room for no page.
     """
-    pages, fused = num_slots * -(-max_seq_len // PAGE_SIZE), _fused(network)
-    nbytes = PAGE_SIZE * network.dtype.itemsize * sum(network.attentions[index].cache.size for index in fused)
-    if len(fused) < len(network.layers):
-        return PageTables(PagePool(pages, nbytes), num_slots, shares=None)
+    pages, (traced, fused, states) = num_slots * -(-max_seq_len // PAGE_SIZE), _by_kind(network)
+    nbytes = PAGE_SIZE * network.dtype.itemsize * sum(attention.cache.size for attention in fused.values())
+    if traced or not fused:
+        return PageTables(PagePool(pages, nbytes), num_slots, shares=None if traced else True)
+    free -= num_slots * sum(mixer.cache.nbytes for mixer in states.values())
     share = 0.9 if kv_bytes is None else kv_bytes
     room = min(pages * nbytes, int(free * share)) if share < 1 else int(share)
     if room < nbytes:
@@ -33,9 +35,15 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
     return PageTables(PagePool(room // nbytes, nbytes), num_slots)
 
 
-def _fused(network: Network) -> list[int]:
-    """Return the layers whose attention variant was built for fused attention."""
-    return [index for index, layer_attention in enumerate(network.attentions) if "rotary" in layer_attention.engines]
+def _by_kind(network: Network) -> tuple[dict[int, LayerAttention], dict[int, LayerAttention], dict[int, LayerState]]:
+    """Return the layers, by number, whose attention is traced, whose attention is fused, and those with a state."""
+    traced, fused, states = dict[int, LayerAttention](), dict[int, LayerAttention](), dict[int, LayerState]()
+    for index, (_, mixer) in enumerate(network.layers):
+        if isinstance(mixer, LayerState):
+            states[index] = mixer
+        else:
+            (fused if "rotary" in mixer.engines else traced)[index] = mixer
+    return traced, fused, states
 
 
 def make_attention(
@@ -49,17 +57,18 @@ def make_attention(
     buffer: Buffer,
     stream: cuda.Stream,
 ) -> list[Attention]:
-    """Return each layer's attention on a device's stream: one object of fused layers, one of traced ones."""
-    fused, dtype = set(_fused(network)), network.dtype
-    parts: list[dict[int, LayerAttention]] = [{}, {}]  # traced, fused
-    for index, layer_attention in enumerate(network.attentions):
-        parts[index in fused][index] = layer_attention
-    made: dict[bool, Attention] = {}
-    if parts[False]:
-        made[False] = TracedAttention(parts[False], dtype, num_slots, max_seq_len, kernels, buffer, stream)
-    if parts[True]:
+    """Return each layer's mixer on a device's stream: an object for each of the kinds that there are."""
+    traced, fused, states = _by_kind(network)
+    made: dict[int, Attention] = {}
+    if traced:
+        attention = TracedAttention(traced, network.dtype, num_slots, max_seq_len, kernels, buffer, stream)
+        made |= dict.fromkeys(traced, attention)
+    if fused:
         from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
 
         sizes = num_slots, max_seq_len, most_verified, largest_pass
-        made[True] = FusedAttention(parts[True], dtype, tables, *sizes, bool(kernels.wide), buffer, stream)
-    return [made[index in fused] for index in range(len(network.layers))]
+        paged = FusedAttention(fused, network.dtype, tables, *sizes, bool(kernels.wide), buffer, stream)
+        made |= dict.fromkeys(fused, paged)
+    if states:
+        made |= dict.fromkeys(states, StateMixers(states, num_slots, bool(kernels.wide), stream))
+    return [made[index] for index in range(len(network.layers))]

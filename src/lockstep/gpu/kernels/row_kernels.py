@@ -99,6 +99,7 @@ OF_WEIGHTS = (WEIGHT, INTEGERS, SCALES)
 SCALES_TIMES = 256.0  # what kernels expect scales of quantised weights to be multiplied by: few are too small for fp16
 _WIDE = 8  # fp16 numbers of 16 bytes
 _THREADS, _MOST_THREADS = 256, 1024
+_MOST_TAPS = 8  # of a short convolution
 _BINARY = {"Add": "{} + {}", "Sub": "{} - {}", "Mul": "{} * {}", "Div": "{} / {}"}
 _UNARY = {
     "Identity": "{0}",
@@ -111,6 +112,7 @@ _UNARY = {
     "Erf": "erff({0})",
     "Relu": "({0} < 0.0f ? 0.0f : {0})",  # NaN stays NaN
     "Abs": "fabsf({0})",
+    "Atanh": "atanhf({0})",
 }
 _GELU = {
     b"none": "0.5f * {0} * (1.0f + erff({0} * 0.707106781f))",
@@ -121,6 +123,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _SHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _KNOWN = {*_BINARY, *_UNARY, *_SHAPING, "Gelu", "Pow", "Cast", "Constant", "Gather", "Split", "Slice"}
 _KNOWN |= {"ReduceMean", "ReduceSum", "LayerNormalization", "GatherBlockQuantized", "Concat", "Expand", "Shape"}
+_KNOWN |= {"Clip", "Transpose"}
 _GATHERS = ("Gather", "GatherBlockQuantized")
 
 
@@ -210,6 +213,7 @@ class _Writer:
         self._integers = {node.input[0] for node in embeddings}
         self._scales = {self._source(node.input[2]) for node in embeddings}
         self._values: dict[str, _Value] = {}
+        self._parts: dict[str, int] = {}  # of a value whose rows are parts of rows: how many a row has
         self._used: dict[str, None] = {}
         self._sums: dict[str, str] = {}  # what is accumulated over a row, by name: how it is read
         self._shared: list[str] = []
@@ -224,7 +228,8 @@ class _Writer:
         rows = {self._dims(name)[0] for name in outputs}
         _refuse_if(len(rows) != 1 or not all(value.rows and value.width for value in found.values()))
         _refuse_if(any(self._element(name) != TensorProto.FLOAT16 for name in outputs))
-        sums = [node for node in self._graph.node if node.op_type in ("ReduceMean", "ReduceSum")]
+        reduced = [node for node in self._graph.node if node.op_type in ("ReduceMean", "ReduceSum")]
+        sums = [node for node in reduced if not self._is_short(node)]
         widest = max([value.width for value in found.values()] + [self._value(node.input[0]).width for node in sums])
         _refuse_if(any(value.width % self._wide for value in found.values()))
         vectors = -(-widest // self._wide)
@@ -283,7 +288,18 @@ class _Writer:
             raise _HasNoKernel
         numbers = tuple(size for size in sizes if isinstance(size, int))
         _refuse_if(len(numbers) != len(sizes) or 0 in numbers)
-        return _Value(rows, numbers)
+        parts = self._parts_of(name, numbers) if rows and name not in self._given else 1
+        if parts > 1:
+            self._parts[name] = parts
+        return _Value(rows, (parts, *numbers) if parts > 1 else numbers)
+
+    def _parts_of(self, name: str, sizes: tuple[int, ...]) -> int:
+        """Return the parts of a row that a value's rows are, where a reshape made them: heads, as rows of a norm."""
+        node = self._maker[name]
+        if node.op_type in _SHAPING:
+            source = self._value(node.input[0])
+            return source.width // math.prod(sizes) if source.rows else 1
+        return max(self._parts.get(each, 1) for each in node.input)
 
     def _is_number(self, name: str) -> bool:
         return name in self._constants or self._element(name) in _FLOATS
@@ -390,6 +406,10 @@ class _Writer:
             return self._dequantized(node, index, row), index.unit
         if node.op_type in ("Split", "Slice"):
             return self._number(node.input[0], self._part(node, name, index), row)
+        if node.op_type in ("ReduceMean", "ReduceSum"):
+            return self._short_sum(node, index, row)
+        if node.op_type == "Transpose":
+            return self._transposed(node, index, row)
         if node.op_type == "Concat":
             return self._joined(node, value, index, row)
         if node.op_type == "Expand":
@@ -401,7 +421,8 @@ class _Writer:
         if node.op_type == "Cast":
             _refuse_if(self._element(name) not in _FLOATS or not self._is_number(node.input[0]))
             return self._number(node.input[0], index, row)
-        operands = [self._number(each, self._place(each, value, index), row) for each in node.input]
+        given = node.input[:1] if node.op_type == "Clip" else node.input
+        operands = [self._number(each, self._place(each, value, index), row) for each in given]
         form = self._form(node)
         if any(vector for _, vector in operands):
             return self._each(form, operands), True
@@ -414,12 +435,22 @@ class _Writer:
             return _BINARY[node.op_type]
         if node.op_type in _UNARY:
             return _UNARY[node.op_type]
+        if node.op_type == "Clip":
+            return self._clipped(node)
         if node.op_type == "Gelu":
             return _GELU[next((helper.get_attribute_value(each) for each in node.attribute), b"none")]
         if node.op_type == "Pow" and node.input[1] in self._constants and self._constants[node.input[1]].size == 1:
             power = float(self._constants[node.input[1]].reshape(-1)[0])
             return _POWERS.get(power, "powf({0}, {1})")
         raise _HasNoKernel
+
+    def _clipped(self, node: onnx.NodeProto) -> str:
+        """Bound by constants; what is not a number stays so."""
+        form = "{0}"
+        for bound, sign in zip(node.input[1:], "<>"):
+            if bound and not np.isinf(self._constants[bound]).all():
+                form = f"({{0}} {sign} {self._constant(bound)} ? {self._constant(bound)} : {form})"
+        return form
 
     def _constant(self, name: str) -> str:
         values = self._constants[name]
@@ -557,14 +588,46 @@ class _Writer:
                 return _Index(f"({index.base}) / {inner}", False)
         raise _HasNoKernel
 
+    def _axes(self, node: onnx.NodeProto) -> list[int]:
+        """Return which sizes of a row a node accumulates over."""
+        source, attributes = self._value(node.input[0]), attributes_of(node)
+        axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
+        _refuse_if(not source.rows or not axes or (node.input[0] in self._parts and max(axes) >= 0))
+        return sorted(axis + len(source.sizes) if axis < 0 else axis - 1 for axis in axes)
+
+    def _is_short(self, node: onnx.NodeProto) -> bool:
+        """Return whether a node accumulates over one size in front of others: the taps of a short convolution."""
+        axes, rank = self._axes(node), len(self._value(node.input[0]).sizes)
+        return len(axes) == 1 and 0 <= axes[0] < rank - 1
+
+    def _short_sum(self, node: onnx.NodeProto, index: _Index, row: str) -> tuple[str, bool]:
+        source, (axis,) = self._value(node.input[0]), self._axes(node)
+        size, inner = source.sizes[axis], math.prod(source.sizes[axis + 1 :])
+        _refuse_if(size > _MOST_TAPS or (index.unit and inner % self._wide))
+        at = self._new()
+        self._lines.append(f"int {at} = ({index.base}) / {inner} * {size * inner} + ({index.base}) % {inner};")
+        terms = [self._number(node.input[0], _Index(f"{at} + {tap * inner}", index.unit), row) for tap in range(size)]
+        form = " + ".join(f"{{{tap}}}" for tap in range(size))
+        form = f"({form}) / {size}.0f" if node.op_type == "ReduceMean" else form
+        if any(vector for _, vector in terms):
+            return self._each(form, terms), True
+        made = self._new()
+        self._lines.append(f"float {made} = {form.format(*(text for text, _ in terms))};")
+        return made, False
+
+    def _transposed(self, node: onnx.NodeProto, index: _Index, row: str) -> tuple[str, bool]:
+        """Read a weight the other way round."""
+        source = self._value(node.input[0])
+        _refuse_if(source.rows or index.unit or attributes_of(node)["perm"] != [1, 0])
+        rows, columns = source.sizes
+        return self._number(
+            node.input[0], _Index(f"({index.base}) % {rows} * {columns} + ({index.base}) / {rows}", False), row
+        )
+
     def _sum(self, node: onnx.NodeProto) -> None:
         """Accumulate over the last dimensions: over the row by all threads, over a part of it by a warp."""
-        source, (name,) = self._value(node.input[0]), node.output
-        attributes = attributes_of(node)
-        axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
-        rank = len(source.sizes) + 1
-        last = sorted(axis % rank - 1 for axis in axes)
-        _refuse_if(not source.rows or not last or last != list(range(last[0], rank - 1)) or last[0] < 0)
+        source, (name,), last = self._value(node.input[0]), node.output, self._axes(node)
+        _refuse_if(last != list(range(last[0], len(source.sizes))) or last[0] < 0)
         groups, size = math.prod(source.sizes[: last[0]]), math.prod(source.sizes[last[0] :])
         _refuse_if(size % self._wide)
         made, total = self._new(), self._new()

@@ -5,7 +5,7 @@ An engine set with its assembly and weights in; for each engine its error agains
 The graph is the canonical one of the assembly, run as it is written on a CPU; the engine is what was built. Both run in
 Polygraphy's runners on the same inputs, with the weights of one layer: at several sizes of each optimization profile,
 attention also over caches up to the longest (`inputs`), and at all sizes that the limits allow, as far as time goes
-(`sweep`). A `<variant>.rotary` engine is a graph itself: there is nothing to compare.
+(`sweep`). A `<variant>.rotary` or `<mixer>.state` engine is a graph itself: there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import polygraphy
 
 from lockstep.artifacts.reports import PASS, ComparedEngine, ComparisonReport
 from lockstep.backends.engine_set import EngineSet
-from lockstep.backends.graphs import RopeGraph
+from lockstep.backends.graphs import HostGraph
 from lockstep.errors import InputError
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs
@@ -69,7 +69,7 @@ def run(
     compared: dict[str, ComparedEngine] = {}
     failures: list[str] = []
     with _torch_left_out():
-        for name in (name for name in engines.names() if not isinstance(graphs[name], RopeGraph)):
+        for name in (name for name in engines.names() if not isinstance(graphs[name], HostGraph)):
             pair = Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads)
             compared[name] = pair.compare(tolerance, seconds)
             failures += pair.failures[:1]

@@ -1,0 +1,92 @@
+"""Token mixers with a state on a GPU: a state for each request slot, beside the pages of attention.
+
+Prompts and rows that decode take the same kernel, token after token (state_mixers.cu).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.gpu import cuda
+from lockstep.gpu.attention.base import Arrays, Calls, Chunks
+from lockstep.gpu.kernels.row_kernels import PRELUDE
+from lockstep.gpu.staging import Staging
+from lockstep.gpu.state_kernels import THREADS, StateKernelSpec
+from lockstep.step.network import LayerState
+
+_SOURCE = PRELUDE + Path(__file__).with_name("kernels").joinpath("state_mixers.cu").read_text(encoding="utf-8")
+
+
+class StateMixers:
+    """The mixers of the layers `layers` (by number): see `attention.base.PagedAttention`. wide: positions are int64.
+
+    A state counts from the first position on: what a slot held before is not read.
+    """
+
+    capacity = 0  # the same for all lengths
+
+    def __init__(self, layers: Mapping[int, LayerState], rows: int, wide: bool, stream: cuda.Stream):
+        self._stream = stream
+        self._specs = {index: StateKernelSpec.of(layer.variant, "a layer") for index, layer in layers.items()}
+        self._kernels = {}
+        for index, spec in self._specs.items():
+            values = {"WIDE": int(wide), "THREADS": THREADS, **spec.sizes}
+            options = tuple(f"-D{name}={value}" for name, value in values.items())
+            self._kernels[index] = cuda.compile_kernels(_SOURCE, options)[spec.kernel]
+        self._states = {
+            index: cuda.zeros((rows, *spec.state), "f4", "the states of requests")
+            for index, spec in self._specs.items()
+        }
+        self._bounds = cuda.zeros((rows, 2), "i4")  # of a pass's chunks: the first token, and that behind the last
+        self._staging = Staging(self._bounds.nbytes, 1)
+
+    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:
+        return False
+
+    def reset(self, row: int) -> None:
+        """Do nothing: a state begins anew at position 0."""
+
+    def begin(self, chunks: Chunks) -> None:
+        """Send which tokens each chunk has."""
+        bounds = np.array([(low, high) for _, _, low, high in chunks])
+        self._staging.send(self._stream, [(self._bounds[: len(bounds)], bounds)])
+
+    def layout(self, chunks: Chunks) -> tuple[int, ...]:
+        return (len(chunks),)
+
+    def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
+        spec, kernel, out = self._specs[index], self._kernels[index], values["attention"]
+        given = [values[name] for name in spec.inputs]
+        if spec.kernel == "recurrence" and not spec.sizes["BETA"]:
+            given.append(given[-1])  # in place of beta, which is not read
+        requests = len(chunks) or out.shape[0]
+        arguments: tuple[cuda.Array | int, ...]
+        arguments = *given, out, self._states[index], self._bounds, int(not chunks), rows, values["position_ids"]
+        return [("state", functools.partial(kernel.launch, self._stream, requests * spec.blocks, THREADS, *arguments))]
+
+    def fork(self, slot: int, other: int, length: int) -> None:
+        """Copy a slot's states to another."""
+        for states in self._states.values():
+            source, to = states[slot : slot + 1], states[other : other + 1]
+            self._stream.copy_rows(to.address, to.nbytes, source.address, to.nbytes, to.nbytes, 1)
+
+    def save(self, slot: int, length: int) -> np.ndarray:
+        """Return the slot's states, of all layers one behind the other, float32, page-locked."""
+        saved = cuda.pinned((sum(math.prod(states.shape[1:]) for states in self._states.values()),), "f4")
+        self._copy(slot, saved, self._stream.download)
+        return saved
+
+    def restore(self, slot: int, saved: np.ndarray) -> None:
+        self._copy(slot, saved, lambda host, states: self._stream.upload(states, host))
+
+    def _copy(self, slot: int, saved: np.ndarray, copy: Callable[[np.ndarray, cuda.Array], None]) -> None:
+        at = 0
+        for states in self._states.values():
+            size = math.prod(states.shape[1:])
+            copy(saved[at : at + size].reshape(1, *states.shape[1:]), states[slot : slot + 1])
+            at += size
