@@ -75,12 +75,32 @@ def test_choices_and_swapped_and_aborted_requests_have_the_bits_of_each_alone(ro
     requests = [Request(prompt, 30, argmax, n=2 if number == 2 else 1) for number, prompt in enumerate(prompts)]
     found = run(engine, *requests, abort=1)
     assert engine.scheduler.num_swaps
-    assert not engine.prefix_caching and engine.prefix_hits == 0
     for (number, choice), logits in found.items():
         expected = alone[number][: len(logits)]
         assert len(logits) == (3 if number == 1 else 30), (number, choice)
         np.testing.assert_array_equal(logits, expected, err_msg=f"request {number}, choice {choice}")
     assert tight.tables.pool.num_available == 5
+
+
+def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
+    """The chunk's end lies within the step that computed it; what is kept is evicted when its pages are needed."""
+    model = open_model(root, chunk_size=64)
+    tables, page = model.tables, model.tables.pool.page_nbytes
+    prompt = ids(120, 0)
+    requests = [Request(np.concatenate([prompt[:kept], ids(100 - kept, kept)]), 5, argmax) for kept in (100, 80, 70)]
+    engine = Engine(model)
+    first = run(engine, requests[0])[0, 0]
+    assert tables.pool.num_cached == 1 + tables.state_pages > 1
+    assert tables.state_pages * page >= model._executor._cache.state_nbytes
+    found = run(engine, *requests[1:])
+    assert engine.prefix_hits == 2 * 64
+    for request, logits in zip(requests, [first, *found.values()], strict=True):
+        alone = run(Engine(model, prefix_caching=False), request)[0, 0]
+        np.testing.assert_array_equal(logits, alone)
+    tight = open_model(root, max_batch_size=1, chunk_size=64, kv_bytes=(3 + tables.state_pages) * page)
+    run(engine := Engine(tight), *requests, Request(ids(100, 9), 5, argmax))
+    engine.scheduler.check()
+    assert len(tight._executor._stored) == 2  # of one chunk, its tokens and its states
 
 
 @pytest.mark.long

@@ -19,12 +19,14 @@ import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.copies import copies_apart
 from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
 from lockstep.export.known import shape_of
+from lockstep.export.refusals import known_reason
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
 from lockstep.export.token_major import put_tokens_first
@@ -112,7 +114,12 @@ def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> 
     embedded.shape = ir.Shape(["num_tokens", *shape_of(embedded)[1:]])
     copies_apart(body)
     for part, weights in ((body, traced.weights), (embedding, traced.embedding_weights)):
-        check_independence(part.graph, DOMAIN, meta.config.model_type)
+        try:
+            check_independence(part.graph, DOMAIN, meta.config.model_type)
+        except InputError as error:
+            if reason := known_reason(meta):
+                raise InputError(f"model type {meta.config.model_type!r} cannot be split: {reason}") from error
+            raise
         if any(node.domain == DOMAIN and node.op_type != "Attention" for node in part.graph):
             put_tokens_first(part.graph)
         if wide_residual:

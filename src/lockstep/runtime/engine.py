@@ -106,7 +106,7 @@ class Engine:
         self.prefix_caching = (
             prefix_caching
             and model.tables.shares is not None
-            and not model.has_state  # a prefix's pages hold no state behind it
+            and (not model.has_state or model.tables.state_pages > 0)
             and chunk_size == model.chunk_size
             and chunk_size % PAGE_SIZE == 0
         )
@@ -390,14 +390,14 @@ class Engine:
         step = scheduler.schedule()
         for request in step.swapped_in:
             model.swap_in(request.slot, self._swapped.pop(request))
-        self.admitted += [(self._choices[request].index, len(pages) * PAGE_SIZE) for request, pages in step.admitted]
+        self.admitted += [(self._choices[request].index, request.num_computed) for request, _ in step.admitted]
         try:
             for request, pages in step.admitted:
                 if self.prefix_caching:
                     self.prefix_queries += request.num_prompt_tokens
-                    self.prefix_hits += len(pages) * PAGE_SIZE
+                    self.prefix_hits += request.num_computed
                 if pages:
-                    model.share(request.slot, pages)
+                    model.share(request.slot, pages, request.num_computed)
         finally:  # else the tables of the slots hold them
             for _, pages in () if model.tables.shares else step.admitted:
                 scheduler.stored(pages)
@@ -484,7 +484,8 @@ class Engine:
             else:
                 draft = step.drafts.get(scheduled, ())
                 tokens = FOUND if scheduled in before else np.array([choice.answer[-1], *draft], np.int64)
-            advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts))
+            keeps_states = scheduled.in_prompt and scheduled.published < len(scheduled.prefix)
+            advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts, keeps_states))
             # At the prompt's end is soon enough where no step is begun that this would change.
             if self._model.async_scheduling or start + count >= scheduled.num_prompt_tokens:
                 self._set_sampling(choice)

@@ -325,13 +325,13 @@ class Model:
         if self.adapters is not None:
             self.adapters.residency.release(slot)
 
-    def share(self, slot: int, pages: Sequence[int]) -> None:
-        """Begin a slot that holds nothing with the pages of a prefix.
+    def share(self, slot: int, pages: Sequence[int], length: int) -> None:
+        """Begin a slot that holds nothing with the pages of a prefix of `length` tokens.
 
         See `Executor.share`.
         """
         self._executor.share(slot, pages)
-        self._executor.lengths[slot] = len(pages) * PAGE_SIZE
+        self._executor.lengths[slot] = length
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Copy the slot's tokens from `start` on into pages: see `Executor.store`."""

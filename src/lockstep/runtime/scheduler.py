@@ -422,8 +422,8 @@ class Scheduler:
                     return
             heapq.heappop(self._waiting[request.adapter])
             self._num_waiting -= 1
-            request.num_computed = len(found) * PAGE_SIZE
-            request.published = request.num_computed // self.chunk_size
+            request.published = len(found) // self.tables.chunk_pages(self.chunk_size) if found else 0
+            request.num_computed = request.published * self.chunk_size
             step.admitted.append((request, found))
 
     def _is_blocked_for_long(self, request: Scheduled) -> bool:
@@ -501,7 +501,7 @@ class Scheduler:
 
     def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
         tables, copies = self.tables, []
-        per_chunk = self.chunk_size // PAGE_SIZE
+        per_chunk = self.tables.chunk_pages(self.chunk_size)
         through = min(request.num_computed // self.chunk_size, len(request.prefix))
         for number in range(request.published, through):
             key = request.prefix[number]

@@ -24,13 +24,15 @@ class Advance:
     `tokens` (int64, 1-D, at least one) stand at positions `start`, `start`+1, ... of its slot. `start` is 0 for a new
     request, which forgets what the slot held, else the number of tokens that the slot holds. In a step that follows
     another, `tokens` may be `FOUND`. verifies: behind the first token stand drafts; each token is computed, to the
-    bit, as in a step of its own, and the step gives what follows each (`Model.verifies_drafts`).
+    bit, as in a step of its own, and the step gives what follows each (`Model.verifies_drafts`). keeps_states: those at
+    the ends of chunks are kept until the next step, for `Executor.store`.
     """
 
     slot: int
     tokens: np.ndarray
     start: int
     verifies: bool = False
+    keeps_states: bool = False
 
     def __post_init__(self) -> None:
         tokens = np.asarray(self.tokens)

@@ -38,7 +38,7 @@ class HostExecutor:
     """Runs steps that are checked already. `lengths[slot]`: tokens that a slot holds.
 
     A request's pages are counted, not addressed: its keys and values lie in a row of `KVCache`. Pages of a prefix hold
-    copies, which `share` copies back.
+    copies, which `share` copies back; the last of a chunk holds the states behind it, where layers have some.
     """
 
     in_flight = async_scheduling = False
@@ -59,7 +59,12 @@ class HostExecutor:
         self._stored: dict[int, list[np.ndarray]] = {}  # by page
         pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
         self.tables = PageTables(
-            pool, num_slots, lambda length: -(-self._cache.capacity_for(length) // PAGE_SIZE), shares=False
+            pool,
+            num_slots,
+            lambda length: -(-self._cache.capacity_for(length) // PAGE_SIZE),
+            shares=False,
+            # without attention a page is no measure
+            state_pages=-(-self._cache.state_nbytes // page_nbytes) if self._cache.group_shapes() else 0,
         )
         self._room = [0] * num_slots  # tokens that each slot's row has room for, and pages
         self._steps: dict[Layout, HostStep] = {}
@@ -157,15 +162,24 @@ class HostExecutor:
         self.lengths[slot] = length
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        self._reserve_row(slot, len(pages) * PAGE_SIZE)
-        for number, page in enumerate(pages):
+        of_chunk, of_states = self.tables.chunk_pages(self.chunk_size), self.tables.state_pages
+        rows = [page for number, page in enumerate(pages) if number % of_chunk < of_chunk - of_states]
+        self._reserve_row(slot, len(rows) * PAGE_SIZE)
+        for number, page in enumerate(rows):
             self._cache.copy_in(slot, number * PAGE_SIZE, self._stored[page])
-        self._cache.lengths[slot] = len(pages) * PAGE_SIZE
+        if of_states:
+            self._cache.states_in(slot, self._stored[pages[-1]])
+        self._cache.lengths[slot] = len(rows) * PAGE_SIZE
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        for number, page in enumerate(pages):
+        of_states = self.tables.state_pages
+        for number, page in enumerate(pages[: len(pages) - of_states]):
             first = start + number * PAGE_SIZE
             self._stored[page] = self._cache.copy_out(slot, first, first + PAGE_SIZE)
+        if of_states:
+            assert self._taken is not None  # what is stored is of the step that was taken last
+            end = self._cache.row_of(slot), start + (len(pages) - of_states) * PAGE_SIZE
+            self._stored[pages[-1]] = self._taken[0].kept_states.pop(end)
 
     def _drop_stored(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -216,7 +230,10 @@ class HostExecutor:
             elif advance.verifies:
                 chunks.append(Verified(place, len(advance.tokens)))
             else:
-                chunks += [Chunk(place, start, end - start) for start, end in self._chunks(advance)]
+                chunks += [
+                    Chunk(place, start, end - start, advance.keeps_states and not end % self.chunk_size)
+                    for start, end in self._chunks(advance)
+                ]
         decoding = [Rows(capacity, min(found), max(found) + 1) for capacity, found in sorted(rows.items())]
         return Layout(tuple(decoding), tuple(chunks), sum(advance.num_rows for advance in advances))
 

@@ -49,12 +49,17 @@ class Rows:
 class Chunk:
     """`count` tokens of one request, behind the `start` tokens that it holds.
 
-    place: its row of the cache.
+    place: its row of the cache. keeps_states: a copy of the states behind it goes to `HostStep.kept_states`.
     """
 
     place: CacheRow
     start: int
     count: int
+    keeps_states: bool = False
+
+    @property
+    def end(self) -> tuple[CacheRow, int]:
+        return self.place, self.start + self.count
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,11 @@ class HostStep:
         tokens, logit_rows = self.tokens, self.logit_rows
         values = {"token_ids": tokens.token_ids, "position_ids": tokens.position_ids, "logit_rows": logit_rows}
         values[IDS] = self.adapter_ids
+        self.kept_states = {
+            chunk.end: cache.empty_states()
+            for chunk in layout.chunks
+            if isinstance(chunk, Chunk) and chunk.keeps_states
+        }
         self._calls: list[Callable[[], None]] = []
         self._add_block(network.embedding, values)
         self._decoded: Mapping[int, np.ndarray] = {}
@@ -275,6 +285,9 @@ class HostStep:
             state = self._cache.state(index, chunk.place.capacity, chunk.place.row, chunk.place.row + 1)
             new = self._add_state_call(mixer, "prefill", tokens, values, state, output)
             self._calls.append(functools.partial(np.copyto, state, new))
+            if isinstance(chunk, Chunk) and chunk.end in self.kept_states:
+                group, number = self._cache.layer(index)
+                self._calls.append(functools.partial(np.copyto, self.kept_states[chunk.end][group][number], new[0]))
         values["attention"] = output
 
     def _add_state_call(

@@ -178,6 +178,10 @@ class KVCache:
         """Return copies of a slot's states: of each kind [layers, *state]."""
         return [array.copy() for array in self._states(self._places[slot])]
 
+    def empty_states(self) -> list[np.ndarray]:
+        """Return memory for what `states_out` gives."""
+        return [np.empty((count, *shape.sizes), _STATE) for shape, count in self._state_groups]
+
     def states_in(self, slot: int, states: Sequence[np.ndarray]) -> None:
         """Put what `states_out` gave into a slot."""
         for array, given in zip(self._states(self._places[slot]), states, strict=True):

@@ -160,20 +160,29 @@ class PageTables:
     """
 
     def __init__(
-        self, pool: PagePool, num_slots: int, pages_for: Callable[[int], int] | None = None, shares: bool | None = True
+        self,
+        pool: PagePool,
+        num_slots: int,
+        pages_for: Callable[[int], int] | None = None,
+        shares: bool | None = True,
+        state_pages: int = 0,
     ):
         """Make empty tables.
 
         pages_for: the pages that a request of so many tokens takes, where that is more than it fills. shares: a table
         may name pages of a prefix; False: a prefix is copied out of them and into them; None: what a slot holds cannot
-        be moved.
+        be moved. state_pages: what a copy of a request's states counts as, of which each chunk of a prefix has one.
         """
-        self.pool, self.shares = pool, shares
+        self.pool, self.shares, self.state_pages = pool, shares, state_pages
         self.pages_for = pages_for or (lambda length: -(-length // PAGE_SIZE))
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
 
     def __getitem__(self, slot: int) -> Sequence[int]:
         return self._tables[slot]
+
+    def chunk_pages(self, chunk_size: int) -> int:
+        """Return the pages of a chunk of a prefix: those of its tokens, then those that its states count as."""
+        return chunk_size // PAGE_SIZE + self.state_pages
 
     def reserve(self, ends: Mapping[int, int]) -> list[int]:
         """Make room for `ends[slot]` tokens in each slot.
