@@ -115,6 +115,16 @@ def test_decoding_with_a_gap_gives_what_decoding_without_gives(tiny):
         assert abs(found - expected).max() < TOLERANCE["fp32"], slots
 
 
+def test_rows_in_a_gap_keep_what_they_hold(tiny):
+    lengths = (10, 20, 64, 12)  # the third fills its row
+    prompts = [Advance(slot, tokens(length, slot), 0) for slot, length in enumerate(lengths)]
+    with_gap, plain = open_model(tiny), open_model(tiny)
+    with_gap.step(prompts), plain.step(prompts)
+    with_gap.step([Advance(slot, tokens(1), lengths[slot]) for slot in (0, 3)])
+    behind = [Advance(slot, tokens(1), lengths[slot]) for slot in (1, 2)]
+    np.testing.assert_array_equal(with_gap.step(behind), plain.step(behind))
+
+
 def test_a_slot_used_again_forgets_what_it_held(tiny):
     model = open_model(tiny)
     fresh = model.step([Advance(1, tokens(6, 1), 0)])

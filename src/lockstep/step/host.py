@@ -277,6 +277,10 @@ class HostExecutor:
             decoded[place.capacity].append(place.row)
             rows.append(first_of[place.capacity] + place.row)
         places = step.tokens.pack(decoding, rows, layout.num_decode, chunks)
+        if len(decoding) < layout.num_decode:
+            for part, at in zip(layout.decoding, step.slices):
+                gaps = step.tokens.slots[at] < 0
+                step.tokens.position_ids[at][gaps] = self._cache.held(part.capacity, part.low, part.high)[gaps]
         in_order = iter(places[: len(decoding)]), iter(places[len(decoding) :])
         step.logit_rows[:] = [
             row

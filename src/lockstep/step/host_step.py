@@ -4,8 +4,8 @@ Running them allocates nothing.
 
 Tokens are packed with the decoding rows first, one token a row. Rows of one capacity of the cache lie together, `low`
 to `high` without a gap, so that queries, the cache and the attention's result are plain slices; a row in between that
-does not decode carries a dummy token of past length 0, which costs less than gathering. Behind them come the prompts
-(or chunks), one after another.
+does not decode carries a dummy token, which costs less than gathering. It stands behind what the row holds, for an
+engine may put its key and value into the cache. Behind them come the prompts (or chunks), one after another.
 
 A chunk reads just its own past, not the row's whole capacity, and is one call of its own: what it computes depends on
 its request alone, to the bit.

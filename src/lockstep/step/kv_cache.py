@@ -146,6 +146,11 @@ class KVCache:
         """Return the row of a slot for which `reserve` was called. Raises KeyError."""
         return self._places[slot]
 
+    def held(self, capacity: int, low: int, high: int) -> np.ndarray:
+        """Return how many tokens each of rows `low:high` holds, int64."""
+        slots = self._rows[capacity].slots[low:high]
+        return np.array([0 if slot is None else self.lengths[slot] for slot in slots], np.int64)
+
     def layer(self, index: int) -> tuple[int, int]:
         """Return (group, index in the group) of a layer."""
         return self._layers[index]

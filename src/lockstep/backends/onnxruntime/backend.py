@@ -29,7 +29,9 @@ from lockstep.backends.base import Built
 from lockstep.backends.cpu import thread_count
 from lockstep.backends.host import Declared, HostBackend
 from lockstep.backends.onnxruntime.adapter_products import keep_order
+from lockstep.backends.onnxruntime.grouped_attention import PRESENT, grouped_attention
 from lockstep.backends.onnxruntime.int8_products import int8_products
+from lockstep.backends.onnxruntime.norms import fuse_norms
 from lockstep.backends.onnxruntime.row_bits import decoded_rows_keep_their_bits, rows_keep_their_bits
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
@@ -58,7 +60,7 @@ class OnnxRuntimeBackend(HostBackend):
 
     name = "onnxruntime"
     suffixes = (".onnx",)
-    revision = 2
+    revision = 3
     precisions = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
     batch_invariant = True
 
@@ -95,6 +97,7 @@ class OnnxRuntimeBackend(HostBackend):
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
             rewritten = int8_products(keep_order(pad_angles(group_experts(model))))
+            rewritten = grouped_attention(fuse_norms(rewritten))
             source = str(graph_path) if rewritten is model else rewritten.SerializeToString()
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
@@ -171,17 +174,36 @@ class OnnxRuntimeExecutable:
     def __init__(self, session: ort.InferenceSession, where: str):
         self._session = session
         self.where = where
-        self.inputs, self.outputs = _declared(session.get_inputs()), _declared(session.get_outputs())
+        self.inputs, outputs = _declared(session.get_inputs()), _declared(session.get_outputs())
+        self.outputs = {name: value for name, value in outputs.items() if name not in PRESENT}
+        self._present = outputs.keys() - self.outputs.keys()
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
+        check_bound(inputs, self.inputs, self.where)
+        check_bound(outputs, self.outputs, self.where)
+        if not self._present:
+            return self._call(inputs, outputs)
+        lengths, room = inputs["past_lengths"], inputs["past_key"].shape[2]
+        run = self._call(inputs, {**outputs, **{name: inputs[PRESENT[name]] for name in self._present}})
+
+        def call() -> None:
+            """Run the session; where a cache is full, on copies that have room for what is put behind."""
+            if lengths.max() < room:
+                run()
+                return
+            pasts = {PRESENT[name]: inputs[PRESENT[name]] for name in self._present}
+            wider = {name: np.pad(past, ((0, 0), (0, 0), (0, 1), (0, 0))) for name, past in pasts.items()}
+            self._call({**inputs, **wider}, {**outputs, **{name: wider[PRESENT[name]] for name in self._present}})()
+
+        return call
+
+    def _call(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
+        """Return a call of the session on these arrays."""
         binding = self._session.io_binding()
-        for given, declared, bind in (
-            (inputs, self.inputs, binding.bind_ortvalue_input),
-            (outputs, self.outputs, binding.bind_ortvalue_output),
-        ):
-            check_bound(given, declared, self.where)
-            for name, array in given.items():
-                bind(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name, array in inputs.items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
         run = self._session.run_with_iobinding
 
         def call(held: object = (*inputs.values(), *outputs.values())) -> None:
