@@ -40,8 +40,9 @@ def test_others_stay_as_they_are(tiny):
         onnx.load(folder / f"{name}.onnx") for name in ("attention.decode", "attention.prefill", "middle")
     )
     half = onnx.load(tiny.assembly("tiny", "fp16").parent / "attention.decode.onnx")
-    capped = edited(decode, "Softmax", lambda node: setattr(node, "op_type", "LogSoftmax"))
-    for model in (prefill, middle, half, capped):
+    other = edited(decode, "Softmax", lambda node: setattr(node, "op_type", "LogSoftmax"))
+    axis = edited(decode, "Softmax", lambda node: setattr(node.attribute[0], "i", -2))
+    for model in (prefill, middle, half, other, axis):
         assert grouped_attention(model) is model
     assert operators(fuse_norms(middle))["SimplifiedLayerNormalization"] == 2
     one = edited(middle, "Sqrt", lambda node: setattr(node, "op_type", "Abs"))
