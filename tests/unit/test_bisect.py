@@ -220,7 +220,18 @@ FAULTS = {
 }
 # What ONNX Runtime writes in another way is one graph's and not the other's.
 GRAPH_FAULTS = FAULTS | {"middle silu": Fault("middle", operator("Tanh", "sigmoid_0"), 0, "block", "sigmoid_0")}
-ENGINE_FAULTS = FAULTS | {"middle silu": Fault("middle", attribute("alpha", 1.702, "mul_2"), 0, "block", "mul_2")}
+ENGINE_FAULTS = FAULTS | {
+    "middle silu": Fault("middle", attribute("alpha", 1.702, "mul_2"), 0, "block", "mul_2"),
+    "entry eps": Fault("entry", attribute("epsilon", 2.0, "mul_1"), 0, "block", "mul_1"),
+    "exit eps": Fault("exit", attribute("epsilon", 2.0, "mul_5"), LAYERS - 1, "exit", "mul_5"),
+    "middle norm": Fault("middle", rewired("mul_1", 1, "current.input_layernorm.weight"), 0, "block", "mul_1"),
+    "decode stale row": Fault(
+        "attention.decode", put_before("grouped/attention", 5, "Add", np.array(1, np.int32)), 0, "attention", "planted"
+    ),
+    "decode softmax": Fault(
+        "attention.decode", attribute("scale", 0.2, "grouped/attention"), 0, "attention", "grouped/attention"
+    ),
+}
 
 
 # One fault of each sort; the others are of the long run.
@@ -571,13 +582,13 @@ def test_what_is_missing_is_said_in_one_line(tree, target, break_it, line):
 
 
 def test_the_command_gives_json_and_changes_nothing(tree):
-    plant_in_engine(Results(tree), FAULTS["decode stale row"])
+    plant_in_engine(Results(tree), ENGINE_FAULTS["decode stale row"])
     before = {path: path.read_bytes() for path in sorted(tree.rglob("*")) if path.is_file()}
     report = json.loads(lockstep("bisect", "demo-llama/fp32/2/onnxruntime", "--results", tree, "--json").stdout)
     assert report["format"] == "lockstep.bisect/1" and report["target"] == "demo-llama/fp32/2/onnxruntime"
     assert report["prompt"] == LONG
     assert report["answer"].startswith(
-        "engine: layer 0, attention (attention.decode, decode), node less_0 (LessOrEqual): attention is off its graph"
+        "engine: layer 0, attention (attention.decode, decode), node planted (Add): attention is off its graph"
     )
     assert report["weights"]["passed"] and report["served"] is None
     assert {path: path.read_bytes() for path in sorted(tree.rglob("*")) if path.is_file()} == before
