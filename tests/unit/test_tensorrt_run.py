@@ -360,7 +360,9 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
 def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under_way(open_model, form, gpu):
     model = open_model()
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
-    seen = [(made.request, model.in_flight) for made in Decoding(model, requests)]
+    decoding = Decoding(model, requests)
+    moves = decoding._engine.scheduler  # a step behind which requests move to lower slots is waited for
+    seen = [(made.request, model.in_flight or moves.is_spread) for made in decoding]
     assert len(seen) == 33 and not seen[-1][1] and all(ahead for _, ahead in seen[:-1])
 
 
