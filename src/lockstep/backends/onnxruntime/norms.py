@@ -23,7 +23,8 @@ def fuse_norms(model: onnx.ModelProto) -> onnx.ModelProto:
     types = typed_values(model) if norms else {}
     fused = False
     for value, epsilon, weight, last in norms:
-        if types[value][0] == TensorProto.FLOAT and len(types[weight][1]) == 1:
+        (kind, _), (_, shape) = (types.get(name, (TensorProto.UNDEFINED, ())) for name in (value, weight))
+        if kind == TensorProto.FLOAT and len(shape) == 1:
             norm = helper.make_node("SimplifiedLayerNormalization", [value, weight], last.output, epsilon=epsilon)
             graph.replace(last, norm)
             fused = True
@@ -41,6 +42,8 @@ def _norms(graph: Rewriter) -> Iterator[tuple[str, float, str, onnx.NodeProto]]:
         if tuple(node.op_type for node in chain) != _CHAIN or any(len(graph.consumers[name]) > 1 for name in inner):
             continue
         _, _, add, mean, power = chain
+        if len(mean.input) == 1:  # opset 17, whose axes are an attribute
+            continue
         constants = [graph.array(node.input[1]) for node in (add, mean, power)]
         if any(array is None or array.size != 1 for array in constants) or not attributes_of(mean).get("keepdims", 1):
             continue

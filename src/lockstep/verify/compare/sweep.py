@@ -209,14 +209,18 @@ class _AttentionSweep(Sweep):
         return Trial(case, np.arange(past, past + count), scaled)
 
     def _decode_trials(self, length: int, most: int, requests: int, draw: random.Random) -> list[Trial]:
-        """Each capacity that a cache grows to with each number of requests, of seeded lengths."""
+        """Each capacity that a cache grows to with each number of requests, of seeded lengths.
+
+        The longest has room for a token; once a capacity it has none, for which a backend may take another cache.
+        """
         capacities = [PAGE]
         while capacities[-1] < most:
             capacities.append(2 * capacities[-1])
         found = []
         for capacity in sorted({min(each, most) for each in capacities}):
-            for count in range(1, min(requests, max(2, inputs.CACHE_ROWS // capacity)) + 1):
-                longest = min(capacity, length - 1)
+            counts = range(1, min(requests, max(2, inputs.CACHE_ROWS // capacity)) + 1)
+            for count, room in [*((count, 1) for count in counts), (counts[-1], 0)]:
+                longest = min(capacity - room, length - 1)
                 rows = [draw.randint(0, longest) for _ in range(count - 1)] + [longest]
                 draw.shuffle(rows)
                 case = Case(0, {"num_requests": count, "past_capacity": capacity}, tuple(rows), True)
