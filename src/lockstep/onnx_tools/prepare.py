@@ -131,3 +131,17 @@ def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
             values = np.roll(block, random.integers(_BLOCK))[: math.prod(shape)] * scale
             feeds[value.name] = np.resize(values.astype(dtype), shape)
     return feeds
+
+
+def decode_inputs(model: onnx.ModelProto, lengths: np.ndarray, capacity: int) -> dict[str, np.ndarray]:
+    """Return seeded values for a decode graph of attention, N(0, 1), so that scores differ.
+
+    lengths: of each request's past, in caches of `capacity` tokens.
+    """
+    random, sizes = np.random.default_rng(0), {"num_requests": len(lengths), "past_capacity": capacity}
+    feeds = {}
+    for value in model.graph.input:
+        shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        feeds[value.name] = lengths if dtype.kind == "i" else random.standard_normal(shape, np.float32).astype(dtype)
+    return feeds

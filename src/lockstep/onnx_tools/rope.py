@@ -21,7 +21,7 @@ from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
 from lockstep.onnx_tools.rewriter import Rewriter
 from lockstep.onnx_tools.widened import widened
 
-_REQUESTS, _CAPACITY = 3, 7
+_CAPACITY = 7
 _BF16 = 2**-7  # its eps
 
 
@@ -71,19 +71,15 @@ def _rotated_query(graph: Rewriter, variant: AttentionVariant, eps: float | None
 
 
 def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVariant) -> None:
-    from lockstep.onnx_tools.sessions import compute  # needed only where a graph is cut, not where engines run
+    # needed only where a graph is cut, not where engines run
+    from lockstep.onnx_tools.prepare import decode_inputs
+    from lockstep.onnx_tools.sessions import compute
 
-    random = np.random.default_rng(0)
-    lengths = np.array([0, 3, _CAPACITY], np.int64)[:_REQUESTS]
-    sizes = {"num_requests": _REQUESTS, "past_capacity": _CAPACITY}
-    feeds = {}
-    for value in decode.graph.input:
-        shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
-        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        feeds[value.name] = lengths if dtype.kind == "i" else random.standard_normal(shape, np.float32).astype(dtype)
+    lengths = np.array([0, 3, _CAPACITY], np.int64)
+    feeds = decode_inputs(decode, lengths, _CAPACITY)
     expected, rotated = compute(decode, feeds), compute(cut, feeds)
     past = feeds["value"], feeds["past_key"], feeds["past_value"]
-    heads = feeds["query"].reshape(_REQUESTS, variant.num_heads, variant.query_dim)
+    heads = feeds["query"].reshape(len(lengths), variant.num_heads, variant.query_dim)
     sinks = heads[:, :, variant.head_dim :].astype(np.float32)
     found = attention(rotated["query_out"], rotated["key_out"], *past, lengths, variant, sinks)
     exact = expected["attention"].astype(np.float32)
