@@ -35,6 +35,7 @@ ALWAYS = {"llama, yarn rope"}
 TWO_KINDS = {"qwen2", "gemma2", "gemma3_text", "smollm3"}
 REFUSED = {
     "deepseek_v3": "element 13 made of 2 others",  # writes neighbours into halves
+    "llama4_text": r"other numbers at position \d+",  # normalised behind the encoding
     "minicpm3": r"other numbers at position \d+",  # all heads of keys get the encoding of the first
 }
 # positions in the embedding; keys normalised behind the encoding, which then stays in the block
@@ -101,9 +102,10 @@ def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
             for heads in (kind.num_heads, kind.num_kv_heads)
         ]
         types = {io.name: io.dtype for io in kind.decode.signature.inputs}
-        feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in zip(("query", "key"), given)} | {
-            "position_ids": positions
-        }
+        # a sink stands behind the numbers of a head, without RoPE
+        query = np.pad(given[0], [(0, 0), (0, 0), (0, kind.query_dim - kind.head_dim)])
+        feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in (("query", query), ("key", given[1]))}
+        feeds |= {"position_ids": positions}
         session = open_session(model.SerializeToString())
         for x, found in zip(
             given, session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
