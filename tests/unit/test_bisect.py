@@ -691,9 +691,9 @@ def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     wrong, allocated = done.stdout.split()
     layer = 2 * weights / 16  # one of 16 layers, in float32
-    # Measured: 4 to 5 layers: ONNX Runtime holds a graph's casts, an engine's folded constants and their repacked
-    # copy. The model in float32 would be 16.
-    assert wrong == "nothing" and int(allocated) < 7 * layer < weights
+    # Measured: 4.3 layers: an engine's folded constants and their repacked copy, what malloc keeps. The model in
+    # float32 would be 16.
+    assert wrong == "nothing" and int(allocated) < 6 * layer < weights
 
 
 # --- a model that takes adapters ---

@@ -44,6 +44,7 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     settings = ort.SessionOptions()
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     settings.intra_op_num_threads = threads or 0
+    settings.enable_cpu_mem_arena = False  # it would keep what weights are cast to, of every graph
     # pools of several sessions would fight for the cores
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 3
