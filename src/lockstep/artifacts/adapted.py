@@ -19,10 +19,7 @@ from lockstep.targets import Target
 
 @dataclass(frozen=True)
 class AdaptedAnswer:
-    """A prompt and what follows it with an adapter.
-
-    adapter: its name, "" for none. sha256: of what the adapter computes.
-    """
+    """What follows a prompt with an adapter ("": none). sha256: of what the adapter computes."""
 
     adapter: str
     sha256: str
@@ -69,10 +66,7 @@ class AdaptedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedReport(Report):
-    """The answers of an engine set with its adapters.
-
-    adapters: sha256 of what each computes. places: how many are resident together. loads: how often one was loaded.
-    """
+    """Answers with adapters, {name: sha256}. places: resident together. loads: how often one was loaded."""
 
     FORMAT: ClassVar[str] = formats.ADAPTED
     target: Target

@@ -1,7 +1,4 @@
-"""The manifest of a model's LoRA adapters, and the slots of graphs for them.
-
-`adapters.json` in and out.
-"""
+"""The manifest of a model's LoRA adapters, and the slots of graphs for them. `adapters.json` in and out."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ RANKS = (8, 16, 32, 64, 128)
 
 
 def mask_name(rank: int) -> str:
-    """Return the name of an engine's input that takes a mask in place of `IDS`.
-
-    The mask is built by onnx_tools/adapter_mask.py.
-    """
+    """Return the name of an engine's input that takes a mask (onnx_tools/adapter_mask.py) in place of `IDS`."""
     return f"{_MASK}{rank}"
 
 
@@ -40,18 +34,12 @@ def mask_rank(name: str) -> int:
 
 
 def rows_of(slot: str) -> list[str]:
-    """Return the lora_A inputs, transposed, that are the last rows of a slot.
-
-    They stand in order at the end of the slot's name.
-    """
+    """Return the lora_A inputs, transposed, that are the last rows of a slot: the end of its name."""
     return [part for part in slot.split(BETWEEN) if part.endswith(A_SUFFIX)]
 
 
 def fetched_manifest(adapter_sources: Path, name: str) -> Path:
-    """Return the path of the manifest of one fetched adapter.
-
-    adapter_sources: the path of the manifest of all adapters of a model.
-    """
+    """Return the manifest of one fetched adapter. adapter_sources: that of all of a model."""
     return adapter_sources.with_suffix("") / name / "source.json"
 
 
@@ -117,10 +105,7 @@ class AdapterSources(Document):
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """The two LoRA matrices of a linear layer, as places in the adapter's file.
-
-    a: [rank, in_features]. b: [out_features, rank].
-    """
+    """The matrices of a linear layer in the adapter's file: a [rank, in_features], b [out_features, rank]."""
 
     a: TensorPlace
     b: TensorPlace

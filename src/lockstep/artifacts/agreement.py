@@ -22,10 +22,7 @@ Values = dict[str, tuple[str, list[int | str]]]  # what stands at a place of the
 
 
 def agrees(assembly: Assembly, num_layers: Any) -> None:
-    """Raise ValidationError for the first place where the assembly does not fit together.
-
-    num_layers: what its file says.
-    """
+    """Raise ValidationError where the assembly does not fit together. num_layers: what its file says."""
     _same("num_layers", num_layers, assembly.num_layers)
     if not assembly.layers[-1].exits:
         raise ValidationError(f"layers[{len(assembly.layers) - 1}].exit", "an exit behind the last layer", None)
@@ -82,10 +79,7 @@ def _run(assembly: Assembly, where: str, part: BoundBlock, values: Values) -> No
 
 
 def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
-    """Check that blocks have the inputs that adapters go to, of their sizes.
-
-    The linear layers must be the block's own.
-    """
+    """Check that blocks have the inputs of adapters, of their linear layers' sizes."""
     for name, slots in adapters.classes.items():
         signature = _named(assembly.classes, name, "adapters.classes").signature
         inputs, weights = {io.name: io for io in signature.inputs}, {slot.name: slot for slot in signature.slots}
@@ -175,10 +169,7 @@ def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
 
 
 def _check_pieces(where: str, sharded: ShardedClass, whole: Signature, ranks: TensorParallel) -> None:
-    """Check that a rank's parts lie within the whole and that pieces fit each other.
-
-    Each slot is a piece's, and pieces read only what stands before them.
-    """
+    """Check that a rank's parts lie within the whole, and that pieces read what stands before them."""
     ios = {io.name: io for io in (*whole.inputs, *whole.outputs)}
     slots = {slot.name: slot for slot in whole.slots}
     for label, shards, known in (("values", sharded.values, ios), ("weights", sharded.weights, slots)):
@@ -207,10 +198,7 @@ def _check_pieces(where: str, sharded: ShardedClass, whole: Signature, ranks: Te
 
 
 def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: int) -> None:
-    """Check that the ranges of all ranks cover one axis of fixed size.
-
-    Each rank has the same number of entries.
-    """
+    """Check that the ranges of all ranks cover one axis of fixed size. Each rank has the same number of entries."""
     _same(f"{where}.ranges", len(shard.ranges), degree)
     size = shape[shard.axis] if shard.axis < len(shape) else None
     if not isinstance(size, int):

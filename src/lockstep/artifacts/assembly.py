@@ -24,10 +24,7 @@ from lockstep.artifacts.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class BoundBlock:
-    """A block at its place in the model.
-
-    graph: the class of its graph. slots: {weight slot: tensors of the checkpoint}.
-    """
+    """A block at its place: the class of its graph, and {weight slot: tensors of the checkpoint}."""
 
     graph: Annotated[Name, Key("class")]
     slots: Mapping[Name, Names]
@@ -147,10 +144,7 @@ class Assembly(Document):
         agrees(self, stored.get("num_layers"))
 
     def graphs(self) -> Iterator[tuple[str, GraphFile]]:
-        """Yield (name, graph) of all graphs that run.
-
-        Classes by name, token mixers as `<name>.decode` and `<name>.prefill`.
-        """
+        """Yield (name, graph) of all that run: classes, then `<mixer>.decode` and `<mixer>.prefill`."""
         for name in sorted(self.classes):
             yield name, self.classes[name]
         for name, mixer in sorted(self.mixers.items()):
@@ -158,10 +152,7 @@ class Assembly(Document):
                 yield f"{name}.{phase}", mixer.phases()[phase]
 
     def engine_graphs(self) -> Iterator[tuple[str, GraphFile]]:
-        """Yield (name, graph) of all graphs that engines are built of.
-
-        These are `graphs()`; of several ranks they are the embedding, and the pieces and the attention of a rank.
-        """
+        """Yield (name, graph) of all that engines are built of, those of a rank where there are several."""
         if self.tensor_parallel is None:
             yield from self.graphs()
         else:

@@ -47,10 +47,7 @@ class MeasuredOutput(StageName):
 
 @dataclass(frozen=True)
 class FaultMeasured(StageName):
-    """The output by which a fault shows.
-
-    Where it is off first, and the largest error of the stage before.
-    """
+    """Where the output by which a fault shows is off first, and the largest error of the stage before."""
 
     tensor: str
     position: int

@@ -25,10 +25,7 @@ LONGEST, LONGEST_TOKEN = 1_000_000, 1000  # characters; the longest that are pub
 
 @dataclass(frozen=True)
 class ChatTemplate(Document):
-    """A Jinja template and the special tokens that it uses.
-
-    special_tokens: what it names besides the messages, such as bos_token, by name.
-    """
+    """A Jinja template, and by name the special tokens that it uses."""
 
     FORMAT: ClassVar[str] = formats.CHAT_TEMPLATE
     REMEDY: ClassVar[str] = REMEDY

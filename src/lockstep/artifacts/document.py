@@ -37,10 +37,7 @@ AnyDocument = TypeVar("AnyDocument", bound="Document")
 
 
 class ValidationError(InputError):
-    """An entry of a document that is not what it must be.
-
-    where: its place, such as `layers[2].block`; "" for the whole document. expected: in words.
-    """
+    """An entry that is not what it must be. where: `layers[2].block`; "" for the whole. expected: in words."""
 
     def __init__(self, where: str, expected: str, found: Any) -> None:
         self.where, self.expected, self.found = where.removeprefix("."), expected, found
@@ -67,10 +64,7 @@ def _short(words: str) -> str:
 
 @dataclass(frozen=True)
 class Bound:
-    """What an annotated type allows of its values; of a list: of its length.
-
-    words: what is expected, for messages.
-    """
+    """What an annotated type allows of its values, or of a list's length. words: what is expected."""
 
     words: str
     holds: Callable[[Any], Any]
@@ -118,10 +112,7 @@ class Mark(enum.Enum):
 
 
 class JsonObject:
-    """An object of a document. A subclass is a dataclass.
-
-    COMPUTED: what is written besides fields, {key in the file: attribute}.
-    """
+    """An object of a document, a dataclass. COMPUTED: written besides, {key in the file: attribute}."""
 
     COMPUTED: ClassVar[Mapping[str, str]] = {}
 
@@ -131,7 +122,6 @@ class JsonObject:
         return cast(AnyObject, reader(cast(Any, cls))(value))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON that `from_json` takes."""
         return cast("dict[str, Any]", _writer(cast(Any, type(self)))(self))
 
     def validate(self, stored: Mapping[str, Any]) -> None:
@@ -146,10 +136,7 @@ class Document(JsonObject):
 
     @classmethod
     def load(cls: type[AnyDocument], path: str | os.PathLike) -> AnyDocument:
-        """Read the file.
-
-        Raises InputError for one that is absent, damaged or of another format, with the first entry that is wrong.
-        """
+        """Read the file. Raises InputError for one that is absent, damaged or of another format."""
         value = read_json(path, cls.FORMAT)
         try:
             return cls.from_json(value)

@@ -37,7 +37,6 @@ class Drift(Document):
     full_perplexity: float
 
     def words(self) -> str:
-        """Return the drift in one line."""
         return (
             f"logits off by {self.rms_logit_error:.2g} rms, {self.max_logit_error:.2g} at most; "
             f"{self.tokens_differing} of {self.tokens} tokens differ; perplexity {self.perplexity:.4g} for "

@@ -101,10 +101,7 @@ COMPUTE_NAMES = PRECISION_NAMES | dict.fromkeys(QUANTIZATIONS, "float32")
 
 
 def base_precision(precision: str) -> str:
-    """Return the precision of what is not quantised.
-
-    fp32 of quantised ones, else `precision` itself.
-    """
+    """Return the precision of what is not quantised."""
     return NAME_PRECISIONS[COMPUTE_NAMES[precision]]
 
 
@@ -119,26 +116,17 @@ def is_fp8(precision: str) -> bool:
 
 
 def graph_dtype(dtype: str) -> str:
-    """Return the name that graphs and NumPy use for a safetensors dtype.
-
-    "F16" gives "float16". A type without one keeps its own name.
-    """
+    """Return the name of a safetensors dtype in graphs and NumPy: "float16" of "F16"."""
     return _NAMES.get(dtype, dtype)
 
 
 def onnx_dtype(element: str) -> str:
-    """Return the name that graphs and NumPy use for an ONNX element type.
-
-    "FLOAT" gives "float32", "float16" gives "float16".
-    """
+    """Return the name of an ONNX element type in graphs and NumPy: "float32" of "FLOAT"."""
     return _ONNX_NAMES.get(element.lower(), element.lower())
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """Return the NumPy type of a safetensors dtype, `ml_dtypes.bfloat16` for BF16.
-
-    Raises InputError for types that NumPy lacks (fp8 and smaller), and for BF16 where `ml_dtypes` is not installed.
-    """
+    """Return the NumPy type of a safetensors dtype. Raises InputError for one that NumPy (with ml_dtypes) lacks."""
     name = _NAMES.get(dtype)
     if name is None:
         raise InputError(
@@ -149,11 +137,7 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def named_dtype(name: str) -> np.dtype:
-    """Return the NumPy type of a graph's dtype.
-
-    That of `ml_dtypes` for "bfloat16", "int4" and "float8_e4m3fn". Raises InputError for these where `ml_dtypes` is not
-    installed.
-    """
+    """Return the NumPy type of a graph's dtype. Raises InputError for one of ml_dtypes, without it."""
     import numpy as np
 
     if name not in ("bfloat16", "int4", "float8_e4m3fn"):

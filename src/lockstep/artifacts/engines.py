@@ -74,10 +74,7 @@ class EngineSetManifest(Document):
     details: Annotated[Mapping[str, Any], Mark.OTHERS] = field(default_factory=dict)
 
     def digest_for(self, device_key: Any) -> str:
-        """Return the hex sha256 of what runs.
-
-        Backend, version, options, precision, engines, and the device's key.
-        """
+        """Return the sha256 of what runs, on a device with this key."""
         value = self.to_json()
         keys = ("backend", "backend_version", "options", "engines", "precision")
         return sha256_json({**{key: value[key] for key in keys}, "device": device_key})

@@ -47,7 +47,6 @@ class Fetched(Document):
 
     @property
     def sha256(self) -> dict[str, str]:
-        """Return the digests of files by their names."""
         return {Path(file.path).name: file.sha256 for file in self.files}
 
     @property

@@ -45,10 +45,7 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
 
 
 def check_place(path: Path) -> None:
-    """Raise InputError where a file could not be written to `path`.
-
-    A folder or a device lies there, or a file where its folder would be.
-    """
+    """Raise InputError where a file could not be written to `path`."""
     if path.is_dir():
         raise InputError(
             f"{path}: expected to write a file here, found a folder; remove or rename it, or choose another place"
@@ -63,10 +60,7 @@ def check_place(path: Path) -> None:
 
 
 def check_writable(folder: str | os.PathLike, remedy: str) -> None:
-    """Raise InputError for a folder in which this user can make no file.
-
-    remedy: what to do then.
-    """
+    """Raise InputError for a folder in which this user can make no file. remedy: what to do then."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(
             f"{os.path.abspath(folder)}: expected a folder that can be written to, found one that this user cannot "
@@ -103,18 +97,12 @@ def write_bytes(path: str | os.PathLike, data: bytes) -> None:
 
 
 def dump_json(value: Any) -> str:
-    """Return canonical JSON: sorted keys, two spaces, a newline at the end.
-
-    Refuses NaN and infinity.
-    """
+    """Return canonical JSON: sorted keys, two spaces, a newline at the end; no NaN or infinity."""
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write `value` as canonical JSON, whole or not at all.
-
-    A manifest (an object with a "format") is sealed: `SEAL` is its digest.
-    """
+    """Write canonical JSON, whole or not at all; a manifest (an object with a "format") is sealed."""
     is_manifest = isinstance(value, dict) and "format" in value
     write_bytes(path, sealed_json(value) if is_manifest else dump_json(value).encode())
 
@@ -170,10 +158,7 @@ def _no_number(name: str) -> None:
 
 
 def check_file(path: str | os.PathLike) -> os.stat_result:
-    """Return what `os.stat` says of the file `path`.
-
-    Raises FileNotFoundError, and InputError for what is no file: reading a pipe would wait for a writer.
-    """
+    """Return what `os.stat` says of a file. Raises InputError for what is none: reading a pipe would wait."""
     try:
         found = os.stat(path)
         if stat.S_ISREG(found.st_mode):
@@ -185,10 +170,7 @@ def check_file(path: str | os.PathLike) -> os.stat_result:
 
 
 def describe(path: str | os.PathLike) -> str:
-    """Return in words what lies at `path`, for an error that says what was found.
-
-    Such as "a folder", "links in a circle", "nothing".
-    """
+    """Say what lies at `path`: "a folder", "links in a circle", "nothing"."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -204,13 +186,11 @@ def describe(path: str | os.PathLike) -> str:
 
 
 def sha256_file(path: str | os.PathLike) -> str:
-    """Return the hex sha256 of the file's bytes."""
     with open(path, "rb") as file:
         return _file_digest(file).hexdigest()
 
 
 def sha256_json(value: Any) -> str:
-    """Return the hex sha256 of the canonical JSON of `value`."""
     return hashlib.sha256(dump_json(value).encode()).hexdigest()
 
 

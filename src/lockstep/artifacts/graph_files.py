@@ -14,8 +14,6 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class GraphFile:
-    """A graph of the assembly: its file beside assembly.json, sha256 and signature."""
-
     file: Annotated[FileName, Key("graph")]
     sha256: Digest
     signature: Annotated[Signature, Mark.INLINED]
@@ -53,10 +51,7 @@ class AttentionVariant:
 
 @dataclass(frozen=True)
 class StateMixer:
-    """A token mixer whose past is a state of fixed size: a short convolution, a recurrence.
-
-    state: the sizes of one request's state, float32. inputs: names of what it takes of each token, in order.
-    """
+    """A token mixer with a state: the sizes of a request's, float32, and names of what it takes of a token."""
 
     state: Annotated[tuple[Size, ...], length(4, least=1)]
     inputs: Annotated[tuple[Name, ...], length(8, least=1)]

@@ -50,22 +50,18 @@ class QuantizedTensors:
 
 
 def data_name(name: str) -> str:
-    """Return the name of the integers of a quantised tensor or slot."""
     return name + _DATA
 
 
 def scales_name(name: str) -> str:
-    """Return the name of the scales of a quantised tensor or slot."""
     return name + _SCALES
 
 
 def zero_points_name(name: str) -> str:
-    """Return the name of a quantised tensor's own zero points."""
     return name + _ZERO_POINTS
 
 
 def order_name(name: str) -> str:
-    """Return the name of the order of a quantised tensor's columns."""
     return name + _ORDER
 
 

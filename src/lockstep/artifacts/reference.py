@@ -18,10 +18,7 @@ from lockstep.artifacts.places import FileEntry
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """The largest logits of a step.
-
-    gap: between the two largest; None where there is one token only.
-    """
+    """The largest logits of a step. gap: between the two largest; None for one token."""
 
     top_ids: tuple[int, ...]
     top_logits: tuple[float, ...]
@@ -41,10 +38,7 @@ class ReferencePrompt:
 
 @dataclass(frozen=True)
 class LongPrompt:
-    """The long prompt and what follows it.
-
-    counts: numbers of its tokens behind which logits are kept. edges: those of them at which something begins or ends.
-    """
+    """The long prompt and its answer. counts: tokens behind which logits are kept. edges: where something begins."""
 
     prompt_ids: tuple[int, ...]
     edges: tuple[int, ...]

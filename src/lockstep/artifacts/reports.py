@@ -19,10 +19,7 @@ PASS, FAIL = "pass", "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Document):
-    """The base of all reports.
-
-    result: PASS or FAIL. failure: in one line what is wrong, where it is FAIL.
-    """
+    """The base of all reports. result: PASS or FAIL. failure: in one line what is wrong."""
 
     result: str
     failure: str | None = None
@@ -80,10 +77,7 @@ class LongContext:
 
 @dataclass(frozen=True)
 class ForwardError:
-    """The errors of the logits of whole sequences, and Polygraphy's verdict.
-
-    noise: what the precision itself costs.
-    """
+    """The errors of the logits of whole sequences, and Polygraphy's verdict. noise: what the precision itself costs."""
 
     max_abs_error: float | None
     cosine: float | None
@@ -148,10 +142,7 @@ class ValidationReport(Report):
 
 @dataclass(frozen=True)
 class OutputError:
-    """The errors of an engine's output.
-
-    magnitude: rms of what it should be, which `relative_error` is relative to.
-    """
+    """The errors of an engine's output. magnitude: rms of what it should be, which `relative_error` is relative to."""
 
     magnitude: float
     max_abs_error: float | None
@@ -161,10 +152,7 @@ class OutputError:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """An engine on one input.
-
-    sizes: of the free dimensions. past_lengths: of attention's requests.
-    """
+    """An engine on one input. sizes: of the free dimensions. past_lengths: of attention's requests."""
 
     profile: int
     sizes: Mapping[str, int]
@@ -187,10 +175,7 @@ class SweptSizes:
 
 @dataclass(frozen=True)
 class ComparedEngine:
-    """The largest errors of an engine's runs.
-
-    weights_of_layer: whose weights it ran with, where it takes some.
-    """
+    """The largest errors of an engine's runs. weights_of_layer: whose weights it ran with, where it takes some."""
 
     max_abs_error: float | None
     relative_error: float | None
@@ -204,10 +189,7 @@ class ComparedEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonReport(Report):
-    """The errors of a set's engines against their graphs.
-
-    versions: of the libraries that ran them.
-    """
+    """The errors of engines against their graphs. versions: of libraries."""
 
     FORMAT: ClassVar[str] = formats.COMPARISON
     backend: str
@@ -269,10 +251,7 @@ class GoldenPrompt:
 
 @dataclass(frozen=True)
 class GoldenLongPrompt:
-    """The logit errors of the long prompt.
-
-    In one piece, in pieces, token by token, and beside others. logit_noise, tolerance, passed: as of `GoldenPrompt`.
-    """
+    """The logit errors of the long prompt: in one piece, in pieces, token by token, beside others."""
 
     num_tokens: int
     tokens: tuple[int, ...]
@@ -292,10 +271,7 @@ class GoldenLongPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenReport(Report):
-    """The answers of an engine set to the golden prompts.
-
-    tolerance, logit_noise: the largest of its prompts.
-    """
+    """The answers of an engine set to the golden prompts. tolerance, logit_noise: the largest of its prompts."""
 
     FORMAT: ClassVar[str] = formats.GOLDEN
     target: Target
@@ -347,10 +323,7 @@ class ServedReport(Report):
 
 @dataclass(frozen=True)
 class SpeedReport(Document):
-    """Tokens per second of the golden prompts.
-
-    In a batch of `batch_size`, and each alone.
-    """
+    """Tokens per second of the golden prompts. In a batch of `batch_size`, and each alone."""
 
     FORMAT: ClassVar[str] = formats.SPEED
     target: Target

@@ -1,7 +1,4 @@
-"""The signature of a graph: names, dtypes and shapes, and their one check.
-
-Of its inputs, outputs and weight slots.
-"""
+"""The signature of a graph: names, dtypes and shapes, and their one check. Of its inputs, outputs and weight slots."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ class IO(JsonObject):
 
     @property
     def key(self) -> str:
-        """Return the name under which a step keeps the value.
-
-        A graph that reads `hidden` has to call its result `hidden_out`.
-        """
+        """Return the name of the value in a step: a graph that reads `hidden` calls its result `hidden_out`."""
         return self.name.removesuffix("_out")
 
     @property
@@ -49,7 +43,6 @@ class IO(JsonObject):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the shape of a slot, whose dimensions are all numbers."""
         return cast("tuple[int, ...]", self.shape)
 
     @property
@@ -95,10 +88,7 @@ def check_slots(slots: Sequence[IO]) -> None:
 
 
 def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[str], remedy: str = "") -> None:
-    """Raise CheckError where the names of inputs or outputs are not those declared.
-
-    role: "input" or "output". Their order does not matter.
-    """
+    """Raise CheckError where the names of inputs or outputs are not those declared, in any order."""
     missing, extra = sorted(set(declared) - set(found)), sorted(set(found) - set(declared))
     if missing or extra:
         parts = [f"{word} {_some(names)}" for word, names in (("no", missing), ("unexpected", extra)) if names]
@@ -133,8 +123,5 @@ def check_arrays(
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return all of a few names; of many the first, and how many there are.
-
-    The uncut graph has an input for every weight.
-    """
+    """Return all of a few names; of many, as the uncut graph's, the first and how many there are."""
     return ", ".join(names) if len(names) <= _FEW else f"{', '.join(names[:3])} ... ({len(names)} in all)"

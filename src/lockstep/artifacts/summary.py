@@ -1,7 +1,4 @@
-"""The summary of finished targets, and the record of a target built again.
-
-`summary.json` has a row for each target.
-"""
+"""The summary of finished targets, and the record of a target built again. `summary.json` has a row for each target."""
 
 from __future__ import annotations
 
@@ -58,10 +55,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary(Document):
-    """All targets.
-
-    not_run: why engines do not run here, by backend or `<precision>/<backend>`.
-    """
+    """All targets. not_run: why engines do not run here, by backend or `<precision>/<backend>`."""
 
     FORMAT: ClassVar[str] = formats.SUMMARY
     targets: tuple[SummaryRow, ...]

@@ -22,20 +22,14 @@ _Rank = Annotated[tuple[tuple[Count, Count], ...], length(10_000, least=1)]
 
 @dataclass(frozen=True)
 class Shard(JsonObject):
-    """Each rank's part of a tensor along `axis`.
-
-    `ranges[rank]`: [start, end) one after another.
-    """
+    """Each rank's part of a tensor along `axis`: [start, end) one after another."""
 
     axis: Annotated[int, integers(0, 7)]
     ranges: Annotated[tuple[_Rank, ...], length(MOST_RANKS, least=2)]
 
     @classmethod
     def even(cls, axis: int, size: int, degree: int) -> Shard:
-        """Return successive parts of equal size.
-
-        Where there are fewer numbers than ranks, successive ranks hold the same one.
-        """
+        """Return successive equal parts; where there are fewer numbers than ranks, some hold the same one."""
         if size % degree == 0:
             part = size // degree
             return cls(axis, tuple(((rank * part, (rank + 1) * part),) for rank in range(degree)))
@@ -52,7 +46,6 @@ class Shard(JsonObject):
         return sum(high - low for low, high in self.ranges[0])
 
     def shape(self, whole: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        """Return a rank's shape of a tensor of shape `whole`."""
         return (*whole[: self.axis], self.count, *whole[self.axis + 1 :])
 
     def take(self, array: np.ndarray, rank: int) -> np.ndarray:
@@ -138,8 +131,5 @@ def attention_shards(whole: AttentionVariant, degree: int) -> dict[str, Shard]:
 
 
 def heads_divide(num_heads: int, num_kv_heads: int, degree: int) -> bool:
-    """Return whether each rank can have as many heads as the others.
-
-    With the key and value heads that they share.
-    """
+    """Return whether each rank can have as many heads as the others."""
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)

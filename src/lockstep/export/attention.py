@@ -112,7 +112,6 @@ class _Builder(GraphWriter):
         return inputs[0], inputs[1], inputs[2]
 
     def capacity(self, past_key: ir.Value) -> ir.Value:
-        """Return past_capacity as a scalar."""
         return self.op("Gather", self.op("Shape", past_key), self.const(np.int64(2)), axis=0)
 
     def to_float(self, value: ir.Value) -> ir.Value:
@@ -154,10 +153,7 @@ class _Builder(GraphWriter):
         return self.op("Unsqueeze", self.op("Transpose", value, perm=[1, 0, 2]), self.ints(0))
 
     def attend(self, keys: ir.Value, values: ir.Value, positions: ir.Value) -> ir.Value:
-        """Return the attention of all new tokens, [num_tokens, num_heads * head_dim].
-
-        keys, values: [1, num_kv_heads, num_keys, head_dim], at `positions` [num_keys].
-        """
+        """Return [num_tokens, num_heads * head_dim] over keys, values [1, num_kv_heads, num_keys, head_dim]."""
         batchless, group = self.batchless, self.group
         query = self.op(
             "Reshape", self.scaled_query(), self.ints(-1, batchless.num_kv_heads, group, batchless.head_dim)

@@ -152,10 +152,7 @@ def _attention_hook(
 
 @dataclass(frozen=True)
 class Mask:
-    """A causal mask with a sliding window (0: none), in place of the tensor that transformers would make.
-
-    A model may hand it on. One that changes it, or computes with it, attends in a way that is not known.
-    """
+    """A causal mask with a sliding window (0: none). A model may hand it on, but not compute with it."""
 
     window: int
 

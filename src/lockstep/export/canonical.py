@@ -27,8 +27,6 @@ MAX_CONSTANT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Graph:
-    """A canonical graph: its bytes, and what it takes and gives."""
-
     data: bytes
     signature: Signature
 
@@ -42,10 +40,7 @@ class Graph:
 
 
 def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
-    """Bring `graph` into canonical form; its weights, of which it has initializers, become inputs.
-
-    order, slots: as of `canonical_proto`.
-    """
+    """Bring `graph` into canonical form; its weights, which are initializers, become inputs."""
     for weight in [weight for weight in graph.initializers if weight in slots]:
         graph.inputs.append(graph.initializers.pop(weight))
     return canonical_proto(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).graph, name, order, slots)

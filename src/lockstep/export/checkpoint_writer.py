@@ -27,12 +27,7 @@ Pieces = Callable[[str], Iterable[np.ndarray]]
 def write_weights(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, pieces: Pieces, shard_bytes: int, what: str
 ) -> None:
-    """Write tensors to `folder`, in the order of `shapes`.
-
-    dtype: as torch names it, such as float16. pieces: by a tensor's
-    name, its numbers in row-major order, in any dtype and any number of arrays. what: the weights, for the message.
-    Raises InputError when the disk has no room for them.
-    """
+    """Write tensors in the order of `shapes`; pieces: a tensor's numbers. Raises InputError for a full disk."""
     label, numbers = PRECISION_DTYPES[NAME_PRECISIONS[dtype]], named_dtype(dtype)
     total = sum(math.prod(shape) for shape in shapes.values()) * numbers.itemsize
     free = shutil.disk_usage(folder).free

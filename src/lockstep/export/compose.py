@@ -29,10 +29,7 @@ class ComposedBlock:
 
 
 def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> tuple[bytes, dict[str, list[str]]]:
-    """Return the uncut model's bytes, and {weight input: checkpoint tensors}.
-
-    functions: {variant: its attention without a cache, or its mixer without a state}.
-    """
+    """Return the uncut model's bytes, and {weight input: tensors}. functions: by variant, without cache or state."""
     graph = onnx.GraphProto(name="batchful")
     constants: dict[tuple, str] = {}
     weights: dict[str, IO] = {}

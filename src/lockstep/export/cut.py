@@ -62,10 +62,7 @@ Batchless = BatchlessGraph | StateGraph
 
 @dataclass(frozen=True)
 class Cut:
-    """The graphs of a cut model: blocks[i] before, batchless[i] of mixer i; exit after the last.
-
-    layers[i]: the place of the decoder layer of mixer i, among those that were traced.
-    """
+    """blocks[i] stands before batchless[i], exit after the last; layers[i]: the traced layer of mixer i."""
 
     blocks: tuple[Graph, ...]
     exit: Graph
@@ -257,10 +254,7 @@ def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
 def _spans(
     graph: ir.Graph, flow: Flow, markers: Sequence[ir.Node], points: Sequence[tuple[list[ir.Value], set[ir.Node]]]
 ) -> list[tuple[dict[ir.Value, str], dict[str, ir.Value]]]:
-    """Return the inputs {value: name} and outputs {name: value} of each block.
-
-    A value is of the stage after the last attention it depends on; what a later stage reads crosses the cut between.
-    """
+    """Return the inputs {value: name} and outputs {name: value} of each block, by the stage of each value."""
     level = {marker: index for index, marker in enumerate(markers)}
     batchless = set(markers).union(*(behind for _, behind in points))
     hidden = next(value for value in graph.inputs if value is not flow.positions)
@@ -387,10 +381,7 @@ def _hand_on(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value], stage: dict
 def _compute_late(
     graph: ir.Graph, cuts: Sequence[ir.Value], stage: dict[ir.Value, int], index: int, attention: Collection[ir.Node]
 ) -> None:
-    """Let the block before attention `index` compute what only it takes, in place of `stage`.
-
-    Beside a recurrence (Falcon-H1) query, key and value depend on no mixer of their layer.
-    """
+    """Compute in the block before attention `index` what only it takes (Falcon-H1 beside its recurrence)."""
     if all(stage.get(value, index) == index for value in cuts):
         return
     needed = upstream(cuts, ())

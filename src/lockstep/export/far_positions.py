@@ -46,10 +46,7 @@ class Context:
 
 
 def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
-    """Return contexts within a model's positions, around its windows, and beyond each length of `originals`.
-
-    originals: the lengths that its RoPE settings name.
-    """
+    """Return contexts around windows and the lengths of RoPE settings (`originals`), within all positions."""
     limit = (assembly.max_position_embeddings or LONGEST + NEW + 1) - NEW - 1
     windows = sorted({variant.window for variant in assembly.variants.values() if variant.window})
     near = [*_LENGTHS, *((window - 2,) for window in windows if 2 < window <= LONGEST)]
@@ -67,10 +64,7 @@ def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
 
 @dataclass(frozen=True)
 class Filled:
-    """A context with seeded tokens and caches: by request and layer, (key, value) [1, num_kv_heads, length, dim].
-
-    Layers with a state begin with one of zeros, and have None.
-    """
+    """A context with (key, value) [1, num_kv_heads, length, dim] by request and layer; None of a state."""
 
     context: Context
     caches: list[list[tuple[np.ndarray, np.ndarray] | None]]
@@ -79,7 +73,6 @@ class Filled:
 
 
 def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> Filled:
-    """Fill a context with seeded keys and values, large in rows where something may begin or end."""
     caches = []
     for length in context.lengths:
         layers: list[tuple[np.ndarray, np.ndarray] | None] = []

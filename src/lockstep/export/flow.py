@@ -105,10 +105,7 @@ class Flow:
 
 
 def layout_of(value: ir.Value, width: int) -> str | None:
-    """Return how `width` numbers a token lie in a value; None for any other way.
-
-    "flat": [N, width], "tokens": [N, heads, dim], "heads": [heads, N, dim].
-    """
+    """Return "flat" [N, width], "tokens" [N, heads, dim], "heads" [heads, N, dim], or None."""
     if value.shape is None:
         return None
     fixed = [isinstance(dim, int) for dim in value.shape]

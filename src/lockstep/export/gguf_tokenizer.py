@@ -35,10 +35,7 @@ _SPACE = "\u2581"
 
 
 def tokenizer_of(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer, and the content of tokenizer_config.json.
-
-    Raises InputError for a file without one, and for one of a kind that is not known to give llama.cpp's ids.
-    """
+    """Return the tokenizer and tokenizer_config.json. Raises InputError where llama.cpp's ids are not sure."""
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     kind, tokens = own.get("model"), own.get("tokens")
     if not kind or not tokens:

@@ -30,10 +30,7 @@ class _Mixes(Exception):
 
 
 def check_independence(graph: ir.Graph, domain: str, model_type: str) -> None:
-    """Check that no operator of `graph` but those of `domain` (attention) mixes tokens.
-
-    Raises InputError, which names the first that does.
-    """
+    """Raise InputError for the first operator but those of `domain` (attention) that mixes tokens."""
     tokens, sizes = set(graph.inputs), _Sizes()
     for node in graph:
         try:

@@ -17,13 +17,11 @@ def required(value: ir.Value | None) -> ir.Value:
 
 
 def shape_of(value: ir.Value | None) -> ir.Shape:
-    """Return the shape of a value, which the tracer has written down."""
     assert value is not None and value.shape is not None
     return value.shape
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:
-    """Return the type of a value, which the tracer has written down."""
     assert value.dtype is not None
     return value.dtype
 
@@ -36,7 +34,6 @@ def number(dim: int | ir.SymbolicDim) -> int:
 
 
 def axis_of(node: ir.Node, default: int) -> int:
-    """Return the attribute `axis` of a node; default: what its operator takes without one."""
     return node.attributes["axis"].as_int() if "axis" in node.attributes else default
 
 

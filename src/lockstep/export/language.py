@@ -86,10 +86,7 @@ def _made(config: Mapping[str, Any]) -> PreTrainedConfig | None:
 
 
 def register_decoder(config: PreTrainedConfig) -> bool:
-    """Give the bare decoder of a wrapper a linear head, if no causal LM of transformers has its config.
-
-    Returns whether there is a causal LM of the config's type then.
-    """
+    """Give a wrapper's bare decoder a linear head where needed; return whether it is a causal LM then."""
     kind = type(config)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True

@@ -63,10 +63,7 @@ def no_change(model: PreTrainedModel) -> None:
 
 
 def write(config: Mapping[str, Any], seed: int, folder: Path, change: Change = no_change) -> Statistics:
-    """Write the checkpoint of a config.json mapping with such weights, float32, to `folder`.
-
-    Its tokenizer has a token for each byte. change: as `draw` takes it.
-    """
+    """Write the checkpoint of a config.json with such weights, float32, and a tokenizer of bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     made = cut_config(config, "all")
     made._experts_implementation = "eager"  # the one that also runs in fp64
@@ -81,7 +78,6 @@ def write(config: Mapping[str, Any], seed: int, folder: Path, change: Change = n
 
 
 def write_without_weights(config: Mapping[str, Any], folder: Path) -> None:
-    """Write the checkpoint without its weights: config and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     write_byte_tokenizer(folder)
     write_json(folder / "config.json", {**config, "dtype": "float32"})
@@ -89,10 +85,7 @@ def write_without_weights(config: Mapping[str, Any], folder: Path) -> None:
 
 @torch.no_grad()
 def draw(model: PreTrainedModel, seed: int, change: Change = no_change) -> Statistics:
-    """Give a model such weights, in place, and return what was measured.
-
-    change: is called with the model before the gains of its norms are set, which then follow what it does.
-    """
+    """Give a model such weights in place. change: is called before the gains of its norms are set."""
     generator = torch.Generator().manual_seed(seed)
     hidden = _table(model).shape[1]
     channels = torch.randperm(hidden, generator=generator)[: len(_OUTLIERS) + 1].tolist()
@@ -117,10 +110,7 @@ def _forward(model: PreTrainedModel, ids: torch.Tensor, **options: bool) -> Any:
 
 
 def _embed(model: PreTrainedModel, ids: torch.Tensor, channels: list[int], generator: torch.Generator) -> None:
-    """Let the stream begin with channels of a size of one, the outliers, and the first token's own.
-
-    What the model does to its embeddings (a constant factor) is measured.
-    """
+    """Begin the stream with channels of size one, outliers, and the first token's own, as the model scales them."""
     table = _table(model)
     table.copy_(torch.randn(table.shape, generator=generator))
     for channel, value in zip(channels, _OUTLIERS):
@@ -136,10 +126,7 @@ def _embed(model: PreTrainedModel, ids: torch.Tensor, channels: list[int], gener
 
 
 def _calibrate_norms(model: PreTrainedModel, ids: torch.Tensor, hidden: int) -> dict[torch.nn.Module, float]:
-    """Let each norm give channels of a size of about one, as trained gains do.
-
-    Returns the gain that lets nothing through, by norm in the order of their calls: 0, or -1 where one is added to it.
-    """
+    """Let norms give channels of about one; return the gain by norm that lets nothing through (0, or -1)."""
 
     def calibrate(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
         if module in zeros or not given or not isinstance(given[0], torch.Tensor):

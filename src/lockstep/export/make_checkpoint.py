@@ -18,10 +18,7 @@ from lockstep.export import gguf_model, random_model
 
 
 def make_checkpoint(source: str, path: str | os.PathLike, out: str | os.PathLike) -> Path:
-    """Make the checkpoint of a GGUF or random source, beside its manifest `out`.
-
-    path: the file that the source names. The manifest has the seed, or the digest of the GGUF file. Returns `out`.
-    """
+    """Make the checkpoint of a GGUF or random source, whose file is `path`, beside its manifest `out`."""
     path, out, kind = Path(path), Path(out), parse_source(source)
     out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
     folder = folder_of(out)

@@ -107,10 +107,7 @@ def prove(
 def make_small(
     config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Assembly, assemble: Assemble
 ) -> Small:
-    """Return the smallest model of the class with the same layers, or the model itself, in split form.
-
-    Raises InputError when there is none.
-    """
+    """Return the smallest model with the same layers in split form. Raises InputError for none."""
     layer_signatures = signatures(meta)
     reasons = []
     for candidate in (smaller for depth in depths_to_try(layer_signatures) for smaller in _candidates(config, depth)):
@@ -185,10 +182,7 @@ def _compare_variants(found: Assembly, expected: Assembly) -> None:
 
 
 def _graph_difference(found: tuple[Files, Assembly], expected: tuple[Files, Assembly]) -> str | None:
-    """Return where a layer's graphs have other operators than the real model's, or in another order.
-
-    None for nowhere: what the small model shows then holds for the real one.
-    """
+    """Return where a layer has other operators than the real model's; None: what is shown holds for both."""
     for index, (small, real) in enumerate(zip(found[1].layers, expected[1].layers)):
         for part, *blocks in zip(("block", *("exit" for _ in real.exits)), small.parts, real.parts):
             one, other = (
@@ -226,10 +220,7 @@ def _essence(variant: TokenMixer) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Largest errors of a logit, over the standard deviation of the logits.
-
-    error: the split form from transformers, both in fp32. own: transformers in fp32 from itself in fp64.
-    """
+    """Largest errors of a logit over its standard deviation. own: transformers in fp32 from itself in fp64."""
 
     error: float
     own: float
@@ -296,10 +287,7 @@ def _forward(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> list[np
 
 
 def walk(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the logits of all tokens of each sequence.
-
-    Two are run in the steps of `_STEPS`, a third alone in those of `_LONG`.
-    """
+    """Return all logits of each sequence: two in the steps of `_STEPS`, a third alone in `_LONG`."""
     logits: list[list[np.ndarray]] = [[] for _ in sequences]
     at = [0] * len(sequences)
     for counts in (*_STEPS, *((0, 0, count) for count in _LONG if len(sequences) > 2)):

@@ -52,10 +52,7 @@ Rewrite = Callable[[GraphFile, Mapping[str, int]], tuple[GraphFile, bytes]]
 
 @dataclass(frozen=True)
 class _Use:
-    """A weight slot of a block in one layer.
-
-    bits: None for full precision. columns: the length of its rows. is_stack: of several matrices.
-    """
+    """A weight slot of a block in one layer. bits: None for full precision. is_stack: of several matrices."""
 
     tensors: tuple[str, ...]
     bits: int | None
@@ -174,10 +171,7 @@ def _of_ranks(
 
 
 def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
-    """Return a rank's part of `<tensor>.data`, of its scales or of what else has an element for `group_size` numbers.
-
-    Raises InputError where a part is not made of whole groups.
-    """
+    """Return a rank's part of what has one element a group. Raises InputError where groups are divided."""
     if any(number % group_size for rank in shard.ranges for pair in rank for number in pair):
         raise InputError(
             f"group_size: expected a size that divides the {shard.count} numbers of a row of {tensor} that each of "
@@ -305,10 +299,7 @@ def _routers(graph: Rewriter, slots: Collection[str]) -> set[str]:
 
 
 def _stacks(graph: Rewriter, slots: Collection[str], transposed: bool) -> dict[str, onnx.NodeProto]:
-    """Return {slot: its GatherND} of stacks of which each row takes one matrix, to multiply it with itself.
-
-    transposed: matrices are `[in_features, out_features]`.
-    """
+    """Return {slot: its GatherND} of stacks of which rows take a matrix. transposed: of [in, out] features."""
     found = {}
     for slot in slots:
         readers = graph.consumers.get(slot, [])
@@ -337,10 +328,7 @@ def _embeddings(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeP
 def _rewritten(
     graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors, rounds: bool
 ) -> tuple[GraphFile, bytes]:
-    """Return a graph, and its bytes, whose products of the slots `bits` are `MatMulNBits`.
-
-    rounds: they multiply activations of int8.
-    """
+    """Return a graph with `MatMulNBits`, and its bytes. rounds: they multiply activations of int8."""
     if not bits:
         return graph, data
     if quantized.group_size == ROW:

@@ -1,7 +1,4 @@
-"""Silence while transformers and torch work.
-
-On the terminal and on the network. Needs transformers.
-"""
+"""Silence while transformers and torch work. On the terminal and on the network. Needs transformers."""
 
 from __future__ import annotations
 

@@ -79,7 +79,6 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Write the files of `byte_tokenizer`."""
     with atomic_path(folder / "tokenizer.json") as temporary:
         byte_tokenizer().save(str(temporary))
     # Else transformers takes the class of the model's type, which looks for tokens that this one does not have.

@@ -25,10 +25,7 @@ _HALF = ir.DataType.FLOAT16
 
 
 def widen_residual(graph: ir.Graph, weights: Collection[str]) -> None:
-    """Compute the residual stream of a graph in float32, in place.
-
-    weights: names of its weights. The input `hidden`, or the output of that name, becomes float32.
-    """
+    """Compute the residual stream, from `hidden` on, in float32, in place. weights: names."""
     _Widening(graph, Flow(graph, frozenset(weights))).run()
 
 
@@ -60,7 +57,6 @@ class _Widening:
         return node.op_type in PRODUCTS or node.domain == DOMAIN or rows
 
     def _wide(self, hidden: ir.Value) -> set[ir.Value]:
-        """Return the float16 values that are to be float32."""
         wide: set[ir.Value] = set()
         stack: list[ir.Value] = [hidden]
         while stack:
@@ -111,7 +107,6 @@ class _Widening:
         return wide
 
     def _drop_idle_casts(self) -> None:
-        """Remove casts of what has their type already."""
         for node in [node for node in self.graph if node.op_type == "Cast"]:
             given, cast = node.inputs[0], node.outputs[0]
             if given is not None and given.dtype == node.attributes["to"].as_int() and cast not in self.graph.outputs:

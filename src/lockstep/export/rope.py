@@ -37,10 +37,7 @@ def freeze_ropes(model: transformers.PreTrainedModel) -> None:
 
 
 def _take_one_axis(module: Any) -> None:
-    """Let a rotary module of three axes (time, height, width) read one: the positions of text are the same on all.
-
-    Whether its frequencies are then those of plain RoPE is asked of the module itself.
-    """
+    """Let a rotary module of three axes read one, as of text, where its frequencies are then plain RoPE's."""
     recompose, inverse = getattr(module, "recomposition_frequencies", None), getattr(module, "inv_freq", None)
     if recompose is None or inverse is None or not isinstance(getattr(module, "mrope_section", None), Sequence):
         return
@@ -74,10 +71,7 @@ def _freeze_kind(module: Any) -> None:
 
 
 def _keep_frequencies(module: Any) -> None:
-    """Compute a rotary module's frequencies once.
-
-    Folded by another library a power may differ in its last bit, which positions beyond 100,000 make visible.
-    """
+    """Compute frequencies once: folded by another library a power may differ in its last bit."""
     if _computes_in_each_call(module):
         with float64_constants():
             frequencies = module.rope_init_fn(module.config)
@@ -105,10 +99,7 @@ def _changes(kind: str) -> bool:
 
 
 def position_limit(config: transformers.PreTrainedConfig) -> tuple[int | None, str | None]:
-    """Return how many positions the model has, and the reason of a lower limit.
-
-    None: it does not say. The reason is given when they are fewer than its config names or beyond changing, else None.
-    """
+    """Return how many positions a model has (None: it does not say), and why they are fewer than it names."""
     text = config.get_text_config()
     known = getattr(text, "max_position_embeddings", None)
     limits: list[tuple[int, str | None]] = [(known, None)] if isinstance(known, int) else []

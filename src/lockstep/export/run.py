@@ -152,10 +152,7 @@ def export_config(
 
 @contextlib.contextmanager
 def _written(files: Mapping[str, bytes], out: Path) -> Iterator[None]:
-    """Write the files of the assembly `out` beside it, in place of those of an earlier one; it is for the body.
-
-    Raises InputError for a file there that is not an earlier one's.
-    """
+    """Write files beside `out`, in place of an earlier assembly's. Raises InputError for another's file."""
     with replacing(out, set(files)) as stale:
         out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
         for path in stale:
@@ -226,10 +223,7 @@ def assemble(
     parts: TracedModel | None = None,
     residual: str | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """Return all graph files by name, and the assembly without tokenizer and end-of-sequence ids.
-
-    parts: of the model, where it is traced already. residual: the type of the residual stream where it is another.
-    """
+    """Return all graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
     parts = parts or parts_of(meta, residual is not None)
     layers = parts.layers
     classes, mixers = _Registry(), _Mixers()

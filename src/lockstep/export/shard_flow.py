@@ -171,10 +171,7 @@ class _Finder:
         self.flow.weights |= weights
 
     def _reaches_residual(self, result: str) -> bool:
-        """Return whether a product's result is added to the residual stream behind linear operators alone.
-
-        Where a norm or another product follows, a sum over the ranks would buy little.
-        """
+        """Return whether a product is added to the residual stream: else a sum would buy little."""
         seen: set[str] = set()
         stack = [result]
         while stack:

@@ -1,7 +1,4 @@
-"""The parts of a tensor that ranks hold, and what a reshape makes of them.
-
-Parts lie along one axis.
-"""
+"""The parts of a tensor that ranks hold, and what a reshape makes of them. Parts lie along one axis."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ class ShardIndices:
 
 
 def even(axis: int, size: int, ranks: int, unit: int = 1) -> ShardIndices | None:
-    """Return successive parts of `size` numbers, in whole units.
-
-    Where there are fewer units than ranks, successive ranks hold the same unit. None where that does not come out even.
-    """
+    """Return successive parts in whole units, shared where these are fewer than ranks; None where uneven."""
     units = size // unit
     if units % ranks == 0:
         whole = np.arange(units).reshape(ranks, -1)

@@ -56,7 +56,6 @@ class Rules:
         return rule(node, name, part)
 
     def _axes(self, node: onnx.NodeProto, of: str) -> list[int]:
-        """Return a node's axes, its second input, as axes of a value."""
         return [axis % len(self.shapes[of]) for axis in self.constants[node.input[1]].tolist()]
 
     def _needs_broadcast(self, node: onnx.NodeProto, name: str, part: ShardIndices) -> Needs:

@@ -165,8 +165,6 @@ def _model(graph: onnx.GraphProto) -> onnx.ModelProto:
 
 
 class _Cutter:
-    """Writes the graphs of a rank."""
-
     def __init__(self, graph: Rewriter, slots: set[str], flow: Flow):
         self.graph, self.slots, self.flow = graph, slots, flow
         self.constants, self.values = graph.arrays, typed_values(graph.model)

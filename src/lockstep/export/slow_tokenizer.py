@@ -39,10 +39,7 @@ _TEKKEN_NAMES = (
 
 
 def make_tokenizer(folder: Path) -> Path:
-    """Write the tokenizer.json of `folder`, and return its path.
-
-    Raises InputError for files that no tokenizer can be made of.
-    """
+    """Write the tokenizer.json of `folder`; return its path. Raises InputError where none can be made."""
     out = folder / "tokenizer.json"
     if present(out):
         raise InputError(f"{out}: expected none, found one; use it as it is")
@@ -149,10 +146,7 @@ def _float(data: bytes | None) -> float:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of the fields of a protocol buffer: an int of varints, else bytes.
-
-    Raises IndexError and KeyError for what is none.
-    """
+    """Yield number and value of a protocol buffer's fields. Raises IndexError and KeyError for none."""
     at = 0
 
     def varint() -> int:

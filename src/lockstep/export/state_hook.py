@@ -201,7 +201,6 @@ def _scan(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 def bound_arguments(
     function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
     bound = inspect.signature(function).bind(*arguments, **options).arguments
     return {**{name: value for name, value in bound.items() if name != "kwargs"}, **bound.get("kwargs", {})}
 
@@ -258,5 +257,4 @@ def numbered(layers: Sequence[torch.nn.Module], numbers: Sequence[int]) -> Itera
 
 
 def current_layer() -> int:
-    """Return the number of the layer that runs, within `numbered`."""
     return _layer.get()

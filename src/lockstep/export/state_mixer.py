@@ -22,10 +22,7 @@ _SPAN = 64  # tokens of a prompt that a recurrence computes by products: as many
 
 @dataclass(frozen=True)
 class TokenWindow:
-    """Each token beside the `width` - 1 before it, oldest first. size: numbers of a token; dtype: theirs.
-
-    state: the last width - 1 tokens, [width - 1, size].
-    """
+    """Each token beside the `width` - 1 before it, oldest first, which are the state."""
 
     size: int
     width: int
@@ -256,7 +253,6 @@ class Builder(GraphWriter):
         return value
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Return a value in `dtype`. value: float32 (the state)."""
         return value if dtype == ir.DataType.FLOAT else self.op("Cast", value, to=dtype)
 
     def finish(self, name: str, output: ir.Value, state: ir.Value | None) -> Graph:

@@ -180,10 +180,7 @@ def is_within(name: str, layers: int | str) -> bool:
 
 
 def float32_tensor(array: np.ndarray) -> torch.Tensor:
-    """Return a float32 tensor over the array's memory where it is float32 already (the mapped file is only read).
-
-    Else a cast copy; of integers a tensor of their own type.
-    """
+    """Return a float32 tensor, over the array's own memory if it can be; integers keep their type."""
     is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "not writable": nothing writes to it

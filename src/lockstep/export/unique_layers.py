@@ -63,10 +63,7 @@ def parts_of(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
     without_mixer: set[str] = set()
 
     def trace_at(index: int) -> _Traced:
-        """Return the trace of a layer behind the one with a mixer before it, or of what looks the same.
-
-        The first is alone.
-        """
+        """Return the trace of a layer behind the mixer before it, or of what looks the same."""
         start = max(index - 1, 0)
         while names[start] in without_mixer:
             start -= 1

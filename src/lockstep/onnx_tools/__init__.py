@@ -1,4 +1,1 @@
-"""ONNX graphs in, ONNX graphs out.
-
-Passes, sessions that compute graphs, text that shows them.
-"""
+"""ONNX graphs in, ONNX graphs out. Passes, sessions that compute graphs, text that shows them."""

@@ -23,10 +23,7 @@ from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 def shrink_in_rows(
     model: onnx.ModelProto, parts: Mapping[str, list[str]]
 ) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """Return a copy of `model` with A as rows of weights, and its slots {slot: what it is made of}.
-
-    Products whose weights lie the other way stay as they are.
-    """
+    """Return a copy with A as rows of weights (but not of such as lie the other way), and its slots' parts."""
     graph, slots = Rewriter(model), dict(parts)
     products = [node for node in graph.nodes if node.op_type == "Gemm"]
     shrinks = {node.input[1]: node for node in products if node.input[1].endswith(A_SUFFIX)}

@@ -146,10 +146,7 @@ class _Cut:
         return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in others))
 
     def _piece(self, outputs: Sequence[str], level: int, number: int) -> onnx.ModelProto:
-        """Return the graph of `outputs`, from inputs, products and what earlier pieces give.
-
-        What depends on no activation is computed where it is needed.
-        """
+        """Return the graph of `outputs`; what depends on no activation is computed where it is needed."""
         piece = Rewriter(self._graph.model)
         order = [*piece.inputs, *piece.producers]
         ends = {*piece.inputs, *self._products, *(name for name in order if self._level.get(name, level) < level)}
@@ -169,10 +166,7 @@ class _Cut:
         return helper.make_tensor_value_info(name, self._types[name][0], self._shape(name))
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
-        """Return the shape of a value that crosses a cut: rows of tokens, or of requests, and sizes.
-
-        Raises CheckError for any other shape.
-        """
+        """Return the shape of a value that crosses a cut. Raises CheckError for one that is not of rows."""
         first, *rest = shape = self._types[name][1] if name in self._types else ("?",)
         if not rest or any(not isinstance(size, int) or not size for size in rest):
             raise CheckError(
@@ -230,10 +224,7 @@ def _biases_behind(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _adapted(graph: Rewriter, products: Mapping[str, Product]) -> dict[str, Product]:
-    """Return the products with what their adapters add, by the output of the product without these.
-
-    That is base + where(a column's adapter is the row's, x A, 0) B.
-    """
+    """Add to products base + where(a column's adapter is the row's, x A, 0) B, by the output of the base."""
     adapted: dict[str, Product] = {}
     maker = graph.producers
     for node in graph.nodes:

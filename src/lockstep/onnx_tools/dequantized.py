@@ -47,10 +47,7 @@ def embedding_of(graph: Rewriter, node: onnx.NodeProto) -> IntegerWeight | None:
 
 
 def sign_of(dtype: str, stored: str) -> int:
-    """Return the bits that stored integers are changed by for an input of `dtype`.
-
-    stored: their dtype as they are stored. 0: they are not changed.
-    """
+    """Return the bits that integers stored as `stored` are changed by for an input of `dtype`."""
     return SIGN.get(dtype, 0) if stored == "uint8" else 0
 
 

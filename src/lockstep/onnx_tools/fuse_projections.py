@@ -17,10 +17,7 @@ from lockstep.onnx_tools.rewriter import Rewriter, is_linear
 
 
 def fuse(model: onnx.ModelProto, slots: Collection[str]) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """Return a copy of `model` with fused projections, and its slots {slot: [slots of `model`]}.
-
-    A slot that is not fused maps to itself.
-    """
+    """Return a copy with fused projections, and its slots {slot: [slots of `model`]}."""
     graph = Rewriter(model)
     mapping = {name: [name] for name in graph.inputs if name in slots}
     for first, *others in _groups(graph, set(slots)):

@@ -41,10 +41,7 @@ class GraphRunner(abc.ABC):
         return {}
 
     def run_block(self, part: BoundBlock, env: Arrays) -> dict[str, np.ndarray]:
-        """Run a block on what it names of `env`.
-
-        Returns outputs by the name under which the next block reads them (`hidden_out` as `hidden`).
-        """
+        """Run a block; outputs by the name under which the next one reads them (`hidden_out` as `hidden`)."""
         signature, ranks = self.assembly.classes[part.graph].signature, self.assembly.tensor_parallel
         env = {**env, **self.adapter_inputs(part, env)}
         weights = {slot.name: self.slot_array(part.slots[slot.name], slot) for slot in signature.slots}

@@ -113,10 +113,7 @@ def _is_reshape(graph: Rewriter, node: onnx.NodeProto) -> bool:
 
 
 def _decoding(graph: Rewriter, name: str) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
-    """Return the gathers of stacks, all by the same ids, that a value is made of, and the nodes between.
-
-    None of both where it is made of anything else.
-    """
+    """Return the gathers of stacks, by the same ids, that a value is made of, and the nodes between."""
     gathers, between, names = list[onnx.NodeProto](), list[onnx.NodeProto](), [name]
     while names:
         name = names.pop(0)
@@ -269,10 +266,7 @@ def _weights(
 
 
 def _add_in_order(graph: Rewriter) -> None:
-    """Let what a token's experts give be added one after another.
-
-    A library may choose the order of a sum over [num_tokens, experts of a token, features] by the number of tokens.
-    """
+    """Add what a token's experts give one after another: a library orders a sum by the number of tokens."""
     for node in graph.nodes:
         if node.op_type != "ReduceSum" or len(node.input) < 2 or attributes_of(node).get("keepdims", 1):
             continue

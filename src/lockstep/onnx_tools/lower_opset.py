@@ -27,10 +27,7 @@ _REDUCTIONS = (
 
 
 def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
-    """Return a copy of `model` in `opset` (17).
-
-    Raises InputError for another opset, and naming an operator that opset 17 does not have.
-    """
+    """Return a copy in opset 17. Raises InputError for another one, or an operator that it does not have."""
     if opset != OPSET:
         raise InputError(f"opset: expected {OPSET}, or none for the graph as it is, found {opset!r}")
     inlined = onnx.inliner.inline_local_functions(model) if model.functions else model
@@ -48,8 +45,6 @@ def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
 
 
 class _Rules:
-    """The rules for the operators of one graph."""
-
     def __init__(self, graph: Rewriter, model: onnx.ModelProto):
         self._graph, self._model = graph, model
 
@@ -58,7 +53,6 @@ class _Rules:
         return {name: element for name, (element, _) in typed_values(self._model).items()}
 
     def lowered(self, node: NodeProto) -> Sequence[NodeProto]:
-        """Return what a node becomes in opset 17; itself where nothing changed."""
         rules: dict[str, Callable[[NodeProto], Sequence[NodeProto]]] = {
             **dict.fromkeys(_REDUCTIONS, self._axes_to_attribute),
             "Split": self._without("num_outputs"),  # equal parts are what it makes when no sizes are given
@@ -98,10 +92,7 @@ class _Rules:
         return [helper.make_node("Cast", node.input[:1], node.output, name=node.name, to=to)]
 
     def _gelu(self, node: NodeProto) -> Sequence[NodeProto]:
-        """Write Gelu, which came with opset 20, in older operators.
-
-        x/2 (1 + erf(x/sqrt 2)), or x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
-        """
+        """Write x/2 (1 + erf(x/sqrt 2)), or x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
         x, nodes = node.input[0], list[NodeProto]()
 
         def scalar(value: float) -> str:

@@ -25,7 +25,6 @@ class Difference:
     cosine: float | None
 
     def within(self, tolerance: float) -> bool:
-        """Return whether the plain absolute error is at most `tolerance`."""
         return self.max_abs_error is not None and self.max_abs_error <= tolerance
 
     def within_scaled(self, tolerance: float) -> bool:

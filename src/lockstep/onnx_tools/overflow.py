@@ -50,10 +50,7 @@ class Overflow:
 
 
 def overflows(outputs: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> bool:
-    """Return whether some outputs are not finite, for which the model may be the reason.
-
-    It is not where what is expected of such an output, as far as that is known, is within float16.
-    """
+    """Return whether outputs are not finite though what is expected of them, where known, is."""
     infinite = [name for name, array in outputs.items() if not np.isfinite(array).all()]
     known = [expected[name] for name in infinite if name in expected]
     return bool(infinite) and all(np.abs(array).max(initial=0) > LARGEST for array in known)

@@ -134,10 +134,7 @@ def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 
 def decode_inputs(model: onnx.ModelProto, lengths: np.ndarray, capacity: int) -> dict[str, np.ndarray]:
-    """Return seeded values for a decode graph of attention, N(0, 1), so that scores differ.
-
-    lengths: of each request's past, in caches of `capacity` tokens.
-    """
+    """Return seeded inputs of a decode graph, N(0, 1), with pasts of `lengths` in caches of `capacity` tokens."""
     random, sizes = np.random.default_rng(0), {"num_requests": len(lengths), "past_capacity": capacity}
     feeds = {}
     for value in model.graph.input:

@@ -42,30 +42,24 @@ class Rewriter:
         return [dim.dim_value for dim in self.inputs[name].type.tensor_type.shape.dim]
 
     def element(self, name: str) -> int:
-        """Return the ONNX element type of an input."""
         return self.inputs[name].type.tensor_type.elem_type
 
     def array(self, name: str) -> np.ndarray | None:
-        """Return the value of a constant; None for what is none."""
         return numpy_helper.to_array(self.constants[name]) if name in self.constants else None
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The values of all constants, by name."""
         return {name: numpy_helper.to_array(tensor) for name, tensor in self.constants.items()}
 
     def constant(self, name: str, array: np.ndarray) -> str:
-        """Add a constant; return its name."""
         self.constants[name] = numpy_helper.from_array(array, name)
         return name
 
     def input(self, name: str, element: int, shape: Sequence[int | str]) -> str:
-        """Add an input behind the others; return its name."""
         self.inputs[name] = helper.make_tensor_value_info(name, element, shape)
         return name
 
     def replace_input(self, name: str, *others: ValueInfoProto) -> None:
-        """Put other inputs in the place of one."""
         values = [(others if value.name == name else (value,)) for value in self.inputs.values()]
         self.inputs = {value.name: value for group in values for value in group}
 
@@ -78,7 +72,6 @@ class Rewriter:
         self._first += nodes
 
     def append(self, *nodes: NodeProto) -> None:
-        """Put nodes behind all others."""
         self._last += nodes
 
     def set_opset(self, version: int) -> None:
@@ -127,7 +120,6 @@ def reads(node: NodeProto) -> list[str]:
 
 
 def attributes_of(node: NodeProto) -> dict[str, Any]:
-    """Return a node's attributes by name, as Python values."""
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
@@ -167,7 +159,6 @@ def typed_values(model: ModelProto) -> dict[str, tuple[int, Dims]]:
 
 
 def dims_of(value: ValueInfoProto) -> Dims:
-    """Return the shape of a declared value."""
     return tuple(
         dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim
     )

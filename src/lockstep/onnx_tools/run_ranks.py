@@ -45,10 +45,7 @@ def run_sharded_attention(
     inputs: Arrays,
     run: RunPiece,
 ) -> dict[str, np.ndarray]:
-    """Return the outputs of an attention's phase, whole, from its whole inputs.
-
-    shards: `attention_shards` of the whole variant. run: as of `run_sharded_block`.
-    """
+    """Return an attention's outputs, whole. shards: `attention_shards` of the whole variant."""
     parts = [
         run(variant, rank, {name: _part(shards.get(name), array, rank) for name, array in inputs.items()})
         for rank in range(ranks.degree)

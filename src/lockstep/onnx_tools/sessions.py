@@ -37,10 +37,7 @@ class _Session(ort.InferenceSession):
 
 
 def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:
-    """Open a session of an unoptimised graph, by path or bytes.
-
-    threads: None lets the library take all cores. Raises CheckError when the library refuses the graph.
-    """
+    """Open a session without optimisation, of a path or bytes. Raises CheckError where the library refuses."""
     settings = ort.SessionOptions()
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     settings.intra_op_num_threads = threads or 0

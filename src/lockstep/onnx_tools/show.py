@@ -1,7 +1,4 @@
-"""A graph as text that a person reads.
-
-Inputs, slots, outputs, and each operator with its result's type and shape.
-"""
+"""A graph as text that a person reads. Inputs, slots, outputs, and each operator with its result's type and shape."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ def show(path: str | os.PathLike) -> str:
 
 
 def layer_table(assembly_json: str | os.PathLike) -> str:
-    """Return which class, attention variant and exit each layer uses.
-
-    Equal neighbours share a line. Raises InputError for no assembly.
-    """
+    """Return class, attention variant and exit of each layer. Raises InputError for no assembly."""
     assembly = Assembly.load(assembly_json)
     used = [
         (layer.block.graph, layer.variant, ", ".join(exit.graph for exit in layer.exits)) for layer in assembly.layers

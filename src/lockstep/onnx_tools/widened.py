@@ -23,7 +23,6 @@ def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.
 
 
 def widened_dtype(dtype: str) -> str:
-    """Return what a graph's dtype becomes."""
     return "float32" if dtype == "bfloat16" else dtype
 
 

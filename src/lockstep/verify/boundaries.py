@@ -25,10 +25,7 @@ _LARGEST_WEIGHT = 8192
 
 
 def config_lengths(config: Mapping[str, Any]) -> set[int]:
-    """Return the lengths in tokens that a config.json names, at any depth.
-
-    These are windows, chunks, and the length that RoPE was scaled from.
-    """
+    """Return the lengths in tokens that a config.json names: windows, chunks, what RoPE was scaled from."""
     return {
         length for key, value in _items(config) if _LENGTH_KEYS.search(key) for length in _numbers(value) if length > 0
     }
@@ -49,10 +46,7 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def edges(longest: int, lengths: Iterable[int] = ()) -> list[int]:
-    """Return the sorted lengths from 1 to `longest` at which something may change.
-
-    Something may begin or end at powers of two from a page on, at `lengths`, and at `longest`.
-    """
+    """Return the lengths at which something may change: powers of two, `lengths`, the last page, `longest`."""
     found = {longest, *lengths}
     capacity = PAGE
     while capacity < longest:
@@ -63,10 +57,7 @@ def edges(longest: int, lengths: Iterable[int] = ()) -> list[int]:
 
 
 def both_sides(longest: int, lengths: Iterable[int] = ()) -> list[int]:
-    """Return the sorted lengths one below, at and one above each of `edges`.
-
-    From 1 to `longest`.
-    """
+    """Return the lengths from 1 to `longest` one below, at and one above each of `edges`."""
     return sorted(
         {near for edge in edges(longest, lengths) for near in (edge - 1, edge, edge + 1) if 1 <= near <= longest}
     )

@@ -41,10 +41,7 @@ _SPARE = 3  # such rows behind the longest request
 
 
 def check_graph(path: Path, sha256: str, signature: Signature) -> onnx.ModelProto:
-    """Return the model in the file, once checked.
-
-    Its bytes must have the recorded digest, and it must take and give what is declared. Raises CheckError otherwise.
-    """
+    """Return the model in the file. Raises CheckError for another digest, and other inputs or outputs."""
     if not path.is_file():
         raise CheckError(f"{path}: expected a graph of the assembly, found no file; export again")
     if (found := sha256_file(path)) != sha256:
@@ -57,10 +54,7 @@ def check_graph(path: Path, sha256: str, signature: Signature) -> onnx.ModelProt
 
 
 class Graph:
-    """One graph of the assembly, its file checked.
-
-    `run` takes and gives arrays by name, exactly those declared; float32 for bfloat16.
-    """
+    """One graph of the assembly; it takes and gives float32 for bfloat16."""
 
     def __init__(self, path: Path, graph: GraphFile, threads: int | None):
         self.path, self.sha256 = path, graph.sha256
@@ -83,10 +77,7 @@ class Graph:
 
     @contextlib.contextmanager
     def plain_file(self) -> Iterator[Path]:
-        """Yield a file of the graph as it is computed, with float32 for e4m3, which Polygraphy does not know.
-
-        It is there for as long as the context is open.
-        """
+        """Yield a file of the graph, with float32 for e4m3, which Polygraphy does not know."""
         plain = widened(self.computed, onnx.TensorProto.FLOAT8E4M3FN)
         if plain is self.model:
             yield self.path
@@ -99,10 +90,7 @@ class Graph:
     def run(
         self, inputs: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, np.ndarray]:
-        """Run the graph; outputs by name.
-
-        Raises CheckError for arrays that are not those declared, and when the library cannot run the graph.
-        """
+        """Run the graph. Raises CheckError for arrays that are not those declared, or where the library fails."""
         weights = weights or {}
         dims = check_arrays(str(self.path), "input", self.inputs, inputs)
         check_arrays(str(self.path), "slot", self.slots, weights, dims)
@@ -118,16 +106,10 @@ class Graph:
 
 
 class Graphs(GraphRunner):
-    """An assembly with its graphs and its weights, cut after some layers.
-
-    It has the first `num_layers` layers.
-    """
+    """An assembly's graphs and its weights, of the first `num_layers` layers."""
 
     def __init__(self, path: Path, assembly: Assembly, weights: Weights, layers: int | str, threads: int | None = None):
-        """Open the graphs of an assembly.
-
-        Raises InputError for weights of another precision and for a layer count that the model does not have.
-        """
+        """Raises InputError for weights of another precision and layers that the model does not have."""
         self.path, self.assembly, self.weights = path, assembly, weights
         if weights.precision != assembly.precision:
             raise InputError(
@@ -164,10 +146,7 @@ class Graphs(GraphRunner):
             check_slots(weights, part.slots, assembly.classes[part.graph].signature.slots, part.graph)
 
     def graphs(self) -> dict[str, Graph]:
-        """Return all graphs in use by name.
-
-        Classes, then `<variant>.<phase>`; then those of a rank.
-        """
+        """Return all graphs in use: classes, `<variant>.<phase>`, those of a rank."""
         return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
     def graph(self, name: str) -> Graph:
@@ -175,14 +154,10 @@ class Graphs(GraphRunner):
         return self._by_name[name]
 
     def carries(self, part: BoundBlock) -> list[str]:
-        """Return what a block hands on to the next besides query, key and value.
-
-        `hidden` alone in most models.
-        """
+        """Return what a block hands on besides query, key and value; `hidden` alone in most models."""
         return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
 
     def mixed_dtype(self, name: str) -> np.dtype:
-        """Return the dtype of what a token mixer gives, as it is computed."""
         outputs = self.assembly.mixers[name].decode.signature.outputs
         return np.dtype(widened_dtype(next(io.dtype for io in outputs if io.name == "attention")))
 
@@ -201,7 +176,6 @@ class Graphs(GraphRunner):
         return graph.run(_declared(graph, inputs), weights)
 
     def weights_of(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
-        """Return what the weight slots of a graph take. slots: {slot: tensors}."""
         return {slot.name: self.slot_array(slots[slot.name], slot) for slot in self._by_name[name].slots}
 
     def feeds(
@@ -211,29 +185,20 @@ class Graphs(GraphRunner):
         return _declared(self._by_name[name], inputs) | self.weights_of(name, slots)
 
     def overflow(self, part: BoundBlock, env: Mapping[str, np.ndarray], index: int | None) -> str:
-        """Say which value of a block float16 does not hold; empty where it holds all.
-
-        index: as `Overflow.text` takes it.
-        """
+        """Say which value of a block float16 does not hold; empty where it holds all."""
         feeds = self.feeds(part.graph, {**env, **self.adapter_inputs(part, env)}, part.slots)
         overflow = find_overflow(self._by_name[part.graph].model, feeds)
         return overflow.text(part.graph, index, self.assembly.residual) if overflow else ""
 
     def adapter_inputs(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return what a block reads of adapters; tokens have none where `env` does not say which.
-
-        In every adapter slot lie other numbers.
-        """
+        """Return what a block reads of adapters; tokens have none where `env` does not say which."""
         if self.assembly.adapters is None:
             return {}
         tokens = next(len(env[key]) for key in ("token_ids", "hidden", "position_ids") if key in env)
         return {**self.adapter_arrays(part.graph), IDS: env.get(IDS, np.full(tokens, -1, np.int64))}
 
     def adapter_arrays(self, name: str) -> dict[str, np.ndarray]:
-        """Return a block's inputs that adapters are written to: seeded, of an adapter in every slot.
-
-        What an adapter adds is about as large as standard normal activations.
-        """
+        """Return seeded adapters in every slot, which add about as much as standard normal activations."""
         assert self.assembly.adapters is not None  # the caller's part
         if name not in self._adapters:
             random, rank = np.random.default_rng(0), self.assembly.adapters.max_lora_rank
@@ -254,10 +219,7 @@ class Graphs(GraphRunner):
         return found
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
-        """Return the weights of a slot, in the dtype that it is computed in.
-
-        tensors: of the checkpoint, by name. slot: of one of the graphs.
-        """
+        """Return the weights of a slot, in the dtype that it is computed in."""
         return slot_array(self.weights, tensors, slot.sizes).astype(widened_dtype(slot.dtype), copy=False)
 
     def forward_inputs(self) -> list[IO]:
@@ -267,10 +229,7 @@ class Graphs(GraphRunner):
         return [hidden, IO("position_ids", "int64", ("num_tokens",)), rows]
 
     def uncut(self, threads: int | None = None) -> Graph | None:
-        """Return the uncut graph; None when the model is cut.
-
-        Its weight inputs (named as in the checkpoint) are slots. It has all layers, so a model that is cut has none.
-        """
+        """Return the uncut graph, whose weights are slots; None when the model is cut."""
         uncut = self.assembly.batchful
         if uncut is None or self.num_layers < self.assembly.num_layers:
             return None

@@ -1,7 +1,4 @@
-"""How a check ends.
-
-With a report where it passes, with a failing report and one line where it does not.
-"""
+"""How a check ends. With a report where it passes, with a failing report and one line where it does not."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ from lockstep.onnx_tools.metrics import Difference
 
 
 def largest(errors: list[float | None]) -> float | None:
-    """Return the largest of some errors; 0 of an empty list.
-
-    None (not a finite number) beats all.
-    """
+    """Return the largest of some errors; None (not a finite number) beats all."""
     finite = [error for error in errors if error is not None]
     return max(finite, default=0.0) if len(finite) == len(errors) else None
 

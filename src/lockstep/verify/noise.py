@@ -37,7 +37,6 @@ class Spread:
     rms: float
 
     def __or__(self, other: Spread) -> Spread:
-        """Return the larger of both."""
         return Spread(max(self.largest, other.largest), max(self.rms, other.rms))
 
     def __mul__(self, factor: float) -> Spread:
@@ -78,10 +77,7 @@ def block_bound(noise: Spread, tolerances: Tolerances) -> Spread:
 
 
 class LogitNoise:
-    """The noise of the logits of one request, in fp16, by the number of tokens that bring a row.
-
-    rows: {number of tokens: (largest, rms) error of that row}.
-    """
+    """The noise in fp16 of one request's logits. rows: {number of tokens: (largest, rms) error}."""
 
     def __init__(self, rows: Mapping[int, tuple[float, float]]):
         self._rows = {count: Spread(*map(float, row)) for count, row in rows.items()}
@@ -109,8 +105,6 @@ class LogitNoise:
 
 @dataclass(frozen=True)
 class LogitBounds:
-    """The errors that pass of the logits of one request."""
-
     noise: LogitNoise
     tolerances: Tolerances
 
@@ -121,16 +115,13 @@ class LogitBounds:
 
     @property
     def largest(self) -> float:
-        """Return the largest error of a logit that passes anywhere."""
         fixed = self.tolerances.logits
         return self.tolerances.noise * self.cost if fixed is None else fixed
 
     def at(self, count: int) -> float:
-        """Return the largest error of a logit behind so many tokens."""
         fixed, times = self.tolerances.logits, self.tolerances.noise * self.tolerances.rounding
         return times * self.noise.at(count) if fixed is None else fixed
 
     def rms(self, counts: Iterable[int]) -> float:
-        """Return the largest rms error of the median of these rows."""
         times = _RMS * self.tolerances.noise * self.tolerances.rounding
         return times * self.noise.rms(counts) if self.tolerances.logits is None else math.inf

@@ -26,10 +26,7 @@ _OF_EXPERTS = re.compile(r"\.experts\.")  # whose activations are not rounded (e
 
 
 def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
-    """Let a model's products round their activations, where the weights' precision says so, in place.
-
-    layers: that the model is cut after. Raises InputError for a quantised weight that is of no module.
-    """
+    """Let a model's products round their activations in place, where the weights' precision says so."""
     if not has_8_bit_activations(weights.precision) or weights.quantization is None:
         return
     modules, size = dict(model.named_modules()), weights.quantization.group_size

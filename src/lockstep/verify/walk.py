@@ -69,10 +69,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageRun:
-    """A stage that was run.
-
-    What its graph gave, and what PyTorch has for some of the outputs, exact and in fp16 (none without a record).
-    """
+    """What a stage's graph gave, and what PyTorch has of it, exact and in fp16 (none without a record)."""
 
     stage: Stage
     outputs: Arrays
@@ -120,7 +117,6 @@ class Walk:
             self._env["hidden"] = self._known(lambda record: record.embedded, graphs.hidden_dtype)
 
     def __iter__(self) -> Iterator[StageRun]:
-        """Run every stage once, in the order of the model."""
         yield self.embedding()
         yield from self.layers()
         yield self.exit()
@@ -189,14 +185,10 @@ class Walk:
         return StageRun(stage, self.graphs.run_mixer(name, graph, inputs), *(known or ({}, {})))
 
     def _layer(self, index: int) -> list[tuple[LayerRecord, LayerRecord]]:
-        """Return what was recorded of a layer, exact and in fp16, by request."""
         return [(exact.layers[index], noisy.layers[index]) for exact, noisy in zip(self._exact, self._noisy)]
 
     def _attention(self, variant: str, index: int) -> Iterator[StageRun]:
-        """Run a layer's attention in its phases.
-
-        Behind a synthetic cache all tokens come as a chunk, and each as a request of a decode step.
-        """
+        """Run a layer's attention in its phases; behind a synthetic cache as one chunk, and in one decode step."""
         graphs, num_past, records = self.graphs, self.num_past, self._layer(index)
         spec = graphs.assembly.variants[variant]
         shapes = [(0, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_head_dim)]
@@ -241,7 +233,6 @@ class Walk:
         self._env["attention"] = attention
 
     def _tokens(self, owners: Sequence[int], rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the places among all tokens of the rows of some requests."""
         return np.concatenate([self._spans[owner].start + own for owner, own in zip(owners, rows)])
 
     def _decoded(self, owner: int) -> range:

@@ -1,7 +1,4 @@
-"""Run the engines of a set on the inputs of a stage.
-
-A stage in, its outputs out, as NumPy arrays on every backend.
-"""
+"""Run the engines of a set on the inputs of a stage. A stage in, its outputs out, as NumPy arrays on every backend."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from lockstep.weights import Weights
 
 
 class Engines:
-    """The engines of a set, called one at a time.
-
-    Weights are bound for one call and let go: one layer's copy at a time.
-    """
+    """The engines of a set, called one at a time; weights are bound for one call."""
 
     def __init__(self, engines: EngineSet, weights: Weights, threads: int | None = None):
         self.set, self._weights, self._threads = engines, weights, threads
@@ -32,18 +26,12 @@ class Engines:
         self.max_rows: int | None = rows  # requests that the engines were built for; None: any number
 
     def name(self, graph: str) -> str:
-        """Return the engine that computes a graph for tokens without adapters.
-
-        One without room for adapters, if there is one.
-        """
+        """Return the engine that computes a graph for tokens without adapters."""
         base = base_engine(graph)
         return base if base in self._names else graph
 
     def run(self, stage: Stage, like: Mapping[str, np.ndarray]) -> Arrays | None:
-        """Return the stage's outputs, in the shapes and dtypes of `like`.
-
-        None for what the backend has no engine of: fused attention.
-        """
+        """Return the stage's outputs, in the shapes and dtypes of `like`; None where there is no such engine."""
         if self.name(stage.graph) not in self._names:
             return None
         if stage.part != "exit" or self.max_rows is None:

@@ -85,11 +85,7 @@ def explained(
     tolerance: Tolerances,
     out: Path,
 ) -> CheckError:
-    """Return the error of a golden check, and which engine leaves its graph first.
-
-    out: the check's report. The error stays as it is
-    where the check ended before anything was compared.
-    """
+    """Add to the error of a golden check which engine leaves its graph first. out: the check's report."""
     failed = failed_path(out)
     if str(failed) not in str(error):
         return error
@@ -143,10 +139,7 @@ def engine_report(
 
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:
-    """Open the graphs of an assembly on disk, each of the recorded digest.
-
-    Raises InputError for a model of several ranks.
-    """
+    """Open the graphs of an assembly on disk. Raises InputError for a model of several ranks."""
     assembly = Assembly.load(assembly_json)
     if assembly.tensor_parallel is not None:
         raise InputError(

@@ -29,10 +29,7 @@ def export_again(
     adapters: LoraSlots | None = None,
     residual: str | None = None,
 ) -> Graphs | str:
-    """Return the clean graphs with the target's weights, or why there are none.
-
-    adapters: what the target's graphs take. residual: as in the target's assembly.
-    """
+    """Return the graphs that an export gives now, with the target's weights, or why there are none."""
     config = dict(config)
     try:
         base = base_precision(weights.precision)

@@ -68,11 +68,7 @@ class Walked:
 def walk_stages(
     graphs: Graphs, engines: Engines | None, tokens: Tokens, tolerance: Tolerances, deadline: float | None = None
 ) -> Walked:
-    """Measure every stage: graph against PyTorch, engine against graph.
-
-    The graph against PyTorch where it was recorded, the engine against the graph where there are engines. deadline: of
-    time.monotonic(), looked at between stages.
-    """
+    """Measure each stage. deadline: of time.monotonic(), looked at between stages."""
     walked = Walked()
     recent: list[Stage] = []
     rows = (engines.max_rows if engines else None) or 16
@@ -169,10 +165,7 @@ def _engine_feeds(engines: Engines, graphs: Graphs, stage: Stage) -> dict[str, A
 
 
 def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Path) -> FoundFault | None:
-    """Find what is wrong with the first graph that is off; None where none is.
-
-    clean: the graphs as an export gives them now, or why there are none. folder: of the assembly.
-    """
+    """Find what is wrong with the first graph that is off. clean: the graphs as an export gives them now."""
     first = walked.first("pytorch")
     if first is None:
         return None

@@ -89,10 +89,7 @@ def first_fault(
 
 
 def trace(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Compute every tensor that a node of the graph gives, by name.
-
-    Raises CheckError when ONNX Runtime cannot run it.
-    """
+    """Compute every tensor that a node gives, by name. Raises CheckError when ONNX Runtime cannot run the graph."""
     exposed = onnx.ModelProto()
     exposed.CopyFrom(model)
     given = {value.name for value in model.graph.output}
@@ -140,10 +137,7 @@ def _ancestors(graph: onnx.GraphProto, outputs: set[str], among: set[str]) -> se
 
 
 def _error(expected: np.ndarray, found: np.ndarray) -> float:
-    """Return the largest |found - expected| over the rms of what is expected.
-
-    Infinite for other shapes and what is not finite.
-    """
+    """Return the largest |found - expected| over the rms of what is expected; infinite where not finite."""
     if expected.shape != found.shape:
         return float("inf")
     if not expected.size or np.array_equal(expected, found):

@@ -42,10 +42,7 @@ def _name(node: FaultNode) -> str:
 
 
 def _where(part: str, graph: str, phase: str, block_layer: int | None, layer: int | None) -> str:
-    """Say where a stage is.
-
-    block_layer: its own; layer: the decoder layer that its fault lies in.
-    """
+    """Say where a stage is. block_layer: its own; layer: the decoder layer that its fault lies in."""
     if part == "embedding":
         return f"embedding (class {graph})"
     if part == "exit":
@@ -61,17 +58,13 @@ def _where(part: str, graph: str, phase: str, block_layer: int | None, layer: in
 
 
 def text(report: BisectReport) -> str:
-    """Write the answer, what to look at, and the table by layer."""
     lines = [report.answer, *(f"look at: {line}" for line in report.look_at), "", *_table(report)]
     about = f"{report.num_tokens} tokens, {report.num_prompt} of them the prompt {report.prompt!r}"
     return "\n".join([*lines, "", about, *report.notes]) + "\n"
 
 
 def _table(report: BisectReport) -> list[str]:
-    """Write a line for each layer: the largest error of what each part gives.
-
-    Of the graph against PyTorch, and of the engine against its graph.
-    """
+    """Write a line for each layer: the largest error of each part, of graphs and of engines."""
     heads = (
         "layer",
         "block",
@@ -109,7 +102,6 @@ def _by_layer(rows: Sequence[MeasuredOutput]) -> list[tuple[str, list[MeasuredOu
 
 
 def _largest(rows: Sequence[MeasuredOutput]) -> str:
-    """Write the largest absolute error, marked where it is over tolerance."""
     if not rows:
         return "-"
     worst = max(
@@ -125,10 +117,7 @@ def _number(error: float | None) -> str:
 
 
 def largest_within(rows: Sequence[MeasuredOutput]) -> str:
-    """Say where the largest error is, of rows that all pass.
-
-    Nothing is said to be wrong, but this is the first place to look.
-    """
+    """Say where the largest error is, of rows that all pass: the first place to look."""
     worst = max(rows, key=lambda row: (row.relative_error or 0.0) / row.tolerance)
     reference = {"pytorch": "of the graph against PyTorch", "graph": "of the engine against its graph"}[worst.against]
     place = _where(*worst.stage, worst.layer)

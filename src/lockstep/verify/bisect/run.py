@@ -61,10 +61,7 @@ def make_right(
     adapters: LoraSlots | None = None,
     residual: str | None = None,
 ) -> Right:
-    """Run `ids` through PyTorch on these weights, and export the model again.
-
-    adapters, residual: those of the assembly whose graphs are followed.
-    """
+    """Run `ids` through PyTorch on these weights, and export the model again."""
     clean = export_again(config, weights, layers, threads, adapters, residual)
     model = StreamedModel(config, weights, layers)
     record = model.record(ids)
@@ -79,10 +76,7 @@ class _Paths(NamedTuple):
 
     @classmethod
     def of(cls, results: Results, target: Target) -> _Paths:
-        """Return where a target's results lie.
-
-        Raises InputError where some, but for engines, are not there.
-        """
+        """Return where a target's results lie. Raises InputError where some, but for engines, are not there."""
         model, precision = target.model, target.precision
         graphs = results.checkpoint(model), results.weights(model, precision), results.assembly(model, precision)
         for path in graphs:
@@ -155,10 +149,7 @@ def bisect(
 
 
 def _notes(paths: _Paths, graphs: Graphs, clean: Graphs | str) -> list[str]:
-    """List what was not looked at, and where the assembly is out of date.
-
-    So where it is not what an export gives now.
-    """
+    """List what was not looked at, and where the assembly is not what an export gives now."""
     notes = []
     if not paths.engines.is_file():
         notes.append(f"no engines at {paths.engines}: only the graphs were looked at")
@@ -205,10 +196,7 @@ def _check_length(request: Request, longest: int | None) -> None:
 def _weights_error(
     results: Results, target: Target, request: Request, logits: np.ndarray, tolerance: Tolerances
 ) -> StepsError | None:
-    """Measure how far PyTorch on the target's weights is from the reference.
-
-    None for a prompt that is not in it.
-    """
+    """Measure how far PyTorch on the target's weights is from the reference."""
     if request.number is None:
         return None
     path = results.reference_of(target.model, target.precision, target.layers)
@@ -227,7 +215,6 @@ def _verdict(
     results: Results,
     target: Target,
 ) -> tuple[str, list[str]]:
-    """Return the short answer, and what to look at."""
     if faults:
         return answer(faults[0]), [*advice(faults[0]), *(f"next, {answer(fault)}" for fault in faults[1:])]
     if overflow:

@@ -30,10 +30,7 @@ def served_error(
     tolerance: Tolerances,
     threads: int | None = None,
 ) -> StepsError:
-    """Bring the prompt, then token by token, and compare each step's logits.
-
-    expected [num_tokens, vocab_size]. Weights are read in place where the backend can.
-    """
+    """Step through the tokens, and compare each step's logits. expected: [num_tokens, vocab_size]."""
     files, total = (engines_json, assembly_json, weights_json), len(tokens.ids)
     model = Model.open(*files, layers, max_batch_size=1, max_seq_len=total, threads=threads, low_memory=True)
     ends = tuple(range(tokens.num_prompt, total + 1))
@@ -46,7 +43,6 @@ def served_error(
 def compare_steps(
     expected: Mapping[int, np.ndarray], found: Mapping[int, np.ndarray], tolerance: Tolerances
 ) -> StepsError:
-    """Compare logits [vocab_size] behind so many tokens."""
     errors = Errors(_bounds(expected, tolerance))
     for count, row in expected.items():
         errors.add(count, row, found[count])

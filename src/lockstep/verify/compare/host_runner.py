@@ -1,7 +1,4 @@
-"""Polygraphy's runner for engines on NumPy arrays, of any backend.
-
-It calls them as the runtime does.
-"""
+"""Polygraphy's runner for engines on NumPy arrays, of any backend. It calls them as the runtime does."""
 
 from __future__ import annotations
 

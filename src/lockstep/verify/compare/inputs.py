@@ -31,10 +31,7 @@ _SCORES = 0.5  # standard deviation of attention scores against a long cache: ea
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a graph and its engine.
-
-    The optimization profile, the size of each dimension, and for attention how long each request's cache is.
-    """
+    """One run of a graph and its engine: optimization profile, size of each dimension, lengths of caches."""
 
     profile: int
     sizes: Sizes
@@ -58,7 +55,6 @@ class Graph:
 
     @property
     def positions(self) -> int:
-        """Return how many positions a request can have."""
         return min(self.assembly.max_position_embeddings or _POSITIONS, self.limits.max_seq_len)
 
     @property
@@ -68,7 +64,6 @@ class Graph:
         return {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in inputs}
 
     def bounds(self) -> list[dict[str, tuple[int, int]]]:
-        """Return the least and the most of each dimension, by optimization profile."""
         dims = self.dims
         return [
             {
@@ -100,7 +95,6 @@ def cases(graph: Graph) -> list[Case]:
 
 
 def ranges(graph: Graph) -> dict[str, tuple[int, int]]:
-    """Return the least and the most of each dimension of a graph, in any optimization profile."""
     widest: dict[str, tuple[int, int]] = {}
     for bounds in graph.bounds():
         for dim, (least, most) in bounds.items():
@@ -110,7 +104,6 @@ def ranges(graph: Graph) -> dict[str, tuple[int, int]]:
 
 
 def takes(profile: Profile, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Return whether an optimization profile takes inputs of these shapes."""
     return all(
         all(least <= size <= most for least, size, most in zip(low, shapes[name], high))
         for name, (low, _, high) in profile.items()
@@ -118,10 +111,7 @@ def takes(profile: Profile, shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
-    """Return lengths of caches: empty, full and between.
-
-    A single request's cache is half full.
-    """
+    """Return lengths of caches: empty, full and between. A single request's cache is half full."""
     if "past_capacity" not in sizes:
         return ()
     requests, capacity = sizes.get("num_requests", 1), sizes["past_capacity"]
@@ -219,19 +209,12 @@ def _of_recurrence(name: str, numbers: np.ndarray, graph: onnx.GraphProto) -> np
 
 
 def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.ndarray:
-    """Return the positions of `count` tokens.
-
-    A token's position is the length of what lies before it. Without a cache all positions are valid: from the first to
-    the last.
-    """
+    """Return positions that follow the cache; without one, from the first to the last that is valid."""
     if lengths is None:
         return np.linspace(0, positions - 1, count).astype(np.int64) if count > 1 else np.array([positions - 1])
     return lengths if len(lengths) == count else lengths[0] + np.arange(count)
 
 
 def limits_of(options: Mapping[str, Any], limits: Limits) -> Limits:
-    """Return the limits that an engine set was built for.
-
-    `limits` where its backend has engines of any size.
-    """
+    """Return the limits that an engine set was built for. `limits` where its backend has engines of any size."""
     return replace(limits, **{name: options[name] for name in LIMITS if name in options})

@@ -47,10 +47,7 @@ _COMPARISON = "lockstep.backends.*.comparison"
 
 
 class Pair:
-    """An engine and its graph, with the weights of one layer.
-
-    `failures` are lines, in the order in which they were found.
-    """
+    """An engine and its graph, with the weights of one layer. failures: lines."""
 
     def __init__(
         self,
@@ -239,7 +236,6 @@ class _Known:
         self._arrays: dict[str, np.ndarray] = {}
 
     def has(self, rows: np.ndarray, found: Arrays) -> bool:
-        """Return whether an engine gave just these bits for these rows before."""
         first, end = int(rows[0]), int(rows[-1]) + 1
         return all(
             name in self._arrays
@@ -268,10 +264,7 @@ def _worse(run: ComparedRun, other: ComparedRun) -> bool:
 
 
 def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
-    """Return (layer, part) of a class, or of a class that has this piece.
-
-    Of the first layer that has it as a block, of the last that has it as the exit; None is the embedding.
-    """
+    """Return (layer, part) of a class, or of a class that has this piece; layer None: the embedding."""
     layers = list(enumerate(assembly.layers))
     parts = [
         (None, assembly.embedding),

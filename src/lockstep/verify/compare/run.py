@@ -94,10 +94,7 @@ def run(
 
 @contextlib.contextmanager
 def _torch_left_out() -> Iterator[None]:
-    """Let PyTorch look as if it were not installed, unless it is loaded already.
-
-    Polygraphy imports it, which takes most of the time of a comparison, to ask of each array whether it is a tensor.
-    """
+    """Hide PyTorch, unless it is loaded: Polygraphy would import it, most of a comparison's time."""
     if "torch" in sys.modules:
         yield
         return

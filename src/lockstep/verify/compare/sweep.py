@@ -209,10 +209,7 @@ class _AttentionSweep(Sweep):
         return Trial(case, np.arange(past, past + count), scaled)
 
     def _decode_trials(self, length: int, most: int, requests: int, draw: random.Random) -> list[Trial]:
-        """Each capacity that a cache grows to with each number of requests, of seeded lengths.
-
-        The longest has room for a token; once a capacity it has none, for which a backend may take another cache.
-        """
+        """Each capacity that a cache grows to with each number of requests, of seeded lengths."""
         capacities = [PAGE]
         while capacities[-1] < most:
             capacities.append(2 * capacities[-1])

@@ -100,7 +100,6 @@ class _Check(DecodingCheck):
         )
 
     def _names(self) -> list[str]:
-        """Return the adapters of the reference."""
         return sorted({prompt.adapter for prompt in self.prompts if prompt.adapter})
 
     def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone_equal: bool) -> AdaptedPrompt:
@@ -120,10 +119,7 @@ class _Check(DecodingCheck):
         )
 
     def _from_base(self, prompt: Prompt) -> float | None:
-        """Return how far the adapter moves the logits behind the prompt.
-
-        None where it was not computed without.
-        """
+        """Return how far the adapter moves the logits behind the prompt; None where that is not known."""
         bases = [base for base in self.prompts if not base.adapter and base.text == prompt.text]
         if not prompt.adapter or not bases:
             return None
@@ -170,10 +166,7 @@ class _Check(DecodingCheck):
         return min(numbers, key=lambda i: len(self.prompts[i].prompt_ids))
 
     def _same(self, prompt: Prompt, how: str, batch: Decoded, other: Decoded, short: bool = False) -> bool:
-        """Return whether a request gave beside other requests what it gave in the batch.
-
-        short: of the batch's answer only as much as the other has.
-        """
+        """Return whether a request gave beside others the same as in the batch. short: as far as it goes."""
         if short:
             count = len(other.tokens)
             batch = Decoded(batch.logits[:count], batch.tokens[:count])

@@ -83,7 +83,6 @@ class _Check(DecodingCheck):
         self.long, self.eos_token_ids = long, reference.eos_token_ids
 
     def run(self, target: Target) -> tuple[GoldenReport, SpeedReport]:
-        """Return the report and the speeds."""
         if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
             expected, found = list(self.eos_token_ids), list(self.model.eos_token_ids)
             self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
@@ -126,10 +125,7 @@ class _Check(DecodingCheck):
         return report, self._speed(target, batch, alone)
 
     def _speed(self, target: Target, batch: Speed, alone: Sequence[Speed]) -> SpeedReport:
-        """Return tokens per second in the batch, and alone.
-
-        Of the pass along the reference's tokens: as long as others', and behind a warm-up.
-        """
+        """Return speeds of the pass along the reference's tokens, behind a warm-up."""
         one = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
         return SpeedReport(
             target=target,
@@ -184,10 +180,7 @@ class _Check(DecodingCheck):
         return decoded.logits
 
     def _mixed(self) -> list[float | None]:
-        """Run all prompts in random chunks, beside the long prompt.
-
-        In all slots and a few times more. Returns the largest error of each, the long prompt's last.
-        """
+        """Run all prompts in random chunks, in all slots; return the largest error of each, the long one last."""
         random, requests, owners = np.random.default_rng(0), [], []
         if self.long:
             prompt, logits = self.long.prompt, self.long.logits
@@ -214,10 +207,7 @@ class _Check(DecodingCheck):
         return largest([error.worst for error in errors])
 
     def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> GoldenPrompt:
-        """Return a prompt's entry in the report.
-
-        Without what `_generate` and `_mixed` find; what is wrong with it goes to `failures`.
-        """
+        """Return a prompt's entry, without what `generate` and `_mixed` find."""
         tokens = free.tokens
         prompt_ids = self.tokenizer.encode(prompt.text).tolist()
         if prompt_ids != list(prompt.prompt_ids):

@@ -32,10 +32,7 @@ def open_model(
     threads: int | None,
     adapters_json: Path | None = None,
 ) -> Model:
-    """Open the model of a target for a reference of `layers`. limits: the config's.
-
-    Raises InputError where the reference is of other layers, and InputError and CheckError as `Model.open` does.
-    """
+    """Open the model of a target. Raises InputError for a reference of other layers, and as `Model.open` does."""
     if layers != target.layers:
         raise InputError(
             f"{reference_json}: layers: expected {target.layers}, found {layers}; make the reference of this target"
@@ -54,10 +51,7 @@ def open_model(
 
 
 class DecodingCheck:
-    """One run of a check that decodes the prompts of a reference.
-
-    failures: lines, in the order in which they were found. wrong: the texts of the prompts that they are of.
-    """
+    """One run of a check. failures: lines. wrong: the texts of the prompts that they are of."""
 
     def __init__(
         self,
@@ -78,7 +72,6 @@ class DecodingCheck:
         self.failures.append(f"{prompt}, {what}")
 
     def along(self, prompt: Prompt) -> Request:
-        """Return a request that is given the reference's tokens."""
         tokens = iter(prompt.tokens)
         return Request(
             prompt.prompt_ids, len(prompt.tokens), lambda logits: next(tokens), adapter=prompt.adapter or None
@@ -92,10 +85,7 @@ class DecodingCheck:
         )
 
     def decode(self, requests: Sequence[Request], prefix_caching: bool = False) -> tuple[list[Decoded], Speed]:
-        """Run requests in the loop of `lockstep generate`.
-
-        Returns their tokens, and the logits that they choose from.
-        """
+        """Run requests in the loop of `lockstep generate`; keep the logits of each step."""
         decoding = Decoding(self.model, requests, None, self.max_num_tokens, prefix_caching)
         decoded = [Decoded() for _ in requests]
         for step in decoding:
@@ -107,10 +97,7 @@ class DecodingCheck:
     def generate(
         self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], stop_ids: frozenset[int]
     ) -> list[tuple[TokenDifference, ...]]:
-        """Decode as `lockstep generate` does, which leaves the choice of tokens to the model.
-
-        Returns for each prompt the first token that differs from `tokens`, one or none.
-        """
+        """Decode with tokens chosen by the model; return for each prompt the first that differs."""
         requests = [
             Request(prompt.prompt_ids, self.max_new_tokens, stop_ids=stop_ids, adapter=prompt.adapter or None)
             for prompt in prompts
@@ -129,10 +116,7 @@ class DecodingCheck:
     def logit_error(
         self, prompt: Prompt, how: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray] | None = None
     ) -> float | None:
-        """Return the largest error of the logits of each step; the first that is too large goes to `failures`.
-
-        expected: the reference's where it is None.
-        """
+        """Return the largest error of the steps' logits. expected: the reference's by default."""
         errors = Errors(prompt.bounds)
         for count, right, row in zip(prompt.counts, prompt.logits if expected is None else expected, found):
             errors.add(count, right, row)
@@ -141,10 +125,7 @@ class DecodingCheck:
         return errors.worst
 
     def same_bits(self, prompt: Prompt, how: str, expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> bool:
-        """Return whether logits of all steps are the same bits, where the engines are to give these.
-
-        What differs goes to `failures`.
-        """
+        """Return whether logits are the same bits, where the engines are batch invariant."""
         if not self.model.engines.batch_invariant:
             return True
         differing = sum(not np.array_equal(*pair) for pair in zip(expected, found)) + abs(len(expected) - len(found))
@@ -156,10 +137,7 @@ class DecodingCheck:
     def first_difference(
         self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]
     ) -> tuple[TokenDifference, ...]:
-        """Return the first differing token, one or none.
-
-        See `prompts.first_difference`; one that is not accepted goes to `failures`.
-        """
+        """Return the first differing token, one or none."""
         difference, wrong = first_difference(prompt, expected, found, self.tokenizer.decode)
         if wrong is not None:
             step, what = wrong

@@ -36,10 +36,7 @@ class RecordedDrafter:
 
 
 def difference(model: Model, request: Request, max_num_tokens: int) -> str | None:
-    """Say where an answer with drafts differs from the plain one, greedy or drawn.
-
-    request: chooses by its logits. None for no difference, and for a model that verifies no drafts.
-    """
+    """Say where an answer with drafts differs from the plain one; None where not. request: chooses by logits."""
     if not model.verifies_drafts:
         return None
     drawn = Request(

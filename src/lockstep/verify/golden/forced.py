@@ -58,7 +58,6 @@ class Errors:
     worst_count: int = 0
 
     def add(self, count: int, expected: np.ndarray, found: np.ndarray) -> None:
-        """Take the logits behind so many tokens."""
         error, bound = difference(expected, found), self.bounds.at(count)
         if self.worst is not None and (error.max_abs_error is None or error.max_abs_error >= self.worst):
             self.worst, self.worst_count = error.max_abs_error, count
@@ -87,10 +86,7 @@ class _Running:
 
 
 def random_chunks(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
-    """Return the ends of random chunks of a prompt of `prompt` tokens.
-
-    Each of the other tokens up to `total` is a chunk of its own.
-    """
+    """Return the ends of random chunks of a prompt; each later token up to `total` is one of its own."""
     ends, at = [], 0
     while at < prompt:
         at = min(at + int(random.integers(1, _LONGEST_CHUNK + 1)), prompt)
@@ -99,10 +95,7 @@ def random_chunks(prompt: int, total: int, random: np.random.Generator) -> tuple
 
 
 def chunks_to_edges(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the ends of chunks that come to each of `edges` token by token.
-
-    From the edge before it, or from a page before it: decoding rows at all those lengths.
-    """
+    """Yield the ends of chunks that come to each edge token by token, from at most a page before it."""
     for before, edge in zip((0, *edges), edges):
         yield tuple(range(max(before, edge - PAGE, 1), edge + 1))
 
@@ -141,10 +134,7 @@ def force(model: Model, requests: Sequence[Forced], max_num_tokens: int, pauses:
 
 
 def _advances(slots: Mapping[int, _Running], room: int, random: np.random.Generator | None) -> Iterator[Advance]:
-    """Yield the next chunks of requests, while there is room; at least one.
-
-    In order of their slots; `random` gives pauses and another order.
-    """
+    """Yield the next chunks of requests, while there is room; at least one. random: gives pauses and an order."""
     chosen = [slot for slot in sorted(slots) if random is None or random.random() >= _PAUSE] or [min(slots)]
     if random is not None:
         random.shuffle(chosen)

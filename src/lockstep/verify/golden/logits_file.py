@@ -13,10 +13,7 @@ from lockstep.errors import InputError
 
 
 def read_logits(path: Path, sha256: str) -> dict[str, np.ndarray]:
-    """Return the arrays of the safetensors file beside a reference.
-
-    Raises InputError where it is not the recorded one.
-    """
+    """Return the arrays of the file beside a reference. Raises InputError where it is not the recorded one."""
     if not path.is_file() or sha256_file(path) != sha256:
         found = "other bytes" if path.is_file() else "no file"
         raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")

@@ -20,10 +20,7 @@ from lockstep.verify.noise import LogitBounds, LogitNoise
 
 @dataclass
 class Decoded:
-    """What one request gave at each step.
-
-    The logits [vocab_size] of every step and the token chosen from them.
-    """
+    """What one request gave: the logits [vocab_size] of each step and the token chosen from them."""
 
     logits: list[np.ndarray] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -52,27 +49,19 @@ class Prompt:
         return f"{with_adapter}prompt {short(self.text)!r}"
 
     def count(self, step: int) -> int:
-        """Return how many tokens bring the logits of a step."""
         return len(self.prompt_ids) + step
 
     @property
     def counts(self) -> range:
-        """Return how many tokens bring each row of `logits`."""
         return range(self.count(0), self.count(len(self.logits)))
 
     @property
     def total(self) -> int:
-        """Return how many tokens bring the last of `logits`.
-
-        The last of `tokens` is never brought.
-        """
+        """Return how many tokens bring the last of `logits`."""
         return len(self.prompt_ids) + len(self.tokens) - 1
 
     def forced(self, ends: Sequence[int], earlier: Mapping[int, np.ndarray] | None = None) -> Forced:
-        """Return this prompt and its answer as given, in chunks that end at `ends`.
-
-        earlier: logits within the prompt.
-        """
+        """Return this prompt and its answer, in chunks that end at `ends`. earlier: logits within the prompt."""
         tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
         behind = dict(zip(self.counts, self.logits))
         return Forced(self.text, tokens, {**(earlier or {}), **behind}, self.bounds, tuple(ends))
@@ -108,10 +97,7 @@ def prompts_of(
     tolerances: Tolerances,
     adapters: Sequence[str] = (),
 ) -> list[Prompt]:
-    """Return the prompts of the reference at `path`.
-
-    arrays: those of the file beside it. expected: the text that must follow each; empty for none. adapters: of each.
-    """
+    """Return the prompts of a reference. arrays: beside it. expected: the text that must follow each."""
     texts = list(expected) or [None] * len(entries)
     if len(texts) != len(entries):
         raise InputError(
@@ -179,10 +165,7 @@ def first_difference(
 def _token_texts(
     prompt: Prompt, expected: Sequence[int], found: Sequence[int], step: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[str, str, str]:
-    """Return the text before the first differing token, and what each token adds.
-
-    The expected one, then the found one.
-    """
+    """Return the text before the first differing token, and what the expected and the found one add."""
     before, one, other = (
         new_text(decode, prompt.prompt_ids, tokens)
         for tokens in (expected[:step], expected[: step + 1], found[: step + 1])

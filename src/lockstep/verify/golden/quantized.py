@@ -102,11 +102,7 @@ def make_quantized_reference(
 
 
 def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
-    """Return a model's first layers in transformers, float32, dequantised.
-
-    With the numbers that quantised weights stand for, and activations of 8 bits where the precision has them. config:
-    its config.json's content, of all layers.
-    """
+    """Load a model's first layers with quantised weights' numbers, float32, activations rounded as they are."""
     tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
     model = load_tensors(tensors, cut_config(config, layers), "eager", str(weights.manifest_path))
     round_activations(model, weights, layers)
@@ -114,10 +110,7 @@ def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) 
 
 
 def _check_weights(source: Source, weights: Weights) -> float:
-    """Return the largest error of a weight, in steps of its group.
-
-    Raises CheckError where it is no rounding.
-    """
+    """Return the largest error of a weight, in steps. Raises CheckError where it is no rounding."""
     worst = 0.0
     for name in quantized_names(dict.fromkeys(weights.names())):
         error, allowed = _steps(source, weights, name)
@@ -137,11 +130,7 @@ def _check_weights(source: Source, weights: Weights) -> float:
 
 
 def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the error of each number, and what is allowed.
-
-    In steps of its group, both of the weight's shape. A number that lies beyond the last integer may be a whole
-    step off.
-    """
+    """Return the error of each number, in steps of its group, and what is allowed: a whole step at the end."""
     place, group_size = source.tensors[name], weights.group_size
     assert group_size is not None  # checked before
     exact = source.array(name).astype(np.float64)
@@ -160,10 +149,7 @@ def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.
 
 
 def _perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, int]:
-    """Return the perplexity of a text, and how many tokens it was measured on.
-
-    These are all but the first, within the model's positions.
-    """
+    """Return the perplexity of a text within the model's positions, and on how many tokens."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     ids = torch.tensor([list(tokens[:limit])])
     if ids.shape[1] < 2:
@@ -175,10 +161,7 @@ def _perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, i
 
 
 def _along(model: PreTrainedModel, reference: ReferenceManifest, file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logits along the checkpoint's answers: its own, and this model's.
-
-    Both [tokens, vocab_size]; its own lie in `file`. Raises InputError where that is not the recorded one.
-    """
+    """Return the logits along the checkpoint's answers: its own, which lie in `file`, and this model's."""
     logits = read_logits(file, reference.logits.sha256)
     expected, found = [], []
     for number, prompt in enumerate(reference.prompts):

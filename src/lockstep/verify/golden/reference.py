@@ -88,11 +88,7 @@ class Reference:
 
 
 def make_reference(checkpoint_json: Path, layers: int | str, golden: GoldenTerms, out: Path) -> Path:
-    """Write the reference of a model to `out`, its logits beside it; return `out`.
-
-    layers: the model's first so many, or "all". Same inputs, same bytes. Raises InputError for a checkpoint that
-    transformers cannot load or a prompt that does not fit the model.
-    """
+    """Write the reference of a model to `out`, its logits beside it; return `out`. Same inputs, same bytes."""
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     logits_beside(out)
     manifest = CheckpointManifest.load(checkpoint_json)
@@ -108,10 +104,7 @@ def make_reference(checkpoint_json: Path, layers: int | str, golden: GoldenTerms
 def save_reference(
     reference: Reference, layers: int | str, max_new_tokens: int, out: Path, drift: Path | None = None
 ) -> Path:
-    """Write the manifest `out`, which is returned, and the logits beside it.
-
-    drift: a file that lies there already.
-    """
+    """Write the manifest `out`, and the logits beside it. drift: a file that lies there already."""
     logits_path, long = logits_beside(out), reference.long
     tensors = arrays_of(reference.answers)
     if long:
@@ -147,17 +140,13 @@ def logits_beside(out: Path) -> Path:
 
 
 def write_logits(out: Path, tensors: Mapping[str, np.ndarray]) -> FileEntry:
-    """Write the arrays of the reference `out` beside it."""
     path = out.with_suffix(".safetensors")
     write_bytes(path, save(dict(tensors)))
     return FileEntry(path.name, sha256_file(path))
 
 
 def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
-    """Load a checkpoint's first layers in transformers, float32.
-
-    Of weights that are quantised already the numbers that they stand for.
-    """
+    """Load a checkpoint's first layers in float32, dequantised where it is quantised."""
     manifest = CheckpointManifest.load(checkpoint_json)
     folder, config = manifest.folder_of(checkpoint_json), cut_config(manifest.config, layers)
     if packing_of(manifest.config) is None:
@@ -175,10 +164,7 @@ def compute(
     max_new_tokens: int,
     long_prompt: int = 0,
 ) -> Reference:
-    """Return the reference of a checkpoint folder, without writing files.
-
-    config: its config.json's content.
-    """
+    """Return the reference of a checkpoint folder, without writing files. config: config.json's content."""
     model = load_folder(folder, cut_config(config, layers))
     return answer(model, load_tokenizer(folder), folder, config, prompts, max_new_tokens, long_prompt)
 
@@ -192,11 +178,7 @@ def answer(
     max_new_tokens: int,
     long_prompt: int,
 ) -> Reference:
-    """Return what a model says to the prompts.
-
-    folder: of its checkpoint. config: its config.json's content, of all layers. Raises InputError for a prompt that
-    does not fit the model.
-    """
+    """Return what a model says to the prompts. config: of all layers. Raises InputError for one that does not fit."""
 
     def decode(ids: list[int]) -> str:
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -239,10 +221,7 @@ def long_prompt_ids(count: int, vocab_size: int) -> tuple[int, ...]:
 def long_answer(
     model: torch.nn.Module, vocab_size: int, count: int, max_new_tokens: int, lengths: Iterable[int]
 ) -> LongAnswer:
-    """Decode greedily behind a long prompt, brought in chunks.
-
-    Keeps the logits on both sides of the edges that `lengths` and its own length make, and others evenly between them.
-    """
+    """Decode behind a long prompt; keep logits on both sides of edges, and others evenly between."""
     prompt_ids = long_prompt_ids(count, vocab_size)
     edges = sorted({*(near for near in both_sides(count + max_new_tokens, lengths) if near < count), count})
     rows = min(count, _MOST_ROWS, max(1, _MOST_BYTES // (4 * vocab_size)))
@@ -259,10 +238,7 @@ def long_answer(
 def greedy(
     model: torch.nn.Module, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int]
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Decode greedily with a KV cache; return tokens, logits [steps, vocab_size].
-
-    Until an end-of-sequence token, which is kept, or `max_new_tokens`.
-    """
+    """Decode greedily until an end-of-sequence token, which is kept; return tokens, logits [steps, vocab_size]."""
     with torch.no_grad():
         output = model(input_ids=torch.tensor([list(prompt_ids)]), use_cache=True)
     return _decode(
@@ -273,10 +249,7 @@ def greedy(
 def _decode(
     model: torch.nn.Module, first: np.ndarray, cache: Any, max_new_tokens: int, eos_token_ids: Sequence[int]
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Decode greedily behind `cache`; return tokens, logits [steps, vocab_size].
-
-    first: the logits that the last token of `cache` gave.
-    """
+    """Decode greedily behind `cache`, whose last token gave the logits `first`."""
     rows, tokens = [first], [int(first.argmax())]
     with torch.no_grad():
         while len(tokens) < max_new_tokens and tokens[-1] not in eos_token_ids:
@@ -292,7 +265,6 @@ def _decode(
 
 
 def entry(answer: Answer) -> ReferencePrompt:
-    """Return a prompt's entry in a manifest."""
     order = np.argsort(-answer.logits, axis=-1, kind="stable")[:, :TOP]  # equal logits: the lower id first, as argmax
     top = np.take_along_axis(answer.logits, order, axis=-1)
     steps = (
@@ -317,10 +289,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens of a golden prompt.
-
-    Raises InputError where there are none, or one that the model does not know.
-    """
+    """Return the tokens of a golden prompt. Raises InputError for none, or one that the model does not know."""
     try:
         ids = tuple(tokenizer(text)["input_ids"])
     except (KeyboardInterrupt, SystemExit):

@@ -1,7 +1,4 @@
-"""The terms of references: golden prompts, and how many tokens follow them.
-
-Options of a job in; dataclasses out.
-"""
+"""The terms of references: golden prompts, and how many tokens follow them. Options of a job in; dataclasses out."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from lockstep.artifacts.document import JsonObject
 
 @dataclass(frozen=True)
 class GoldenTerms(JsonObject):
-    """What a reference is made from.
-
-    max_new_tokens: decoded behind each prompt. long_prompt: tokens of the long prompt, 0 for none.
-    """
+    """What a reference is made from. long_prompt: its tokens, 0 for none."""
 
     max_new_tokens: int
     prompts: tuple[str, ...]

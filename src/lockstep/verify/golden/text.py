@@ -1,7 +1,4 @@
-"""The text that tokens add to a prompt.
-
-One rule for the reference and for what is compared with it.
-"""
+"""The text that tokens add to a prompt. One rule for the reference and for what is compared with it."""
 
 from __future__ import annotations
 

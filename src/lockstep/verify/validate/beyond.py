@@ -25,10 +25,7 @@ _GROSS = 0.1
 def check_adapter_slots(
     graphs: Graphs, torch_model: TorchModel, records: Sequence[Record], tolerance: Tolerances
 ) -> None:
-    """Check each layer with an adapter in every slot: steps in which tokens have each of them, and none.
-
-    Raises CheckError. Does nothing for graphs that take no adapters.
-    """
+    """Check each layer with an adapter in every slot, and tokens without any. Raises CheckError."""
     adapters = graphs.assembly.adapters
     if adapters is None:
         return

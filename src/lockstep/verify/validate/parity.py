@@ -58,7 +58,6 @@ class TensorErrors:
 
     @classmethod
     def measure(cls, expected: np.ndarray, found: np.ndarray, noisy: np.ndarray) -> TensorErrors:
-        """Compare arrays [rows, ...]."""
         return cls(difference(expected, found), spread(expected, found), spread(expected, noisy))
 
     def wrong(self, name: str, tolerance: Tolerances) -> str | None:
@@ -89,10 +88,7 @@ Embed = Callable[[np.ndarray], np.ndarray]
 
 
 def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed) -> TensorErrors:
-    """Return the error of the embedding graph on the whole vocabulary, the largest of all pieces of it.
-
-    embed, noisy: give what torch has for token ids, and that in fp16.
-    """
+    """Return the largest error of the embedding graph, on the whole vocabulary. embed, noisy: torch's."""
     pieces = []
     for first in range(0, graphs.assembly.vocab_size, _PIECE):
         token_ids = np.arange(first, min(first + _PIECE, graphs.assembly.vocab_size), dtype=np.int64)
@@ -119,11 +115,7 @@ def layer_errors(
 
 
 def errors_behind(graphs: Graphs, record: Record, noisy: Record, capacity: int) -> list[LayerErrors]:
-    """Return the errors of the layers of a record that comes behind a cache.
-
-    Teacher-forced: its tokens in one chunk (`chunked`), and each as a row of one decode step. The graphs get a cache of
-    at least `capacity` rows.
-    """
+    """Return the errors of a record behind a cache of at least `capacity` rows, chunked and decoded."""
     return _errors(_walk(graphs, [(record, noisy)], capacity=capacity), record)
 
 
@@ -192,10 +184,7 @@ class _Phases:
 
 
 def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
-    """Return the logits [len(logit_rows), vocab_size] of one whole sequence, free.
-
-    `hidden` [num_tokens, hidden_size] goes through every graph.
-    """
+    """Return the logits [len(logit_rows), vocab_size] of one whole sequence, free. hidden: its embedded tokens."""
 
     def attend(index: int, env: Mapping[str, np.ndarray]) -> np.ndarray:
         name = graphs.layers[index].variant

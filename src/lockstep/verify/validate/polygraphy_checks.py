@@ -47,10 +47,7 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
 
 
 def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> Inspected:
-    """Return what Polygraphy reads in the graph.
-
-    The number of nodes, and how often each operator occurs. Its inputs and outputs are gated first.
-    """
+    """Return Polygraphy's count of nodes and operators. Raises CheckError for other inputs or outputs."""
     Signature(tuple(inputs), tuple(outputs)).check(signature_of(model.graph), str(path), "export again")
     with quiet():
         data = graph_data_from_onnx(model)
@@ -98,10 +95,7 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
 
 
 class _Sessions(OnnxrtSessionArgs):
-    """Gives lint our sessions.
-
-    Its own cannot be opened in a process whose sessions share one thread pool.
-    """
+    """Gives lint our sessions: its own cannot be opened in a process with one thread pool."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -118,10 +112,7 @@ class _Sessions(OnnxrtSessionArgs):
 
 
 class GraphRunner(BaseRunner):
-    """A Polygraphy runner over any function that gives `logits`.
-
-    Of the declared inputs: torch's model, or the chain of split graphs.
-    """
+    """A Polygraphy runner over a function that gives `logits` of the declared inputs."""
 
     def __init__(self, name: str, inputs: Sequence[IO], function: Callable[[Mapping[str, np.ndarray]], np.ndarray]):
         super().__init__(name=name)
@@ -176,10 +167,7 @@ def compare(
 def _summary(
     errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float, noise: float
 ) -> ForwardError:
-    """Return the worst of all feeds and outputs.
-
-    `passed` is Polygraphy's own verdict, and false for NaN.
-    """
+    """Return the worst of all feeds and outputs; `passed` is Polygraphy's verdict, false for NaN."""
     results = [result for outputs in errors for result in outputs.values()]
     worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in results])
     cosine = min((angle.cosine_similarity for outputs in angles for angle in outputs.values()), default=0.0)
@@ -197,10 +185,7 @@ def _check_metadata(runner: BaseRunner, inputs: Sequence[IO]) -> None:
 
 
 def _check_outputs(results: Any) -> None:
-    """Check that all runners gave the same outputs in the same shapes.
-
-    For every feed. Raises CheckError.
-    """
+    """Raise CheckError where runners gave other outputs or shapes."""
     name, reference = results[-1]
     for other, iterations in results:
         if len(iterations) != len(reference):

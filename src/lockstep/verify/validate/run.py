@@ -129,16 +129,12 @@ def run(
 
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
-    """Return the tensors that the model's blocks take, at full depth.
-
-    What else a checkpoint holds is ignored, and listed in the report.
-    """
+    """Return the tensors that the model's blocks take, at full depth."""
     parts = [assembly.embedding, *(part for layer in assembly.layers for part in layer.parts)]
     return [name for part in parts for names in part.slots.values() for name in names]
 
 
 def _check_graph(name: str, graph: Graph, notes: _Notes) -> None:
-    """Run checker, inspect and lint on one graph."""
     inputs = [*graph.inputs, *graph.slots]
     check_model(graph.path, graph.model)
     notes.note_graph(name, checker=PASS)
@@ -230,10 +226,7 @@ def _worst(num_past: int, errors: list[LayerErrors], tolerance: Tolerances) -> C
 
 
 def _check_errors(errors: list[LayerErrors], tolerance: Tolerances, where: str, notes: _Notes) -> None:
-    """Check each tensor of each layer.
-
-    Raises CheckError for the first that is off by too much, and notes its layer.
-    """
+    """Raise CheckError for the first tensor that is off by too much, and note its layer."""
     for entry in errors:
         for name, error in entry.tensors.items():
             if wrong := error.wrong(name, tolerance):
@@ -251,7 +244,6 @@ def _sequences(graphs: Graphs) -> list[np.ndarray]:
 
 
 def _windows(graphs: Graphs) -> list[int]:
-    """Return the windows of the layers that have attention."""
     variants = graphs.assembly.variants
     return [variants[layer.variant].window for layer in graphs.layers if layer.variant in variants]
 
@@ -264,10 +256,7 @@ def _check_forward(
     tolerance: Tolerances,
     notes: _Notes,
 ) -> None:
-    """Check whole sequences, free, through Polygraphy.
-
-    The chain of split graphs, and at full depth the uncut graph, each against torch. Raises CheckError.
-    """
+    """Check whole sequences, free, through Polygraphy: the chain of graphs, and the uncut one."""
     inputs = graphs.forward_inputs()
 
     def split(feed: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -134,10 +134,7 @@ _recording: contextvars.ContextVar[_Recording] = contextvars.ContextVar("recordi
 
 
 class TorchModel:
-    """The first layers of a model in torch.
-
-    Raises InputError for a model that does not use the attention interface.
-    """
+    """The first layers of a model in torch. Raises InputError where it goes around the attention interface."""
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
@@ -206,7 +203,6 @@ class TorchModel:
     def _run(
         self, recording: _Recording, token_ids: np.ndarray, embedded: np.ndarray | None = None, **options: Any
     ) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Run one sequence. Returns its ids, the embedded tokens, and what the model gives."""
         with self._hooked(recording), torch.no_grad():
             ids = torch.from_numpy(np.ascontiguousarray(token_ids))
             given = (
@@ -230,7 +226,6 @@ class TorchModel:
 
     @contextlib.contextmanager
     def _hooked(self, recording: _Recording) -> Iterator[None]:
-        """Record what the model's token mixers are called with."""
         _recording.set(recording)
         layers = list(layer_list(self.model)[1])
         with replaced(self.model, _FUNCTIONS), numbered(layers, range(len(layers))):
@@ -280,10 +275,7 @@ class TorchModel:
             config.num_hidden_layers = self.num_layers = before
 
     def logits(self, hidden: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
-        """Return the logits [num_tokens, vocab_size] of one sequence.
-
-        hidden: its embedded tokens, [num_tokens, hidden_size].
-        """
+        """Return the logits [num_tokens, vocab_size] of embedded tokens [num_tokens, hidden_size]."""
         return _numpy(self._logits(hidden, position_ids, torch.float32))
 
     def noisy_logits(self, hidden: np.ndarray, position_ids: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -364,10 +356,7 @@ def _record_attention(
 def _record_convolution(
     original: Any, hidden_states: torch.Tensor, weight: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
-    """Compute a causal convolution for transformers, and record what its tokens see of those before them.
-
-    hidden_states: [1, size, num_tokens]. weight: [size, width].
-    """
+    """Compute a causal convolution, and record its windows. hidden_states: [1, size, num_tokens]."""
     recording, (size, width) = _recording.get(), weight.shape
     right, tokens = recording.exact(), hidden_states[0].t()
     rows = torch.cat([tokens.new_zeros(width - 1, size), tokens])
@@ -397,7 +386,6 @@ def _record_scan(original: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _record_recurrence(inputs: Recurrent, output: torch.Tensor) -> torch.Tensor:
-    """Record a recurrence; return what the model goes on with."""
     recording = _recording.get()
     right = recording.exact()
     recording.calls.append(_state_call(_numpy(output[0].flatten(1)), _states(inputs)))
@@ -465,10 +453,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _by_head(array: np.ndarray) -> torch.Tensor:
-    """Return [rows, heads, dim] as transformers' caches hold it.
-
-    That is [1, heads, rows, dim].
-    """
+    """Return [rows, heads, dim] as transformers' caches hold it, [1, heads, rows, dim]."""
     return torch.from_numpy(np.ascontiguousarray(array.swapaxes(0, 1)))[None]
 
 
