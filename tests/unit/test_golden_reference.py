@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 from demo_model import DEMO
+from families import FAMILIES
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.artifacts.files import read_json, sha256_file
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
+from lockstep.export.torch_model import cut_config
 from lockstep.verify import golden
-from lockstep.verify.golden.reference import compute
+from lockstep.verify.golden.reference import compute, greedy
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
 
@@ -51,6 +53,18 @@ def test_tokens_are_those_of_generate(layers):
             whole = model(out[None, :-1]).logits[0, len(answer.prompt_ids) - 1 :].numpy()
         # fp32 sums in another order: 1e-5 on logits of size 10; ten times the room
         assert np.abs(whole - answer.logits).max() < 1e-4
+
+
+def test_a_hybrid_that_is_cut_before_its_attention_has_a_reference():
+    """Of transformers' cache a layer with attention knows the length, and none is left."""
+    torch.manual_seed(0)
+    config = cut_config(FAMILIES["lfm2"].config, 2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    tokens, logits = greedy(model, [5, 9, 100], 6, ())
+    with torch.no_grad():
+        whole = model(torch.tensor([[5, 9, 100, *tokens[:-1]]]), use_cache=False).logits[0, 2:].numpy()
+    assert logits.shape == whole.shape and np.abs(whole - logits).max() < 1e-6  # sums of another length
+    assert tokens == tuple(whole.argmax(-1))
 
 
 def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):

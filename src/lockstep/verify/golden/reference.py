@@ -37,7 +37,7 @@ from lockstep.export.torch_model import cut_config, float32_tensor, is_within, l
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.verify.boundaries import both_sides, config_lengths
-from lockstep.verify.golden.teacher_forced import logit_noise, logits_behind
+from lockstep.verify.golden.teacher_forced import Cached, logit_noise, logits_behind, run_behind
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
 from lockstep.weights.source import open_source
@@ -240,26 +240,19 @@ def greedy(
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """Decode greedily until an end-of-sequence token, which is kept; return tokens, logits [steps, vocab_size]."""
     with torch.no_grad():
-        output = model(input_ids=torch.tensor([list(prompt_ids)]), use_cache=True)
-    return _decode(
-        model, output.logits[0, -1].float().numpy().copy(), output.past_key_values, max_new_tokens, eos_token_ids
-    )
+        rows, cache = run_behind(model, prompt_ids)
+    return _decode(model, rows[-1].float().numpy().copy(), cache, max_new_tokens, eos_token_ids)
 
 
 def _decode(
-    model: torch.nn.Module, first: np.ndarray, cache: Any, max_new_tokens: int, eos_token_ids: Sequence[int]
+    model: torch.nn.Module, first: np.ndarray, cache: Cached | None, max_new_tokens: int, eos_token_ids: Sequence[int]
 ) -> tuple[tuple[int, ...], np.ndarray]:
     """Decode greedily behind `cache`, whose last token gave the logits `first`."""
     rows, tokens = [first], [int(first.argmax())]
     with torch.no_grad():
         while len(tokens) < max_new_tokens and tokens[-1] not in eos_token_ids:
-            # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
-            position = torch.tensor([[cache.get_seq_length()]])
-            output = model(
-                input_ids=torch.tensor([[tokens[-1]]]), position_ids=position, past_key_values=cache, use_cache=True
-            )
-            cache = output.past_key_values
-            rows.append(output.logits[0, -1].float().numpy().copy())
+            (row,), cache = run_behind(model, tokens[-1:], cache)
+            rows.append(row.float().numpy().copy())
             tokens.append(int(rows[-1].argmax()))
     return tuple(tokens), np.stack(rows)
 

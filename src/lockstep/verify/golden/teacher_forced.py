@@ -6,10 +6,11 @@ Needs torch and transformers. A model and token ids in; logits, or errors of log
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from lockstep.errors import InputError
 from lockstep.verify.rounded import NOISE_DTYPES, Rounded
@@ -18,20 +19,46 @@ from lockstep.verify.rounded import NOISE_DTYPES, Rounded
 _CHUNK = 256
 
 
+class Cached(NamedTuple):
+    """The tokens that were run, and transformers' cache of them: None where it keeps none."""
+
+    ids: tuple[int, ...]
+    cache: Any
+
+
+def run_behind(model: torch.nn.Module, ids: Sequence[int], behind: Cached | None = None) -> tuple[torch.Tensor, Cached]:
+    """Run tokens behind others; return their logits [num_tokens, vocab_size].
+
+    transformers' cache takes its length from a layer with attention. A hybrid that is cut before its first one runs all
+    its tokens again.
+    """
+    before, cache = behind or Cached((), None)
+    whole = (*before, *ids)
+    if not _has_attention(model.config):
+        return model(input_ids=torch.tensor([whole]), use_cache=False).logits[0, len(before) :], Cached(whole, None)
+    # positions, because some classes (Bamba) count new tokens from 0 whatever the cache holds
+    positions = torch.arange(len(before), len(whole))[None]
+    output = model(input_ids=torch.tensor([list(ids)]), position_ids=positions, past_key_values=cache, use_cache=True)
+    return output.logits[0], Cached(whole, output.past_key_values)
+
+
+def _has_attention(config: Any) -> bool:
+    layers = DynamicCache(config=config).layers
+    return not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+
 def logits_behind(
     model: torch.nn.Module, ids: Sequence[int], counts: Collection[int]
-) -> tuple[dict[int, np.ndarray], Any]:
-    """Return {number of tokens: logits [vocab_size] float32 behind so many}, and the KV cache of all."""
-    kept, cache = {}, None
+) -> tuple[dict[int, np.ndarray], Cached | None]:
+    """Return {number of tokens: logits [vocab_size] float32 behind so many}, and the cache of all."""
+    kept: dict[int, np.ndarray] = {}
+    cache = None
     with torch.no_grad():
         for start in range(0, len(ids), _CHUNK):
-            chunk = torch.tensor([list(ids[start : start + _CHUNK])])
-            positions = torch.arange(start, start + chunk.shape[1])[None]
-            output = model(input_ids=chunk, position_ids=positions, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            for count in range(start + 1, start + chunk.shape[1] + 1):
+            rows, cache = run_behind(model, ids[start : start + _CHUNK], cache)
+            for count in range(start + 1, start + len(rows) + 1):
                 if count in counts:
-                    kept[count] = output.logits[0, count - 1 - start].float().numpy().copy()
+                    kept[count] = rows[count - 1 - start].float().numpy().copy()
     return kept, cache
 
 
