@@ -1,9 +1,10 @@
-"""`cpu-peers`: decoding on a CPU beside llama.cpp and onnxruntime-genai.
+"""`cpu-peers`: decoding on a CPU beside transformers, llama.cpp and onnxruntime-genai.
 
-In: a checkpoint of a Llama, or a shape. Each contestant is a process of its own (`cpu_contestants/`), kept open; the
-peers' environments are made from `envs/`, and models stay in the work folder. All take rounds in turn. Out: seconds of
-a decode step of one and of several requests, of prompts, memory after load, and ratios to the better peer of the same
-bits, round by round.
+In: a checkpoint, or a shape: of a Llama for onnxruntime-genai, or of a Qwen3 mixture for llama.cpp. Each contestant is
+a process of its own (`cpu_contestants/`), kept open; the peers' environments are made from `envs/`, and models stay in
+the work folder. All take rounds in turn. Out: seconds of a decode step of one and of several requests, of prompts,
+memory after load and at its peak of each measurement, as a multiple of the weights, and ratios to the better peer of
+the same bits, round by round.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -22,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import safe_open
+
 from benchmarks import options
 from benchmarks.child import run_child
 from benchmarks.measure import deliver, in_turn, spread, surroundings, thread_count
@@ -31,6 +35,7 @@ from lockstep import CheckError
 _SCRIPTS = Path(__file__).parent / "cpu_contestants"
 _PINS = Path(__file__).parents[1] / "envs"
 _LIMIT = 3600.0  # seconds to make an environment: llama.cpp is built from its source
+_OWN = "lockstep_steps.py"
 
 
 class Contestant(NamedTuple):
@@ -44,9 +49,10 @@ class Contestant(NamedTuple):
 
 CONTESTANTS = {
     **{
-        name: Contestant("lockstep_steps.py", name, bits)
+        name: Contestant(_OWN, name, bits)
         for name, bits in {"fp32": 32, "fp16": 16, "w8a16": 8, "w4a16": 4, "w8a8": 8, "w4a8": 4}.items()
     },
+    "transformers fp32": Contestant("transformers_steps.py", "fp32", 32),
     "genai fp32": Contestant("genai_steps.py", "fp32", 32, "genai.txt"),
     "genai int4": Contestant("genai_steps.py", "int4", 4, "genai.txt"),
     "llama.cpp F16": Contestant("llama_cpp_steps.py", "F16", 16, "llama-cpp.txt"),
@@ -54,7 +60,11 @@ CONTESTANTS = {
     "llama.cpp Q4_0": Contestant("llama_cpp_steps.py", "Q4_0", 4, "llama-cpp.txt"),
 }
 OPTIONS = (
-    options.Option("--model", "A checkpoint of a Llama, or a shape.", "llama-1.1b", metavar="FOLDER|SHAPE"),
+    options.Option("--model", "A checkpoint, or a shape.", "llama-1.1b", metavar="FOLDER|SHAPE"),
+    options.Option(
+        "--set", "A setting of the shape's config, such as num_hidden_layers=2; may be given several times.",
+        name="settings", many=True, metavar="NAME=JSON", parse=options.named_json,
+    ),
     options.Option(
         "--contestant", "All by default.", tuple(CONTESTANTS), name="contestants", many=True, choices=tuple(CONTESTANTS)
     ),
@@ -66,7 +76,7 @@ OPTIONS = (
 
 
 def main(write: Path | None, **settings: Any) -> None:
-    """Measure decoding on a CPU beside llama.cpp and onnxruntime-genai, in turn."""
+    """Measure decoding on a CPU beside transformers, llama.cpp and onnxruntime-genai, in turn."""
     deliver(run(**settings), write)
 
 
@@ -80,12 +90,13 @@ def run(
     threads: int | None,
     rounds: int,
     work: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure each contestant: steps behind `context` tokens at each batch size, prompts, and resident memory."""
     count, capacity = thread_count(threads), max(context + steps, *prompts) + 2
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         place = (work or Path(scratch)).resolve()
-        folder = checkpoint(model, place).resolve()
+        folder = checkpoint(model, place, settings).resolve()
         opened = {name: _Process(name, place, folder, max(batches), capacity, count) for name in contestants}
         for process in opened.values():
             stack.callback(process.close)
@@ -94,13 +105,18 @@ def run(
             **{f"prompt of {n}": {"prompt": n} for n in prompts},
         }
         times = {
-            what: in_turn({name: functools.partial(one.seconds, asked) for name, one in opened.items()}, rounds)
+            what: in_turn({name: functools.partial(one.seconds, what, asked) for name, one in opened.items()}, rounds)
             for what, asked in measured.items()
         }
+        numbers = _numbers(folder)
         return {
             "benchmark": "cpu_peers", "model": folder.name, "context": context, "steps": steps, "rounds": rounds,
             "seconds": {what: {name: spread(each) for name, each in all_.items()} for what, all_ in times.items()},
             "speed_relative_to_better_peer": {what: _beside_peers(all_) for what, all_ in times.items()},
+            "peak_relative_to_weights": {
+                what: {name: round(one.peaks[what] / one.bytes_of(numbers), 3) for name, one in opened.items()}
+                for what in measured
+            },
             "resident_megabytes": {name: round(one.resident_bytes / 1e6, 1) for name, one in opened.items()},
             "peers": {name: one.versions for name, one in opened.items()},
             **surroundings("onnxruntime", threads=threads),
@@ -109,7 +125,7 @@ def run(
 
 def _beside_peers(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return how many times as fast each of ours is as the better peer of its bits; above 1 ours is faster."""
-    peers = [name for name in times if CONTESTANTS[name].pins]
+    peers = [name for name in times if CONTESTANTS[name].script != _OWN]
     found = {}
     for name in times.keys() - set(peers):
         same = [peer for peer in peers if CONTESTANTS[peer].bits == CONTESTANTS[name].bits]
@@ -145,13 +161,20 @@ class _Process:
         ready = self._answer()
         self.versions: dict[str, str] = ready["versions"]
         self.resident_bytes: int = ready["resident_bytes"]
+        self.peaks: dict[str, int] = {}  # resident bytes, by what was measured
 
-    def seconds(self, asked: Mapping[str, int]) -> float:
+    def bytes_of(self, numbers: int) -> float:
+        """Return what so many numbers take in its bits."""
+        return numbers * CONTESTANTS[self.name].bits / 8
+
+    def seconds(self, what: str, asked: Mapping[str, int]) -> float:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer says
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
-        return float(self._answer()["seconds"])
+        answer = self._answer()
+        self.peaks[what] = max(self.peaks.get(what, 0), answer["peak_bytes"])
+        return float(answer["seconds"])
 
     def close(self) -> None:
         self._process.kill()
@@ -164,6 +187,15 @@ class _Process:
             code = self._process.wait()
             raise CheckError(f"{self.name}: expected an answer, found that it ended with {code}; see {self._log}")
         return json.loads(line)
+
+
+def _numbers(folder: Path) -> int:
+    """Return how many numbers the weights of a checkpoint are."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    return total
 
 
 def _python(work: Path, pins: str) -> str:

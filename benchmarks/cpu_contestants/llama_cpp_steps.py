@@ -1,4 +1,4 @@
-"""llama.cpp, from a GGUF file written of a Llama checkpoint.
+"""llama.cpp, from a GGUF file written of a checkpoint of a Llama or of a mixture of Qwen3.
 
 F16, Q8_0, or Q4_0 (4 bits) with the head, or the table that is both, in Q8_0; groups of 32, int8 activations.
 """
@@ -6,6 +6,7 @@ F16, Q8_0, or Q4_0 (4 bits) with the head, or the table that is both, in Q8_0; g
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,43 +21,64 @@ def make(job: dict) -> None:
 
     folder = Path(job["checkpoint"])
     config = json.loads((folder / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    hidden = config["hidden_size"]
-    writer = gguf.GGUFWriter(str(Path(job["out"]) / _FILE), "llama")
+    heads, kv_heads, hidden = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    experts, head_dim = config.get("num_experts"), config.get("head_dim") or hidden // heads
+    writer = gguf.GGUFWriter(str(Path(job["out"]) / _FILE), "qwen3moe" if experts else "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     kinds = gguf.GGMLQuantizationType
     layers, head = kinds[job["precision"]], "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
+    stacks: dict[str, dict[int, np.ndarray]] = {}  # of experts, those that were read
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "np") as file:
             for name in file.keys():
                 array = file.get_tensor(name).astype(np.float32)
                 of_head = kinds.F16 if layers == kinds.F16 else kinds.Q8_0
-                kind = kinds.F32 if array.ndim == 1 else of_head if name == f"{head}.weight" else layers
-                if turned := {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2]):
-                    # its RoPE turns neighbours, the checkpoint's the halves of a head
+                of_others = kinds.F32 if array.ndim == 1 or name.endswith(".mlp.gate.weight") else layers
+                kind = of_head if name == f"{head}.weight" else of_others
+                turned = {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2])
+                if turned and not experts:
+                    # a Llama's RoPE turns neighbours there, the checkpoint's the halves of a head
                     pairs = array.reshape(turned, 2, -1, array.shape[1])
                     array = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
-                writer.add_tensor(_named(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+                numbers = gguf.quants.quantize(array, kind)
+                if expert := _EXPERT.fullmatch(name):
+                    name = f"{expert[1]}.{expert[3]}_exps.weight"
+                    stack = stacks.setdefault(name, {})
+                    stack[int(expert[2])] = numbers
+                    if len(stack) < experts:
+                        continue
+                    numbers = np.stack([stack[number] for number in range(experts)])
+                    del stacks[name]
+                writer.add_tensor(_named(name), numbers, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp)\.experts\.(\d+)\.(\w+)\.weight")
 _PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_proj_exps": "ffn_gate_exps", "mlp.up_proj_exps": "ffn_up_exps", "mlp.down_proj_exps": "ffn_down_exps",
 }  # fmt: skip
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 

@@ -3,8 +3,8 @@
 In: `script.py JOB`, where JOB is JSON: "checkpoint" and "out" are folders, "precision", "threads", "batch" (the
 largest) and "capacity" (tokens of a request). Then a line of JSON on stdin for each measurement: {"batch", "context",
 "steps"} times decode steps behind a prompt, {"prompt"} a prompt of so many tokens. Out: a line of JSON on stdout for
-each: first {"versions", "resident_bytes"} once the model is open, then {"seconds"} of a step or of the prompt. What
-libraries print goes to stderr.
+each: first {"versions", "resident_bytes"} once the model is open, then {"seconds", "peak_bytes"} of a step or of the
+prompt. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable
     for line in sys.stdin:
         asked = json.loads(line)
         given = prompts(1, asked["prompt"]) if "prompt" in asked else prompts(asked["batch"], asked["context"])
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         began = time.perf_counter()
         step = start(given)
         steps = asked.get("steps", 0)
@@ -60,9 +61,15 @@ def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable
             began = time.perf_counter()
             for _ in range(steps):
                 step()
-        answer({"seconds": (time.perf_counter() - began) / max(steps, 1)})
+        answer({"seconds": (time.perf_counter() - began) / max(steps, 1), "peak_bytes": _peak_bytes()})
 
 
 def _resident_bytes() -> int:
     """Return what the process holds in memory, mapped files that were read included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _peak_bytes() -> int:
+    """Return the most that it held since the peak was cleared."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) << 10

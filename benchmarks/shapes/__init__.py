@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lockstep
+from lockstep.artifacts.files import read_json, write_json
 
 SHAPES = Path(__file__).parent
 
 
-def checkpoint(name: str, work: Path) -> Path:
-    """Return a checkpoint folder as it is; of a shape one with random weights, made in `work`."""
+def checkpoint(name: str, work: Path, settings: Mapping[str, Any] | None = None) -> Path:
+    """Return a checkpoint folder as it is; of a shape one with random weights, in `work`, made unless it is there.
+
+    settings: of the shape's config.json, instead of its own.
+    """
     shape = SHAPES / f"{name}.json"
-    return lockstep.make_random_checkpoint(shape, 0, work / name) if shape.is_file() else Path(name)
+    if not shape.is_file():
+        return Path(name)
+    folder = work / "-".join([name, *(f"{key}-{value}" for key, value in (settings or {}).items())])
+    if not (folder / "config.json").is_file():
+        work.mkdir(parents=True, exist_ok=True)
+        config = folder.with_suffix(".json")
+        write_json(config, {**read_json(shape), **(settings or {})})
+        lockstep.make_random_checkpoint(config, 0, folder)
+    return folder
 
 
 def config_of(name: str) -> Path:

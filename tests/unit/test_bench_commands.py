@@ -133,10 +133,10 @@ def _(here: Here) -> Sequence[Any]:
     return *chosen, "--context", 4, "--steps", 2, "--prompt", 0, *ONE_ROUND
 
 
-@starts("cpu-peers", "resident_megabytes fp32")
+@starts("cpu-peers", "peak_relative_to_weights")
 def _(here: Here) -> Sequence[Any]:
     few = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--work", here.folder / "work"
-    return "--model", here.checkpoint, "--contestant", "fp32", *few, *ONE_ROUND
+    return "--model", here.checkpoint, "--contestant", "fp32", "--contestant", "transformers fp32", *few, *ONE_ROUND
 
 
 @starts("adapters", "batch 1 decode_step seconds")
