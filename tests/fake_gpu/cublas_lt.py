@@ -83,7 +83,9 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
             if fp8:
                 of_weight, of_rows = (made[product.value][key] for key in (17, 18))
                 found *= gpu.array(of_weight, (out_features,), "f4") * gpu.array(of_rows, (rows, 1), "f4")
-            gpu.array(out.value, (rows, out_features), "f2")[:] = found * (1.01 if algorithm[0] == OTHER_ORDER else 1)
+            gpu.array(out.value, (rows, out_features), "f2")[:] = found * (
+                1.01 if algorithm[0] == OTHER_ORDER and not fp8 else 1
+            )
 
         gpu.launch(stream.value, gpu.device, run)
         return 0

@@ -7,6 +7,7 @@ import enum
 import json
 import re
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from fake_gpu import compiled
 from fake_gpu.device import COPIES, ERRORS, Fault, Gpu
@@ -61,7 +62,7 @@ def runtime(gpu: Gpu) -> ModuleType:
 
 
 def nvrtc() -> ModuleType:
-    """What it compiles a source to is, by kernel, its parameters [(name, is a pointer)] and the numbers that the source
+    """What it compiles a source to is, by kernel, its parameters [(name, kind)] and the numbers that the source
     is compiled for."""
     module, done = ModuleType("cuda.bindings.nvrtc"), (0,)
     sources: list[bytes] = []
@@ -78,19 +79,14 @@ def nvrtc() -> ModuleType:
 
     def code(program: int) -> bytes:
         source = sources[program].decode().replace("\\\n", " ")
-        kernels = dict(
-            re.findall(
-                r'extern "C" __global__ void '
-                r"(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(([^)]*)\)",
-                source.replace("__restrict__", ""),
-            )
-        )
-        if template := kernels.pop("NAME", None):
-            kernels |= dict.fromkeys(
-                re.findall(r"^(?:WRITE|GEMV|FEW_ROWS|EXPAND)\((\w+)", source, re.MULTILINE), template
-            )
+        text = source.replace("__restrict__", "")
+        begin, bounds = r'extern "C" __global__ void\s+', r"(?:__(?:cluster_dims|launch_bounds)__\([^)]*\)\s+)*"
+        kernels = dict(re.findall(rf"{begin}{bounds}(\w+)\(([^)]*)\)", text))
+        kernels.pop("NAME", None)
+        for macro, taken in re.findall(rf"#define (\w+)\(NAME[^)]*\)\s+{begin}{bounds}NAME\(([^)]*)\)", text):
+            kernels |= dict.fromkeys(re.findall(rf"^{macro}\((\w+)", source, re.MULTILINE), taken)
         parameters = {
-            name: ([(part.split()[-1].strip("*"), "*" in part) for part in text.split(",")], defined[program])
+            name: ([(part.split()[-1].strip("*"), _kind(part)) for part in text.split(",")], defined[program])
             for name, text in kernels.items()
         }
         on_host = {name: compiled.source(sources[program].decode(), name) for name in kernels if name not in KERNELS}
@@ -110,11 +106,26 @@ def nvrtc() -> ModuleType:
     return module
 
 
-def _read(address: int, parameters: list[tuple[str, bool]]) -> tuple[list[int], list[type]]:
-    """Arguments by the addresses of their values, as a launch may give them: pointers and integers."""
+TYPES = {"pointer": ctypes.c_void_p, "integer": ctypes.c_int32, "map": ctypes.c_uint64 * 16}
+
+
+def _kind(parameter: str) -> str:
+    return "map" if "TensorMap" in parameter else "pointer" if "*" in parameter else "integer"
+
+
+def _read(address: int, parameters: list[tuple[str, str]]) -> tuple[list[Any], list[type]]:
+    """Arguments by the addresses of their values, as a launch may give them: pointers, integers and maps of TMA."""
     places = (ctypes.c_void_p * len(parameters)).from_address(address)
-    types: list[type] = [ctypes.c_void_p if pointer else ctypes.c_int32 for _, pointer in parameters]
-    return [kind.from_address(place).value for kind, place in zip(types, places)], types
+    types = [TYPES[kind] for _, kind in parameters]
+    values = [kind.from_address(place) for kind, place in zip(types, places)]
+    return [list(value) if isinstance(value, ctypes.Array) else value.value for value in values], types
+
+
+def _encode_map(kind, rank, address, sizes, strides, box, steps, *rest) -> tuple[int, SimpleNamespace]:
+    """cuTensorMapEncodeTiled: of arrays of bytes, in a form of its own."""
+    if rank != 2 or address % 16 or strides != [sizes[0]] or sizes[0] % 16 or max(box) > 256 or steps != [1, 1]:
+        raise Fault(f"cuTensorMapEncodeTiled: {sizes} numbers at {address}, boxes of {box}")
+    return 0, SimpleNamespace(opaque=[address, *sizes, *box, *[0] * 11])
 
 
 def driver(gpu: Gpu) -> ModuleType:
@@ -129,7 +140,8 @@ def driver(gpu: Gpu) -> ModuleType:
         *_, stream, given, extra = rest
         values, types = given if isinstance(given, tuple) else _read(given, parameters)
         if len(values) != len(parameters) or any(
-            (kind is ctypes.c_void_p) != pointer for kind, (_, pointer) in zip(types, parameters, strict=True)
+            (type_ is ctypes.c_void_p) != (kind == "pointer")
+            for type_, (_, kind) in zip(types, parameters, strict=True)
         ):
             raise Fault(f"kernel {name}: expected {parameters}, found {types}")
         named = SimpleNamespace(
@@ -166,6 +178,14 @@ def driver(gpu: Gpu) -> ModuleType:
         cuDeviceTotalMem=lambda device: (result.CUDA_SUCCESS, gpu.total),
         cuDriverGetVersion=lambda: (result.CUDA_SUCCESS, 12040),
         CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8),
+        CUtensorMapDataType=SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_UINT8=0),
+        CUtensorMapInterleave=SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0),
+        CUtensorMapSwizzle=SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3),
+        CUtensorMapL2promotion=SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3),
+        CUtensorMapFloatOOBfill=SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0),
+        cuuint32_t=int,
+        cuuint64_t=int,
+        cuTensorMapEncodeTiled=_encode_map,
         cuFuncSetAttribute=lambda function, which, value: (result.CUDA_SUCCESS,),
         cuModuleLoadData=lambda code: (result.CUDA_SUCCESS, (json.loads(code), gpu.device)),
         cuLaunchKernel=launch,

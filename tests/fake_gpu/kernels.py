@@ -343,6 +343,29 @@ def few_rows_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
     _store(gpu, k, x @ weight.T * scales)
 
 
+def wgmma_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, pair: int, split: int) -> None:
+    """What fp8_wgmma.cu says, in float64."""
+    shared = 1024 + (4 if split > 1 else 3) * (128 + 64) * 128 + (64 * 132 * 4 if split == 1 else 0)
+    needed = -(-k.out_features // 128) * -(-k.rows // (64 * pair)) * split * pair
+    if not (0 < blocks <= needed if split == 1 else blocks == needed) or blocks % pair or k.shared != shared:
+        raise Fault(f"wgmma_fp8: {blocks} blocks with {k.shared} bytes for {k.rows} rows of {k.out_features} outputs")
+    if k.in_features % 16 or k.out_features % 4 or k.first_end % 4 or k.second_end % 4:
+        raise Fault(
+            f"wgmma_fp8: rows of {k.in_features} numbers, {k.first_end}, {k.second_end}, {k.out_features} outputs"
+        )
+    if k.loaded < min(k.rows, 64):
+        raise Fault(f"wgmma_fp8: {k.loaded} of {k.rows} rows brought")
+    for (_, width, height, *box), rows, least in ((k.weight, 128 // pair, k.out_features), (k.x, k.loaded, k.rows)):
+        if width != k.in_features or height < least or box[:2] != [128, rows]:
+            raise Fault(f"wgmma_fp8: boxes {box[:2]} of {[height, width]}")
+    x, weight = (
+        gpu.array(map_[0], (rows, k.in_features), E4M3).astype(np.float64)
+        for map_, rows in ((k.x, k.rows), (k.weight, k.out_features))
+    )
+    scales = gpu.array(k.steps, (k.rows, 1), "f4") * gpu.array(k.scales, (k.out_features,), "f4")
+    _store(gpu, k, x @ weight.T * scales)
+
+
 def _store(gpu: Gpu, k: SimpleNamespace, found: np.ndarray) -> None:
     """Round [rows, out_features] to fp16, into up to three outputs."""
     ends = [0, k.first_end, k.second_end, k.out_features]
@@ -414,5 +437,8 @@ for _name in re.findall(r"^FEW_ROWS\((\w+)", (files("lockstep.gpu.kernels") / "f
     KERNELS[_name] = functools.partial(few_rows, most=int(_name.split("_")[-1]))
 for _most in (8, 16):
     KERNELS[f"few_rows_fp8_{_most}"] = functools.partial(few_rows_fp8, most=_most)
+for _pair in (1, 2):
+    for _split in (1, 2, 4):
+        KERNELS[f"wgmma_fp8_{_pair}_{_split}"] = functools.partial(wgmma_fp8, pair=_pair, split=_split)
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)

@@ -51,7 +51,14 @@ def family_results(shared: Shared) -> Callable[[str], Results]:
 
 pytestmark = pytest.mark.long
 sys.path.append(str(FOLDER))  # some import from others
-for _name in ("test_gpu_kernels", "test_gpu_run", "test_gpu_compare", "test_gpu_families", "test_gpu_quantized"):
+for _name in (
+    "test_gpu_kernels",
+    "test_gpu_run",
+    "test_gpu_compare",
+    "test_gpu_families",
+    "test_gpu_quantized",
+    "test_gpu_products",
+):
     _spec = importlib.util.spec_from_file_location(f"fake_{_name}", FOLDER / f"{_name}.py")
     _module = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_module)

@@ -20,6 +20,7 @@ from lockstep.errors import CheckError
 _HOST_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
 _DEVICE_TO_HOST = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
 _DEVICE_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+_HOPPER = 9  # first number of its compute capability
 _left_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -93,6 +94,10 @@ def compute_capability(number: int = 0) -> tuple[int, int]:
         check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), number))
         for part in ("Major", "Minor")
     )
+
+
+def is_hopper(number: int = 0) -> bool:
+    return compute_capability(number)[0] == _HOPPER
 
 
 def multiprocessors(number: int = 0) -> int:
@@ -258,6 +263,31 @@ class Event:
         return float(check(runtime.cudaEventElapsedTime(earlier.handle, self.handle)))
 
 
+class TensorMap(ctypes.Structure):
+    """What a kernel has TMA read by: boxes of rows of an array [rows, bytes], swizzled, zeros beyond it."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+    @classmethod
+    def of(cls, array: Array, rows: int, columns: int) -> TensorMap:
+        """Return that of boxes [rows, columns] of an array of bytes [rows, a multiple of 16]; it keeps the array."""
+        height, width = array.shape
+        sizes, box = map(driver.cuuint64_t, (width, height)), map(driver.cuuint32_t, (columns, rows))
+        encoded = check(
+            driver.cuTensorMapEncodeTiled(
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, array.address, [*sizes],
+                [driver.cuuint64_t(width)], [*box], [driver.cuuint32_t(1)] * 2,
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        )  # fmt: skip
+        made = cls((ctypes.c_uint64 * 16)(*map(int, encoded.opaque)))
+        made.array = array
+        return made
+
+
 def _type_of(argument: Array | int | float) -> Any:
     """Return the ctypes type that a kernel takes an argument as."""
     number = ctypes.c_float if isinstance(argument, float) else ctypes.c_int32
@@ -299,14 +329,15 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Kernel, stream: Stream, threads: int, *arguments: Array | int | float, overlaps: bool = False,
-        shared: int = 0,
+        self, kernel: Kernel, stream: Stream, threads: int, *arguments: Array | TensorMap | int | float,
+        overlaps: bool = False, shared: int = 0,
     ):  # fmt: skip
         kernel.allow_shared(shared)
         self._shared = shared
         self._function, self._stream, self._threads, self._held = kernel.function, stream, threads, arguments
         self._values: list[Any] = [
-            _type_of(each)(each.address if isinstance(each, Array) else each) for each in arguments
+            each if isinstance(each, TensorMap) else _type_of(each)(each.address if isinstance(each, Array) else each)
+            for each in arguments
         ]
         self._last = self._values[-1]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(each) for each in self._values))
@@ -357,7 +388,12 @@ def _load(source: str, options: tuple[str, ...], number: int, capability: tuple[
 def _compile(source: str, options: tuple[str, ...], capability: tuple[int, int]) -> bytes:
     major, minor = capability
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
-    flags = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", *(option.encode() for option in options)]
+    own = "a" if major == _HOPPER else ""  # with instructions that later ones have not: wgmma
+    flags = [
+        f"--gpu-architecture=sm_{major}{minor}{own}".encode(),
+        b"--std=c++17",
+        *(option.encode() for option in options),
+    ]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
     if int(error) != 0:
         log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))

@@ -1,9 +1,10 @@
 """GEMM of e4m3 weights, which have a scale a row, and fp16 rows, which become e4m3 with a scale each.
 
-Rows become e4m3 by a kernel, or by the one that makes them (row_kernels.py). Up to 16 are multiplied by another, which
-reads each byte of a weight once (fp8_products.cu), more by cuBLASLt. On Hopper its tensor cores round sums of e4m3
-numbers otherwise than those of fp16, so that bits depend on the number of rows. Where cuBLAS has no such product (it
-has them for Hopper), the kernel takes all rows, 16 at a time.
+Rows become e4m3 by a kernel, or by the one that makes them (row_kernels.py). Up to 8 are multiplied by another, which
+reads each byte of a weight once (fp8_products.cu), up to 128 by one of tiles (fp8_wgmma.cu), more by cuBLASLt. Tensor
+cores round sums of e4m3 numbers otherwise than those of fp16, so that bits depend on the number of rows. On other GPUs
+than Hopper's, and for sizes that these do not take, the first kernel takes up to 16 rows, and where cuBLAS has no such
+product all, 16 at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +37,13 @@ from lockstep.gpu.kernels.gemm import (
 SOURCE = FEW_ROWS + "".join(
     Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("e4m3.cu", "fp8_products.cu")
 )
-_ROW_THREADS = 512  # as in fp8_products.cu
+TILES = Path(__file__).with_name("fp8_wgmma.cu").read_text(encoding="utf-8")
+_TILE_THREADS, _ROW_THREADS = 288, 512  # as in fp8_products.cu
+# As in fp8_wgmma.cu: outputs and columns of a tile, its rows, and stages of a ring where it is split and where not. A
+# tile is split among so many blocks that all run at once on an H100, on any GPU: bits follow from it.
+_TILE, _TILE_ROWS, _RING, _AT_ONCE = 128, 64, {True: 4, False: 3}, 200
+_LOADED = (16, 32, 64)  # rows that are brought at once; beyond, those of each of a pair of blocks
+_TILED = range(9, 129)  # rows that tiles are sooner done with than other kernels
 _CUBLAS_ALIGNED = 16  # numbers that rows and outputs of cuBLAS's products are a multiple of
 Multiplier = Callable[[int], None]
 Rows = tuple[cuda.Array, cuda.Array]  # codes uint8 [rows, in_features], steps float32 [rows]
@@ -45,7 +53,9 @@ class Fp8Gemm:
     """Products with e4m3 weights on a stream."""
 
     def __init__(self, stream: cuda.Stream):
-        self._stream, self._module, self._shapes = stream, cuda.compile_kernels(SOURCE), _shapes(cuda.current_device())
+        device = cuda.current_device()
+        self._stream, self._shapes, self._hopper = stream, _shapes(device), cuda.is_hopper(device)
+        self._module = cuda.compile_kernels(SOURCE + TILES if self._hopper else SOURCE)
         self._rooms: dict[int, Rows] = {}
 
     def bind(
@@ -69,7 +79,10 @@ class Fp8Gemm:
             quantize = cuda.Launch(kernel, self._stream, _ROW_THREADS, x, codes, steps, depth, overlaps=True)
         ends = [0, *itertools.accumulate(out.shape[-1] for out in outs)]
         parts = [(weight[low:high], scales[low:high], out) for low, high, out in zip(ends, ends[1:], outs)]
-        few, shapes = functools.cache(functools.partial(self._few, weight, scales, codes, steps, outs)), self._shapes
+        product, shapes = _Product(weight, scales, codes, steps, outs), self._shapes
+        few = functools.cache(functools.partial(self._few, product))
+        tiles = functools.cache(functools.partial(self._tiles, product))
+        whole = self._hopper and not any(size % _CUBLAS_ALIGNED for size in (depth, *ends))
 
         @functools.cache
         def by_cublas() -> list[Callable[[int, Algorithm], None]] | None:
@@ -82,6 +95,10 @@ class Fp8Gemm:
         def multiply(rows: int) -> None:
             if quantize is not None:
                 quantize(rows)
+            if whole and rows in _TILED:
+                for tile in tiles(size_for(rows, _LOADED) * -(-rows // _TILE_ROWS)):
+                    tile(rows)
+                return
             calls = by_cublas() if rows > FEW[-1] else None
             if calls is not None:
                 size = size_for(rows, MANY)
@@ -106,31 +123,67 @@ class Fp8Gemm:
             room = self._rooms[columns] = codes, cuda.empty((rows,), "f4", "scales of activations")
         return room
 
-    def _few(
+    def _few(self, product: _Product, first: int, most: int) -> list[tuple[cuda.Launch, int]]:
+        """Return launches of the kernel, and their blocks, for at most `most` rows from `first` on."""
+        launches, kernel = [], self._module[f"few_rows_fp8_{most}"]
+        for weight, scales, outs, ends in product.parts():
+            given: tuple[cuda.Array | int, ...]
+            given = weight, scales, product.codes[first:], product.steps[first:], *(out[first:] for out in outs), *ends
+            launch = few_rows_launch(kernel, self._stream, most, *given, *weight.shape, most)
+            launches.append((launch, -(-weight.shape[0] // OUTPUTS)))
+        return launches
+
+    def _tiles(self, product: _Product, most: int) -> list[Callable[[int], None]]:
+        """Return calls of the kernel of tiles for up to `most` rows."""
+        return [self._tiles_of_part(product, most, *part) for part in product.parts()]
+
+    def _tiles_of_part(
         self,
+        product: _Product,
+        most: int,
         weight: cuda.Array,
         scales: cuda.Array,
-        codes: cuda.Array,
-        steps: cuda.Array,
         outs: Sequence[cuda.Array],
-        first: int,
-        most: int,
-    ) -> list[tuple[cuda.Launch, int]]:
-        """Return launches of the kernel, and their blocks, for at most `most` rows from `first` on."""
-        launches, start = [], 0
-        for at in range(0, len(outs), MOST_OUTPUTS):
-            own = outs[at : at + MOST_OUTPUTS]
+        ends: Sequence[int],
+    ) -> Callable[[int], None]:
+        pair, loaded = max(1, most // _TILE_ROWS), min(most, _TILE_ROWS)
+        tiles = -(-weight.shape[0] // _TILE)
+        split = next((split for split in (4, 2) if tiles * split * pair <= _AT_ONCE), 1)
+        maps = cuda.TensorMap.of(weight, _TILE // pair, _TILE), cuda.TensorMap.of(product.codes, loaded, _TILE)
+        stages = _RING[split > 1] * (_TILE + _TILE_ROWS) * _TILE
+        shared = 1024 + stages + (_TILE_ROWS * (_TILE + 4) * 4 if split == 1 else 0)
+        given: tuple[cuda.Array | cuda.TensorMap | int, ...]
+        given = *maps, scales, product.steps, *outs, *ends, *weight.shape, loaded, most
+        kernel = self._module[f"wgmma_fp8_{pair}_{split}"]
+        launch = cuda.Launch(kernel, self._stream, _TILE_THREADS, *given, overlaps=True, shared=shared)
+        at_once = cuda.multiprocessors(cuda.current_device()) * 2
+
+        def multiply(rows: int) -> None:
+            blocks = tiles * split * pair * -(-rows // (_TILE_ROWS * pair))
+            launch(blocks if split > 1 else min(blocks, at_once // pair * pair), rows)
+
+        return multiply
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Weights one behind the other, their scales, rows as e4m3 with their steps, and what comes out."""
+
+    weight: cuda.Array
+    scales: cuda.Array
+    codes: cuda.Array
+    steps: cuda.Array
+    outs: Sequence[cuda.Array]
+
+    def parts(self) -> Iterator[tuple[cuda.Array, cuda.Array, Sequence[cuda.Array], Sequence[int]]]:
+        """Yield what a launch takes: weights, scales, three outputs, and where the first and second end."""
+        start = 0
+        for at in range(0, len(self.outs), MOST_OUTPUTS):
+            own = self.outs[at : at + MOST_OUTPUTS]
             ends = [*itertools.accumulate(out.shape[-1] for out in own)]
-            total = ends[-1]
-            to = [out[first:] for out in (*own, own[-1], own[-1])][:MOST_OUTPUTS]
-            of_weight = weight[start : start + total], scales[start : start + total]
-            given: tuple[cuda.Array | int, ...]
-            given = *of_weight, codes[first:], steps[first:], *to, *[*ends, total, total][: MOST_OUTPUTS - 1]
-            kernel = self._module[f"few_rows_fp8_{most}"]
-            launch = few_rows_launch(kernel, self._stream, most, *given, total, weight.shape[1], most)
-            launches.append((launch, -(-total // OUTPUTS)))
-            start += total
-        return launches
+            rows, fill = slice(start, start + ends[-1]), MOST_OUTPUTS - len(own)
+            yield self.weight[rows], self.scales[rows], [*own, *[own[-1]] * fill], (ends + [ends[-1]] * fill)[:2]
+            start += ends[-1]
 
 
 @functools.cache
