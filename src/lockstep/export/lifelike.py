@@ -167,14 +167,20 @@ def _rows(values: Any, hidden: int) -> torch.Tensor:
 def _attend_to_first(model: PreTrainedModel, channels: list[int]) -> None:
     """Let the queries of all tokens meet the key of the first, where RoPE turns slowest."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or weight.shape[1] != _table(model).shape[1]:
             continue
-        for pattern, count, channel in ((_QUERY, heads, channels[0]), (_KEY, kv_heads, channels[-1])):
-            if pattern.search(name) and isinstance(count, int) and weight.shape[0] % count == 0:
+        layer = re.search(r"\.(\d+)\.", name)
+        own = config.per_layer_config[int(layer[1])] if layer and config.is_heterogeneous else config  # Gemma 4
+        for pattern, key, channel in (
+            (_QUERY, "num_attention_heads", channels[0]),
+            (_KEY, "num_key_value_heads", channels[-1]),
+        ):
+            if not pattern.search(name):
+                continue
+            count = getattr(own, key, None) or own.num_attention_heads
+            if isinstance(count, int) and weight.shape[0] % count == 0:
                 dim = weight.shape[0] // count
                 weight[dim - 1 :: dim, channel] += _SHARPNESS * dim**0.25
 
