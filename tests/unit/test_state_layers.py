@@ -14,6 +14,7 @@ from onnx import numpy_helper
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.graph_files import PHASES
+from lockstep.backends import build
 from lockstep.backends.gpu_backend import with_fused_attention
 from lockstep.errors import CheckError, InputError
 from lockstep.export.parity import TOLERANCE, Small, measure
@@ -114,8 +115,18 @@ def test_in_fp16_a_request_has_the_bits_of_it_alone_in_company(shared, family):
         np.testing.assert_array_equal(found[number, 0], run(Engine(model), request)[0, 0])
 
 
-def check_golden(root) -> None:
-    results, target = Results(root / "results"), Target(NAME, "fp32", "all", "onnxruntime")
+@pytest.mark.long
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_golden_passes_on_openvino(shared, family):
+    pytest.importorskip("openvino")
+    root = built_family(shared, family)
+    results = Results(root / "results")
+    build(results.assembly(NAME, "fp32"), "openvino", results.engines(NAME, "fp32", "openvino"))
+    check_golden(root, "openvino")
+
+
+def check_golden(root, backend: str = "onnxruntime") -> None:
+    results, target = Results(root / "results"), Target(NAME, "fp32", "all", backend)
     reference = results.reference(NAME, "all")
     if not reference.exists():
         terms = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
@@ -123,12 +134,12 @@ def check_golden(root) -> None:
     golden.check_engines(
         results.assembly(NAME, "fp32"),
         results.weights(NAME, "fp32"),
-        results.engines(NAME, "fp32", "onnxruntime"),
+        results.engines(NAME, "fp32", backend),
         reference,
         target,
         Tolerances(block=1e-4, logits=1e-4),
         Limits(max_batch_size=3, max_input_len=32, max_seq_len=128, max_num_tokens=64),
-        results.golden(*(parts := (NAME, "fp32", "all", "onnxruntime"))),
+        results.golden(*(parts := (NAME, "fp32", "all", backend))),
         results.speed(*parts),
     )
 
