@@ -110,7 +110,8 @@ def run(
         }
         numbers = _numbers(folder)
         return {
-            "benchmark": "cpu_peers", "model": folder.name, "context": context, "steps": steps, "rounds": rounds,
+            "benchmark": "cpu_peers", "model": Path(model).name, "settings": settings or {},
+            "context": context, "steps": steps, "rounds": rounds,
             "seconds": {what: {name: spread(each) for name, each in all_.items()} for what, all_ in times.items()},
             "speed_relative_to_better_peer": {what: _beside_peers(all_) for what, all_ in times.items()},
             "peak_relative_to_weights": {

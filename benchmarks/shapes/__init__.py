@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.artifacts.files import read_json, write_json
+from lockstep.artifacts.files import dump_json, read_json, write_json
 
 SHAPES = Path(__file__).parent
 
@@ -20,7 +21,7 @@ def checkpoint(name: str, work: Path, settings: Mapping[str, Any] | None = None)
     shape = SHAPES / f"{name}.json"
     if not shape.is_file():
         return Path(name)
-    folder = work / "-".join([name, *(f"{key}-{value}" for key, value in (settings or {}).items())])
+    folder = work / (f"{name}-{hashlib.sha256(dump_json(settings).encode()).hexdigest()[:8]}" if settings else name)
     if not (folder / "config.json").is_file():
         work.mkdir(parents=True, exist_ok=True)
         config = folder.with_suffix(".json")
