@@ -41,6 +41,7 @@ SAMPLED, SAMPLED_BATCHES = Sampling(0.8, top_p=0.95), (1, 16, 64, 256)
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
     options.choice("--precision", "fp16", "w8a16", "w4a16", "w8a8-fp8", help="Integers in groups of 128."),
+    options.choice("--kv-cache-dtype", "fp16", "fp8", help="Of the backend cuda."),
     options.path("--vllm", "A record of vLLM on the same machine, to be put beside.", metavar="FILE", exists=True),
     options.number("--tensor-parallel", 1, "Ranks, each on a GPU of its own: with what sums over them take.", most=16),
     options.Option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),
@@ -49,8 +50,9 @@ OPTIONS = (
 
 
 def main(
-    shape: str, precision: str, backend: str, python: str | None, work: Path, build_options: dict[str, Any],
-    vllm: Path | None, tensor_parallel: int, alike: bool, rounds: int, write: Path | None,
+    shape: str, precision: str, kv_cache_dtype: str, backend: str, python: str | None, work: Path,
+    build_options: dict[str, Any], vllm: Path | None, tensor_parallel: int, alike: bool, rounds: int,
+    write: Path | None,
 ) -> None:  # fmt: skip
     """Measure one GPU at every batch size.
 
@@ -61,13 +63,17 @@ def main(
         [
             "batches",
             *([precision] if precision != "fp16" else []),
+            *([f"kv-{kv_cache_dtype}"] if kv_cache_dtype != "fp16" else []),
             *([str(tensor_parallel)] if tensor_parallel > 1 else []),
         ]
     )
     out = record_path(write, work, name, backend)
     work = (work if precision == "fp16" else work / precision).absolute()
-    lockstep.export_config(read_json(config_of(shape)), precision, work / "graphs", tensor_parallel, GROUP)
-    names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out), "python": python}
+    cached = None if kv_cache_dtype == "fp16" else kv_cache_dtype
+    graphs = work / ("graphs" if cached is None else f"graphs-kv-{cached}")
+    config = read_json(config_of(shape))
+    lockstep.export_config(config, precision, graphs, tensor_parallel, GROUP, kv_cache_dtype=cached)
+    names = {"assembly": str(graphs / "assembly.json"), "work": str(work), "out": str(out), "python": python}
     names |= {"vllm": str(vllm.absolute()) if vllm else None, "backend": backend}
     lockstep.run_in_python(
         python, "benchmarks.batches:measure", **names, rounds=rounds, options=build_options, alike=alike
@@ -100,6 +106,8 @@ def run(
     assembly = Assembly.load(assembly_json)
     work.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"benchmark": "batches", "layers": len(assembly.layers), "precision": assembly.precision}
+    if assembly.kv_cache_dtype is not None:
+        record["kv_cache_dtype"] = assembly.kv_cache_dtype
     if alike:
         record["weights"] = "of one layer, for all"
 
@@ -368,6 +376,7 @@ def page(record: Mapping[str, Any]) -> str:
             f"{record['device']['name']} with {in_words(record)}. Made by `python -m benchmarks batches "
             f"--work FOLDER --write records{' --tensor-parallel ' + str(record['ranks']) if 'ranks' in record else ''}"
             f"{'' if record['precision'] == 'fp16' else ' --precision ' + record['precision']}"
+            f"{' --kv-cache-dtype ' + record['kv_cache_dtype'] if 'kv_cache_dtype' in record else ''}"
             f"{' --backend tensorrt' if record.get('backend') == 'tensorrt' else ''}`."
         ),
         "",

@@ -157,7 +157,7 @@ class Results:
         return self.root / model / precision / "reference" / f"{layers}.json"
 
     def drift(self, model: str, precision: str, layers: int | str) -> Path:
-        return self.quantized_reference(model, precision, layers).with_name(f"{layers}.drift.json")
+        return self.reference_of(model, precision, layers).with_name(f"{layers}.drift.json")
 
     def reference_of(self, model: str, precision: str, layers: int | str) -> Path:
         """Return the reference that engines are held against.

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
+import fp8_pages
 from fake_gpu.device import Fault, Gpu, Waits
 from lockstep.gpu.state_kernels import StateKernelSpec
 from lockstep.step import greedy
@@ -73,16 +74,19 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
         for table in (k.own, k.other)
     )
     out[:], with_rope = ((x * own + x[:, :, partner] * other).astype(kind) for x in (query, key))
+    if not k.FP8:  # whose cache `write_pages` writes
+        _write_pages(gpu, k, rows, positions, with_rope, value)
+
+
+def _write_pages(
+    gpu: Gpu, k: SimpleNamespace, rows: np.ndarray, positions: np.ndarray, keys_of: np.ndarray, values_of: np.ndarray
+) -> None:
+    """Put keys with RoPE and values [tokens, heads, numbers] into pages."""
 
     @functools.cache
-    def pages_at(place: int) -> tuple[np.ndarray, ...]:
-        """Keys and values of the page that the table has there, [heads, tokens, numbers]."""
+    def pages_at(place: int) -> tuple[Page, Page]:
         page = int(gpu.array(k.pages + place * 4, (1,), "i4")[0])
-        found = []
-        for cache, dim in ((k.keys, k.DIM), (k.values, k.VALUE_DIM)):
-            size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
-            found.append(gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind))
-        return tuple(found)
+        return Page(gpu, k, k.keys, page, k.DIM), Page(gpu, k, k.values, page, k.VALUE_DIM)
 
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
         if row < 0:
@@ -90,7 +94,55 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
         if position // k.PAGE >= k.pages_per_row:
             raise Fault(f"apply_rope: position {position} in a row of {k.pages_per_row} pages")
         keys, values = pages_at(row * k.pages_per_row + position // k.PAGE)
-        keys[:, position % k.PAGE], values[:, position % k.PAGE] = with_rope[token], value[token]
+        keys.put(position % k.PAGE, keys_of[token])
+        values.put(position % k.PAGE, values_of[token])
+
+
+class Page:
+    """A page of a cache, [heads, tokens, numbers] of KIND, or of e4m3 as fp8_heads.cu says."""
+
+    def __init__(self, gpu: Gpu, k: SimpleNamespace, cache: int, page: int, dim: int):
+        self.fp8, self.kind, numbers = k.FP8, NUMBERS[k.KIND], k.PAGE * dim
+        if not k.FP8:
+            place = cache + page * k.KV_HEADS * numbers * self.kind.itemsize
+            self.numbers = gpu.array(place, (k.KV_HEADS, k.PAGE, dim), self.kind)
+            return
+        size = k.KV_HEADS * (numbers + k.PAGE)
+        held = gpu.array(cache + page * size, (k.KV_HEADS, numbers + k.PAGE), "u1")
+        self.codes, self.scales = held[:, :numbers].reshape(k.KV_HEADS, k.PAGE, dim), held[:, numbers:]
+
+    def put(self, token: int, heads: np.ndarray) -> None:
+        if self.fp8:
+            self.codes[:, token], self.scales[:, token] = fp8_pages.encode(heads)
+        else:
+            self.numbers[:, token] = heads
+
+    def get(self) -> np.ndarray:
+        """Numbers as float32."""
+        return fp8_pages.decode(self.codes, self.scales) if self.fp8 else self.numbers.astype(np.float32)
+
+
+def write_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
+    """What Fp8Pages.write says."""
+    tokens, given, partner = blocks // -(-2 * k.KV_HEADS // 4), NUMBERS[k.GIVEN], gpu.array(k.partner, (k.DIM,), "i4")
+    rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.WIDE, tokens)
+    key = gpu.array(k.key, (tokens, k.KV_HEADS, k.DIM), given).astype(np.float32)
+    own, other = (gpu.array(table, (int(positions.max()) + 1, k.DIM), "f4")[positions] for table in (k.own, k.other))
+    with_rope = (key * own[:, None] + key[:, :, partner] * other[:, None]).astype(NUMBERS[k.KIND])
+    value = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), NUMBERS[k.KIND])
+    _write_pages(gpu, k, rows, positions, with_rope, value)
+
+
+def read_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
+    """What Fp8Pages.read says."""
+    requests, kind = blocks // k.KV_HEADS // k.pages_per_row, NUMBERS[k.KIND]
+    table, held = gpu.array(k.table, (requests, k.pages_per_row), "i4"), gpu.array(k.held, (requests,), "i4")
+    for cache, out, dim in ((k.keys, k.keys_out, k.DIM), (k.values, k.values_out, k.VALUE_DIM)):
+        pages = gpu.array(out, (requests, k.pages_per_row, k.KV_HEADS, k.PAGE, dim), kind)
+        for request, tokens in enumerate(held.tolist()):
+            for number in range(-(-tokens // k.PAGE)):
+                found = Page(gpu, k, cache, int(table[request, number]), dim).get()
+                pages[request, number] = np.where(np.arange(k.PAGE)[:, None] < tokens - number * k.PAGE, found, 0)
 
 
 def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
@@ -130,14 +182,11 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
         with_rope = [(x[request] * own + x[request][:, partner] * other).astype(kind) for x in (query, key)]
         held = []
         for new, cache, dim in ((with_rope[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
-            size = k.KV_HEADS * k.PAGE * dim * kind.itemsize
-            pages = [
-                gpu.array(cache + page * size, (k.KV_HEADS, k.PAGE, dim), kind)
-                for page in table[row, : position // k.PAGE + 1].tolist()
-            ]
-            pages[-1][:, position % k.PAGE] = new
+            pages = [Page(gpu, k, cache, page, dim) for page in table[row, : position // k.PAGE + 1].tolist()]
+            pages[-1].put(position % k.PAGE, new)
             # with a window of 0: all
-            held.append(np.concatenate(pages, axis=1)[:, : position + 1][:, -k.WINDOW :].astype(np.float32))
+            numbers = np.concatenate([page.get() for page in pages], axis=1)
+            held.append(numbers[:, : position + 1][:, -k.WINDOW :])
         scores = (
             np.einsum("kgd,ktd->kgt", with_rope[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0])
             * k.scale
@@ -422,6 +471,8 @@ KERNELS: dict[str, Callable] = {
     "all_gather": all_gather,
     "apply_rope": apply_rope,
     "decode_attention": decode_attention,
+    "write_pages": write_pages,
+    "read_pages": read_pages,
     "advance": advance,
     "largest": largest,
     "choose": choose,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fp8_pages import heads_of, pages_of
 from lockstep.step.sampling import Sampling
 from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
 
@@ -144,7 +145,8 @@ class Rows:
         held = np.zeros((len(self.full[0]), PAGE), bool)
         for pages, length in zip(self.table, lengths):
             held[pages] |= (np.arange(self.pages_per_row * PAGE) < length - 1).reshape(-1, PAGE)
-        return [np.where(held[:, None, :, None], cache, np.array(np.nan, cache.dtype)) for cache in self.full]
+        caches = [np.where(held[:, None, :, None], cache, np.array(np.nan, cache.dtype)) for cache in self.full]
+        return [pages_of(cache) for cache in caches] if self.spec.fp8 else caches
 
     def expected(
         self, lengths: list[int], query: np.ndarray, caches: list[np.ndarray]
@@ -213,6 +215,13 @@ TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
         (decoding(given="float32", group=8, dim=64, window=128, sinks=True), LENGTHS, TWO_SPLITS),
         (decoding(kv_heads=1, dim=64), LONG, TWO_SPLITS),
         (decoding(kv_heads=1, dim=64, window=4200), LONG, TWO_SPLITS),
+        (decoding(group=4, fp8=True), LENGTHS, TWO_SPLITS),
+        (decoding(given="float32", wide=True, group=4, fp8=True), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(group=8, dim=64, window=100, sinks=True, fp8=True), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(group=5, kv_heads=1, dim=256, fp8=True), LENGTHS, TWO_SPLITS),
+        (decoding(group=3, dim=40, value_dim=24, fp8=True), LENGTHS, TWO_SPLITS),
+        (decoding(group=12, dim=80, value_dim=96, fp8=True), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(kv_heads=1, dim=64, fp8=True), LONG, TWO_SPLITS),
     ],
 )
 def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, spec, lengths, multiprocessors):
@@ -232,7 +241,7 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
     )
     tables = DeviceRopeTables(*(device.up(array) for array in (made.own, made.other, made.partner)))
     query, key, value = (device.up(array) for array in (made.query, made.key, made.value))
-    caches, rope_caches = ([device.up(cache) for cache in made.full] for _ in range(2))
+    caches, rope_caches = ([device.up(cache) for cache in made.caches(lengths[0])] for _ in range(2))
     (keys, values), (rope_keys, rope_values) = caches, rope_caches
     rows, positions, table = (
         device.up(np.zeros(count, np.int32)),
@@ -265,7 +274,8 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
         tokens = PagedTokens(query, key, value, keys, values, tables, rows, positions, table)
         by_row.launch(device.stream, tokens, outs[2], made.SCALE, scratch)
         assert np.array_equal(device.down(outs[2]).view(np.uint16), device.down(outs[0]).view(np.uint16))
-        expected, allowed = made.expected(held, device.down(query_out), after)
+        numbers_of = [heads_of(cache) for cache in after] if spec.fp8 else after
+        expected, allowed = made.expected(held, device.down(query_out), numbers_of)
         for out in outs:  # the second launch in a row finds the scratch that the first has left
             error = np.abs(device.down(out).astype(np.float64) - expected)
             assert (error <= allowed).all(), f"{np.nanmax(error - allowed)} more than allowed"

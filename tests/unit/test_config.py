@@ -136,15 +136,15 @@ MISTAKES = [
         "layers:",
         "layer:",
         "models.demo-llama.layer: unknown key, did you mean layers? allowed: source, layers, precisions, "
-        "backends, backend_precisions, group_size, head_bits, residual, tensor_parallel, adapters, max_adapters, "
-        "max_lora_rank, lora_target_modules, golden, tolerances",
+        "backends, backend_precisions, group_size, head_bits, residual, kv_cache_dtype, tensor_parallel, adapters, "
+        "max_adapters, max_lora_rank, lora_target_modules, golden, tolerances",
     ),
     (
         "golden:",
         "goldn:",
         "models.demo-llama.goldn: unknown key, did you mean golden? allowed: source, layers, precisions, "
-        "backends, backend_precisions, group_size, head_bits, residual, tensor_parallel, adapters, max_adapters, "
-        "max_lora_rank, lora_target_modules, golden, tolerances",
+        "backends, backend_precisions, group_size, head_bits, residual, kv_cache_dtype, tensor_parallel, adapters, "
+        "max_adapters, max_lora_rank, lora_target_modules, golden, tolerances",
     ),
     ("source: checkpoint", "source: ''", "models.demo-llama.source: expected text that is not empty; found ''"),
     ("source: checkpoint", "source: 7", "models.demo-llama.source: expected text; found 7 (put it in quotes)"),
@@ -366,8 +366,8 @@ def test_a_mistake_gives_one_line_that_names_the_key(tmp_path, old, new, expecte
         (
             "models:\n  m:\n",
             "models.m: expected a mapping of source, layers, precisions, backends, "
-            "backend_precisions, group_size, head_bits, residual, tensor_parallel, adapters, max_adapters, "
-            "max_lora_rank, lora_target_modules, golden, tolerances; found nothing",
+            "backend_precisions, group_size, head_bits, residual, kv_cache_dtype, tensor_parallel, adapters, "
+            "max_adapters, max_lora_rank, lora_target_modules, golden, tolerances; found nothing",
         ),
         ("limits: {}\n", "models: expected this key; found nothing"),
     ],

@@ -58,6 +58,7 @@ for _name in (
     "test_gpu_families",
     "test_gpu_quantized",
     "test_gpu_products",
+    "test_gpu_fp8_cache",
 ):
     _spec = importlib.util.spec_from_file_location(f"fake_{_name}", FOLDER / f"{_name}.py")
     _module = importlib.util.module_from_spec(_spec)

@@ -19,7 +19,8 @@ class Drift(Document):
     Measured in transformers, float32. max_logit_error, rms_logit_error: of the logits along the checkpoint's own
     answers to the golden prompts. rms_logit: of those logits themselves. tokens_differing: of `tokens` likeliest tokens
     there. perplexity, full_perplexity: on `perplexity_tokens` tokens of text, of the quantised weights and of the
-    checkpoint's. max_weight_error: of a weight, in steps of its group.
+    checkpoint's. max_weight_error: of a weight, in steps of its group. kv_cache_dtype: of keys and values, where it is
+    another than the activations'; then also of full weights, with `precision` that of the measurement.
     """
 
     FORMAT: ClassVar[str] = formats.DRIFT
@@ -35,10 +36,12 @@ class Drift(Document):
     perplexity_tokens: int
     perplexity: float
     full_perplexity: float
+    kv_cache_dtype: str | None = None
 
     def words(self) -> str:
+        cache = f"KV cache in {self.kv_cache_dtype}: " if self.kv_cache_dtype else ""
         return (
-            f"logits off by {self.rms_logit_error:.2g} rms, {self.max_logit_error:.2g} at most; "
+            f"{cache}logits off by {self.rms_logit_error:.2g} rms, {self.max_logit_error:.2g} at most; "
             f"{self.tokens_differing} of {self.tokens} tokens differ; perplexity {self.perplexity:.4g} for "
             f"{self.full_perplexity:.4g}"
         )

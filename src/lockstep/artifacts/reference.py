@@ -50,8 +50,8 @@ class LongPrompt:
 class ReferenceManifest(Document):
     """The answers of a model's first `layers` layers (or "all").
 
-    long: None where there is no long prompt. drift: of quantised weights, how far that is from the checkpoint
-    (`artifacts.drift`).
+    long: None where there is no long prompt. drift: of quantised weights or a rounded KV cache, how far
+    that is from the checkpoint (`artifacts.drift`).
     """
 
     FORMAT: ClassVar[str] = formats.REFERENCE

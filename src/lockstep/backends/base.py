@@ -78,6 +78,7 @@ class Backend(Protocol):
     on_host: bool  # engines run on the CPU here: a step takes as long as it has tokens
     takes_long: bool = False  # a build is worth a line of progress for each engine, and a record of what each took
     activations: str | None = None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
+    fp8_kv_cache: bool = False  # keys and values may be e4m3 numbers
     takes_canonical: bool = False  # `build` is given graphs as the assembly has them, with room for adapters
     rank_devices: bool  # each rank of a split model runs on a device of its own, by `executor`; else all on the host
 

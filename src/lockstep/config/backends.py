@@ -44,7 +44,7 @@ class BackendSettings:
     precisions.
     zero_points: of checkpoints that were quantised with other ones than the middle. mxfp4: codes of weights.
     fp16_activations: precisions of float32 graphs whose engines have float16 activations; they are held to the
-    tolerances of fp16, where these are larger.
+    tolerances of fp16, where these are larger. fp8_kv_cache: keys and values as e4m3 numbers.
     missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
     can. module: that its interpreter must have, where the config names one.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
@@ -66,6 +66,7 @@ class BackendSettings:
     zero_points: bool = True
     mxfp4: bool = False
     fp16_activations: tuple[str, ...] = ()
+    fp8_kv_cache: bool = False
     missing: Callable[[], str | None] = lambda: None
     module: str = ""
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None

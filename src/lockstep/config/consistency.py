@@ -102,6 +102,10 @@ def model_problems(
                 able = ", ".join(settings.runs_adapters)
                 text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
                 yield Problem((*here, "adapters"), f"{text}{len(model.adapters)}")
+        if model.kv_cache_dtype and not settings.fp8_kv_cache:
+            able = ", ".join(name for name, each in backends().items() if each.fp8_kv_cache)
+            text = f"expected none for backend {backend}; it is for {able}; found {model.kv_cache_dtype!r}"
+            yield Problem((*here, "kv_cache_dtype"), text)
         narrow = [each for each in model.precisions_of(backend) if each in settings.fp16_activations]
         if model.residual and narrow:
             text = f"expected none for backend {backend} in {narrow[0]}, whose engines have the hidden state in float16"

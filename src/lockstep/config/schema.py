@@ -270,6 +270,7 @@ class Config(Section):
             "max_new_tokens": golden.max_new_tokens,
             "prompts": [prompt.text for prompt in golden.prompts],
             "long_prompt": long_prompt,
+            **({"kv_cache_dtype": dtype} if (dtype := self.models[model].kv_cache_dtype) else {}),
         }
 
     def adapter_prompts(self, model: str) -> dict[str, tuple[Prompt, ...]]:

@@ -233,6 +233,11 @@ class ModelConfig(Section):
         "models whose hidden state is beyond 65504, where float16 ends (Gemma 3). None: float16. In w8a16 and w4a16 it "
         "is float32 as it is, but on the backend `tensorrt`, which cannot keep it there.",
     )
+    kv_cache_dtype: Literal["fp8"] | None = Field(
+        default=None,
+        description="On the backend `cuda`: `fp8` keeps keys and values as e4m3 numbers, with a scale for each token "
+        "and head, in half the memory; its error stands beside the results. None: in the type of the activations.",
+    )
     tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
         default=1,
         description="Ranks that each layer's heads, feed-forward sizes and vocabulary are split over. The same engines "

@@ -82,13 +82,15 @@ def export(
     group_size: int | None = None,
     residual: str | None = None,
     head_bits: int | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`.
 
     out: the path of assembly.json, which is returned; graphs lie beside it. tensor_parallel: for how many ranks.
     adapters: as of `lora.with_adapters`, for graphs that take adapters. group_size: numbers that share a scale in
     quantised precisions; None: 32, or as the checkpoint has them. residual: "float32" keeps the residual stream of a
-    fp16 model in float32. head_bits: of the output head in quantised precisions, 4 or 8; None: 8.
+    fp16 model in float32. head_bits: of the output head in quantised precisions, 4 or 8; None: 8. kv_cache_dtype: "fp8"
+    where keys and values are kept as e4m3 numbers; no graph depends on it.
 
     Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
     groups.
@@ -122,6 +124,7 @@ def export(
         eos_token_ids=stops,
         tokenizer=entry("tokenizer.json"),
         chat_template=entry(chat_template.FILE) if template else None,
+        kv_cache_dtype=kv_cache_dtype,
     )
     with _written(files, out):
         assembly.save(out)
@@ -136,6 +139,7 @@ def export_config(
     group_size: int = GROUP_SIZE,
     adapters: Mapping[str, Any] | None = None,
     residual: str | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer.
 
@@ -143,7 +147,8 @@ def export_config(
     Returns {file: size, sha256}.
     """
     files, assembly = _proven(config, precision, None, tensor_parallel, adapters, group_size, residual=residual)
-    assembly = replace(assembly, eos_token_ids=tuple(ids_of(config.get("eos_token_id"), Path("config.json"))))
+    stops = tuple(ids_of(config.get("eos_token_id"), Path("config.json")))
+    assembly = replace(assembly, eos_token_ids=stops, kv_cache_dtype=kv_cache_dtype)
     with _written(files, folder / "assembly.json"):
         files["assembly.json"] = dump_json(assembly.to_json()).encode()
         write_bytes(folder / "assembly.json", files["assembly.json"])

@@ -13,7 +13,7 @@ from lockstep.artifacts.summary import Reproduction
 from lockstep.manifests.manifest_files import content
 from lockstep.report.checks import CHECKS, AnyReport, Checked, loaded
 from lockstep.report.verdict import PASS
-from lockstep.targets import Results, Target, is_quantized
+from lockstep.targets import Results, Target
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Details:
     """All that is known of a target.
 
     checks: those that ran or should have, by name. digest: of the engines that were checked, else of those that are
-    there. engines, speed, reproduction: None where they are not there or of other engines. drift: of quantised weights.
+    there. engines, speed, reproduction: None where they are not there or of other engines. drift: of quantised weights
+    and KV caches.
     """
 
     checks: Mapping[str, Checked]
@@ -60,5 +61,5 @@ def details(
         engines=built,
         speed=loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
         reproduction=reproduction if reproduction and reproduction.engine_digest == digest else None,
-        drift=loaded(Drift.load, results.drift(model, precision, layers)) if is_quantized(precision) else None,
+        drift=loaded(Drift.load, results.drift(model, precision, layers)),
     )

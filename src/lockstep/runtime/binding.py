@@ -107,6 +107,7 @@ def _network(
         exit=bound(assembly.exit_of(chosen)),
         dtype=named_dtype(assembly.dtype),
         vocab_size=assembly.vocab_size,
+        kv_cache_dtype=assembly.kv_cache_dtype,
     )
 
 

@@ -27,6 +27,8 @@ def root_key(model: Model, salt: str = "", adapter_sha256: str | None = None) ->
         "chunk_size": model.chunk_size,
         "salt": salt,
     }
+    if dtype := model.engines.assembly.kv_cache_dtype:
+        made_by["kv_cache_dtype"] = dtype
     if libraries := model.libraries:
         made_by["libraries"] = libraries
     if adapter_sha256 is not None:

@@ -126,6 +126,7 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         verifies_drafts=model.verifies_drafts,
         adapters={name: adapter.sha256 for name, adapter in model.adapters.known.items()} if model.adapters else {},
         lost_adapters=lost,
+        kv_cache_dtype=model.engines.assembly.kv_cache_dtype,
     )
     return engine, model.adapters, ready
 

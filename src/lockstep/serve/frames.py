@@ -52,6 +52,7 @@ class Ready:
     verifies_drafts: bool
     adapters: Mapping[str, str]
     lost_adapters: Mapping[str, str]
+    kv_cache_dtype: str | None = None
 
 
 def packed(frame: Mapping[str, Any]) -> bytes:

@@ -157,7 +157,9 @@ async def _serve(
             f"ready: {' and '.join(places)} serves {service.name} "
             f"({ready.backend}, identity {ready.identity[:12]}): up to {ready.max_batch_size} requests of "
             f"{ready.max_seq_len} tokens at a time, a KV cache of "
-            f"{ready.num_pages * PAGE_SIZE:,} tokens" + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
+            f"{ready.num_pages * PAGE_SIZE:,} tokens"
+            + (f" in {ready.kv_cache_dtype}" if ready.kv_cache_dtype else "")
+            + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
         )
         failed = asyncio.create_task(service.ended.wait())
         await asyncio.wait((server.serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)

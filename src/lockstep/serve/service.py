@@ -186,7 +186,9 @@ class Service:
     def _cache_config(self) -> tuple[dict[str, str], float] | None:
         if self._ready is None:
             return None
-        return {"block_size": str(PAGE_SIZE), "num_gpu_blocks": str(self._ready.num_pages)}, 1.0
+        ready = self._ready
+        labels = {"block_size": str(PAGE_SIZE), "num_gpu_blocks": str(ready.num_pages)}
+        return labels | ({"cache_dtype": ready.kv_cache_dtype} if ready.kv_cache_dtype else {}), 1.0
 
     def _used_adapters(self) -> tuple[dict[str, str], float] | None:
         most = len(self.adapters.model_names) - 1

@@ -48,7 +48,7 @@ class Adapted(Stage):
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         prompts = [prompt for each in config.adapter_prompts(names["model"]).values() for prompt in each]
-        return {"expected": expected(prompts, names), **bounds(config, names)}
+        return {"expected": expected(config, prompts, names), **bounds(config, names)}
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         prompts = AdaptedReport.load(manifest).prompts

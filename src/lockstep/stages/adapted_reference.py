@@ -35,7 +35,9 @@ class AdaptedReference(Stage):
 def reference_options(config: Config, model: str) -> dict[str, Any]:
     """Return the prompts of each adapter, and how many tokens follow them."""
     prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
-    return {"golden": {"max_new_tokens": config.models[model].golden.max_new_tokens, "prompts": prompts}}
+    settings = config.models[model]
+    dtype = {"kv_cache_dtype": settings.kv_cache_dtype} if settings.kv_cache_dtype else {}
+    return {"golden": {"max_new_tokens": settings.golden.max_new_tokens, "prompts": prompts, **dtype}}
 
 
 def make_reference(job: Job) -> None:

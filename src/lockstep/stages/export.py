@@ -42,6 +42,8 @@ class Export(Stage):
                 options["head_bits"] = settings.head_bits
         if settings.residual and names["precision"] == "fp16":
             options["residual"] = settings.residual
+        if settings.kv_cache_dtype is not None:
+            options["kv_cache_dtype"] = settings.kv_cache_dtype
         return options
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:

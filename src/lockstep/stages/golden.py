@@ -38,7 +38,7 @@ class Golden(Stage):
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         prompts = config.models[names["model"]].golden.prompts
-        return {"expected": expected(prompts, names), **bounds(config, names)}
+        return {"expected": expected(config, prompts, names), **bounds(config, names)}
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         names = key.names

@@ -23,7 +23,9 @@ class Reference(Stage):
     is_check = is_cached = True
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
-        return {"golden": config.reference_terms(names["model"])}
+        model = config.models[names["model"]]
+        terms = config.reference_terms(names["model"])
+        return {"golden": terms, **({"drift_text": model.golden.drift_text} if model.kv_cache_dtype else {})}
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         return ("reference", key.names["layers"]), tokens(ReferenceManifest.load(manifest).prompts)
@@ -32,4 +34,6 @@ class Reference(Stage):
         from lockstep.verify import golden
 
         terms = golden.GoldenTerms.from_json(job.options["golden"])
-        golden.make_reference(job.inputs["checkpoint"], job.layers, terms, job.output)
+        golden.make_reference(
+            job.inputs["checkpoint"], job.layers, terms, job.output, job.options.get("drift_text", "")
+        )

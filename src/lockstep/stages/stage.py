@@ -226,12 +226,13 @@ def bounds(config: Config, names: Names) -> dict[str, Any]:
     return {"tolerance": asdict(tolerance), "limits": config.limits.model_dump()}
 
 
-def expected(prompts: Iterable[Prompt], names: Names) -> list[str | None]:
+def expected(config: Config, prompts: Iterable[Prompt], names: Names) -> list[str | None]:
     """Return the text that the config expects after each prompt.
 
-    It is what the checkpoint says; of quantised weights the drift report shows what became of it.
+    It is what the checkpoint says; of quantised weights and caches the drift report shows what became of it.
     """
-    return [None if is_quantized(names["precision"]) else prompt.expected.get(names["layers"]) for prompt in prompts]
+    rounded = config.models[names["model"]].kv_cache_dtype or is_quantized(names["precision"])
+    return [None if rounded else prompt.expected.get(names["layers"]) for prompt in prompts]
 
 
 def names_below_model(key: BuildKey) -> tuple[str, ...]:

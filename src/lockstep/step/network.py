@@ -116,7 +116,8 @@ class LayerState(LayerMixer):
 class Network:
     """All that one step runs: embedding, (block, token mixer) by layer, exit.
 
-    others: of several ranks, each on a device of its own, what those behind the first run; this is the first's then.
+    kv_cache_dtype: "fp8" where keys and values are kept as e4m3 numbers; None: as `dtype`. others: of several ranks,
+    each on a device of its own, what those behind the first run; this is the first's then.
     """
 
     embedding: Block
@@ -124,6 +125,7 @@ class Network:
     exit: Block
     dtype: np.dtype
     vocab_size: int
+    kv_cache_dtype: str | None = None
     others: tuple[Network, ...] = ()
 
     @property

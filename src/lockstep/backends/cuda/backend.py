@@ -43,7 +43,7 @@ class CudaBackend(PortableGpuBackend):
     revision = REVISION
     precisions = PRECISIONS
     activations = "float16"
-    takes_canonical = True
+    takes_canonical = fp8_kv_cache = True
 
     def __init__(self) -> None:
         self._host = OnnxRuntimeBackend()

@@ -13,6 +13,7 @@ SETTINGS = BackendSettings(
     runs_adapters=("fp16",),
     zero_points=False,
     fp16_activations=PRECISIONS,
+    fp8_kv_cache=True,
     gpus=1,
     unpinned=("cuda", "cudnn"),
     built_on=("gpu", "backends/onnxruntime"),

@@ -1,4 +1,4 @@
-"""Fused attention over a paged KV cache, [pages, num_kv_heads, 64, head_dim] a layer (step/pages.py)."""
+"""Fused attention over a paged KV cache, [pages, num_kv_heads, 64, head_dim] a layer (step/pages.py), or fp8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import Arrays, Buffer, Call, Calls, Chunks
-from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables, PagedTokens
+from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables, PagedTokens, page_shape
 from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
 from lockstep.gpu.attention.prompt import PromptAttention
 from lockstep.gpu.attention.rope_kernel import RopeKernel
@@ -28,6 +28,7 @@ class FusedAttention:
         self,
         layers: Mapping[int, LayerAttention],
         dtype: np.dtype,
+        fp8: bool,
         tables: PageTables,
         rows: int,
         max_seq_len: int,
@@ -37,7 +38,10 @@ class FusedAttention:
         buffer: Buffer,
         stream: cuda.Stream,
     ):
-        """most_verified: rows of a step that verifies. largest_pass: tokens of a pass of prompts."""
+        """Allocate the cache.
+
+        fp8: of e4m3 numbers. most_verified: rows of a step that verifies. largest_pass: tokens of a pass of prompts.
+        """
         self._layers, self._buffer, self._stream = layers, buffer, stream
         self._dtype, self._tables = np.dtype(dtype), tables
         pages_per_row, pages = -(-max_seq_len // PAGE), tables.pool.num_pages
@@ -50,15 +54,18 @@ class FusedAttention:
         self._verified_staging = Staging(self._verified.nbytes, 1)
         attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
         self._rope_tables = {key: _device_rope_tables(each, max_seq_len) for key, each in attentions.items()}
-        specs = self._specs = {key: _spec(each, self._dtype, wide) for key, each in attentions.items()}
+        specs = self._specs = {key: _spec(each, self._dtype, wide, fp8) for key, each in attentions.items()}
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
         self._by_row = {key: DecodeAttention(spec, by_row=True) for key, spec in specs.items() if spec.sinks}
         self._scratch = Scratch(specs.values(), max(rows, most_verified, largest_pass if self._by_row else 0))
+        stored = np.dtype(np.uint8) if fp8 else self._dtype
         self._cache = {}
         for index, cache in ((index, layer_attention.cache) for index, layer_attention in layers.items()):
-            shapes = ((pages, cache.num_kv_heads, PAGE, dim) for dim in (cache.head_dim, cache.value_head_dim))
-            self._cache[index] = tuple(cuda.zeros(shape, self._dtype, "the KV cache") for shape in shapes)
+            dims = cache.head_dim, cache.value_head_dim
+            self._cache[index] = tuple(
+                cuda.zeros(page_shape(pages, cache.num_kv_heads, dim, fp8), stored, "the KV cache") for dim in dims
+            )
         self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:
@@ -109,7 +116,7 @@ class FusedAttention:
                 at += place.nbytes
 
     def _arrays(self) -> list[cuda.Array]:
-        """Return keys and values of all layers, [pages, num_kv_heads, 64, dim]."""
+        """Return keys and values of all layers, [pages, ...]; scales of fp8 lie in their pages."""
         return [array for pair in self._cache.values() for array in pair]
 
     def begin_verify(self, slots: Sequence[int]) -> None:
@@ -173,12 +180,12 @@ def _device_rope_tables(layer_attention: LayerAttention, positions: int) -> Devi
     return DeviceRopeTables(_up(tables.own), _up(tables.other), _up(tables.partner))
 
 
-def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool) -> AttentionKernelSpec:
+def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool, fp8: bool) -> AttentionKernelSpec:
     """Return what the kernels of a layer are compiled for."""
     variant, shape = layer_attention.variant, layer_attention.cache
     (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
     heads = variant.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_head_dim
-    return AttentionKernelSpec(dtype.name, given, wide, *heads, variant.window, variant.sinks)
+    return AttentionKernelSpec(dtype.name, given, wide, *heads, variant.window, variant.sinks, fp8)
 
 
 def _up(host: np.ndarray) -> cuda.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.gpu.cuda import Array
 from lockstep.gpu.kernels.step_kernels import NUMBERS
@@ -45,6 +46,17 @@ __device__ __forceinline__ float rope(float x, float own, float y, float other) 
 """  # noqa: E501
 
 
+FP8_WORDS = Path(__file__).with_name("fp8_heads.cu").read_text(encoding="utf-8")
+
+
+def page_shape(pages: int, num_kv_heads: int, dim: int, fp8: bool = False) -> tuple[int, ...]:
+    """Return the shape of the keys or values of a layer's pages.
+
+    fp8: in bytes, of a head 64 times `dim` e4m3 numbers, then their 64 scales (fp8_heads.cu).
+    """
+    return (pages, num_kv_heads, PAGE * (dim + 1)) if fp8 else (pages, num_kv_heads, PAGE, dim)
+
+
 @dataclass(frozen=True)
 class DeviceRopeTables:
     """RoPE tables (`rope_tables.RopeTables`) on the device.
@@ -63,8 +75,8 @@ class PagedTokens:
     """The new tokens of a layer, and the paged cache that they go to.
 
     query [num_tokens, num_heads, query_dim], key, value [num_tokens, num_kv_heads, dim]: before RoPE; a sink stands
-    behind the numbers of its head. keys, values [pages, num_kv_heads, 64, dim]. rows (int32): the row of each token, or
-    -1. positions: of each token. pages [rows, pages_per_row] int32: the page table.
+    behind the numbers of its head. keys, values [pages, num_kv_heads, 64, dim]; of fp8 as `page_shape` says. rows
+    (int32): the row of each token, or -1. positions: of each token. pages [rows, pages_per_row] int32: the page table.
     """
 
     query: Array
@@ -90,7 +102,8 @@ class AttentionKernelSpec:
 
     dtype: of the cache, and of all but queries and keys, whose dtype is `given`; both by NumPy's names. wide: positions
     are int64. window: the number of tokens that a token sees, itself among them; 0: all before it. sinks: whether each
-    head has a logit beside its scores, behind its numbers of a query.
+    head has a logit beside its scores, behind its numbers of a query. fp8: the cache has e4m3 numbers, `dtype` all
+    else.
     """
 
     dtype: str
@@ -102,6 +115,7 @@ class AttentionKernelSpec:
     value_dim: int
     window: int
     sinks: bool = False
+    fp8: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -116,6 +130,7 @@ class AttentionKernelSpec:
             "VALUE_DIM": self.value_dim,
             "WINDOW": self.window,
             "SINKS": int(self.sinks),
+            "FP8": int(self.fp8),
             "PAGE": PAGE,
             "THREADS": THREADS,
         }

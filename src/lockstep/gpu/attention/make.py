@@ -8,6 +8,7 @@ from lockstep.gpu.attention.base import Attention, Buffer
 from lockstep.gpu.attention.traced import TracedAttention
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.state_mixers import StateMixers
+from lockstep.step.kv_cache import LayerShape
 from lockstep.step.network import LayerAttention, LayerState, Network
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
@@ -21,7 +22,7 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
     the longest request. Raises CheckError where there is room for no page.
     """
     pages, (traced, fused, states) = num_slots * -(-max_seq_len // PAGE_SIZE), _by_kind(network)
-    nbytes = PAGE_SIZE * network.dtype.itemsize * sum(attention.cache.size for attention in fused.values())
+    nbytes = PAGE_SIZE * sum(_token_nbytes(attention.cache, network) for attention in fused.values())
     if traced or not fused:
         return PageTables(PagePool(pages, nbytes), num_slots, shares=None if traced else True)
     free -= num_slots * sum(mixer.cache.nbytes for mixer in states.values())
@@ -33,6 +34,13 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
             f"({'kv_bytes' if kv_bytes else f'of {free} free on the GPU'}); raise kv_bytes, or end what else uses it"
         )
     return PageTables(PagePool(room // nbytes, nbytes), num_slots)
+
+
+def _token_nbytes(shape: LayerShape, network: Network) -> int:
+    """Return the bytes of a token in a layer's pages, of fp8 with its scales."""
+    if network.kv_cache_dtype is None:
+        return shape.size * network.dtype.itemsize
+    return shape.size + 2 * shape.num_kv_heads
 
 
 def _by_kind(network: Network) -> tuple[dict[int, LayerAttention], dict[int, LayerAttention], dict[int, LayerState]]:
@@ -67,7 +75,8 @@ def make_attention(
         from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
 
         sizes = num_slots, max_seq_len, most_verified, largest_pass
-        paged = FusedAttention(fused, network.dtype, tables, *sizes, bool(kernels.wide), buffer, stream)
+        fp8 = network.kv_cache_dtype is not None
+        paged = FusedAttention(fused, network.dtype, fp8, tables, *sizes, bool(kernels.wide), buffer, stream)
         made |= dict.fromkeys(fused, paged)
     if states:
         made |= dict.fromkeys(states, StateMixers(states, num_slots, bool(kernels.wide), stream))

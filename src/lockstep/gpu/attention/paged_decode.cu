@@ -21,7 +21,7 @@ LOADS(float, "f32", "=f")
 LOADS(unsigned short, "u16", "=h")
 
 // 16 bytes of the cache, which are read once; zeros where not `in`.
-__device__ __forceinline__ Vec8 load_piece(const Bits* from, bool in) {
+__device__ __forceinline__ Vec8 load_piece(const void* from, bool in) {
     Vec8 piece;
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
                  "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
@@ -62,13 +62,21 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1
 // So a row has the same bits whatever blocks share its splits, and whatever rows there are beside it.
 //
 // In a warp, lane 4g + t. Scores are queries (8 rows, the other 8 are nothing) times keys: lanes read 16 bytes of the key of token g and of token g + 8, dims
-// 8t to 8t + 7 of each 32. So a product's k-th dim is another one than in memory, the same one in queries and keys, which leaves the sum what it is. Outputs
+// 8t to 8t + 7 of each 32, or of codes 16t to 16t + 15 of each 64. So a product's k-th dim is another one than in memory, the same one in queries and keys, which leaves the sum what it is. Outputs
 // are values (rows: dims) times weights (columns: heads): weights are in the registers where the scores' product left them, and lanes read 16 bytes of the
-// values of tokens 2t, 2t + 1, 2t + 8, 2t + 9, of dims 8g to 8g + 7 of each 64. Nothing of the cache goes through shared memory.
+// values of tokens 2t, 2t + 1, 2t + 8, 2t + 9, of dims 8g to 8g + 7 of each 64 (of codes 16g to 16g + 15 of each 128). Nothing of the cache goes through shared memory.
 constexpr int WARPS = THREADS / 32, UNIT = 16, LEAST = 2 * WARPS, MOST = 16;
 constexpr int CHUNKS = (GROUP + HEADS - 1) / HEADS;       // blocks that share a KV head; HEADS: query heads of a block
-constexpr int KEY_PIECES = (DIM + 31) / 32;               // of a lane, for each of its two tokens
-constexpr int VALUE_PIECES = (VALUE_DIM + 63) / 64;       // likewise, of four tokens
+#if FP8
+typedef Code Cached;
+#else
+typedef Bits Cached;
+#endif
+constexpr int LOADED = FP8 && DIM % 16 == 0 && VALUE_DIM % 16 == 0 ? 16 : 8, EIGHTS = LOADED / 8;  // numbers of a load, and by eight
+constexpr int KEY_LOADS = (DIM + 4 * LOADED - 1) / (4 * LOADED);                           // of a lane, for each of its two tokens
+constexpr int VALUE_LOADS = (VALUE_DIM + 8 * LOADED - 1) / (8 * LOADED);                   // likewise, of four tokens
+constexpr int KEY_PIECES = KEY_LOADS * EIGHTS, VALUE_PIECES = VALUE_LOADS * EIGHTS;        // of eight numbers
+constexpr int KEY_HEAD = FP8 ? PAGE * (DIM + 1) : PAGE * DIM, VALUE_HEAD = FP8 ? PAGE * (VALUE_DIM + 1) : PAGE * VALUE_DIM;  // of a page
 constexpr int LINE = DIM + 8;                             // of a head in shared memory, so that lanes do not meet in a bank
 constexpr int ROPE_SIZE = (HEADS + 1) * DIM;              // numbers that a block applies RoPE to
 constexpr int ROUNDS = (ROPE_SIZE + THREADS - 1) / THREADS;
@@ -81,29 +89,78 @@ __device__ __forceinline__ int page_of(const int* table, int unit, int pages_per
     return load_relaxed(table + min(unit / (PAGE / UNIT), pages_per_row - 1));
 }
 
+// What a lane loads at a time: 16 bytes, or 8 of codes of heads that 16 do not divide, of which the rest is nothing.
+__device__ __forceinline__ Vec8 load_cached(const Cached* from, bool in) {
+    if (LOADED * sizeof(Cached) == 16) return load_piece(from, in);
+    Vec8 piece = {{0, 0, 0, 0}};
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n@p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+                 : "=&r"(piece.w[0]), "=&r"(piece.w[1]) : "l"(__cvta_generic_to_global(from)), "r"((int)in));
+    return piece;
+}
+__device__ __forceinline__ Vec8 piece_at(const Cached* from) {
+    if (LOADED * sizeof(Cached) == 16) return *(const Vec8*)from;
+    const uint2 found = *(const uint2*)from;
+    return Vec8{{found.x, found.y, 0, 0}};
+}
+__device__ __forceinline__ void put_piece(Cached* to, const Vec8& piece) {
+    if (LOADED * sizeof(Cached) == 16) *(Vec8*)to = piece;
+    else *(uint2*)to = make_uint2(piece.w[0], piece.w[1]);
+}
+
+// The first dim of a lane's piece n of a key, and of its piece c of a value.
+__device__ __forceinline__ int key_dim(int n, int t) { return (n / EIGHTS * 4 + t) * LOADED + n % EIGHTS * 8; }
+__device__ __forceinline__ int value_dim(int c, int g) { return (c / EIGHTS * 8 + g) * LOADED + c % EIGHTS * 8; }
+
 // What a lane needs of the tokens base to base + 15, of those from low on and before the new one, which comes from shared memory.
-__device__ __forceinline__ void load_keys(Vec8 (&out)[2][KEY_PIECES], const Bits* keys, int page, int kv, int base, int low, int position,
+__device__ __forceinline__ void load_keys(Vec8 (&out)[2][KEY_LOADS], const Cached* keys, int page, int kv, int base, int low, int position,
                                           int g, int t) {
-    const Bits* at = keys + ((long long)page * KV_HEADS + kv) * (PAGE * DIM) + ((base & (PAGE - 1)) + g) * DIM + 8 * t;
+    const Cached* at = keys + ((long long)page * KV_HEADS + kv) * KEY_HEAD + ((base & (PAGE - 1)) + g) * DIM + LOADED * t;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int token = base + 8 * i + g;
         const bool in = token >= low && token < position;
 #pragma unroll
-        for (int n = 0; n < KEY_PIECES; ++n) out[i][n] = load_piece(at + 8 * i * DIM + 32 * n, in && 32 * n + 8 * t < DIM);
+        for (int n = 0; n < KEY_LOADS; ++n) out[i][n] = load_cached(at + 8 * i * DIM + 4 * LOADED * n, in && LOADED * (4 * n + t) < DIM);
     }
 }
 
-__device__ __forceinline__ void load_values(Vec8 (&out)[VALUE_PIECES][4], const Bits* values, int page, int kv, int base, int low, int position,
+__device__ __forceinline__ void load_values(Vec8 (&out)[VALUE_LOADS][4], const Cached* values, int page, int kv, int base, int low, int position,
                                             int g, int t) {
-    const Bits* at = values + ((long long)page * KV_HEADS + kv) * (PAGE * VALUE_DIM) + ((base & (PAGE - 1)) + 2 * t) * VALUE_DIM + 8 * g;
+    const Cached* at = values + ((long long)page * KV_HEADS + kv) * VALUE_HEAD + ((base & (PAGE - 1)) + 2 * t) * VALUE_DIM + LOADED * g;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int more = i / 2 * 8 + i % 2, token = base + 2 * t + more;
         const bool in = token >= low && token < position;
 #pragma unroll
-        for (int c = 0; c < VALUE_PIECES; ++c) out[c][i] = load_piece(at + more * VALUE_DIM + 64 * c, in && 64 * c + 8 * g < VALUE_DIM);
+        for (int c = 0; c < VALUE_LOADS; ++c) out[c][i] = load_cached(at + more * VALUE_DIM + 8 * LOADED * c, in && LOADED * (8 * c + g) < VALUE_DIM);
     }
+}
+
+#if FP8
+// The scales of the tokens base + 2t and base + 2t + 1, then those 8 further: keys' and values', two in 16 bits.
+__device__ __forceinline__ void load_scales(unsigned short (&out)[4], const Code* keys, const Code* values, int page, int kv, int base, int t) {
+    const long long head = (long long)page * KV_HEADS + kv;
+    const int at = (base & (PAGE - 1)) + 2 * t;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        out[i] = load_constant((const unsigned short*)(keys + head * KEY_HEAD + PAGE * DIM + at + 8 * i));
+        out[2 + i] = load_constant((const unsigned short*)(values + head * VALUE_HEAD + PAGE * VALUE_DIM + at + 8 * i));
+    }
+}
+
+__device__ __forceinline__ unsigned times(unsigned pair, unsigned scale) {  // two of fp16, by one: scale has it in its high byte
+    unsigned result;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(__byte_perm(scale, 0, 0x0404)));
+    return result;
+}
+#endif
+// Numbers 2w and 2w + 1 of piece `piece` of what a lane has loaded, as the products take them. Codes are over 256, which is in their scale.
+__device__ __forceinline__ unsigned pair_of(const Vec8& load, int piece, int w) {
+#if FP8
+    return halves_of(load.w[piece % EIGHTS * 2 + w / 2], w % 2);
+#else
+    return load.w[w];
+#endif
 }
 
 // Four numbers of a head, of several parts of a row: each part has its largest score, the sum of its weights, and its values by these.
@@ -127,7 +184,7 @@ struct Sum {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-decode_attention(const Given* query, const Given* key, const Bits* value, Bits* out, Bits* keys, Bits* values, const float* own, const float* other,
+decode_attention(const Given* query, const Given* key, const Bits* value, Bits* out, Cached* keys, Cached* values, const float* own, const float* other,
                  const int* partner, const int* rows, const void* positions, const int* pages, int pages_per_row, float scale, float* partials, float* stats,
                  int* counters) {
     __shared__ __align__(16) Bits with_rope[(HEADS + 1) * LINE];  // queries, then the new key
@@ -135,6 +192,10 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     __shared__ float tops[WARPS * HEADS], weights[WARPS * HEADS];
     __shared__ __align__(16) float parts[WARPS * HEADS * VALUE_DIM];
     __shared__ int is_last;
+#if FP8
+    __shared__ __align__(16) Code new_key[DIM], new_value[VALUE_DIM];
+    __shared__ Code new_scales[2];
+#endif
     const unsigned tid = threadIdx.x;
     const int warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
     const int kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
@@ -165,7 +226,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         sources[r] = source_of(i);
         xs[r] = load_relaxed(sources[r] + i % DIM);
     }
-    const Vec8 new_value = load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
+    const Vec8 value_piece = load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
     Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
     if (row < 0) {
         if (blockIdx.x == 0)
@@ -192,11 +253,17 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         others[r] = load_constant(other_at + i % DIM);
         ys[r] = load_constant(sources[r] + partners[r]);
     }
-    Vec8 k[2][KEY_PIECES], v[VALUE_PIECES][4];
+    Vec8 k[2][KEY_LOADS], v[VALUE_LOADS][4];
+#if FP8
+    unsigned short scales[4];
+#endif
     if (at < end) {
         const int page = __shfl_sync(~0u, entries, 0), base = (first + at) * UNIT;
         load_keys(k, keys, page, kv, base, low, position, g, t);
         load_values(v, values, page, kv, base, low, position, g, t);
+#if FP8
+        load_scales(scales, keys, values, page, kv, base, t);
+#endif
     }
 
     // RoPE, while they are on their way.
@@ -205,13 +272,20 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         const unsigned i = index_of(r);
         if (r * THREADS + tid < ROPE_SIZE) with_rope[i / DIM * LINE + i % DIM] = (Bits)pack(rope(number(xs[r]), owns[r], number(ys[r]), others[r]), 0);
     }
-    if (tid < VALUE_DIM / 8) *(Vec8*)(fresh + tid * 8) = new_value;
+    if (tid < VALUE_DIM / 8) *(Vec8*)(fresh + tid * 8) = value_piece;
     __syncthreads();
+#if FP8
+    if (warp == 0) encode_head<DIM>([&](int i) { return with_rope[HEADS * LINE + i]; }, lane, new_key, new_scales);
+    if (warp == 1) encode_head<VALUE_DIM>([&](int i) { return fresh[i]; }, lane, new_value, new_scales + 1);
+    __syncthreads();
+#else
+    const Bits *new_key = with_rope + HEADS * LINE, *new_value = fresh;
+#endif
     Vec8 q[KEY_PIECES];
 #pragma unroll
     for (int n = 0; n < KEY_PIECES; ++n) {
         q[n] = Vec8{{0, 0, 0, 0}};
-        if (g < HEADS && 32 * n + 8 * t < DIM) q[n] = *(const Vec8*)(with_rope + g * LINE + 32 * n + 8 * t);
+        if (g < HEADS && key_dim(n, t) < DIM) q[n] = *(const Vec8*)(with_rope + g * LINE + key_dim(n, t));
     }
 
     const long long group = (long long)request * gridDim.y + blockIdx.y;
@@ -220,7 +294,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
 #pragma unroll 1
     for (int split = first_split; split < last_split; ++split) {
         float top = LOWEST, weight = 0;          // of head g: its largest score, the sum of its weights
-        float sums[VALUE_PIECES][4][4] = {};     // [c][j]: of dim 64c + 8g + 2j (and of the next one in 2, 3), head 2t (and the next one in 1, 3)
+        float sums[VALUE_PIECES][4][4] = {};     // [c][j]: of dim value_dim(c, g) + 2j (and of the next one in 2, 3), head 2t (and the next one in 1, 3)
         const int behind = min(units, (split + 1) * size);
 #pragma unroll 1
         for (; at < behind; at += WARPS, ++ahead) {
@@ -229,33 +303,50 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
             if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * WARPS, pages_per_row);
             const int next_page = __shfl_sync(~0u, entries, ahead & 31);
             if (base + UNIT > position) {  // the new token: into its place in the cache too, once a KV head
-                const long long place = ((long long)new_page * KV_HEADS + kv) * PAGE + position % PAGE;
+                const long long head = (long long)new_page * KV_HEADS + kv;
+                const int in_page = position % PAGE;
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
                     if (base + 8 * i + g == position)
 #pragma unroll
-                        for (int n = 0; n < KEY_PIECES; ++n)
-                            if (32 * n + 8 * t < DIM) {
-                                k[i][n] = *(const Vec8*)(with_rope + HEADS * LINE + 32 * n + 8 * t);
-                                if (chunk == 0 && !BY_ROW) *(Vec8*)(keys + place * DIM + 32 * n + 8 * t) = k[i][n];
+                        for (int n = 0; n < KEY_LOADS; ++n)
+                            if (const int dim = LOADED * (4 * n + t); dim < DIM) {
+                                k[i][n] = piece_at(new_key + dim);
+                                if (chunk == 0 && !BY_ROW) put_piece(keys + head * KEY_HEAD + in_page * DIM + dim, k[i][n]);
                             }
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     if (base + i / 2 * 8 + 2 * t + i % 2 == position)
 #pragma unroll
-                        for (int c = 0; c < VALUE_PIECES; ++c)
-                            if (64 * c + 8 * g < VALUE_DIM) {
-                                v[c][i] = *(const Vec8*)(fresh + 64 * c + 8 * g);
-                                if (chunk == 0 && !BY_ROW) *(Vec8*)(values + place * VALUE_DIM + 64 * c + 8 * g) = v[c][i];
+                        for (int c = 0; c < VALUE_LOADS; ++c)
+                            if (const int dim = LOADED * (8 * c + g); dim < VALUE_DIM) {
+                                v[c][i] = piece_at(new_value + dim);
+                                if (chunk == 0 && !BY_ROW) put_piece(values + head * VALUE_HEAD + in_page * VALUE_DIM + dim, v[c][i]);
                             }
+#if FP8
+                if (chunk == 0 && !BY_ROW && lane < 2) {
+                    Code* page = lane ? values + head * VALUE_HEAD + PAGE * VALUE_DIM : keys + head * KEY_HEAD + PAGE * DIM;
+                    page[in_page] = new_scales[lane];
+                }
+#endif
             }
+#if FP8
+            unsigned key_scales[4], value_scales[4];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9; what is stale may be NaN
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = base + i / 2 * 8 + 2 * t + i % 2;
+                const bool is_new = token == position, in = token >= low && token < position;
+                key_scales[i] = is_new ? new_scales[0] : in ? scales[i / 2] >> i % 2 * 8 & 0xff : 0;
+                value_scales[i] = is_new ? new_scales[1] : in ? scales[2 + i / 2] >> i % 2 * 8 & 0xff : 0;
+            }
+#endif
             float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int n = 0; n < KEY_PIECES; ++n) {
-                    multiply(s[i], q[n].w[0], 0, q[n].w[1], 0, k[i][n].w[0], k[i][n].w[1]);
-                    multiply(s[i], q[n].w[2], 0, q[n].w[3], 0, k[i][n].w[2], k[i][n].w[3]);
+                    multiply(s[i], q[n].w[0], 0, q[n].w[1], 0, pair_of(k[i][n / EIGHTS], n, 0), pair_of(k[i][n / EIGHTS], n, 1));
+                    multiply(s[i], q[n].w[2], 0, q[n].w[3], 0, pair_of(k[i][n / EIGHTS], n, 2), pair_of(k[i][n / EIGHTS], n, 3));
                 }
             if (more) load_keys(k, keys, next_page, kv, next, low, position, g, t);
 #pragma unroll
@@ -263,6 +354,9 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int token = base + 8 * i + 2 * t + e;
+#if FP8
+                    s[i][e] *= number_of_half(key_scales[2 * i + e] << 8);  // a power of two
+#endif
                     s[i][e] = token >= low && token <= position ? s[i][e] * scale : -INFINITE;
                     best = fmaxf(best, s[i][e]);
                 }
@@ -282,12 +376,22 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
             for (int c = 0; c < VALUE_PIECES; ++c)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {  // row g: the even dim of two, row g + 8: the odd one; pairs of tokens
-                    const unsigned v0 = v[c][0].w[j], v1 = v[c][1].w[j], v2 = v[c][2].w[j], v3 = v[c][3].w[j];
+                    unsigned pairs[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        pairs[i] = pair_of(v[c / EIGHTS][i], c, j);
+#if FP8
+                        pairs[i] = times(pairs[i], value_scales[i]);
+#endif
+                    }
                     sums[c][j][0] *= less0; sums[c][j][1] *= less1; sums[c][j][2] *= less0; sums[c][j][3] *= less1;
-                    multiply(sums[c][j], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410), __byte_perm(v2, v3, 0x7632),
-                             p0, p1);
+                    multiply(sums[c][j], __byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[0], pairs[1], 0x7632),
+                             __byte_perm(pairs[2], pairs[3], 0x5410), __byte_perm(pairs[2], pairs[3], 0x7632), p0, p1);
                 }
             if (more) load_values(v, values, next_page, kv, next, low, position, g, t);
+#if FP8
+            if (more) load_scales(scales, keys, values, next_page, kv, next, t);
+#endif
         }
 
         // The warps of a block put their parts together.
@@ -299,8 +403,8 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
         for (int c = 0; c < VALUE_PIECES; ++c)
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-                if (2 * t + e < HEADS && 64 * c + 8 * g < VALUE_DIM) {
-                    Four* to = (Four*)(parts + (warp * HEADS + 2 * t + e) * VALUE_DIM + 64 * c + 8 * g);
+                if (2 * t + e < HEADS && value_dim(c, g) < VALUE_DIM) {
+                    Four* to = (Four*)(parts + (warp * HEADS + 2 * t + e) * VALUE_DIM + value_dim(c, g));
                     to[0] = Four{{sums[c][0][e], sums[c][0][2 + e], sums[c][1][e], sums[c][1][2 + e]}};
                     to[1] = Four{{sums[c][2][e], sums[c][2][2 + e], sums[c][3][e], sums[c][3][2 + e]}};
                 }

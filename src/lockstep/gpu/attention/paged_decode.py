@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.kernel_spec import SPLITS, THREADS, WORDS, AttentionKernelSpec, PagedTokens
+from lockstep.gpu.attention.kernel_spec import FP8_WORDS, SPLITS, THREADS, WORDS, AttentionKernelSpec, PagedTokens
 
 # Compiled for each spec, behind the common words.
-_SOURCE = WORDS + Path(__file__).with_name("paged_decode.cu").read_text(encoding="utf-8")
+_SOURCE = Path(__file__).with_name("paged_decode.cu").read_text(encoding="utf-8")
 
 
 class Scratch:
@@ -39,7 +39,8 @@ class DecodeAttention:
     def __init__(self, spec: AttentionKernelSpec, by_row: bool = False):
         self._spec, self._multiprocessors = spec, cuda.multiprocessors(cuda.current_device())
         options = *spec.options, f"-DBY_ROW={int(by_row)}"
-        self._kernel = cuda.compile_kernels(_SOURCE, options)["decode_attention"]
+        source = WORDS + (FP8_WORDS if spec.fp8 else "") + _SOURCE
+        self._kernel = cuda.compile_kernels(source, options)["decode_attention"]
 
     def launch(self, stream: cuda.Stream, tokens: PagedTokens, out: cuda.Array, scale: float, scratch: Scratch) -> None:
         """Put the attention of each request's new token on the stream.
@@ -48,8 +49,8 @@ class DecodeAttention:
         tokens of its row that it sees, the new one among them. Queries and keys get their RoPE first and are rounded.
         The new key and value go into the cache as `RopeKernel` writes them, to the bit. Unless `by_row`, request i is
         row i: rows[i] is i. It is -1 for a request that does not decode, which writes nowhere and whose `out` is 0.
-        Products are of numbers of the cache's dtype with fp32 accumulation. Scores, largest scores and sums of weights
-        are fp32; weights are rounded to the cache's dtype.
+        Products are of numbers of `dtype`, which those of an fp8 cache are to the bit, with fp32 accumulation. Scores,
+        largest scores and sums of weights are fp32; weights are rounded to `dtype`.
         """
         spec, requests = self._spec, out.shape[0]
         grid = spec.shares(requests, self._multiprocessors), spec.blocks, requests

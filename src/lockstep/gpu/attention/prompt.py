@@ -4,6 +4,9 @@ A call is for one chunk, or for several as packed sequences. Chunks are padded t
 (`base.padded`), so that few of cuDNN's plans serve all; what is beyond a chunk's last token costs next to nothing,
 so that those of a call are padded to the longest of them. Needs the package nvidia-cudnn-frontend and the library cuDNN
 9; no torch.
+
+Pages of fp8 are converted to fp16 before a call: those of its requests, of one layer, whole, in memory for the longest
+requests of a call. So prompts attend to the numbers that decoding reads.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import numpy as np
 from lockstep.errors import CheckError, note
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import LARGEST_BATCH, Call, Chunks, padded
-from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, PagedTokens
+from lockstep.gpu.attention.fp8_pages import Fp8Pages
+from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, PagedTokens, page_shape
 from lockstep.gpu.libraries import require_cudnn
 from lockstep.gpu.staging import Staging
 
@@ -51,6 +55,19 @@ class PromptAttention:
         self, specs: Sequence[AttentionKernelSpec], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream
     ):
         self._pages, self._stream = pages, stream
+        if fp8 := [spec for spec in specs if spec.fp8]:
+            self._pages = min(rows, LARGEST_BATCH) * pages_per_row  # those of a call
+            numbers = np.arange(self._pages, dtype=np.int32).reshape(-1, pages_per_row)
+            self._converted_table = cuda.empty(numbers.shape, "i4")
+            stream.upload(self._converted_table, numbers)
+            stream.synchronize()
+            self._fp8_pages = {id(spec): Fp8Pages(spec) for spec in fp8}
+            shapes = {
+                (which, page_shape(self._pages, spec.kv_heads, dim))
+                for spec in fp8
+                for which, dim in (("keys", spec.head_dim), ("values", spec.value_dim))
+            }
+            self._converted = {key: cuda.zeros(key[1], fp8[0].dtype, "attention to work in") for key in shapes}
         self._new, self._held = (cuda.zeros((rows,), "i4") for _ in range(2))
         self._table = cuda.zeros((rows, pages_per_row), "i4")
         widths = {spec.heads * dim for spec in specs for dim in (spec.head_dim, spec.value_dim)}
@@ -98,7 +115,26 @@ class PromptAttention:
         planned = self._planned.get((id(spec), scale))
         if planned is None:
             planned = self._planned[id(spec), scale] = list(self._plan_pass(spec, scale))
-        return [call.plan.bind(call, query, tokens, out) for call in planned]
+        if not spec.fp8:
+            return [call.plan.bind(call, query, tokens, out) for call in planned]
+        return [each for call in planned for each in self._converting(spec, call, query, tokens, out)]
+
+    def _converting(
+        self, spec: AttentionKernelSpec, call: _Call, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
+    ) -> Iterator[Call]:
+        """Yield what converts the pages of a call's requests, then the call on these."""
+        table, held = call.arrays["key_table"], call.arrays["held"]
+        keys, values = (
+            self._converted[which, page_shape(self._pages, spec.kv_heads, dim)]
+            for which, dim in (("keys", spec.head_dim), ("values", spec.value_dim))
+        )
+        arrays = tokens.keys, tokens.values, table, held, keys, values
+        yield functools.partial(self._fp8_pages[id(spec)].read, self._stream, *arrays)
+        pages = self._converted_table[: table.shape[0]]
+        arrays_of_call = {**call.arrays, "key_table": pages, "value_table": pages}
+        yield call.plan.bind(
+            replace(call, arrays=arrays_of_call), query, replace(tokens, keys=keys, values=values), out
+        )
 
     def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[_Call]:
         """Yield the calls of a pass, which all layers of this spec share."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from lockstep.gpu import cuda
+from lockstep.gpu.attention.fp8_pages import Fp8Pages
 from lockstep.gpu.attention.kernel_spec import THREADS, WORDS, AttentionKernelSpec, PagedTokens
 
 _KERNEL = r"""
 constexpr int QUERIES = KV_HEADS * GROUP * DIM / 8, KEYS = KV_HEADS * DIM / 8, VALUES = KV_HEADS * VALUE_DIM / 8;  // pieces of 8 numbers that a token has
+constexpr int PIECES = QUERIES + (FP8 ? 0 : KEYS + VALUES);  // fp8_pages.cu writes the cache of fp8
 
 __device__ __forceinline__ void load(float (&out)[8], const float* from) {
 #pragma unroll
@@ -33,7 +35,7 @@ apply_rope(const Given* query, const Given* key, const Bits* value, Bits* query_
     const int row = rows[token];
     const long long page = row < 0 ? 0 : pages[row * pages_per_row + position / PAGE];
     const long long place = page * KV_HEADS * PAGE + position % PAGE;  // of the first head in the cache; the next one is PAGE further
-    for (int piece = blockIdx.y * THREADS + threadIdx.x; piece < QUERIES + KEYS + VALUES; piece += gridDim.y * THREADS) {
+    for (int piece = blockIdx.y * THREADS + threadIdx.x; piece < PIECES; piece += gridDim.y * THREADS) {
         if (piece < QUERIES + KEYS) {
             const bool is_query = piece < QUERIES;
             const int at = is_query ? piece : piece - QUERIES, head = at / (DIM / 8), j = at % (DIM / 8) * 8;
@@ -64,6 +66,7 @@ class RopeKernel:
 
     def __init__(self, spec: AttentionKernelSpec):
         pieces = (spec.heads * spec.head_dim + spec.kv_heads * (spec.head_dim + spec.value_dim)) // 8
+        self._pages = Fp8Pages(spec) if spec.fp8 else None
         self._slices = -(-pieces // (_PIECES * THREADS))
         self._kernel = cuda.compile_kernels(WORDS + _KERNEL, spec.options)["apply_rope"]
 
@@ -75,3 +78,5 @@ class RopeKernel:
         is not.
         """
         self._kernel.launch(stream, (query_out.shape[0], self._slices, 1), THREADS, *tokens.arguments(query_out))
+        if self._pages is not None:
+            self._pages.write(stream, tokens, query_out)

@@ -32,6 +32,7 @@ from lockstep.verify.golden.reference import (
     write_logits,
 )
 from lockstep.verify.golden.terms import AdaptedTerms
+from lockstep.verify.rounded_kv_cache import round_kv_cache
 from lockstep.weights import Weights
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 
@@ -60,6 +61,8 @@ def make_adapted_reference(
         model = load_checkpoint(checkpoint_json, layers)
     else:
         model = dequantized(manifest.config, Weights.open(weights_json), layers)
+    if golden.kv_cache_dtype is not None:
+        round_kv_cache(model)
     tokenizer = load_tokenizer(folder)
     entries: list[AdaptedAnswer] = []
     answers: list[Answer] = []

@@ -9,8 +9,7 @@ that is from the checkpoint. Each weight is first held against the checkpoint's:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,13 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.dtypes import ROW
 from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
 from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_tensors
-from lockstep.onnx_tools.metrics import max_abs_error
+from lockstep.verify.golden.drift import drift_of, logits_along, perplexity
 from lockstep.verify.golden.logits_file import read_logits
 from lockstep.verify.golden.reference import (
     answer,
@@ -37,6 +35,7 @@ from lockstep.verify.golden.reference import (
 )
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.rounded_activations import round_activations
+from lockstep.verify.rounded_kv_cache import round_kv_cache
 from lockstep.weights import Weights, e4m3
 from lockstep.weights.groups import unpack
 from lockstep.weights.source import Source, open_source
@@ -78,25 +77,28 @@ def make_quantized_reference(
     model = load_checkpoint(Path(checkpoint_json), layers)
     rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
     text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
-    full_perplexity, count = _perplexity(model, text)
+    full_perplexity, count = perplexity(model, text)
+    answers = [(prompt.prompt_ids, prompt.tokens) for prompt in reference.prompts]
+    if golden.kv_cache_dtype is None:
+        expected = _own_logits(reference, Path(reference_json).with_name(reference.logits.file))
+    else:  # the reference's are of a rounded cache
+        expected = logits_along(model, answers)
     del model
     model = dequantized(config, weights, layers)
+    if golden.kv_cache_dtype is not None:
+        round_kv_cache(model)
     made = answer(model, tokenizer, folder, config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
-    perplexity, _ = _perplexity(model, text)
-    expected, found = _along(model, reference, Path(reference_json).with_name(reference.logits.file))
-    Drift(
-        layers=layers,
-        precision=weights.precision,
-        group_size=weights.group_size,
-        max_weight_error=off,
-        max_logit_error=max_abs_error(expected, found),
-        rms_logit_error=_rms(found - expected),
-        rms_logit=_rms(expected),
-        tokens=len(expected),
-        tokens_differing=int((found.argmax(-1) != expected.argmax(-1)).sum()),
-        perplexity_tokens=count,
-        perplexity=perplexity,
-        full_perplexity=full_perplexity,
+    own_perplexity, _ = perplexity(model, text)
+    drift_of(
+        expected,
+        logits_along(model, answers),
+        (own_perplexity, full_perplexity),
+        count,
+        layers,
+        weights.precision,
+        weights.group_size,
+        off,
+        golden.kv_cache_dtype,
     ).save(drift_out)
     return save_reference(made, layers, golden.max_new_tokens, Path(out), drift_out)
 
@@ -148,30 +150,7 @@ def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.
     return in_steps, np.where(last, 1.0, 0.5)
 
 
-def _perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, int]:
-    """Return the perplexity of a text within the model's positions, and on how many tokens."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    ids = torch.tensor([list(tokens[:limit])])
-    if ids.shape[1] < 2:
-        raise InputError("golden.drift_text: expected a text of two tokens or more, found less; give a longer one")
-    with torch.no_grad():
-        scores = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].double(), -1)
-    chosen = scores.gather(1, ids[0, 1:, None])
-    return math.exp(-float(chosen.mean())), len(chosen)
-
-
-def _along(model: PreTrainedModel, reference: ReferenceManifest, file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logits along the checkpoint's answers: its own, which lie in `file`, and this model's."""
+def _own_logits(reference: ReferenceManifest, file: Path) -> np.ndarray:
+    """Return the logits of a reference's own answers, which lie in `file`: [tokens, vocab_size]."""
     logits = read_logits(file, reference.logits.sha256)
-    expected, found = [], []
-    for number, prompt in enumerate(reference.prompts):
-        ids = torch.tensor([[*prompt.prompt_ids, *prompt.tokens[:-1]]])
-        with torch.no_grad():
-            rows = model(input_ids=ids, use_cache=False).logits[0, len(prompt.prompt_ids) - 1 :]
-        found.append(rows.float().numpy())
-        expected.append(logits[f"logits.{number}"])
-    return np.concatenate(expected), np.concatenate(found)
-
-
-def _rms(array: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(array, dtype=np.float64))))
+    return np.concatenate([logits[f"logits.{number}"] for number in range(len(reference.prompts))])

@@ -37,9 +37,11 @@ from lockstep.export.torch_model import cut_config, float32_tensor, is_within, l
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.verify.boundaries import both_sides, config_lengths
+from lockstep.verify.golden.drift import drift_of, logits_along, perplexity
 from lockstep.verify.golden.teacher_forced import Cached, logit_noise, logits_behind, run_behind
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
+from lockstep.verify.rounded_kv_cache import round_kv_cache
 from lockstep.weights.source import open_source
 
 TOP = 5  # logits that are kept by value in the manifest
@@ -87,18 +89,47 @@ class Reference:
     long: LongAnswer | None
 
 
-def make_reference(checkpoint_json: Path, layers: int | str, golden: GoldenTerms, out: Path) -> Path:
-    """Write the reference of a model to `out`, its logits beside it; return `out`. Same inputs, same bytes."""
+def make_reference(
+    checkpoint_json: Path, layers: int | str, golden: GoldenTerms, out: Path, drift_text: str = ""
+) -> Path:
+    """Write the reference of a model to `out`, its logits beside it; return `out`. Same inputs, same bytes.
+
+    Of a rounded KV cache the drift stands beside it too; drift_text: as of `make_quantized_reference`.
+    """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
     logits_beside(out)
     manifest = CheckpointManifest.load(checkpoint_json)
     folder = manifest.folder_of(checkpoint_json)
     check_stored(manifest.files, folder, RESOLVE_AGAIN)
     model, tokenizer = load_checkpoint(checkpoint_json, layers), load_tokenizer(folder)
-    reference = answer(
-        model, tokenizer, folder, manifest.config, golden.prompts, golden.max_new_tokens, golden.long_prompt
+    asked = golden.prompts, golden.max_new_tokens, golden.long_prompt
+    if golden.kv_cache_dtype is None:
+        reference = answer(model, tokenizer, folder, manifest.config, *asked)
+        return save_reference(reference, layers, golden.max_new_tokens, out)
+    rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
+    text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
+    hook = round_kv_cache(model)
+    reference = answer(model, tokenizer, folder, manifest.config, *asked)
+    own_perplexity, count = perplexity(model, text)
+    hook.remove()
+    expected = logits_along(model, [(answered.prompt_ids, answered.tokens) for answered in reference.answers])
+    drift = drift_of(
+        expected,
+        np.concatenate([answered.logits for answered in reference.answers]),
+        (own_perplexity, perplexity(model, text)[0]),
+        count,
+        layers,
+        "fp32",
+        kv_cache_dtype=golden.kv_cache_dtype,
     )
-    return save_reference(reference, layers, golden.max_new_tokens, out)
+    drift_out = drift_beside(out)
+    drift.save(drift_out)
+    return save_reference(reference, layers, golden.max_new_tokens, out, drift_out)
+
+
+def drift_beside(out: Path) -> Path:
+    """Return the file of a reference's drift."""
+    return out.with_suffix(".drift.json")
 
 
 def save_reference(

@@ -10,11 +10,12 @@ from lockstep.artifacts.document import JsonObject
 
 @dataclass(frozen=True)
 class GoldenTerms(JsonObject):
-    """What a reference is made from. long_prompt: its tokens, 0 for none."""
+    """What a reference is made from. long_prompt: its tokens, 0 for none. kv_cache_dtype: "fp8" where it rounds."""
 
     max_new_tokens: int
     prompts: tuple[str, ...]
     long_prompt: int = 0
+    kv_cache_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,4 @@ class AdaptedTerms(JsonObject):
 
     max_new_tokens: int
     prompts: Mapping[str, tuple[str, ...]]
+    kv_cache_dtype: str | None = None

@@ -1,0 +1,60 @@
+// Keys and values of a head as e4m3 with a scale, behind the words of kernel_spec.py.
+//
+// A page of a KV head is PAGE times its numbers, one byte each, then PAGE scales. A scale is a power of two, kept as the high byte of its fp16: the smallest
+// with which no number is beyond 448, from 2^-22 to 2^7. So what is kept is a number of fp16 to the bit, and a product with the scale rounds nothing. A head of
+// which a number is NaN or infinite has a scale of NaN. A number beyond 57344 becomes that.
+typedef unsigned char Code;
+struct __align__(8) EightCodes { unsigned w[2]; };
+
+#ifndef ON_HOST  // where the test has its own
+__device__ __forceinline__ float number_of_half(unsigned short bits) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
+    return result;
+}
+#endif
+constexpr __host__ __device__ int head_bytes(int dim) { return PAGE * (dim + 1); }
+
+// most: the bits of the largest magnitude. The exponent of the scale 2^(exponent - 15), by which numbers over 256 are e4m3's over 256.
+__device__ __forceinline__ unsigned exponent_of(unsigned most) {
+    const unsigned exponent = (most + 0xff) >> 10;  // one more where the magnitude's bits begin with more than 1.75
+    return exponent < 1 ? 1 : exponent > 30 ? 30 : exponent;
+}
+__device__ __forceinline__ Code scale_of(unsigned most) { return most >= 0x7c00 ? 0x7e : exponent_of(most) << 2; }
+
+// To nearest, ties to even, and to the largest where it is beyond.
+__device__ __forceinline__ Code code_of(Bits value, unsigned exponent) {
+    const unsigned bits = __float_as_uint(number_of_half(value) * __uint_as_float((142 - exponent) << 23)), size = bits & 0x7fffffff;
+    unsigned code = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (112 << 3);
+    if (size < 0x38800000) code = __float_as_uint(__uint_as_float(size) + 64.0f) & 0xff;  // below 2^-14: in steps of 2^-17, which are 64's
+    return (code < 0x7e ? code : 0x7e) | (bits >> 24 & 0x80);
+}
+
+// Codes over 256 as fp16: number 2 * half and the next one of a word.
+__device__ __forceinline__ unsigned halves_of(unsigned codes, int half) {
+    const unsigned spread = __byte_perm(codes, 0, half ? 0x3424 : 0x1404);
+    return (spread >> 1 & 0x3f803f80) | (spread & 0x80008000);
+}
+
+// A warp writes a head of SIZE numbers; read(i): the bits of number i.
+template <int SIZE, typename Read>
+__device__ __forceinline__ void encode_head(Read read, int lane, Code* codes, Code* scale) {
+    constexpr int ROUNDS = (SIZE + 31) / 32;
+    Bits held[ROUNDS];
+    unsigned most = 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        held[r] = r * 32 + lane < SIZE ? read(r * 32 + lane) : 0;
+        if ((held[r] & 0x7fffu) > most) most = held[r] & 0x7fff;
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        const unsigned other = __shfl_xor_sync(~0u, most, step);
+        if (other > most) most = other;
+    }
+    const unsigned exponent = exponent_of(most);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+        if (r * 32 + lane < SIZE) codes[r * 32 + lane] = code_of(held[r], exponent);
+    if (lane == 0) *scale = scale_of(most);
+}
