@@ -1,6 +1,6 @@
 """The attention and the mask that transformers calls during a trace.
 
-In: what a model hands to transformers' `AttentionInterface`. Out: one `lockstep::attention` operator, with the scale,
+In: what a model hands to transformers' `AttentionInterface`. Out: one `Attention` marker, with the scale,
 the soft cap and the sliding window that the layer really has; an InputError with the reason for attention that cannot
 be carried by a parameter-free graph.
 """
@@ -20,44 +20,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from lockstep.config.model_config import chunk_size
 from lockstep.errors import InputError
+from lockstep.export.markers import marker
 
 HOOK = "lockstep"
 _PROBED = 300  # tokens beyond a window at which a mask is looked at
 
-
-# --- the attention marker: [num_tokens, num_heads, head_dim], two of [num_tokens, num_kv_heads, head_dim], and sinks
-# [num_heads] where each head has a logit beside its scores ---
-
-
-@torch.library.custom_op("lockstep::attention", mutates_args=())
-def attention_marker(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scale: float,
-    softcap: float,
-    window: int,
-) -> torch.Tensor:
-    raise RuntimeError("the attention marker is traced, never run")
-
-
-@attention_marker.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scale: float,
-    softcap: float,
-    window: int,
-) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-# --- what reaches attention ---
 
 # Arguments beside scale, soft cap and window that change nothing here, each with the reason. Any other that is given is
 # refused.
@@ -143,7 +110,9 @@ def _attention_hook(
             " parameter-free causal attention cannot carry that"
         )
     by_token = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    output = torch.ops.lockstep.attention(*by_token, s_aux, int(module.layer_idx), scale, float(softcap or 0.0), window)
+    shape = (*by_token[0].shape[:2], value.shape[-1])
+    settings = {"layer": int(module.layer_idx), "scale": scale, "softcap": float(softcap or 0.0), "window": window}
+    output = marker("Attention", by_token if s_aux is None else [*by_token, s_aux], shape, **settings)
     return output.unsqueeze(0), None
 
 

@@ -15,8 +15,7 @@ import onnx
 
 from lockstep.artifacts.signature import IO
 from lockstep.export.canonical import IR_VERSION, OPSET, Graph
-
-DOMAIN = "lockstep"
+from lockstep.export.markers import DOMAIN
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,9 +20,9 @@ from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.flow import Flow, layout_of
 from lockstep.export.known import constant, dtype_of, node_of, number, required, shape_of, upstream
+from lockstep.export.markers import DOMAIN
 from lockstep.export.simplify import ELEMENTWISE, merge_movement
 from lockstep.export.state_mixer import Recurrence, StateGraph, TokenWindow
-from lockstep.export.tracer import DOMAIN
 
 _ROLES = ("query", "key", "value")
 # What each token mixer takes, in the order of its marker.
@@ -168,17 +167,7 @@ def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, fl
     heads, dim, tokens = number(shape_of(given)[1]), number(shape_of(given)[2]), shape_of(query)[0]
     readers = {marker, *flow.walk(given, stops={query})[1]}
     uses = [(node, index) for node, index in query.uses() if node in readers]
-    producer = query.producer()
-    assert producer is not None  # a query is computed
-    last: ir.Node = producer
-
-    def emit(op_type: str, inputs: Sequence[ir.Value], shape: Sequence[Any], dtype: Any, **attributes: int) -> ir.Value:
-        nonlocal last
-        node = node_of(op_type, inputs, shape, dtype, [ir.AttrInt64(name, value) for name, value in attributes.items()])
-        graph.insert_after(last, node)
-        flow.tokens.add(node.outputs[0])
-        last = node
-        return node.outputs[0]
+    emit = _Behind(graph, flow, query)
 
     def ints(name: str, *values: int) -> ir.Value:
         return _shape(graph, f"{query.name}/{name}", *values)
@@ -214,32 +203,40 @@ def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers:
     """Put `value` through [num_tokens, width] for `readers` alone; return the flat value."""
     shape = shape_of(value)
     tokens, heads = (shape[1], number(shape[0])) if layout == "heads" else (shape[0], number(shape[1]))
-    dim, producer = number(shape[2]), value.producer()
-    assert producer is not None  # a value of this shape was computed
-    last: ir.Node = producer
-
-    def emit(
-        op_type: str,
-        inputs: Sequence[ir.Value],
-        shape: Sequence[int | ir.SymbolicDim],
-        attributes: Sequence[ir.Attr] = (),
-    ) -> ir.Value:
-        nonlocal last
-        node = node_of(op_type, inputs, shape, value.dtype, attributes)
-        graph.insert_after(last, node)
-        flow.tokens.add(node.outputs[0])
-        last = node
-        return node.outputs[0]
-
-    swap = [ir.AttrInt64s("perm", [1, 0, 2])]
+    dim, dtype, emit = number(shape[2]), value.dtype, _Behind(graph, flow, value)
     uses = [(node, index) for node, index in value.uses() if node in readers]
-    flat = emit("Transpose", [value], [tokens, heads, dim], swap) if layout == "heads" else value
-    flat = emit("Reshape", [flat, _shape(graph, f"{value.name}/flat", -1, heads * dim)], [tokens, heads * dim])
-    back = emit("Reshape", [flat, _shape(graph, f"{value.name}/heads", -1, heads, dim)], [tokens, heads, dim])
-    back = emit("Transpose", [back], [heads, tokens, dim], swap) if layout == "heads" else back
+    to_flat = _shape(graph, f"{value.name}/flat", -1, heads * dim)
+    to_heads = _shape(graph, f"{value.name}/heads", -1, heads, dim)
+    by_token, by_head, swap = [tokens, heads, dim], [heads, tokens, dim], [1, 0, 2]
+    flat = emit("Transpose", [value], by_token, dtype, perm=swap) if layout == "heads" else value
+    flat = emit("Reshape", [flat, to_flat], [tokens, heads * dim], dtype)
+    back = emit("Reshape", [flat, to_heads], by_token, dtype)
+    back = emit("Transpose", [back], by_head, dtype, perm=swap) if layout == "heads" else back
     for node, index in uses:
         node.replace_input_with(index, back)
     return flat
+
+
+class _Behind:
+    """Puts nodes behind the one that makes a value, one after another."""
+
+    def __init__(self, graph: ir.Graph, flow: Flow, value: ir.Value):
+        self._graph, self._flow, self._last = graph, flow, value.producer()
+
+    def __call__(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        shape: Sequence[int | ir.SymbolicDim],
+        dtype: ir.DataType | None,
+        **attributes: int | Sequence[int],
+    ) -> ir.Value:
+        node = node_of(op_type, inputs, shape, dtype, ir.convenience.convert_attributes(attributes))
+        assert self._last is not None  # the value is computed
+        self._graph.insert_after(self._last, node)
+        self._flow.tokens.add(node.outputs[0])
+        self._last = node
+        return node.outputs[0]
 
 
 def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:

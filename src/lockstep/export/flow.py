@@ -13,7 +13,7 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from lockstep.export.known import dtype_of, number, shape_of
-from lockstep.export.tracer import DOMAIN
+from lockstep.export.markers import DOMAIN
 
 _MOVEMENT = {
     "Reshape",

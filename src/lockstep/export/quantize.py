@@ -279,14 +279,15 @@ def _bound(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
     return bound
 
 
+def _readers(graph: Rewriter, slots: Collection[str], op_type: str, position: int) -> dict[str, onnx.NodeProto]:
+    """Return {slot: the node of this operator that alone reads it, as this input}."""
+    nodes = {slot: graph.consumers[slot][0] for slot in slots if len(graph.consumers.get(slot, ())) == 1}
+    return {slot: node for slot, node in nodes.items() if node.op_type == op_type and node.input[position] == slot}
+
+
 def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
     """Return {slot: its product} of weights `[out_features, in_features]` that one plain Gemm alone reads."""
-    products = {}
-    for slot in slots:
-        readers = graph.consumers.get(slot, [])
-        if len(readers) == 1 and is_linear(readers[0]) and readers[0].input[1] == slot:
-            products[slot] = readers[0]
-    return products
+    return {slot: node for slot, node in _readers(graph, slots, "Gemm", 1).items() if is_linear(node)}
 
 
 def _routers(graph: Rewriter, slots: Collection[str]) -> set[str]:
@@ -301,28 +302,21 @@ def _routers(graph: Rewriter, slots: Collection[str]) -> set[str]:
 def _stacks(graph: Rewriter, slots: Collection[str], transposed: bool) -> dict[str, onnx.NodeProto]:
     """Return {slot: its GatherND} of stacks of which rows take a matrix. transposed: of [in, out] features."""
     found = {}
-    for slot in slots:
-        readers = graph.consumers.get(slot, [])
-        if len(readers) != 1 or readers[0].op_type != "GatherND" or len(graph.shape(slot)) != 3:
-            continue
-        gather = readers[0]
+    for slot, gather in _readers(graph, slots, "GatherND", 0).items():
         products = graph.consumers.get(gather.output[0], [])
         is_product = len(products) == 1 and products[0].op_type == "MatMul"
         is_factor = is_product and products[0].input[int(transposed)] == gather.output[0]
-        if is_factor and gather.input[0] == slot and not attributes_of(gather).get("batch_dims", 0):
+        if is_factor and len(graph.shape(slot)) == 3 and not attributes_of(gather).get("batch_dims", 0):
             found[slot] = gather
     return found
 
 
 def _embeddings(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
     """Return {slot: its Gather} of weights `[vocab_size, hidden_size]` of which one Gather alone reads rows."""
-    found = {}
-    for slot in slots:
-        readers = graph.consumers.get(slot, [])
-        is_gather = len(readers) == 1 and readers[0].op_type == "Gather" and readers[0].input[0] == slot
-        if is_gather and not attributes_of(readers[0]).get("axis", 0) and len(graph.shape(slot)) == 2:
-            found[slot] = readers[0]
-    return found
+    gathers = _readers(graph, slots, "Gather", 0).items()
+    return {
+        slot: node for slot, node in gathers if not attributes_of(node).get("axis", 0) and len(graph.shape(slot)) == 2
+    }
 
 
 def _rewritten(

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from lockstep.export.flow import Flow
 from lockstep.export.known import constant, node_of
-from lockstep.export.tracer import DOMAIN
+from lockstep.export.markers import DOMAIN
 from lockstep.onnx_tools.overflow import PRODUCTS
 
 _WIDE = ir.DataType.FLOAT

@@ -21,80 +21,9 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from lockstep.errors import InputError
+from lockstep.export.markers import marker
 
 _layer: contextvars.ContextVar[int] = contextvars.ContextVar("layer")
-
-# --- the markers ---
-
-
-@torch.library.custom_op("lockstep::token_window", mutates_args=())
-def token_window_marker(value: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    """Give each token [num_tokens, size] beside the width - 1 before it, oldest first: [num_tokens, width * size]."""
-    raise RuntimeError("the marker of a token window is traced, never run")
-
-
-@token_window_marker.register_fake
-def _(value: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    return value.new_empty(value.shape[0], width * value.shape[1])
-
-
-@torch.library.custom_op("lockstep::delta_rule", mutates_args=())
-def delta_rule_marker(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    layer: int,
-    key_heads: int,
-    value_heads: int,
-) -> torch.Tensor:
-    """See `state_mixer.Recurrence`; all float32, [num_tokens, heads * size] and [num_tokens, value_heads]."""
-    raise RuntimeError("the marker of a delta rule is traced, never run")
-
-
-@delta_rule_marker.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    layer: int,
-    key_heads: int,
-    value_heads: int,
-) -> torch.Tensor:
-    return value.new_empty(value.shape)
-
-
-@torch.library.custom_op("lockstep::linear_attention", mutates_args=())
-def linear_attention_marker(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    layer: int,
-    key_heads: int,
-    value_heads: int,
-) -> torch.Tensor:
-    """As `delta_rule_marker`, without beta."""
-    raise RuntimeError("the marker of linear attention is traced, never run")
-
-
-@linear_attention_marker.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    layer: int,
-    key_heads: int,
-    value_heads: int,
-) -> torch.Tensor:
-    return value.new_empty(value.shape)
-
-
-# --- the functions of transformers ---
 
 
 def _convolution(
@@ -109,8 +38,8 @@ def _convolution(
     _refuse_packed(rest)
     size, width = weight.shape
     value = hidden_states.to(weight.dtype)[0].t()
-    window = torch.ops.lockstep.token_window(value, _layer.get(), width).view(-1, width, size)
-    output = (window * weight.t()).sum(1)
+    window = marker("TokenWindow", [value], (value.shape[0], width * size), layer=_layer.get(), width=width)
+    output = (window.view(-1, width, size) * weight.t()).sum(1)
     if bias is not None:
         output = output + bias
     if activation is not None:
@@ -132,10 +61,11 @@ class Recurrent:
     decay: torch.Tensor
     beta: torch.Tensor | None
 
-    @property
-    def flat(self) -> list[torch.Tensor]:
+    def marker(self, op_type: str) -> torch.Tensor:
         inputs = (self.query, self.key, self.value, self.decay, self.beta)
-        return [value.flatten(1) for value in inputs if value is not None]
+        flat = [value.flatten(1) for value in inputs if value is not None]
+        heads = {"key_heads": self.key.shape[1], "value_heads": self.value.shape[1]}
+        return marker(op_type, flat, flat[2].shape, layer=_layer.get(), **heads).view(self.value.shape)
 
 
 def delta_inputs(
@@ -158,10 +88,7 @@ def delta_inputs(
 def _delta_rule(original: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
     """Stand for `torch_chunk_gated_delta_rule`."""
     taken = bound_arguments(original, arguments, options)
-    inputs, output = delta_inputs(**taken), taken["value"]
-    heads = inputs.key.shape[1], inputs.value.shape[1]
-    found = torch.ops.lockstep.delta_rule(*inputs.flat, _layer.get(), *heads)
-    return found.view(-1, *inputs.value.shape[1:]).to(output.dtype)[None], None
+    return delta_inputs(**taken).marker("DeltaRule").to(taken["value"].dtype)[None], None
 
 
 def scan_inputs(
@@ -189,12 +116,9 @@ def scan_inputs(
 def _scan(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Stand for `mamba2_chunk_scan`."""
     taken = bound_arguments(original, arguments, options)
-    inputs, tokens = scan_inputs(**taken), taken["hidden_states"]
-    heads = inputs.key.shape[1], inputs.value.shape[1]
-    found = torch.ops.lockstep.linear_attention(*inputs.flat, _layer.get(), *heads)
-    output = found.view(-1, *inputs.value.shape[1:])[None]
+    output = scan_inputs(**taken).marker("LinearAttention")[None]
     if taken.get("D") is not None:
-        output = output + taken["D"][..., None] * tokens.float()
+        output = output + taken["D"][..., None] * taken["hidden_states"].float()
     return (output, None) if taken.get("return_final_states") else output
 
 

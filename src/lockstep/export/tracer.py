@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import onnx
 import onnx_ir as ir
 import onnxscript
 import torch
@@ -44,12 +43,12 @@ from lockstep.export.embedding import at_entry, is_changed
 from lockstep.export.float64_constants import float64_constants
 from lockstep.export.known import shape_of
 from lockstep.export.language import language_config, register_decoder
+from lockstep.export.markers import DOMAIN
 from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
 from lockstep.export.state_hook import state_markers
 
-DOMAIN = "lockstep"
 OPSET = 20
 DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in PRECISION_NAMES.items()}
 _WEIGHT_PREFIX = "model_under_trace."
@@ -76,68 +75,12 @@ class Trace:
     mixing: frozenset[int]
 
 
-def _register_schema(
-    name: str, inputs: Sequence[str], attributes: Mapping[str, str], optional: Sequence[str] = ()
-) -> None:
-    """Register a marker: onnxscript looks operators up by schema. attributes: their types by name."""
-    option = onnx.defs.OpSchema.FormalParameterOption
-    parameter, attribute = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.Attribute
-    kinds = {"int": onnx.defs.OpSchema.AttrType.INT, "float": onnx.defs.OpSchema.AttrType.FLOAT}
-    onnx.defs.register_schema(
-        onnx.defs.OpSchema(
-            name,
-            DOMAIN,
-            1,
-            "a token mixer without parameters",
-            inputs=[
-                *(parameter(each, "T") for each in inputs),
-                *(parameter(each, "T", param_option=option.Optional) for each in optional),
-            ],
-            outputs=[parameter("attention", "T")],
-            type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-            attributes=[attribute(each, kinds[kind]) for each, kind in attributes.items()],
-        )
-    )
-
-
-_SCORES = {"layer": "int", "scale": "float", "softcap": "float", "window": "int"}
-_register_schema("Attention", ("query", "key", "value"), _SCORES, optional=("sinks",))
-_register_schema("TokenWindow", ("value",), {"layer": "int", "width": "int"})
-_HEADS = {"layer": "int", "key_heads": "int", "value_heads": "int"}
-_register_schema("DeltaRule", ("query", "key", "value", "decay", "beta"), _HEADS)
-_register_schema("LinearAttention", ("query", "key", "value", "decay"), _HEADS)
-_MARKER = onnxscript.values.Opset(DOMAIN, 1)
-
-
-def _to_marker(  # type: ignore[no-untyped-def]  # onnxscript reads annotations as types of ONNX
-    query, key, value, sinks, layer, scale, softcap, window
-):
-    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
-    return _MARKER.Attention(*inputs, layer=layer, scale=scale, softcap=softcap, window=window)
-
-
-def _to_window_marker(value, layer, width):  # type: ignore[no-untyped-def]  # as above
-    return _MARKER.TokenWindow(value, layer=layer, width=width)
-
-
-def _to_delta_marker(  # type: ignore[no-untyped-def]  # as above
-    query, key, value, decay, beta, layer, key_heads, value_heads
-):
-    return _MARKER.DeltaRule(query, key, value, decay, beta, layer=layer, key_heads=key_heads, value_heads=value_heads)
-
-
-def _to_linear_marker(  # type: ignore[no-untyped-def]  # as above
-    query, key, value, decay, layer, key_heads, value_heads
-):
-    return _MARKER.LinearAttention(query, key, value, decay, layer=layer, key_heads=key_heads, value_heads=value_heads)
-
-
 def _ints(*values: int) -> Any:
     """Return a constant, of any type to mypy: onnxscript declares all types that one can have."""
     return opset20.Constant(value_ints=list(values))
 
 
-def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # as above
+def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # onnxscript reads annotations as types of ONNX
     """Translate aten.linear to Gemm(transB=1): the weight stays [out_features, in_features]."""
     out_features, in_features = weight.shape
     if len(x.shape) == 2:
@@ -173,10 +116,6 @@ def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
 def _registry() -> ONNXRegistry:
     """Return what each torch operator becomes: the exporter's own table, and ours before it."""
     registry = ONNXRegistry.from_torchlib(OPSET)
-    registry.register_op(torch.ops.lockstep.attention.default, _to_marker)
-    registry.register_op(torch.ops.lockstep.token_window.default, _to_window_marker)
-    registry.register_op(torch.ops.lockstep.delta_rule.default, _to_delta_marker)
-    registry.register_op(torch.ops.lockstep.linear_attention.default, _to_linear_marker)
     registry.register_op(torch.ops.aten.linear.default, _to_gemm)
     registry.register_op(torch.ops.aten.softplus.default, _to_atanh)
     return registry

@@ -26,11 +26,12 @@ from lockstep.export.copies import copies_apart
 from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
 from lockstep.export.known import shape_of
+from lockstep.export.markers import DOMAIN
 from lockstep.export.refusals import known_reason
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
 from lockstep.export.token_major import put_tokens_first
-from lockstep.export.tracer import DOMAIN, layer_list, per_layer_settings, trace
+from lockstep.export.tracer import layer_list, per_layer_settings, trace
 
 
 @dataclass(frozen=True)
