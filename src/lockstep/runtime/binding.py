@@ -20,7 +20,6 @@ from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorP
 from lockstep.backends import EngineSet
 from lockstep.backends.base import Program
 from lockstep.backends.graphs import base_engine, base_graphs
-from lockstep.errors import InputError
 from lockstep.step.activations import with_activations
 from lockstep.step.executable import Executable, HasAdapterRows
 from lockstep.step.host import check_engine
@@ -48,11 +47,7 @@ def open_network(
     assembly, weights = _as_run(engines), Weights.open(weights_json)
     count = layer_count(assembly, layers)
     ranks = assembly.tensor_parallel
-    if weights.precision != assembly.precision:
-        raise InputError(
-            f"{weights_json}: precision: expected {assembly.precision} as in the assembly, "
-            f"found {weights.precision}; give the weights of this precision"
-        )
+    weights.check_precision(assembly.precision, "the assembly")
     chosen = assembly.first_layers(count)
     if ranks is not None and engines.backend.rank_devices:
         first, *others = (_network_of_rank(engines, weights, chosen, ranks, rank) for rank in range(ranks.degree))

@@ -27,7 +27,7 @@ from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import IO, Signature, check_arrays
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_runner import GraphRunner
 from lockstep.onnx_tools.overflow import find_overflow
 from lockstep.onnx_tools.sessions import open_session
@@ -111,12 +111,7 @@ class Graphs(GraphRunner):
     def __init__(self, path: Path, assembly: Assembly, weights: Weights, layers: int | str, threads: int | None = None):
         """Raises InputError for weights of another precision and layers that the model does not have."""
         self.path, self.assembly, self.weights = path, assembly, weights
-        if weights.precision != assembly.precision:
-            raise InputError(
-                f"{weights.manifest_path}: precision: expected {assembly.precision} as in {path}, found "
-                f"{weights.precision}; "
-                "give the weights of this precision"
-            )
+        weights.check_precision(assembly.precision, path)
         self.num_layers = layer_count(assembly, layers)
         self.dtype = np.dtype(widened_dtype(assembly.dtype))
         self.hidden_dtype = np.dtype(widened_dtype(assembly.hidden_dtype))

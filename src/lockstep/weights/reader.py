@@ -181,6 +181,14 @@ class Weights:
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def check_precision(self, expected: str, where: str | os.PathLike) -> None:
+        """Raise InputError for weights of another precision than that of the assembly `where`."""
+        if self.precision != expected:
+            raise InputError(
+                f"{self.manifest_path}: precision: expected {expected} as in {where}, found {self.precision}; give the "
+                "weights of this precision"
+            )
+
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return the tensors that are none of `names`, sorted."""
         return sorted(set(self._tensors) - {self._key(name) for name in names})

@@ -60,11 +60,7 @@ def run(
             f"{assembly_json}: precision: expected one of {', '.join(PRECISIONS)}, which ONNX "
             f"Runtime computes in, found {assembly.precision!r}"
         )
-    if weights.precision != assembly.precision:
-        raise InputError(
-            f"{weights_json}: precision: expected {assembly.precision} as in the assembly, "
-            f"found {weights.precision}; give the weights of this precision"
-        )
+    weights.check_precision(assembly.precision, "the assembly")
     graphs = dict(engines.backend.graphs(assembly, engines.manifest.options))
     compared: dict[str, ComparedEngine] = {}
     failures: list[str] = []
