@@ -5,7 +5,6 @@ The config and the rules take them from here. A backend is a folder of `lockstep
     settings.py     SETTINGS, a `BackendSettings`. Imports this module, `lockstep.config.section`, `.messages` and
                     pydantic, nothing heavier: it is read whenever a config is.
     backend.py      BACKEND, a class that is a `lockstep.backends.base.Backend`
-    comparison.py   optional: `open_engine`, for engines that `lockstep.verify.compare` cannot run through the backend
 
 and whatever these import. The folder's name is the backend's.
 """

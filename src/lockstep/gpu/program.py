@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lockstep.artifacts.adapters import IDS, mask_rank
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
 from lockstep.gpu import cuda
@@ -58,6 +59,10 @@ class GpuProgram:
         """Return a context for these input shapes; own: no other shapes will be set in it."""
         raise NotImplementedError  # each backend has its own
 
+    def new_context(self, profile: int, own: bool) -> Any:
+        """Return a context of an optimization profile, where there are some."""
+        raise NotImplementedError  # each backend with profiles has its own
+
 
 class GpuExecutable:
     """An engine with its weights.
@@ -90,21 +95,38 @@ class GpuExecutable:
             if array.dtype != declared[name]:
                 raise CheckError(f"{program.path}: {name!r}: expected {declared[name].name}, found {array.dtype.name}")
 
-    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def run_once(
+        self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
+    ) -> dict[str, np.ndarray]:
         """Return the outputs for host arrays, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
+        from lockstep.onnx_tools.adapter_mask import mask_of  # which a runtime has no need of
+
         self.uploads.wait()
-        device, tensors = self.program.device, self.program.tensors
+        program, inputs = self.program, dict(inputs)
+        device, tensors, stream = program.device, program.tensors, program.device.stream
         device.use()
-        stream = device.stream
+        for name, rows in self.adapter_rows.items():
+            stream.upload(rows, np.ascontiguousarray(inputs.pop(name).T, rows.dtype))
+        for name, tensor in tensors.items():
+            if rank := mask_rank(name):
+                inputs[name] = mask_of(inputs.pop(IDS), tensor.shape[1], rank, tensor.dtype)
         host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
         given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
         made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
         found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
         for name in host:
             stream.upload(given[name], host[name])
-        call = self.prepare(given, made)  # held until the stream is through with what it uses
-        call()
+        shapes = {name: array.shape for name, array in given.items() if name in program.dynamic}
+        if profile is not None and program.by_profiles:
+            context = program.new_context(profile, True)
+        else:
+            context = program.context_for(shapes, False)
+        call = self.bind(given, made)
+        try:
+            call(context, shapes)
+        except CheckError as error:
+            raise CheckError(f"{program.path}: {error}") from None
         for name in made:
             stream.download(found[name], made[name])
-        stream.synchronize()
+        stream.synchronize()  # `call` and `context` live until here
         return {name: array.astype(like[name].dtype) for name, array in found.items()}

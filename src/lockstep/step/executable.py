@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -38,10 +38,12 @@ class Declared(Protocol):
 class DeviceExecutable(Executable, Protocol):
     """An engine on arrays of a device, which `run_once` calls with host arrays."""
 
-    def run_once(self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs for `inputs`, in the shapes and dtypes of `like`.
+    def run_once(
+        self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return the outputs for `inputs`, the graph's, in the shapes and dtypes of `like`.
 
-        Both are cast to the engine's dtypes.
+        Both are cast to the engine's dtypes. profile: of the engine, where it has several; by default as a step has it.
         """
         ...
 
@@ -72,6 +74,19 @@ class HostExecutable(Executable, Protocol):
 
     @property
     def outputs(self) -> Mapping[str, Declared]: ...
+
+
+def run_once(
+    executable: Executable, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
+) -> dict[str, np.ndarray]:
+    """Run an engine of a device or of the host on NumPy arrays: see `DeviceExecutable`."""
+    if isinstance(executable, DeviceExecutable):
+        return executable.run_once(inputs, like, profile)
+    engine = cast(HostExecutable, executable)
+    arrays = {name: np.ascontiguousarray(array, engine.inputs[name].dtype) for name, array in inputs.items()}
+    outputs = {name: np.empty(array.shape, engine.outputs[name].dtype) for name, array in like.items()}
+    executable.prepare(arrays, outputs)()
+    return {name: array.astype(like[name].dtype, copy=False) for name, array in outputs.items()}
 
 
 def check_bound(given: Mapping[str, np.ndarray], declared: Mapping[str, Declared], where: str) -> None:
