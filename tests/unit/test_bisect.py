@@ -41,13 +41,12 @@ from lockstep.stages import worker
 from lockstep.step import host
 from lockstep.targets import Results, Target
 from lockstep.verify.bisect import run
-from lockstep.verify.bisect.engines import Engines
 from lockstep.verify.bisect.explain import explain_failure, open_graphs
-from lockstep.verify.bisect.faults import walk_stages
 from lockstep.verify.bisect.nodes import first_fault
 from lockstep.verify.bisect.report import text
 from lockstep.verify.bisect.request import choose
 from lockstep.verify.bisect.streamed import StreamedModel
+from lockstep.verify.bisect.walked import Engines, walk_stages
 from lockstep.verify.metrics import failed_path
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.verify.walk import Tokens
@@ -387,7 +386,7 @@ def test_a_node_of_an_engine_is_named_beside_its_graph_too(copied, right, name):
     stage, _ = walked.first("graph")
     feeds, outputs = (
         graphs.feeds(stage.graph, stage.inputs, stage.slots),
-        list(dict.fromkeys(row.tensor for other, row in walked.measured if other is stage and not row.passed)),
+        list(dict.fromkeys(row.tensor for row in walked.rows if row.stage == stage.name and not row.passed)),
     )
     found = first_fault(
         onnx.load(paths[1].parent / f"{fault.graph}.onnx"), graphs.graph(stage.graph).computed, (feeds, feeds), "fp32",
@@ -500,10 +499,8 @@ def explained(results: Results, right, **options: Any) -> str:
         results.weights("demo-llama", "fp32"),
         results.engines("demo-llama", "fp32", "onnxruntime"),
     ]
-    ids = right("fp32").record.token_ids.tolist()
-    return explain_failure(
-        *paths, LAYERS, TOLERANCES["fp32"], "demo-llama/fp32/3", **{"ids": ids, "num_prompt": 4, **options}
-    )
+    tokens = right("fp32").record.token_ids.tolist(), 4
+    return explain_failure(*paths, LAYERS, TOLERANCES["fp32"], "demo-llama/fp32/3", **{"tokens": tokens, **options})
 
 
 def test_a_failed_check_is_explained_in_one_line(copied, right):
@@ -512,7 +509,7 @@ def test_a_failed_check_is_explained_in_one_line(copied, right):
         "graph against PyTorch: lockstep bisect demo-llama/fp32/3"
     )
     plant_in_engine(copied, FAULTS["entry value"])
-    for options in ({}, {"ids": None, "num_prompt": None}):  # a check with tokens of its own, and one without
+    for options in ({}, {"tokens": None}):  # a check with tokens of its own, and one without
         line = explained(copied, right, **options)
         assert line.startswith("engine: layer 0, block entry") and "attribute alpha: expected 1.0" in line
         assert "build the engines again" in line and "\n" not in line

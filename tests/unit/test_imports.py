@@ -31,7 +31,6 @@ TORCH = (
     "verify/rounded.py",
     "verify/bisect/run.py",
     "verify/bisect/streamed.py",
-    "verify/bisect/export_again.py",
 )
 # What runs where only an engine's runtime is installed.
 RUNS_ALONE = (

@@ -14,23 +14,27 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.bisect_report import EngineReport
+from lockstep.artifacts.bisect_report import EngineReport, StepsError
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.backends import EngineSet
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.onnx_tools.overflow import OVERFLOWS
+from lockstep.runtime import Model
 from lockstep.targets import Target, Tolerances
-from lockstep.verify.bisect.engines import Engines
-from lockstep.verify.bisect.faults import engine_fault, walk_stages
+from lockstep.verify.bisect.faults import engine_fault
 from lockstep.verify.bisect.report import advice, answer
 from lockstep.verify.bisect.request import failing
-from lockstep.verify.bisect.served import served_error
+from lockstep.verify.bisect.walked import Engines, walk_stages
+from lockstep.verify.golden.forced import Errors, Forced, force
 from lockstep.verify.graphs import Graphs
+from lockstep.verify.metrics import finite
+from lockstep.verify.noise import LogitBounds, LogitNoise
 from lockstep.verify.walk import Tokens
 from lockstep.weights import Weights
 
 SECONDS = 60.0
+Followed = tuple[Sequence[int], int]  # ids, and how many of them are the prompt
 _SYNTHETIC = 33  # ids where a check has no tokens of its own
 
 
@@ -41,25 +45,17 @@ def explain_failure(
     layers: int | str,
     tolerance: Tolerances,
     target: str,
-    ids: Sequence[int] | None = None,
-    num_prompt: int | None = None,
+    tokens: Followed | None,
     seconds: float = SECONDS,
-    threads: int | None = None,
 ) -> str:
-    """Explain a failed check in one line: the first engine that leaves its graph.
+    """Explain a failed check in one line: the first engine that leaves its graph, or that none does; what to run next.
 
-    Or that none does; and what to run next.
-
-    target: its name, for the advice. ids, num_prompt: the failing request, prompt and
-    the reference's tokens; without them seeded ones are taken. Stops between two stages when `seconds` are over.
-
-    Raises nothing of its own: whoever calls has a failure to report, and what keeps this one from looking is said in
-    the line.
+    target: its name, for the advice. tokens: the failing request; without it seeded ones are taken. Stops between two
+    stages when `seconds` are over. Raises nothing: whoever calls has a failure to report.
     """
     further = f"graph against PyTorch: lockstep bisect {target}"
     try:
-        tokens = None if ids is None else (list(ids), num_prompt or len(ids))
-        report = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, tokens, seconds, threads)
+        report = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, tokens, seconds)
     except (LockstepError, OSError, MemoryError) as error:
         return f"bisect cannot run the engines beside their graphs: {' '.join(str(error).split())}; {further}"
     if report.fault:
@@ -90,8 +86,8 @@ def explained(
     if str(failed) not in str(error):
         return error
     request, bounds = failing(reference_json, failed), replace(tolerance, logits=GoldenReport.load(failed).tolerance)
-    tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else (None, None)
-    why = explain_failure(assembly_json, weights_json, engines_json, target.layers, bounds, str(target), *tokens)
+    tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else None
+    why = explain_failure(assembly_json, weights_json, engines_json, target.layers, bounds, str(target), tokens)
     return CheckError("; ".join((why, str(error)) if why.startswith(OVERFLOWS) else (str(error), why)))
 
 
@@ -117,7 +113,7 @@ def engine_report(
     engines_json: Path,
     layers: int | str,
     tolerance: Tolerances,
-    tokens: tuple[Sequence[int], int] | None,
+    tokens: Followed | None,
     seconds: float | None = None,
     threads: int | None = None,
 ) -> EngineReport:
@@ -152,3 +148,44 @@ def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, thre
 def _synthetic(assembly: Assembly) -> np.ndarray:
     count = min(_SYNTHETIC, assembly.max_position_embeddings or _SYNTHETIC)
     return np.random.default_rng(0).integers(0, assembly.vocab_size, count)
+
+
+def served_error(
+    engines_json: Path,
+    assembly_json: Path,
+    weights_json: Path,
+    layers: int | str,
+    tokens: Tokens,
+    expected: np.ndarray,
+    tolerance: Tolerances,
+    threads: int | None = None,
+) -> StepsError:
+    """Step through the tokens, and compare each step's logits. expected: [num_tokens, vocab_size]."""
+    files, total = (engines_json, assembly_json, weights_json), len(tokens.ids)
+    model = Model.open(*files, layers, max_batch_size=1, max_seq_len=total, threads=threads, low_memory=True)
+    ends = tuple(range(tokens.num_prompt, total + 1))
+    rows = {count: expected[count - 1] for count in ends}
+    request = Forced(tokens.ids, rows, _bounds(rows, tolerance), ends)
+    (errors,) = force(model, [request], model.max_num_tokens or total)
+    return _steps_error(errors)
+
+
+def compare_steps(
+    expected: Mapping[int, np.ndarray], found: Mapping[int, np.ndarray], tolerance: Tolerances
+) -> StepsError:
+    errors = Errors(_bounds(expected, tolerance))
+    for count, row in expected.items():
+        errors.add(count, row, found[count])
+    return _steps_error(errors)
+
+
+def _bounds(expected: Mapping[int, np.ndarray], tolerance: Tolerances) -> LogitBounds:
+    bound = tolerance.logits
+    if bound is None:  # nothing was measured of this request: as of an engine beside its graph
+        bound = tolerance.beside_graph * max(float(np.abs(row).max()) for row in expected.values())
+    return LogitBounds(LogitNoise({}), replace(tolerance, logits=bound))
+
+
+def _steps_error(errors: Errors) -> StepsError:
+    count = errors.first[0] if errors.first else errors.worst_count
+    return StepsError(finite(errors.worst), errors.bounds.largest, errors.first is None, count - 1)

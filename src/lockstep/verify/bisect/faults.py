@@ -6,102 +6,21 @@ Measurements in, what is wrong, where, and what to look at out.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 
 from lockstep.artifacts.bisect_report import FaultMeasured, FaultNode, FoundFault, MeasuredOutput
 from lockstep.backends import build
-from lockstep.targets import Tolerances
-from lockstep.verify.bisect.engines import Engines
-from lockstep.verify.bisect.measure import measure
 from lockstep.verify.bisect.nodes import first_fault
+from lockstep.verify.bisect.walked import Engines, Walked
 from lockstep.verify.graphs import Graphs
-from lockstep.verify.metrics import largest
-from lockstep.verify.walk import Stage, StageRun, Tokens, Walk
+from lockstep.verify.walk import Stage
 from lockstep.weights import slot_array
 
 Slots = Mapping[str, Sequence[str]]
-
-
-@dataclass
-class Walked:
-    """All measurements of a walk, in its order, each with its stage.
-
-    suspects: against "pytorch" and "graph", the stages of the first layer that is off, up to the one that is, as far
-    as that was found. finished: False where the time was over before the last stage. logits [num_tokens, vocab_size]:
-    those of PyTorch where there is a record, else those that the graphs give; None where the walk did not get there.
-    overflow: a line where a graph goes beyond float16; the walk ends before it.
-    """
-
-    measured: list[tuple[Stage, MeasuredOutput]] = field(default_factory=list)
-    suspects: dict[str, list[Stage]] = field(default_factory=dict)
-    finished: bool = True
-    logits: np.ndarray | None = None
-    overflow: str = ""
-
-    @property
-    def rows(self) -> tuple[MeasuredOutput, ...]:
-        return tuple(row for _, row in self.measured)
-
-    def first(self, against: str) -> tuple[Stage, MeasuredOutput] | None:
-        """Return the first stage that is off, and its output."""
-        return next((pair for pair in self.measured if pair[1].against == against and not pair[1].passed), None)
-
-    def error_before(self, stage: Stage, against: str) -> float | None:
-        """Return the largest error of the stage before `stage`, against the same; None where it is not finite."""
-        earlier: list[MeasuredOutput] = []
-        for other, row in self.measured:
-            if other is stage:
-                break
-            if row.against == against:
-                earlier.append(row)
-        last = earlier[-1:]
-        return largest([row.max_abs_error for row in earlier if (row.part, row.layer) == (last[0].part, last[0].layer)])
-
-
-def walk_stages(
-    graphs: Graphs, engines: Engines | None, tokens: Tokens, tolerance: Tolerances, deadline: float | None = None
-) -> Walked:
-    """Measure each stage. deadline: of time.monotonic(), looked at between stages."""
-    walked = Walked()
-    recent: list[Stage] = []
-    rows = (engines.max_rows if engines else None) or 16
-    for step in Walk(graphs, [tokens], decode_rows=rows):
-        stage = step.stage
-        walked.overflow = step.overflow(graphs)
-        if walked.overflow:
-            break
-        recent = [other for other in recent if other.layer == stage.layer and stage.part == "attention"] + [stage]
-        for row in _measured(step, engines, tolerance):
-            walked.measured.append((stage, row))
-            if not row.passed and row.against not in walked.suspects:
-                walked.suspects[row.against] = recent if row.against == "pytorch" else [stage]
-        if stage.part == "exit":
-            walked.logits = tokens.record.logits if tokens.record else step.outputs["logits"]
-        if deadline is not None and time.monotonic() > deadline:
-            walked.finished = stage.part == "exit"
-            break
-    return walked
-
-
-def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[MeasuredOutput]:
-    rows = [
-        measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
-        for name, expected in step.expected.items()
-    ]
-    outputs = engines.run(step.stage, step.outputs) if engines else None
-    if outputs is not None:
-        rows += [
-            measure(step.stage, name, "graph", expected, outputs[name], tolerance)
-            for name, expected in step.outputs.items()
-        ]
-    return rows
 
 
 def _fault(
@@ -138,9 +57,8 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
             f"{file}: nodes of a {backend} engine cannot be read; lockstep stage compare runs it on each profile; "
             "build it again, or with a lower optimization_level",
         )  # fmt: skip
-    outputs = [
-        row.tensor for other, row in walked.measured if other is stage and row.against == "graph" and not row.passed
-    ]
+    rows = next(rows for other, rows in walked.stages if other is stage)
+    outputs = [row.tensor for row in rows if row.against == "graph" and not row.passed]
     feeds, suspect, precision = _engine_feeds(engines, graphs, stage), onnx.load(file), graphs.assembly.precision
     with tempfile.TemporaryDirectory() as folder:
         again = build(assembly_json, backend, Path(folder) / "engines.json", engines.set.manifest.options)
@@ -172,7 +90,7 @@ def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Pat
     if isinstance(clean, str):
         look_at = f"the model cannot be exported again to compare with ({clean}): no node can be named"
         return _fault("graph", walked, first, first[0], None, look_at)
-    for stage in walked.suspects["pytorch"]:
+    for stage in walked.behind_attention(first[0]):
         name, slots = _part(clean, stage)
         suspect, right = graphs.graph(stage.graph).computed, clean.graph(name).computed
         feeds = graphs.feeds(stage.graph, stage.inputs, stage.slots), clean.feeds(name, stage.inputs, slots)
@@ -214,22 +132,12 @@ def _bindings(slots: Slots, right: Slots) -> Iterator[str]:
             yield f"slot {slot}: expected {expected}, found {found}"
 
 
-def differing(graphs: Graphs, clean: Graphs) -> list[str]:
-    """List where the assembly is not what an export gives now: graphs and slots."""
+def differing(walked: Walked, graphs: Graphs, clean: Graphs) -> list[str]:
+    """List where the assembly is not what an export gives now: graphs and slots, as far as they were walked."""
     lines: dict[str, None] = {}
-    for (place, name, slots), (_, right, right_slots) in zip(_bound(graphs), _bound(clean)):
-        if graphs.graph(name).sha256 != clean.graph(right).sha256:
-            lines.setdefault(f"{graphs.graph(name).path.name} is not what an export gives now")
-        for line in _bindings(slots, right_slots):
-            lines.setdefault(f"{place}, {line}")
+    for stage, _ in walked.stages:
+        right, slots = _part(clean, stage)
+        if graphs.graph(stage.graph).sha256 != clean.graph(right).sha256:
+            lines[f"{graphs.graph(stage.graph).path.name} is not what an export gives now"] = None
+        lines |= {f"{_place(*stage.name)}, {wrong}": None for wrong in _bindings(stage.slots, slots)}
     return list(lines)
-
-
-def _bound(graphs: Graphs) -> Iterator[tuple[str, str, Slots]]:
-    """Yield (place, graph, slots) of each graph in the order of the model."""
-    yield _place("embedding", graphs.embedding.graph, "", None), graphs.embedding.graph, graphs.embedding.slots
-    for index, layer in enumerate(graphs.layers):
-        yield _place("block", layer.block.graph, "", index), layer.block.graph, layer.block.slots
-        for phase in ("prefill", "decode"):
-            yield "", f"{layer.variant}.{phase}", {}
-    yield _place("exit", graphs.exit.graph, "", None), graphs.exit.graph, graphs.exit.slots

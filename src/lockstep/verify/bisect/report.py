@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from lockstep.artifacts.bisect_report import BisectReport, FaultNode, FoundFault, MeasuredOutput
 
+_HEADS = tuple("layer|block|hidden|key|value|attention|logits|engine: block|attention|off from position".split("|"))
 _REFERENCE = {"graph": "PyTorch", "engine": "its graph"}
 
 
@@ -65,19 +66,7 @@ def text(report: BisectReport) -> str:
 
 def _table(report: BisectReport) -> list[str]:
     """Write a line for each layer: the largest error of each part, of graphs and of engines."""
-    heads = (
-        "layer",
-        "block",
-        "hidden",
-        "key",
-        "value",
-        "attention",
-        "logits",
-        "engine: block",
-        "attention",
-        "off from position",
-    )
-    lines: list[tuple[str, ...]] = [heads]
+    lines: list[tuple[str, ...]] = [_HEADS]
     for label, rows in _by_layer(report.rows):
         torch, engine = ([row for row in rows if row.against == against] for against in ("pytorch", "graph"))
         graph = next((row.graph for row in rows if row.part != "attention"), rows[0].graph)

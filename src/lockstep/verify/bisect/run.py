@@ -9,10 +9,11 @@ there, and each engine on what the graphs give: in another Python, where its bac
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +22,20 @@ from safetensors.numpy import load_file
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.bisect_report import BisectReport, EngineReport, FoundFault, MeasuredOutput, StepsError
 from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.dtypes import base_precision
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
+from lockstep.export.lora import linear_layers, module_of, with_adapters
+from lockstep.export.quantize import quantize
+from lockstep.export.run import assemble
+from lockstep.export.tracer import meta_model
 from lockstep.targets import Results, Target, Tolerances
-from lockstep.verify.bisect.explain import engine_report_json, open_graphs
-from lockstep.verify.bisect.export_again import export_again
-from lockstep.verify.bisect.faults import differing, graph_fault, walk_stages
+from lockstep.verify.bisect.explain import compare_steps, engine_report_json, open_graphs
+from lockstep.verify.bisect.faults import differing, graph_fault
 from lockstep.verify.bisect.report import advice, answer, largest_within
 from lockstep.verify.bisect.request import Request, choose
-from lockstep.verify.bisect.served import compare_steps
 from lockstep.verify.bisect.streamed import StreamedModel
+from lockstep.verify.bisect.walked import Walked, walk_stages
 from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.validate.torch_trace import Record
@@ -68,21 +73,46 @@ def make_right(
     return Right(record, model.noisy(record), clean)
 
 
-class _Paths(NamedTuple):
-    checkpoint: Path
-    weights: Path
-    assembly: Path
-    engines: Path
+def export_again(
+    config: Mapping[str, Any],
+    weights: Weights,
+    layers: int | str,
+    threads: int | None = None,
+    adapters: LoraSlots | None = None,
+    residual: str | None = None,
+) -> Graphs | str:
+    """Return the graphs that an export gives now, with the target's weights, or why there are none."""
+    config = dict(config)
+    try:
+        base = base_precision(weights.precision)
+        meta = meta_model(config, base)
+        files, assembly = assemble(meta, config, base, residual=residual)
+        if adapters is not None:
+            modules = {module_of(slot) for slots in adapters.classes.values() for slot in slots}
+            room = {"max_adapters": adapters.max_adapters, "max_lora_rank": adapters.max_lora_rank}
+            files, assembly = with_adapters(files, assembly, {**room, "targets": modules}, linear_layers(meta))
+        if weights.group_size is not None:
+            files, assembly = quantize(files, assembly, weights.precision, weights.group_size, weights.quantization)
+        with tempfile.TemporaryDirectory() as folder:  # read when they are opened
+            for name, data in files.items():
+                Path(folder, name).write_bytes(data)
+            return Graphs(Path(folder, "assembly.json"), assembly, weights, layers, threads)
+    except LockstepError as error:
+        return " ".join(str(error).split())
 
-    @classmethod
-    def of(cls, results: Results, target: Target) -> _Paths:
-        """Return where a target's results lie. Raises InputError where some, but for engines, are not there."""
-        model, precision = target.model, target.precision
-        graphs = results.checkpoint(model), results.weights(model, precision), results.assembly(model, precision)
-        for path in graphs:
-            if not path.is_file():
-                raise InputError(f"{path}: expected the results of {target}, found none; run `lockstep run` first")
-        return cls(*graphs, results.engines(model, precision, target.backend))
+
+def _files(results: Results, target: Target) -> dict[str, Path]:
+    """Return where a target's results lie. Raises InputError where some, but for engines, are not there."""
+    model, precision = target.model, target.precision
+    files = {
+        "checkpoint": results.checkpoint(model),
+        "weights": results.weights(model, precision),
+        "assembly": results.assembly(model, precision),
+    }
+    for path in files.values():
+        if not path.is_file():
+            raise InputError(f"{path}: expected the results of {target}, found none; run `lockstep run` first")
+    return {**files, "engines": results.engines(model, precision, target.backend)}
 
 
 def bisect(
@@ -105,31 +135,41 @@ def bisect(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    paths = _Paths.of(results, target)
-    graphs = open_graphs(paths.assembly, paths.weights, target.layers, threads)
+    files = _files(results, target)
+    graphs = open_graphs(files["assembly"], files["weights"], target.layers, threads)
     request = choose(results, target, prompt, graphs.assembly.vocab_size)
-    _check_length(request, graphs.assembly.max_position_embeddings)
+    ids, longest = request.tokens.ids, graphs.assembly.max_position_embeddings
+    if longest is not None and len(ids) > longest:
+        raise InputError(
+            f"prompt {request.text[:40]!r}: expected at most {longest} tokens (max_position_embeddings), "
+            f"found {len(ids)}; give a shorter one"
+        )
     if right is None:
-        config = CheckpointManifest.load(paths.checkpoint).config
+        config = CheckpointManifest.load(files["checkpoint"]).config
         made_for = graphs.assembly.adapters, graphs.assembly.residual
-        right = make_right(config, graphs.weights, target.layers, request.tokens.ids, threads, *made_for)
-    logits = right.record.logits
+        right = make_right(config, graphs.weights, target.layers, ids, threads, *made_for)
     tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
     recorded = replace(request.tokens, record=right.record, noisy=right.noisy)
     walked = walk_stages(graphs, None, recorded, tolerance)
-    notes = _notes(paths, graphs, right.clean)
-    faults = [graph_fault(walked, graphs, right.clean, paths.assembly.parent)]
+    notes = _notes(files["engines"], walked, graphs, right.clean)
+    faults = [graph_fault(walked, graphs, right.clean, files["assembly"].parent)]
     rows, served, overflow = walked.rows, None, walked.overflow or None
     stages = walked.rows  # in the order in which they run
-    if paths.engines.is_file():
-        engines = _ask(ask or engine_report_json, paths, target, tolerance, request, threads)
+    if files["engines"].is_file():
+        places = {name: str(files[name]) for name in ("assembly", "weights", "engines")}
+        tokens, bounds = [ids.tolist(), request.tokens.num_prompt], asdict(tolerance)
+        answered = (ask or engine_report_json)(
+            **places, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads
+        )
+        engines = EngineReport.from_json(answered)
         faults.append(engines.fault)
         rows, served, overflow = rows + engines.rows, engines.served, overflow or engines.overflow
         stages = engines.rows
         if ask:
             notes.append("the engines ran in their backend's own Python")
-    found = _in_order([fault for fault in faults if fault], stages)
-    weights = _weights_error(results, target, request, logits, tolerance)
+    order = {row.stage: number for number, row in reversed(list(enumerate(stages)))}
+    found = sorted(filter(None, faults), key=lambda fault: order.get(fault.measured.stage, len(order)))
+    weights = _weights_error(results, target, request, right.record.logits, tolerance)
     line, look_at = _verdict(found, rows, served, weights, overflow, results, target)
     return BisectReport(
         target=str(target),
@@ -148,16 +188,16 @@ def bisect(
     )
 
 
-def _notes(paths: _Paths, graphs: Graphs, clean: Graphs | str) -> list[str]:
+def _notes(engines: Path, walked: Walked, graphs: Graphs, clean: Graphs | str) -> list[str]:
     """List what was not looked at, and where the assembly is not what an export gives now."""
     notes = []
-    if not paths.engines.is_file():
-        notes.append(f"no engines at {paths.engines}: only the graphs were looked at")
+    if not engines.is_file():
+        notes.append(f"no engines at {engines}: only the graphs were looked at")
     if graphs.assembly.adapters is not None:
         notes.append("the model takes adapters: the request is followed without one; for those see the check `adapted`")
     if isinstance(clean, str):
         return [*notes, f"the model cannot be exported again: {clean}"]
-    return [*notes, *differing(graphs, clean)]
+    return [*notes, *differing(walked, graphs, clean)]
 
 
 def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> float | None:
@@ -167,30 +207,6 @@ def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> flo
         return tolerance.logits
     prompts, long, _ = read_reference(path, (), tolerance)
     return max(prompt.bounds.largest for prompt in [*prompts, *([long.prompt] if long else [])])
-
-
-def _ask(
-    ask: Ask, paths: _Paths, target: Target, tolerance: Tolerances, request: Request, threads: int | None
-) -> EngineReport:
-    """Compare engines with their graphs on what the graphs give, in the Python of their backend."""
-    tokens = [request.tokens.ids.tolist(), request.tokens.num_prompt]
-    files = {name: str(getattr(paths, name)) for name in ("assembly", "weights", "engines")}
-    bounds = asdict(tolerance)
-    return EngineReport.from_json(ask(**files, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads))
-
-
-def _in_order(faults: list[FoundFault], rows: Sequence[MeasuredOutput]) -> list[FoundFault]:
-    """Sort faults by the stage where each shows, in the order in which the stages run."""
-    order = {row.stage: number for number, row in reversed(list(enumerate(rows)))}
-    return sorted(faults, key=lambda fault: order.get(fault.measured.stage, len(order)))
-
-
-def _check_length(request: Request, longest: int | None) -> None:
-    if longest is not None and len(request.tokens.ids) > longest:
-        raise InputError(
-            f"prompt {request.text[:40]!r}: expected at most {longest} tokens (max_position_embeddings), "
-            f"found {len(request.tokens.ids)}; give a shorter one"
-        )
 
 
 def _weights_error(

@@ -35,7 +35,6 @@ class Forced:
     of their errors. ends: ascending numbers of tokens, each the end of a chunk; the request ends with the last.
     """
 
-    name: str
     tokens: np.ndarray
     expected: Mapping[int, np.ndarray]
     bounds: LogitBounds

@@ -64,7 +64,7 @@ class Prompt:
         """Return this prompt and its answer, in chunks that end at `ends`. earlier: logits within the prompt."""
         tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
         behind = dict(zip(self.counts, self.logits))
-        return Forced(self.text, tokens, {**(earlier or {}), **behind}, self.bounds, tuple(ends))
+        return Forced(tokens, {**(earlier or {}), **behind}, self.bounds, tuple(ends))
 
 
 @dataclass(frozen=True)

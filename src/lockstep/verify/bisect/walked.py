@@ -1,0 +1,173 @@
+"""Measure each stage along a request: graphs against PyTorch, engines against graphs. Needs what runs engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.artifacts.adapters import IDS
+from lockstep.artifacts.bisect_report import MeasuredOutput
+from lockstep.backends import EngineSet, Program
+from lockstep.backends.graphs import base_engine
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.metrics import difference, error_scale
+from lockstep.step.executable import run_once
+from lockstep.targets import Tolerances
+from lockstep.verify.graphs import Graphs
+from lockstep.verify.metrics import finite, largest
+from lockstep.verify.noise import block_bound, row_scale, spread
+from lockstep.verify.walk import Arrays, Stage, StageRun, Tokens, Walk
+from lockstep.weights import Weights
+
+
+class Engines:
+    """The engines of a set, called one at a time; weights are bound for one call."""
+
+    def __init__(self, engines: EngineSet, weights: Weights, threads: int | None = None):
+        self.set, self._weights, self._threads = engines, weights, threads
+        self._programs: dict[str, Program] = {}
+        self._names = set(engines.names())
+        rows = engines.manifest.options.get("max_batch_size")
+        self.max_rows: int | None = rows  # requests that the engines were built for; None: any number
+
+    def name(self, graph: str) -> str:
+        """Return the engine that computes a graph for tokens without adapters."""
+        base = base_engine(graph)
+        return base if base in self._names else graph
+
+    def run(self, stage: Stage, like: Mapping[str, np.ndarray]) -> Arrays | None:
+        """Return the stage's outputs, in the shapes and dtypes of `like`; None where there is no such engine."""
+        if self.name(stage.graph) not in self._names:
+            return None
+        if stage.part != "exit" or self.max_rows is None:
+            return self._call(stage, stage.inputs, like)
+        rows, calls = stage.inputs["logit_rows"], []
+        for start in range(0, len(rows), self.max_rows):
+            piece = slice(start, start + self.max_rows)
+            inputs = {**stage.inputs, "logit_rows": rows[piece]}
+            calls.append(self._call(stage, inputs, {name: array[piece] for name, array in like.items()}))
+        return {name: np.concatenate([outputs[name] for outputs in calls]) for name in like}
+
+    def _call(self, stage: Stage, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> Arrays:
+        name = self.name(stage.graph)
+        if name not in self._programs:
+            self._programs[name] = self.set.load(name, self._threads)
+        tensors = self.set.tensors(name, stage.slots)
+        executable = self._programs[name].bind(self._weights if stage.slots else None, tensors)
+        if name != stage.graph and (adapters := self.set.assembly.adapters):
+            inputs = {key: array for key, array in inputs.items() if key not in {IDS, *adapters.names(stage.graph)}}
+        return run_once(executable, inputs, like)  # bf16 graphs are computed in fp32 beside engines of bf16
+
+
+@dataclass
+class Walked:
+    """The stages of a walk, in its order, each with what was measured of it.
+
+    finished: False where the time was over before the last stage. logits [num_tokens, vocab_size]: those of PyTorch
+    where there is a record, else those that the graphs give; None where the walk did not get there. overflow: a line
+    where a graph goes beyond float16; the walk ends before it.
+    """
+
+    stages: list[tuple[Stage, list[MeasuredOutput]]] = field(default_factory=list)
+    finished: bool = True
+    logits: np.ndarray | None = None
+    overflow: str = ""
+
+    @property
+    def rows(self) -> tuple[MeasuredOutput, ...]:
+        return tuple(row for _, rows in self.stages for row in rows)
+
+    def first(self, against: str) -> tuple[Stage, MeasuredOutput] | None:
+        """Return the first stage that is off, and its output."""
+        wrong = ((stage, row) for stage, rows in self.stages for row in rows if not row.passed)
+        return next((pair for pair in wrong if pair[1].against == against), None)
+
+    def behind_attention(self, stage: Stage) -> list[Stage]:
+        """Return the stages of an attention's layer up to `stage`, itself of any other stage."""
+        if stage.part != "attention":
+            return [stage]
+        number = next(number for number, (other, _) in enumerate(self.stages) if other is stage)
+        return [other for other, _ in self.stages[: number + 1] if other.layer == stage.layer]
+
+    def error_before(self, stage: Stage, against: str) -> float | None:
+        """Return the largest error of the stage before `stage`, against the same; None where it is not finite."""
+        number = next(number for number, (other, _) in enumerate(self.stages) if other is stage)
+        earlier = [row for _, rows in self.stages[:number] for row in rows if row.against == against]
+        last = [(row.part, row.layer) for row in earlier[-1:]]
+        return largest([row.max_abs_error for row in earlier if (row.part, row.layer) in last])
+
+
+def walk_stages(
+    graphs: Graphs, engines: Engines | None, tokens: Tokens, tolerance: Tolerances, deadline: float | None = None
+) -> Walked:
+    """Measure each stage. deadline: of time.monotonic(), looked at between stages."""
+    walked = Walked()
+    rows = (engines.max_rows if engines else None) or 16
+    for step in Walk(graphs, [tokens], decode_rows=rows):
+        walked.overflow = step.overflow(graphs)
+        if walked.overflow:
+            break
+        walked.stages.append((step.stage, _measured(step, engines, tolerance)))
+        is_last = step.stage.part == "exit"
+        if is_last:
+            walked.logits = tokens.record.logits if tokens.record else step.outputs["logits"]
+        if deadline is not None and time.monotonic() > deadline:
+            walked.finished = is_last
+            break
+    return walked
+
+
+def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[MeasuredOutput]:
+    rows = [
+        _measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
+        for name, expected in step.expected.items()
+    ]
+    outputs = engines.run(step.stage, step.outputs) if engines else None
+    if outputs is not None:
+        rows += [
+            _measure(step.stage, name, "graph", expected, outputs[name], tolerance, None)
+            for name, expected in step.outputs.items()
+        ]
+    return rows
+
+
+def _measure(
+    stage: Stage,
+    tensor: str,
+    against: str,
+    expected: np.ndarray,
+    found: np.ndarray,
+    tolerance: Tolerances,
+    noisy: np.ndarray | None,
+) -> MeasuredOutput:
+    """Compare an output with what is expected of it.
+
+    Logits absolutely where tolerance.logits is a number. All else relative to the size of the values: as `validate`
+    does where there is `noisy`, what fp16 gives in place of `expected`; else to `tolerance.beside_graph`. Raises
+    CheckError for an output of another shape.
+    """
+    if expected.shape != found.shape:
+        raise CheckError(
+            f"{stage.part} ({stage.graph}) of layer {stage.layer}: {tensor}: expected shape {list(expected.shape)}, "
+            f"found {list(found.shape)}; export and build again"
+        )
+    error = difference(expected, found)
+    exact, other = (np.asarray(array, np.float64).reshape(len(array), -1) for array in (expected, found))
+    if tensor == "logits" and tolerance.logits is not None:
+        bound, unit = tolerance.logits, np.ones(1)
+        passed = error.within(bound)
+    elif noisy is not None:
+        allowed = block_bound(spread(expected, noisy), tolerance)
+        bound, unit, passed = allowed.largest, row_scale(exact), spread(expected, found).within(allowed)
+    else:
+        bound, unit = tolerance.beside_graph, error_scale(exact)
+        passed = error.within_scaled(bound)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rows = np.nan_to_num((np.abs(exact - other) / unit).max(-1), nan=np.inf)
+    over = np.flatnonzero(rows > bound)
+    position = int(stage.positions[over[0] if len(over) else rows.argmax()])
+    errors = finite(error.max_abs_error), finite(error.relative_error)
+    return MeasuredOutput(*stage.name, tensor, against, *errors, bound, passed, position)
