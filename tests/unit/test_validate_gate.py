@@ -14,7 +14,7 @@ from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.verify.graphs import check_graph
-from lockstep.verify.validate.polygraphy_checks import GraphRunner, compare, inspect, lint
+from lockstep.verify.validate.polygraphy_checks import FunctionRunner, compare, inspect, lint
 
 INPUTS = (IO("hidden", "float32", ("num_tokens", 4)), IO("weight", "float32", (3, 4)))
 OUTPUTS = (IO("logits", "float32", ("num_tokens", 3)),)
@@ -103,7 +103,7 @@ def test_a_free_dimension_has_one_size_everywhere():
 
 
 def runner(name, inputs=INPUTS[:1], factor=1.0, output="logits", rows=None):
-    made = GraphRunner(name, inputs, lambda feed: next(iter(feed.values()))[:rows] * np.float32(factor))
+    made = FunctionRunner(name, inputs, lambda feed: next(iter(feed.values()))[:rows] * np.float32(factor))
     if output != "logits":
         infer = made.infer_impl
         made.infer_impl = lambda feed_dict: OrderedDict({output: infer(feed_dict)["logits"]})

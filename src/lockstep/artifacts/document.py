@@ -16,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 import os
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -244,29 +245,14 @@ def _words(kind: Any) -> str:
 
 
 def _list_reader(kinds: tuple[Any, ...], bound: Bound | None) -> Read:
-    if kinds[-1] is not Ellipsis:
-        return _row_reader(tuple(map(reader, kinds)))
-    read_item = reader(kinds[0])
-    words, holds = (bound.words, bound.holds) if bound else ("a list", None)
+    is_row, words, holds = kinds[-1] is not Ellipsis, bound.words if bound else "a list", bound.holds if bound else None
+    readers: Iterable[Read] = tuple(map(reader, kinds)) if is_row else itertools.repeat(reader(kinds[0]))
+    if is_row:
+        words = f"a list of {len(kinds)}"
 
     def read(value: Any) -> Any:
-        if type(value) is not list or holds is not None and not holds(value):
+        if type(value) is not list or (len(value) != len(kinds) if is_row else holds is not None and not holds(value)):
             raise ValidationError("", words, value)
-        items: list[Any] = []
-        try:
-            for item in value:
-                items.append(read_item(item))
-        except ValidationError as error:
-            raise error.inside(f"[{len(items)}]") from None
-        return tuple(items)
-
-    return read
-
-
-def _row_reader(readers: tuple[Read, ...]) -> Read:
-    def read(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(readers):
-            raise ValidationError("", f"a list of {len(readers)}", value)
         items: list[Any] = []
         try:
             for read_item, item in zip(readers, value):

@@ -111,7 +111,7 @@ class _Sessions(OnnxrtSessionArgs):
         return open_session(model() if callable(model) else model or self._path, threads=1)
 
 
-class GraphRunner(BaseRunner):
+class FunctionRunner(BaseRunner):
     """A Polygraphy runner over a function that gives `logits` of the declared inputs."""
 
     def __init__(self, name: str, inputs: Sequence[IO], function: Callable[[Mapping[str, np.ndarray]], np.ndarray]):

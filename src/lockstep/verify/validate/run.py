@@ -49,7 +49,7 @@ from lockstep.verify.validate.parity import (
     forward,
     layer_errors,
 )
-from lockstep.verify.validate.polygraphy_checks import GraphRunner, check_model, compare, inspect, lint
+from lockstep.verify.validate.polygraphy_checks import FunctionRunner, check_model, compare, inspect, lint
 from lockstep.verify.validate.torch_trace import Record, TorchModel, sequences
 from lockstep.weights import Weights
 
@@ -265,13 +265,13 @@ def _check_forward(
     def expected(feed: Mapping[str, np.ndarray]) -> np.ndarray:
         return torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
 
-    runners: list[BaseRunner] = [GraphRunner("split", inputs, split)]
+    runners: list[BaseRunner] = [FunctionRunner("split", inputs, split)]
     if uncut is not None:
         assert graphs.assembly.batchful is not None  # it is open
         tensors = graphs.assembly.batchful.tensors
         weights = {slot.name: graphs.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
         runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
-    runners.append(GraphRunner("torch", inputs, expected))
+    runners.append(FunctionRunner("torch", inputs, expected))
     feeds = [
         {
             "hidden": record.embedded.astype(graphs.hidden_dtype),
