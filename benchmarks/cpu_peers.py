@@ -39,12 +39,13 @@ _OWN = "lockstep_steps.py"
 
 
 class Contestant(NamedTuple):
-    """bits: of weights, by which it is compared. pins: of its environment; "": this Python."""
+    """bits: of weights, by which it is compared. pins: of its environment; "": this Python. head_bits: None for 8."""
 
     script: str
     precision: str
     bits: int
     pins: str = ""
+    head_bits: int | None = None
 
 
 CONTESTANTS = {
@@ -52,6 +53,7 @@ CONTESTANTS = {
         name: Contestant(_OWN, name, bits)
         for name, bits in {"fp32": 32, "fp16": 16, "w8a16": 8, "w4a16": 4, "w8a8": 8, "w4a8": 4}.items()
     },
+    "w4a8, head of 4 bits": Contestant(_OWN, "w4a8", 4, head_bits=4),
     "transformers fp32": Contestant("transformers_steps.py", "fp32", 32),
     "genai fp32": Contestant("genai_steps.py", "fp32", 32, "genai.txt"),
     "genai int4": Contestant("genai_steps.py", "int4", 4, "genai.txt"),
@@ -141,7 +143,7 @@ class _Process:
     """A contestant, with its model made and opened. Raises CheckError, naming its log, where it cannot."""
 
     def __init__(self, name: str, work: Path, folder: Path, batch: int, capacity: int, threads: int):
-        own, stem = CONTESTANTS[name], f"{folder.name}-{name.replace(' ', '-')}"
+        own, stem = CONTESTANTS[name], f"{folder.name}-{name.replace(',', '').replace(' ', '-')}"
         self.name, out = name, work / "models" / stem
         self._log = work / f"{stem}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -152,11 +154,12 @@ class _Process:
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir(parents=True)
             (out / "of").write_text(of)
-        job = {"checkpoint": str(folder), "out": str(out), "precision": own.precision, "threads": threads}
+        job = {"checkpoint": str(folder), "out": str(out), "threads": threads, "batch": batch, "capacity": capacity}
+        job |= {"precision": own.precision, "head_bits": own.head_bits}
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [python, str(_SCRIPTS / own.script), json.dumps({**job, "batch": batch, "capacity": capacity})],
+                [python, str(_SCRIPTS / own.script), json.dumps(job)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True,
             )  # fmt: skip
         ready = self._answer()

@@ -70,7 +70,14 @@ def run(
     return {"context": context, "steps": steps, "rounds": rounds, "batch": measured}
 
 
-def prepare(folder: Path, precision: str, work: Path, group_size: int = 32, backend: str = _BACKEND) -> dict[str, Path]:
+def prepare(
+    folder: Path,
+    precision: str,
+    work: Path,
+    group_size: int = 32,
+    backend: str = _BACKEND,
+    head_bits: int | None = None,
+) -> dict[str, Path]:
     """Take the checkpoint through resolve, export, convert and build below `work`.
 
     Returns the paths of what they made.
@@ -79,7 +86,7 @@ def prepare(folder: Path, precision: str, work: Path, group_size: int = 32, back
     checkpoint, weights = results.checkpoint(name), results.weights(name, precision)
     assembly, engines = results.assembly(name, precision), results.engines(name, precision, backend)
     lockstep.resolve_checkpoint(str(folder.resolve()), folder.resolve(), checkpoint)
-    lockstep.export_graphs(checkpoint, precision, assembly, group_size=group_size)
+    lockstep.export_graphs(checkpoint, precision, assembly, group_size=group_size, head_bits=head_bits)
     lockstep.convert_weights(checkpoint, precision, weights, assembly)
     lockstep.build_engines(assembly, backend, engines)
     return {"weights": weights, "assembly": assembly, "engines": engines}

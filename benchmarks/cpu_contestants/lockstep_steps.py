@@ -17,7 +17,7 @@ _BACKEND, _GROUP = "onnxruntime", 32
 
 
 def make(job: dict) -> None:
-    prepare(Path(job["checkpoint"]), job["precision"], Path(job["out"]), _GROUP, _BACKEND)
+    prepare(Path(job["checkpoint"]), job["precision"], Path(job["out"]), _GROUP, _BACKEND, job["head_bits"])
 
 
 def opened(job: dict) -> Start:

@@ -10,6 +10,7 @@ prompt. What libraries print goes to stderr.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import sys
@@ -28,7 +29,7 @@ Start = Callable[[np.ndarray], Callable[[], None]]
 def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable[[dict], Start]) -> None:
     """Make the model of the command line's job, and answer until stdin ends.
 
-    A model that is there is not made again.
+    A model that is there is not made again. It is made in another process, whose libraries and memory are not counted.
     """
     answers, job = os.fdopen(os.dup(1), "w"), json.loads(sys.argv[1])
     os.dup2(2, 1)
@@ -38,7 +39,11 @@ def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable
 
     made = Path(job["out"]) / "made"
     if not made.is_file():
-        make(job)
+        maker = multiprocessing.Process(target=make, args=(job,))
+        maker.start()
+        maker.join()
+        if maker.exitcode:
+            raise SystemExit(f"making the model ended with {maker.exitcode}")
         made.touch()
     vocabulary = json.loads((Path(job["checkpoint"]) / "config.json").read_text())["vocab_size"]
     start = opened(job)

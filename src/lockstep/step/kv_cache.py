@@ -11,7 +11,9 @@ in the same rows, [layers, rows, *state] float32.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -307,7 +309,7 @@ class KVCache:
                 self._grown(array, (layers, count, *shape.sizes), _STATE)
                 for (shape, layers), array in zip(self._state_groups, old_states)
             ]
-        except (MemoryError, ValueError):  # ValueError: more than any memory
+        except (OSError, OverflowError):  # OverflowError: more than any memory
             return False
         rows.keys, rows.values = grown
         rows.states = states
@@ -315,9 +317,19 @@ class KVCache:
         return True
 
     def _grown(self, old: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype | None = None) -> np.ndarray:
-        if math.prod(shape) * self.dtype.itemsize > np.iinfo(np.int64).max:
-            raise MemoryError
-        new = np.zeros(shape, dtype or self.dtype)
+        new = _zeros(shape, dtype or self.dtype)
         if old is not None:
             new[:, : old.shape[1]] = old
         return new
+
+
+def _zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Return zeros whose pages take memory as they are written.
+
+    NumPy asks for pages of 2 MB, each with rows of several slots. Raises OSError, OverflowError without memory for it.
+    """
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, max(1, count * dtype.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without such pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -1,0 +1,48 @@
+"""What a model takes of a CPU's memory, as the kernel counts it."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.step.kv_cache import KVCache, LayerShape
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_rows_of_the_cache_that_no_slot_had_take_none() -> None:
+    cache = KVCache([LayerShape(4, 64, 64)] * 16, 16, 256, np.dtype(np.float32), 1 << 30)
+    began = resident_bytes()
+    cache.reserve(0, 256)
+    cache.clear(0, 0, 256)  # writes all of the row: 4 * 256 * 64 keys and values of 16 layers, 8 MiB
+    assert 8 * MIB <= resident_bytes() - began < 12 * MIB  # 16 such rows are 128; a page more or less at each end
+
+
+def test_engines_share_their_scratch_memory(tmp_path: Path) -> None:
+    """Each needs 16 MiB while it runs."""
+    rows = helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, 1])
+    wide = helper.make_node("Expand", ["x", "shape"], ["wide"])
+    total = helper.make_node("ReduceMean", ["wide"], ["y"])
+    shape = onnx.numpy_helper.from_array(np.array([1, 1 << 22]), "shape")
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, None])
+    graph = helper.make_graph([wide, total], "scratch", [rows], [out], [shape])
+    opsets = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "engine.onnx")
+    program = OnnxRuntimeBackend().load(tmp_path / "engine.onnx", [], None, False)
+    x, y = np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
+    calls = [program.bind(None, {}).prepare({"x": x}, {"y": y}) for _ in range(8)]
+    calls[0]()
+    assert y == 1
+    began = resident_bytes()
+    for call in calls[1:]:
+        call()
+    assert resident_bytes() - began < 16 * MIB  # not 7 times as much
