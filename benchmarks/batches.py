@@ -43,6 +43,7 @@ OPTIONS = (
     options.choice("--precision", "fp16", "w8a16", "w4a16", "w8a8-fp8", help="Integers in groups of 128."),
     options.choice("--kv-cache-dtype", "fp16", "fp8", help="Of the backend cuda."),
     options.path("--vllm", "A record of vLLM on the same machine, to be put beside.", metavar="FILE", exists=True),
+    options.Option("--layers", "So many layers of the shape alone.", None, int, least=1),
     options.number("--tensor-parallel", 1, "Ranks, each on a GPU of its own: with what sums over them take.", most=16),
     options.Option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),
     *options.ON_A_GPU,
@@ -51,8 +52,8 @@ OPTIONS = (
 
 def main(
     shape: str, precision: str, kv_cache_dtype: str, backend: str, python: str | None, work: Path,
-    build_options: dict[str, Any], vllm: Path | None, tensor_parallel: int, alike: bool, rounds: int,
-    write: Path | None,
+    build_options: dict[str, Any], vllm: Path | None, layers: int | None, tensor_parallel: int, alike: bool,
+    rounds: int, write: Path | None,
 ) -> None:  # fmt: skip
     """Measure one GPU at every batch size.
 
@@ -71,7 +72,7 @@ def main(
     work = (work if precision == "fp16" else work / precision).absolute()
     cached = None if kv_cache_dtype == "fp16" else kv_cache_dtype
     graphs = work / ("graphs" if cached is None else f"graphs-kv-{cached}")
-    config = read_json(config_of(shape))
+    config = read_json(config_of(shape)) | ({} if layers is None else {"num_hidden_layers": layers})
     lockstep.export_config(config, precision, graphs, tensor_parallel, GROUP, kv_cache_dtype=cached)
     names = {"assembly": str(graphs / "assembly.json"), "work": str(work), "out": str(out), "python": python}
     names |= {"vllm": str(vllm.absolute()) if vllm else None, "backend": backend}

@@ -270,8 +270,11 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
     parts = [assembly.embedding, *(layer.block for layer in assembly.layers), assembly.layers[-1].exit]
     for part in parts:
         for slot in assembly.classes[part.graph].signature.slots:
-            (name,) = part.slots[slot.name]
-            shapes[name], dtypes[name] = list(slot.sizes), slot.dtype
+            names = part.slots[slot.name]
+            for name in names:  # several where a stack of experts is tensors of each
+                shapes[name], dtypes[name] = list(slot.sizes), slot.dtype
+                if len(names) > 1:
+                    shapes[name] = [math.prod(slot.sizes[:-1]) // len(names), slot.sizes[-1]]
     random, tensors, offset, digest = np.random.default_rng(0), {}, 0, hashlib.sha256()
     pool = (
         random.standard_normal(min(1 << 26, 2 * max(map(math.prod, shapes.values()))), np.float32) * np.float32(0.02)

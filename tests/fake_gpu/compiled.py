@@ -52,8 +52,10 @@ inline void __syncthreads() {}
 inline void next_may_start() {}
 inline void wait_for_previous() {}
 inline float warp_sum(float value) { return value; }
+inline float warp_max(float value) { return value; }
 template <int WARPS> float block_sum(float value) { return value; }
 template <int WARPS> unsigned block_max(unsigned value) { return value; }
+inline float __int_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
 inline float number(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
 inline unsigned short half(float value) {
     _Float16 of = (_Float16)value;

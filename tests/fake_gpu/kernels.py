@@ -376,6 +376,42 @@ def quantize_rows(gpu: Gpu, rows: int, k: SimpleNamespace) -> None:
     gpu.array(k.steps, (rows, 1), "f4")[:] = steps
 
 
+def sort_by_expert(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
+    """What expert_products.cu says."""
+    ids, order = (gpu.array(address, (k.rows,), "i4") for address in (k.ids, k.order))
+    if blocks != 1 or not 0 <= ids.min() <= ids.max() < k.experts:
+        raise Fault(f"sort_by_expert: {blocks} blocks, experts {ids.min()} to {ids.max()} of {k.experts}")
+    some = min(k.experts, k.rows)
+    tiles = gpu.array(k.tiles, (some + (k.rows - some) // k.tile_rows, 4), "i4")
+    order[:], tiles[:], first, at = np.argsort(ids, kind="stable"), 0, 0, 0
+    for expert, count in enumerate(np.bincount(ids, minlength=k.experts)):
+        for low in range(0, count, k.tile_rows):
+            tiles[at] = expert, first + low, min(k.tile_rows, count - low), 0
+            at += 1
+        first += count
+
+
+def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: str) -> None:
+    """What expert_products.cu says, in float64."""
+    rows, outputs, columns, stages, *_ = map(int, form.split(",")[:4])
+    shared = max(stages * (rows + outputs) * columns, rows * (outputs + 8)) * 2
+    if k.out_blocks != -(-k.out_features // outputs) or blocks % k.out_blocks or k.shared != shared:
+        raise Fault(f"{name}: {blocks} blocks with {k.shared} bytes for {k.out_features} outputs")
+    if k.in_features % 8 or k.out_features % 8 or any(at % 16 for at in (k.weight, k.x, k.out)):
+        raise Fault(f"{name}: {k.out_features} rows of {k.in_features} numbers")
+    sizes = (k.out_features, k.in_features) if name.startswith("experts") else (k.in_features, k.out_features)
+    for expert, first, count, _ in gpu.array(k.tiles, (blocks // k.out_blocks, 4), "i4").tolist():
+        if not 0 <= count <= rows:
+            raise Fault(f"{name}: a tile of {count} rows")
+        if not count:
+            continue
+        weight = gpu.array(k.weight + expert * sizes[0] * sizes[1] * 2, sizes, "f2").astype(np.float64)
+        weight = weight.T if name.startswith("experts") else weight
+        for row in gpu.array(k.order + 4 * first, (count,), "i4").tolist():
+            x = gpu.array(k.x + row // k.sharing * k.in_features * 2, (k.in_features,), "f2").astype(np.float64)
+            gpu.array(k.out + row * k.out_features * 2, (k.out_features,), "f2")[:] = x @ weight
+
+
 def few_rows_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
     """What fp8_products.cu says, in float64."""
     if blocks != -(-k.out_features // 32) or not 1 <= k.rows <= most or k.shared != 4 * (32 + most) * 512:
@@ -478,6 +514,7 @@ KERNELS: dict[str, Callable] = {
     "choose": choose,
     "words": words,
     "quantize_rows": quantize_rows,
+    "sort_by_expert": sort_by_expert,
 }
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
@@ -493,3 +530,7 @@ for _pair in (1, 2):
         KERNELS[f"wgmma_fp8_{_pair}_{_split}"] = functools.partial(wgmma_fp8, pair=_pair, split=_split)
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)
+for _name, _form in re.findall(
+    r"^EXPERTS\((\w+),(.*)\)", (files("lockstep.gpu.kernels") / "expert_products.cu").read_text(), re.M
+):
+    KERNELS[_name] = functools.partial(expert_products, name=_name, form=_form)

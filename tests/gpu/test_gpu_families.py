@@ -10,8 +10,9 @@ from lockstep.runtime import Advance, Engine, Model, Request, scheduler
 
 NAME = "tiny"
 LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
-# Sinks, with windows and without; short convolutions; behind them the gated delta rule, and Mamba-2.
-FAMILIES = ("granite_swa", "lfm2", "qwen3_5_text", "bamba")
+# Sinks, with windows and without; short convolutions; behind them the gated delta rule, and Mamba-2; experts, chosen by
+# a softmax, by a sigmoid with a bias in groups, with weights the other way round and biases of their own.
+FAMILIES = ("granite_swa", "lfm2", "qwen3_5_text", "bamba", "qwen3_moe", "dots1", "gpt_oss")
 
 
 def ids(count: int, seed: int) -> np.ndarray:

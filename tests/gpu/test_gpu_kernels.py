@@ -420,3 +420,42 @@ extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
     counter = np.array([0, position, 0, 0], np.uint64)
     bits = np.random.Philox(key=np.array([seed, choice], np.uint64), counter=counter).random_raw(4 * blocks)
     assert np.array_equal(device.down(out), bits)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, transposed):
+    """Experts without rows, with some and with most; beside a product in float64."""
+    from lockstep.gpu.kernels import expert_products
+
+    device, random = OnDevice(), np.random.default_rng(0)
+    tokens, experts, per_token, ins, outs = 150, 16, 4, 1096, 200
+    ids = random.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :per_token].astype(np.int32)
+    ids[ids == 3] = 5
+    ids[: tokens // 2, 0] = 1
+    stack = (random.standard_normal((experts, outs, ins)) / 32).astype(np.float16)
+    x = random.standard_normal((tokens, ins)).astype(np.float16)
+    given, rows = device.up(stack if transposed else stack.swapaxes(1, 2)), device.up(x)
+    per_row = device.up(np.repeat(x, per_token, axis=0).reshape(tokens, -1))
+    order = expert_products.ExpertOrder(
+        device.stream, device.up(ids), experts,
+        device.up(np.zeros(ids.size, np.int32)), device.up(np.zeros((ids.size, 4), np.int32)),
+    )  # fmt: skip
+    found = []
+    for tile in expert_products.TILES:
+        monkeypatch.setattr(expert_products, "tile_for", lambda rows, experts, tile=tile: tile)
+        for shared in (True, False):
+            for count in (tokens, 1, 13):
+                out = device.up(np.full((tokens, per_token * outs), 7, np.float16))
+                order.sort(count)
+                expert_products.bind(
+                    device.stream, given, rows if shared else per_row, out, order, shared, transposed
+                )(count)  # fmt: skip
+                result = device.down(out)
+                found.append(result[:count])
+                assert (result[count:] == 7).all()
+    whole = found[0].reshape(tokens, per_token, outs)
+    products = np.stack([x.astype(np.float32) @ weight.T.astype(np.float32) for weight in stack])
+    products = products[ids, np.arange(tokens)[:, None]]
+    np.testing.assert_allclose(whole, products, rtol=2e-3, atol=2e-3)  # of fp16, 11 bits
+    for result in found:
+        np.testing.assert_array_equal(result, found[0][: len(result)])

@@ -198,6 +198,17 @@ FAMILIES = {
         classes=6,
         **_EXPERTS,
     ),
+    "dots1": _family(  # the router of DeepSeek V3: a sigmoid, a bias, groups; beside plain attention
+        "dots1",
+        head_dim=16,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        classes=6,
+        **_EXPERTS,
+    ),
     # Residuals are scaled by the depth: cut to its first layers, it must keep the whole model's scale.
     "minicpm3": _family(
         "minicpm3",

@@ -1,4 +1,4 @@
-"""The kernels of a few rows, fp16 and e4m3, compiled for the host: the source that a GPU runs, beside NumPy."""
+"""Tensor-core kernels of our own, compiled for the host: the source that a GPU runs, beside NumPy."""
 
 from __future__ import annotations
 
@@ -74,6 +74,26 @@ HALVES = r"""
     launch(blocks, [=] { NAME(weight, x, first, second, third, end, ends, outs, ins, rows); }); }
 RUN(few_rows_8)
 RUN(few_rows_16)
+"""
+EXPERTS = r"""
+template <int COUNT> void wait_but_for() {}
+void load_across(u32 from, u32* r) {
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 8; i++) {
+        const u32 row = exchange(from, threadIdx.x - lane + i / 2 * 8 + lane % 4 * 2 + i % 2);
+        memcpy((unsigned short*)r + i, memory + row + lane / 4 * 2, 2);
+    }
+}
+#include "expert_products.cu"
+extern "C" void run_sort(const int* ids, int* order, Tile* tiles, int experts, int tile_rows, int rows) {
+    launch(1, [=] { sort_by_expert(ids, order, tiles, experts, tile_rows, rows); });
+}
+#define RUN(NAME) extern "C" void run_##NAME( \
+    int blocks, const unsigned short* weight, const unsigned short* x, unsigned short* out, const int* order, \
+    const Tile* tiles, int sharing, int outs, int ins, int out_blocks) { \
+    launch(blocks, [=] { NAME(weight, x, out, order, tiles, sharing, outs, ins, out_blocks); }); }
+RUN(experts_8) RUN(experts_16) RUN(experts_64) RUN(experts_128)
+RUN(across_8) RUN(across_16) RUN(across_64) RUN(across_128)
 """
 E4M3 = (
     CODE_OF
@@ -159,6 +179,33 @@ def test_each_output_is_accumulated_in_order(library, most, rows, columns):
     run = getattr(library(HALVES, 128), f"run_few_rows_{most}")
     run(-(-total // 32), pointer(weight), pointer(x), *map(pointer, found), *sizes)
     check(found, in_order(x, weight, range(columns)), (0, *ends))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", ["experts", "across"])
+@pytest.mark.parametrize(
+    ("tile_rows", "threads", "outputs"), [(8, 128, 32), (16, 128, 32), (64, 256, 128), (128, 256, 128)]
+)
+def test_rows_of_experts_are_accumulated_in_order(library, kernel, tile_rows, threads, outputs):
+    """An expert without rows, one with more than a tile; outputs and columns that are no whole number of blocks."""
+    tokens, experts, per_token, outs, columns = 50, 5, 3, 40, 328
+    random, is_transposed = np.random.default_rng(tile_rows), kernel == "experts"
+    ids = np.where(random.random((tokens, per_token)) < 0.7, 1, random.choice([0, 2, 4], (tokens, per_token)))
+    rows, ids = ids.size, ids.astype(np.int32)
+    stack = (random.standard_normal((experts, outs, columns)) / 8).astype(np.float16)
+    x = aligned(random.standard_normal((tokens, columns)).astype(np.float16))
+    most = experts + (rows - experts) // tile_rows
+    order, tiles = np.full(rows + 1, -7, np.int32), aligned(np.full((most + 1, 4), -7, np.int32))
+    library(EXPERTS, 1024).run_sort(*map(pointer, (ids, order, tiles)), experts, tile_rows, rows)
+    assert sorted(order[:-1]) == list(range(rows)) and order[-1] == -7 and (tiles[-1] == -7).all()
+    assert np.array_equal(ids.reshape(-1)[order[:-1]], np.sort(ids, axis=None))
+    given, found = aligned(stack if is_transposed else stack.swapaxes(1, 2)), np.full((rows + 1, outs), 7, np.float16)
+    found, out_blocks = aligned(found), -(-outs // outputs)
+    run = getattr(library(EXPERTS, threads), f"run_{kernel}_{tile_rows}")
+    run(most * out_blocks, *map(pointer, (given, x, found, order, tiles)), per_token, outs, columns, out_blocks)
+    numbers = ids.reshape(-1)
+    expected = [in_order(x[[row // per_token]], stack[numbers[row]], range(columns))[0] for row in range(rows)]
+    assert np.array_equal(found[:-1], np.array(expected).astype(np.float16)) and (found[-1] == 7).all()
 
 
 @pytest.mark.parametrize(("most", "rows"), [(8, 5), (16, 16)])

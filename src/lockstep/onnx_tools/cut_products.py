@@ -4,9 +4,10 @@ In: a graph. Out: its products, and the pieces that stand between them.
 
 A product is a `MatMulNBits`, one of e4m3 numbers (fp8_products.py), or a `Gemm(transB=1)` whose second factor is a
 weight `[out_features, in_features]`; its bias is added behind it. What a layer's adapters add to it is a part of the
-product. What stands between is pieces, graphs of the dtype that the whole has: one for each level, which is how many
-products lie before a value at most. Products of one input are one step. A backend runs the steps in order: pieces as
-engines or kernels, products by kernels that read the weights as they are.
+product. Products with the weights of experts are found too (expert_products.py). What stands between is pieces, graphs
+of the dtype that the whole has: one for each level, which is how many products lie before a value at most, and one more
+where experts are chosen. Products of one input are one step. A backend runs the steps in order: pieces as engines or
+kernels, products by kernels that read the weights as they are.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lockstep.artifacts.document import Mark
 from lockstep.artifacts.dtypes import ROW
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapter_mask import adapter_columns
+from lockstep.onnx_tools.expert_products import SHAPING, is_expert_product, with_expert_products
 from lockstep.onnx_tools.fp8_products import product_of
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, typed_values, upstream
 from lockstep.onnx_tools.without_adapters import is_expand
@@ -47,11 +49,28 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Whose weights the rows of a product are multiplied with.
+
+    ids: a value [rows, per_token], the experts of each token. count: of experts. shared: a token has one row for all of
+    them; else one for each. transposed: weights are [count, out_features, in_features], else [count, in_features,
+    out_features].
+    """
+
+    ids: str
+    count: int
+    per_token: int
+    shared: bool
+    transposed: bool
+
+
+@dataclass(frozen=True)
 class Product:
     """out [rows, out_features] = input [rows, in_features] times a weight, transposed.
 
     slots: the weight's data, scales and zero points if it has some; of a weight of 16 bits itself. bits: 4, 8 or 16.
-    group_size: numbers that share a scale; 0 at 16 bits, and of e4m3 numbers, whose rows have one each.
+    group_size: numbers that share a scale; 0 at 16 bits, and of e4m3 numbers, whose rows have one each. With experts
+    the output is [rows, per_token * out_features], and so is the input if its rows are not shared.
     """
 
     input: str
@@ -62,6 +81,7 @@ class Product:
     in_features: int
     out_features: int
     lora: Annotated[Lora | None, Mark.ALWAYS] = None
+    experts: Experts | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -93,7 +113,7 @@ def has_quantized_products(model: onnx.ModelProto) -> bool:
 
 def cut_products(model: onnx.ModelProto) -> CutGraph:
     """Cut a graph at its products with weights. Raises CheckError for an unknown shape between two steps."""
-    graph = Rewriter(_biases_behind(model))
+    graph = Rewriter(with_expert_products(_biases_behind(model)))
     products = {node.output[0]: product for node in graph.nodes if (product := _product(graph, node)) is not None}
     for plain, product in _adapted(graph, products).items():
         del products[plain]
@@ -108,48 +128,73 @@ class _Cut:
         self._level = {name: 0 for name in graph.inputs if name not in weights}  # of what depends on activations
         for node in graph.nodes:
             product = products.get(node.output[0])
-            inputs = node.input if product is None else [product.input]
+            inputs = node.input if product is None else _activations(product)
             known = [self._level[name] for name in inputs if name in self._level]
             if known:
                 self._level.update(dict.fromkeys(node.output, max(known) + (product is not None)))
         self._types = typed_values(_without_quantized(graph))
+        self._reshaped = self._shapes_of_experts()
+
+    def _shapes_of_experts(self) -> set[str]:
+        """Return the values that are others in another shape, rows of a token's experts, or biases of these.
+
+        Each step makes its own.
+        """
+        if not any(product.experts for product in self._products.values()):
+            return set()
+        ends = {*self._graph.outputs, *(name for product in self._products.values() for name in _activations(product))}
+        shaping = [node for node in self._graph.nodes if node.op_type in (*SHAPING, "GatherND")]
+        return {node.output[0] for node in shaping if node.output[0] in self._level} - ends
 
     def cut(self) -> CutGraph:
         pieces: list[onnx.ModelProto] = []
         steps: list[int | tuple[Product, ...]] = []
         for level in range(max(self._level.values()) + 1):
-            outputs = self._outputs(level)
-            if outputs:
+            for outputs in self._parts(self._outputs(level), level):
                 steps.append(len(pieces))
                 pieces.append(self._piece(outputs, level, len(pieces)))
             groups: dict[tuple, list[Product]] = {}
             for product in self._products.values():
                 if self._level[product.output] == level + 1:
-                    key = (product.input, product.bits, product.group_size, len(product.slots))
+                    key = (product.input, product.bits, product.group_size, len(product.slots), product.experts)
                     groups.setdefault(key, []).append(product)
             steps += [tuple(group) for group in groups.values()]
         ends = {*self._graph.outputs, *self._graph.inputs}
         crossing = {value.name for piece in pieces for value in (*piece.graph.input, *piece.graph.output)}
-        crossing |= {name for product in self._products.values() for name in (product.input, product.output)}
+        crossing |= {name for product in self._products.values() for name in (*_activations(product), product.output)}
         inner = {name: self._shape(name) for name in sorted(crossing - ends)}
         return CutGraph(tuple(pieces), tuple(steps), inner)
 
     def _outputs(self, level: int) -> list[str]:
         """Return the values of a level, not of products nor inputs, that other steps or the outputs need."""
-        needed = [*(product.input for product in self._products.values()), *self._graph.outputs]
+        needed = [
+            *(name for product in self._products.values() for name in _activations(product)),
+            *self._graph.outputs,
+        ]
         between = upstream(self._graph.nodes, needed, self._products)
         for node in reversed(self._graph.nodes):  # those that are no part of a product
             is_between = not between.isdisjoint(node.output) and node.output[0] not in self._products
-            if is_between and self._level.get(node.output[0], level) != level:
+            is_elsewhere = self._level.get(node.output[0], level) != level
+            if is_between and (is_elsewhere or (node.output[0] in self._reshaped and node.output[0] in needed)):
                 needed += node.input
-        others = self._products.keys() | self._graph.inputs
+        others = self._products.keys() | self._graph.inputs | self._reshaped
         return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in others))
+
+    def _parts(self, outputs: list[str], level: int) -> list[list[str]]:
+        """Return the outputs of a level's pieces: those that come of a choice of experts have one of their own."""
+        ends = {*self._graph.inputs, *self._products, *(name for name in self._level if self._level[name] < level)}
+        choices = {name for node in self._graph.nodes if node.op_type == "TopK" for name in node.output}
+        chosen = [
+            name for name in outputs if choices & (upstream(self._graph.nodes, [name], ends - self._reshaped) - ends)
+        ]
+        return [part for part in (chosen, [name for name in outputs if name not in chosen]) if part]
 
     def _piece(self, outputs: Sequence[str], level: int, number: int) -> onnx.ModelProto:
         """Return the graph of `outputs`; what depends on no activation is computed where it is needed."""
         piece = Rewriter(self._graph.model)
         order = [*piece.inputs, *piece.producers]
         ends = {*piece.inputs, *self._products, *(name for name in order if self._level.get(name, level) < level)}
+        ends -= self._reshaped
         read = upstream(piece.nodes, outputs, ends) & ends
         piece.inputs = {name: self._value(name) for name in sorted(read, key=order.index)}
         piece.outputs = {name: self._value(name) for name in sorted(outputs, key=order.index)}
@@ -177,18 +222,35 @@ class _Cut:
         return (first if first in _NAMES else _NAMES["logit_rows" in self._graph.inputs], *rest)
 
 
+def _activations(product: Product) -> list[str]:
+    """Return the values that a product reads beside its weight."""
+    return [product.input, *([product.experts.ids] if product.experts else [])]
+
+
 def _without_quantized(graph: Rewriter) -> onnx.ModelProto:
-    """Return a copy with a Gemm for each `MatMulNBits`, which ONNX's inference does not know."""
+    """Return a copy with a Gemm for each `MatMulNBits` and product of experts, which ONNX's inference does not know."""
     copy = Rewriter(graph.model)
     for node in copy.nodes:
         if node.op_type == "MatMulNBits":
             sizes = attributes_of(node)
             weight = copy.input(f"{node.output[0]}/weight", TensorProto.FLOAT, [sizes["N"], sizes["K"]])
             copy.replace(node, helper.make_node("Gemm", [node.input[0], weight], node.output, node.name, transB=1))
+        elif is_expert_product(node) and (product := _product(copy, node)) is not None and product.experts is not None:
+            count = product.experts.per_token
+            shape = [count * product.out_features, product.in_features * (1 if product.experts.shared else count)]
+            weight = copy.input(f"{node.output[0]}/weight", copy.element(product.slots[0]), shape)
+            copy.replace(node, helper.make_node("Gemm", [product.input, weight], node.output, node.name, transB=1))
     return copy.finish()
 
 
 def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
+    if is_expert_product(node):
+        rows, ids, stack = node.input
+        settings = attributes_of(node)
+        count, *sizes = graph.shape(stack)
+        outs, features = sizes if settings["transposed"] else reversed(sizes)
+        experts = Experts(ids, count, settings["per_token"], bool(settings["shared"]), bool(settings["transposed"]))
+        return Product(rows, node.output[0], (stack,), 16, 0, features, outs, experts=experts)
     if node.op_type == "MatMulNBits":
         sizes = attributes_of(node)
         numbers = sizes["bits"], sizes["block_size"], sizes["K"], sizes["N"]

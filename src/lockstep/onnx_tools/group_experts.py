@@ -31,7 +31,7 @@ GATHERS = re.compile(rb"GatherND|GatherBlockQuantized")  # in the bytes of a gra
 
 
 @dataclass(frozen=True)
-class _Product:
+class ExpertProduct:
     """A product of rows with gathered weights.
 
     gathers: of the weights. stacks: inputs [num_experts, ...]. ids: the expert of each row, [rows, 1] or [rows]. rows:
@@ -58,7 +58,7 @@ def group_experts(model: onnx.ModelProto, stacked: bool = False) -> onnx.ModelPr
     if not any(node.op_type in ("GatherND", _QUANTIZED) for node in model.graph.node):
         return model
     graph = Rewriter(model)
-    products = [product for node in graph.nodes if (product := _product(graph, node)) is not None]
+    products = [product for node in graph.nodes if (product := expert_product(graph, node)) is not None]
     if not products:
         return model
     orders: dict[str, _Order] = {}
@@ -76,7 +76,7 @@ def group_experts(model: onnx.ModelProto, stacked: bool = False) -> onnx.ModelPr
     return graph.finish()
 
 
-def _product(graph: Rewriter, node: onnx.NodeProto) -> _Product | None:
+def expert_product(graph: Rewriter, node: onnx.NodeProto) -> ExpertProduct | None:
     """Return what a MatMul with weights that rows gather is; None for any other node.
 
     The weights are `[rows, out_features, in_features]` as its first factor, `[rows, in_features, out_features]` as its
@@ -95,7 +95,7 @@ def _product(graph: Rewriter, node: onnx.NodeProto) -> _Product | None:
         if gathers and (_is_reshape(graph, decode[-1]) if decode else _is_weight(graph, gathers[0].input[0], 3)):
             stacks, ids = tuple(each.input[0] for each in gathers), gathers[0].input[1]
             rows = node.input[1 - position]
-            return _Product(node, tuple(gathers), stacks, ids, rows, transposed, name, tuple(decode))
+            return ExpertProduct(node, tuple(gathers), stacks, ids, rows, transposed, name, tuple(decode))
         if gather.op_type == _QUANTIZED and position == 0:
             # Both reshaped, to [num_experts, out_features, bytes] and [rows].
             data, ids = (graph.producers.get(name) for name in gather.input[:2])
@@ -103,7 +103,7 @@ def _product(graph: Rewriter, node: onnx.NodeProto) -> _Product | None:
                 continue
             stacks = (data.input[0], *gather.input[2:])
             if all(_is_weight(graph, stack) for stack in stacks):
-                return _Product(node, (gather,), stacks, ids.input[0], node.input[1], True)
+                return ExpertProduct(node, (gather,), stacks, ids.input[0], node.input[1], True)
     return None
 
 
@@ -167,7 +167,9 @@ class _Order:
         self.nodes = [helper.make_node(op, ins, outs, outs[-1], **settings) for op, ins, outs, settings in steps]
 
 
-def _grouped(graph: Rewriter, product: _Product, order: _Order, number: int, stacked: bool) -> list[onnx.NodeProto]:
+def _grouped(
+    graph: Rewriter, product: ExpertProduct, order: _Order, number: int, stacked: bool
+) -> list[onnx.NodeProto]:
     """Return the nodes of a product, of [rows, in_features, 1] or [rows, 1, in_features] and of its result's shape."""
     stem, sizes = f"experts/product_{number}", attributes_of(product.gathers[0])
     experts, rows, columns = graph.shape(product.stacks[0])[:3]
@@ -211,7 +213,7 @@ def _grouped(graph: Rewriter, product: _Product, order: _Order, number: int, sta
 
 
 def _decoded_product(
-    graph: Rewriter, product: _Product, rows: str, slots: Sequence[str], out: str, outs: int
+    graph: Rewriter, product: ExpertProduct, rows: str, slots: Sequence[str], out: str, outs: int
 ) -> onnx.NodeProto:
     """Return the node that gives an expert's rows times its weight, which is decoded where there are any.
 
@@ -244,7 +246,7 @@ def _decoded_product(
 
 
 def _weights(
-    graph: Rewriter, product: _Product, stem: str, stacked: bool
+    graph: Rewriter, product: ExpertProduct, stem: str, stacked: bool
 ) -> tuple[list[onnx.NodeProto], list[list[str]]]:
     """Return the names of each stack's experts, and the nodes that cut them out of a stack that stays whole."""
     nodes: list[onnx.NodeProto] = []

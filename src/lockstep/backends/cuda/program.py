@@ -15,9 +15,13 @@ from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
 from lockstep.errors import InputError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
+from lockstep.gpu.kernels.expert_products import ExpertOrder
+from lockstep.gpu.kernels.expert_products import bind as bind_experts
 from lockstep.gpu.kernels.fp8_gemm import Rows
+from lockstep.gpu.kernels.gemm import ALIGNED
 from lockstep.gpu.kernels.products import Adapters, Products, SmallWeight, StridedView
 from lockstep.gpu.kernels.row_kernels import (
+    CHOICES,
     E4M3,
     INDEX,
     INTEGERS,
@@ -26,14 +30,16 @@ from lockstep.gpu.kernels.row_kernels import (
     ROWS,
     SCALES,
     SCALES_TIMES,
+    WEIGHT,
     RowKernel,
 )
 from lockstep.gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep.gpu.tensor import Tensor
 from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
+from lockstep.onnx_tools.cut_products import Experts, Product
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
-_HALF = np.dtype(np.float16)
+_HALF, _CHOICE = np.dtype(np.float16), np.dtype(np.int32)
 _FP8 = (8, 9)  # the compute capability that has e4m3
 _AS_HALF, _AS_SCALES = WeightCast(_HALF), WeightCast(_HALF, SCALES_TIMES)
 Sizes = Mapping[str, int]  # of dimensions, by name
@@ -75,8 +81,10 @@ class KernelsProgram(GpuProgram):
         super().__init__(path, slots, rank)
         self.block = block = KernelsFile.load(path)
         self.kernels = [step.kernel for step in block.steps if step.kernel is not None]
-        self.groups = [step.products for step in block.steps if step.kernel is None]
-        read = {slot for group in self.groups for product in group for slot in product.slots}
+        groups = [step.products for step in block.steps if step.kernel is None]
+        self.groups = [group for group in groups if group[0].experts is None]
+        self.of_experts = [product for group in groups for product in group if product.experts is not None]
+        read = {slot for group in groups for product in group for slot in product.slots}
         read |= {name for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
         check_inputs(self.slots, read, str(path))
         capability = cuda.compute_capability(self.device.number)
@@ -101,7 +109,9 @@ class KernelsProgram(GpuProgram):
     def lies_beside(self, group: Group) -> bool:
         """Return whether a group's results may lie beside each other in one buffer: where kernels alone read them."""
         made, by_products = {product.output for product in group}, {group[0].input for group in self.groups}
-        return len(group) > 1 and made.isdisjoint({*self.block.outputs, *by_products})
+        by_products |= {product.input for product in self.of_experts}
+        aligned = not any(product.out_features % ALIGNED for product in group)
+        return len(group) > 1 and aligned and made.isdisjoint({*self.block.outputs, *by_products})
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> KernelsExecutable:
         """Return the block with its weights, whose uploads may go on. Raises CheckError where they do not fit."""
@@ -111,6 +121,7 @@ class KernelsProgram(GpuProgram):
         store, rows = _Store(self, DeviceWeights.of(weights, self.device), weights, slots), dict[str, cuda.Array]()
         groups = {group: store.group(group, self.lies_beside(group), rows) for group in self.groups}
         own = {name: kind for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
+        own |= dict.fromkeys((product.slots[0] for product in self.of_experts), WEIGHT)
         plain = {name: store.plain(name, kind) for name, kind in own.items()}
         return KernelsExecutable(self, groups, plain, store.uploads, rows)
 
@@ -232,9 +243,13 @@ class _Call:
         for group in run.program.groups:
             if run.program.lies_beside(group) and not any(product.lora for product in group):
                 self._put_beside(group)
+        choices = {product.experts.ids for product in run.program.of_experts if product.experts is not None}
         for name, shape in block.inner.items():
             if name not in self._values:
-                self._values[name] = StridedView.of(self._buffer(str(shape[0]), *(int(size) for size in shape[1:])))
+                dtype = _CHOICE if name in choices else _HALF
+                buffer = self._buffer(str(shape[0]), *(int(size) for size in shape[1:]), dtype=dtype)
+                self._values[name] = StridedView.of(buffer)
+        self._orders: dict[str, ExpertOrder] = {}
         self._rows_as_e4m3: dict[str, Rows] = {}
         for number, name in enumerate(name for kernel in run.program.kernels for name in kernel.quantized):
             count = self._largest[str(run.program.declared(name)[0])]
@@ -245,9 +260,9 @@ class _Call:
         for step in block.steps:
             self.steps += self._group(step.products) if step.kernel is None else [self._kernel(step.kernel)]
 
-    def _buffer(self, rows: str, *width: int) -> cuda.Array:
+    def _buffer(self, rows: str, *width: int, dtype: np.dtype = _HALF) -> cuda.Array:
         self._counts[width] = self._counts.get(width, 0) + 1
-        return self._shared.buffer(self._counts[width], self._largest[rows], width)
+        return self._shared.buffer(self._counts[width], self._largest[rows], width, dtype)
 
     def _put_beside(self, group: Group) -> None:
         """Give a group's results one buffer."""
@@ -267,8 +282,8 @@ class _Call:
                 arguments.append(self._run.weights[name])
                 continue
             view = self._values[name]
-            arguments += [view.array, view.stride if kind == ROWS else int(view.array.dtype.itemsize == 8)]
-            assert kind in (ROWS, INDEX)
+            arguments += [view.array, int(view.array.dtype.itemsize == 8) if kind == INDEX else view.stride]
+            assert kind in (ROWS, INDEX, CHOICES)
         for name in kernel.outputs:
             arguments += [self._values[name].array, self._values[name].stride]
         for name in kernel.quantized:
@@ -278,7 +293,31 @@ class _Call:
         rows, blocks = kernel.rows, kernel.blocks
         return lambda sizes: launch(sizes[rows] * blocks)
 
+    def _products_of_experts(self, product: Product, experts: Experts) -> list[Step]:
+        stream, rows, ids = self._program.device.stream, self._rows((product,)), self._values[experts.ids].array
+        steps, order = list[Step](), self._orders.get(experts.ids)
+        if order is None:
+            count, number = math.prod(ids.shape), len(self._orders)
+            sorted_rows, tiles = (self._shared.buffer(number, count, width, _CHOICE) for width in ((), (4,)))
+            order = self._orders[experts.ids] = ExpertOrder(stream, ids, experts.count, sorted_rows, tiles)
+            sort = order.sort
+            steps.append(lambda sizes: sort(sizes[rows]))
+        stack, x, out = (
+            self._run.weights[product.slots[0]],
+            self._values[product.input].array,
+            self._values[product.output].array,
+        )
+        multiply = bind_experts(stream, stack, x, out, order, experts.shared, experts.transposed)
+        return [*steps, lambda sizes: multiply(sizes[rows])]
+
     def _group(self, group: Group) -> list[Step]:
+        if group[0].experts is not None:
+            return [
+                step
+                for product in group
+                if product.experts
+                for step in self._products_of_experts(product, product.experts)
+            ]
         weight, rows = self._run.groups[group], self._rows(group)
         x, products = self._values[group[0].input].array, self._shared.products
         if not any(product.lora for product in group):

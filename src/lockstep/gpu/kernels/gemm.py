@@ -36,7 +36,7 @@ _MARGIN = 1.03  # times the least: within it, the one that cuBLAS offers first
 _MOST_NUMBERS = 1 << 27  # that a trial makes: products with more outputs are for a few rows of a pass
 _DEPTHS = (4096, 8192)  # columns of shorter products, whose algorithms cuBLAS does not offer for longer ones
 _CACHE, _COPIES = 128 << 20, 4  # bytes of weights that no GPU's L2 cache holds; copies of small ones at most
-_ALIGNED = 8  # columns of a row that start where 16 bytes do
+ALIGNED = 8  # columns of a row that start where 16 bytes do
 _BLOCK = 64  # rows of random numbers, which repeat
 _HALF = np.dtype(np.float16)
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class _Shapes:
                 "found none; install another cuBLAS"
             )
         expected, agrees = next(iter(found.values())), False
-        if in_features % _ALIGNED == 0:
+        if in_features % ALIGNED == 0:
             launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], FEW[-1])
             by_kernel = trial.bits(lambda: launch(-(-out_features // OUTPUTS), FEW[-1]))
             agrees = by_kernel in found.values()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,11 @@ __device__ __forceinline__ float warp_sum(float value) {
     for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
     return value;
 }
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, mask));
+    return value;
+}
 template <int WARPS> __device__ __forceinline__ float block_sum(float value) {
     __shared__ float sums[WARPS];
     value = warp_sum(value);
@@ -94,13 +99,15 @@ __device__ __forceinline__ long long integer(const void* values, int wide, long 
 """
 )
 E4M3 = Path(__file__).with_name("e4m3.cu").read_text(encoding="utf-8")  # of kernels with outputs that are quantised
-ROWS, INDEX, WEIGHT, INTEGERS, SCALES = "rows", "index", "weight", "integers", "scales"  # kinds of arguments
+# Kinds of arguments.
+ROWS, INDEX, CHOICES, WEIGHT, INTEGERS, SCALES = "rows", "index", "choices", "weight", "integers", "scales"
 OF_WEIGHTS = (WEIGHT, INTEGERS, SCALES)
 SCALES_TIMES = 256.0  # what kernels expect scales of quantised weights to be multiplied by: few are too small for fp16
 _WIDE = 8  # fp16 numbers of 16 bytes
 _THREADS, _MOST_THREADS = 256, 1024
-_MOST_TAPS = 8  # of a short convolution
+_MOST_TERMS = 32  # of a short convolution, or a token's experts
 _BINARY = {"Add": "{} + {}", "Sub": "{} - {}", "Mul": "{} * {}", "Div": "{} / {}"}
+_BINARY |= {"Min": "({1} < {0} ? {1} : {0})", "Max": "({1} > {0} ? {1} : {0})"}  # NaN stays NaN
 _UNARY = {
     "Identity": "{0}",
     "Neg": "-{0}",
@@ -123,7 +130,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _SHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _KNOWN = {*_BINARY, *_UNARY, *_SHAPING, "Gelu", "Pow", "Cast", "Constant", "Gather", "Split", "Slice"}
 _KNOWN |= {"ReduceMean", "ReduceSum", "LayerNormalization", "GatherBlockQuantized", "Concat", "Expand", "Shape"}
-_KNOWN |= {"Clip", "Transpose"}
+_KNOWN |= {"Clip", "Transpose", "GatherND"}
 _GATHERS = ("Gather", "GatherBlockQuantized")
 
 
@@ -132,8 +139,9 @@ class RowKernel:
     """A kernel of a piece, as CUDA C++, and its arguments.
 
     arguments: (name, kind) in order: of rows, an fp16 array [rows, ...] and how many numbers lie between two rows; an
-    index, integers [rows] and whether they are 64 bits wide; a weight, an fp16 array; integers and scales of one that
-    is quantised, as products read them. outputs: as rows, behind them. quantized: those that are made e4m3 too: codes
+    index, integers [rows] and whether they are 64 bits wide; choices, int32 [rows, ...] and numbers from row to row; a
+    weight, an fp16 array; integers and scales of one that is quantised, as products read them. outputs: as rows, or
+    choices where they are integers, behind them. quantized: those that are made e4m3 too: codes
     uint8 [rows, ...] and steps float32 [rows] of each, behind all (e4m3.cu).
     rows: the name of the dimension that is their number. blocks: of threads, for each row.
     """
@@ -169,6 +177,39 @@ def row_kernel(piece: onnx.ModelProto, name: str, quantized: Collection[str] = (
     never = [each for each in found if each not in _KNOWN]
     said = ", ".join(never) if never else f"one of {', '.join(found)} in a form that has none"
     raise CheckError(f"graph {piece.graph.name}: expected operators that have a CUDA kernel, found {said}")
+
+
+def constant_of(number: float) -> str:
+    """Return a float32 number as CUDA C++."""
+    if math.isinf(number):
+        return "__int_as_float(0xff800000)" if number < 0 else "__int_as_float(0x7f800000)"
+    return f"{np.float32(number):.9e}f"
+
+
+def elementwise(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> str | None:
+    """Return what an operator makes of numbers `{0}` and on, as CUDA C++; None for one that is not elementwise."""
+    if node.op_type in _BINARY and len(node.input) == 2:
+        return _BINARY[node.op_type]
+    if node.op_type in _UNARY:
+        return _UNARY[node.op_type]
+    if node.op_type == "Clip":
+        return _clipped(node, constants)
+    if node.op_type == "Gelu":
+        return _GELU[next((helper.get_attribute_value(each) for each in node.attribute), b"none")]
+    if node.op_type == "Pow" and node.input[1] in constants and constants[node.input[1]].size == 1:
+        power = float(constants[node.input[1]].reshape(-1)[0])
+        return _POWERS.get(power, "powf({0}, {1})")
+    return None
+
+
+def _clipped(node: onnx.NodeProto, constants: Mapping[str, np.ndarray]) -> str:
+    """Bound by constants; what is not a number stays so."""
+    form = "{0}"
+    for name, sign in zip(node.input[1:], "<>"):
+        if name and not np.isinf(constants[name]).all():
+            bound = constant_of(float(constants[name].reshape(-1)[0]))
+            form = f"({{0}} {sign} {bound} ? {bound} : {form})"
+    return form
 
 
 @dataclass(frozen=True)
@@ -278,7 +319,9 @@ class _Writer:
         dims = self._dims(name)
         if name not in self._given:
             node = self._maker[name]
-            rows = any(self._value(each).rows for each in node.input if each and self._is_number(each))
+            data = [name for name in node.input if name and self._is_number(name)]
+            data += node.input[:1] if node.op_type in _SHAPING else node.input[1:] if node.op_type == "GatherND" else []
+            rows = any(self._value(each).rows for each in data)
             rows = rows or (node.op_type in _GATHERS and node.input[1] in self._index)
             rows = rows or node.op_type == "Expand" and not isinstance(dims[0], int)
         else:
@@ -307,6 +350,8 @@ class _Writer:
     def _kind(self, name: str) -> str:
         if name in self._index:
             return INDEX
+        if name in self._given and self._element(name) == TensorProto.INT64:
+            return CHOICES
         if name in self._integers or name in self._scales:
             return INTEGERS if name in self._integers else SCALES
         return ROWS if self._value(name).rows else WEIGHT
@@ -321,6 +366,7 @@ class _Writer:
                 SCALES: half,
                 INTEGERS: f"const unsigned char* __restrict__ in{number}",
                 INDEX: f"const void* in{number}, int step{number}",
+                CHOICES: f"const int* __restrict__ in{number}, int step{number}",
             }
             texts.append(kinds[self._kind(name)])
         texts += [f"unsigned short* __restrict__ out{n}, int out_step{n}" for n, _ in enumerate(outputs)]
@@ -404,6 +450,8 @@ class _Writer:
             return self._gathered(node, index, row)
         if node.op_type == "GatherBlockQuantized":
             return self._dequantized(node, index, row), index.unit
+        if node.op_type == "GatherND":
+            return self._of_expert(node, value, index, row)
         if node.op_type in ("Split", "Slice"):
             return self._number(node.input[0], self._part(node, name, index), row)
         if node.op_type in ("ReduceMean", "ReduceSum"):
@@ -431,25 +479,9 @@ class _Writer:
         return made, False
 
     def _form(self, node: onnx.NodeProto) -> str:
-        if node.op_type in _BINARY and len(node.input) == 2:
-            return _BINARY[node.op_type]
-        if node.op_type in _UNARY:
-            return _UNARY[node.op_type]
-        if node.op_type == "Clip":
-            return self._clipped(node)
-        if node.op_type == "Gelu":
-            return _GELU[next((helper.get_attribute_value(each) for each in node.attribute), b"none")]
-        if node.op_type == "Pow" and node.input[1] in self._constants and self._constants[node.input[1]].size == 1:
-            power = float(self._constants[node.input[1]].reshape(-1)[0])
-            return _POWERS.get(power, "powf({0}, {1})")
-        raise _HasNoKernel
-
-    def _clipped(self, node: onnx.NodeProto) -> str:
-        """Bound by constants; what is not a number stays so."""
-        form = "{0}"
-        for bound, sign in zip(node.input[1:], "<>"):
-            if bound and not np.isinf(self._constants[bound]).all():
-                form = f"({{0}} {sign} {self._constant(bound)} ? {self._constant(bound)} : {form})"
+        form = elementwise(node, self._constants)
+        if form is None:
+            raise _HasNoKernel
         return form
 
     def _constant(self, name: str) -> str:
@@ -457,7 +489,7 @@ class _Writer:
         _refuse_if(values.size != 1 or values.dtype.kind != "f")
         number = float(values.reshape(-1)[0])
         _refuse_if(not math.isfinite(number))
-        return f"{np.float32(number):.9e}f"
+        return constant_of(number)
 
     def _load(self, name: str, index: _Index, row: str) -> tuple[str, bool]:
         _refuse_if(self._element(name) != TensorProto.FLOAT16)
@@ -483,9 +515,21 @@ class _Writer:
         _refuse_if(index.unit and width % self._wide)
         return self._load(source, _Index(f"{at} * {width} + {index.base}", index.unit), row)
 
+    def _of_expert(self, node: onnx.NodeProto, value: _Value, index: _Index, row: str) -> tuple[str, bool]:
+        """Read a weight [experts, ...] of each of a token's experts."""
+        weight, ids = node.input
+        while ids in self._maker and self._maker[ids].op_type in _SHAPING:
+            ids = self._maker[ids].input[0]
+        inner = math.prod(self._value(weight).sizes[1:])
+        _refuse_if(ids not in self._given or weight not in self._given or (index.unit and inner % self._wide))
+        _refuse_if(attributes_of(node).get("batch_dims", 0) or value.width != self._value(ids).width * inner)
+        number, made = self._argument(ids), self._new()
+        self._lines.append(f"int {made} = in{number}[{row} * step{number} + ({index.base}) / {inner}];")
+        return self._load(weight, _Index(f"{made} * {inner} + ({index.base}) % {inner}", index.unit), row)
+
     def _joined(self, node: onnx.NodeProto, value: _Value, index: _Index, row: str) -> tuple[str, bool]:
         """Choose the part that a number is of: all are read, each at a place that it has."""
-        axis, at = _axis_of_row(attributes_of(node)["axis"], value), self._new()
+        axis, at = self._axis_of_row(attributes_of(node)["axis"], node.output[0]), self._new()
         inner = math.prod(value.sizes[axis + 1 :])
         whole, first = value.sizes[axis] * inner, 0
         self._lines.append(f"int {at} = ({index.base}) % {whole};")
@@ -548,14 +592,19 @@ class _Writer:
         attributes = attributes_of(node)
         _refuse_if(not source.rows)
         if node.op_type == "Split":
-            axis = _axis_of_row(attributes.get("axis", 0), source)
+            axis = self._axis_of_row(attributes.get("axis", 0), node.input[0])
             own = [self._value(out).sizes[axis] for out in node.output]
             first = sum(own[: list(node.output).index(name)])
         else:
             starts, _, axes, *steps = (self._constants[each].tolist() for each in node.input[1:])
-            _refuse_if(len(axes) != 1 or (steps and steps[0] != [1]))
-            axis = _axis_of_row(axes[0], source)
+            _refuse_if(len(axes) != 1)
+            axis = self._axis_of_row(axes[0], node.input[0])
             first = starts[0] if starts[0] >= 0 else starts[0] + source.sizes[axis]
+            if steps and steps[0] != [1]:
+                _refuse_if(index.unit or axis != len(source.sizes) - 1 or steps[0][0] < 1)
+                part, whole = value.sizes[axis], source.sizes[axis]
+                place = f"({index.base}) / {part} * {whole} + {first} + ({index.base}) % {part} * {steps[0][0]}"
+                return _Index(place, False)
         inner = math.prod(source.sizes[axis + 1 :])
         whole, part, offset = source.sizes[axis] * inner, value.sizes[axis] * inner, first * inner
         _refuse_if(index.unit and (offset % self._wide or whole % self._wide or part % self._wide))
@@ -595,6 +644,12 @@ class _Writer:
         _refuse_if(not source.rows or not axes or (node.input[0] in self._parts and max(axes) >= 0))
         return sorted(axis + len(source.sizes) if axis < 0 else axis - 1 for axis in axes)
 
+    def _axis_of_row(self, axis: int, name: str) -> int:
+        """Return which of the sizes of a row an axis of a value is; of [rows, *sizes] the first has no kernel."""
+        found = axis + len(self._value(name).sizes) - (0 if axis < 0 else len(self._dims(name)))
+        _refuse_if(axis == 0 or found < 0)
+        return found
+
     def _is_short(self, node: onnx.NodeProto) -> bool:
         """Return whether a node accumulates over one size in front of others: the taps of a short convolution."""
         axes, rank = self._axes(node), len(self._value(node.input[0]).sizes)
@@ -603,7 +658,7 @@ class _Writer:
     def _short_sum(self, node: onnx.NodeProto, index: _Index, row: str) -> tuple[str, bool]:
         source, (axis,) = self._value(node.input[0]), self._axes(node)
         size, inner = source.sizes[axis], math.prod(source.sizes[axis + 1 :])
-        _refuse_if(size > _MOST_TAPS or (index.unit and inner % self._wide))
+        _refuse_if(size > _MOST_TERMS or (index.unit and inner % self._wide))
         at = self._new()
         self._lines.append(f"int {at} = ({index.base}) / {inner} * {size * inner} + ({index.base}) % {inner};")
         terms = [self._number(node.input[0], _Index(f"{at} + {tap * inner}", index.unit), row) for tap in range(size)]
@@ -660,13 +715,6 @@ class _Writer:
         ]
         self._memo = {}
         self._sums[name] = made + "[{}]"
-
-
-def _axis_of_row(axis: int, value: _Value) -> int:
-    """Return which of the sizes of a row an axis is; of [rows, *sizes] the first has no kernel."""
-    found = axis + len(value.sizes) if axis < 0 else axis - 1
-    _refuse_if(found < 0)
-    return found
 
 
 def _plain_norms(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -1,0 +1,167 @@
+// Products of tokens' rows with the weights of their experts, each [out_features, in_features] or the other way round, fp16.
+//
+// sort_by_expert puts the rows of each expert behind each other, and cuts them into tiles. A block of expert_products makes
+// OUTS outputs of the rows of one tile; it reads rows and writes results where they lie, by their numbers. An expert without
+// rows has no tile, and its weight is not read. How many tiles there are at most depends on the number of rows alone, so
+// that launches may be captured: tiles behind the last have no rows.
+//
+// Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32), whatever the
+// size of tiles: a row has the same bits beside any others, as in few_rows.cu.
+//
+// tensor_cores.cu stands before.
+
+#define SORT_THREADS 1024  // and experts at most
+#ifndef ON_HOST
+__device__ __forceinline__ void load_across(u32 from, u32* r) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
+}
+template <int COUNT> __device__ __forceinline__ void wait_but_for() {  // all copies but those of the last COUNT groups
+    asm volatile("cp.async.wait_group %0;" : : "n"(COUNT) : "memory");
+}
+#endif
+struct alignas(16) Tile { int expert, first, count, unused; };
+struct alignas(16) Piece { u32 words[4]; };
+
+extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(const int* ids, int* order, Tile* tiles, int experts,
+                                                                          int tile_rows, int rows) {
+    __shared__ int sums[2][2][SORT_THREADS];  // rows and tiles of all experts up to each, in turn
+    __shared__ int next[SORT_THREADS];
+    int own = threadIdx.x;
+    next_may_start();
+    next[own] = 0;
+    wait_for_previous();
+    __syncthreads();
+    for (int row = own; row < rows; row += SORT_THREADS) atomicAdd(&next[ids[row]], 1);
+    __syncthreads();
+    int count = next[own], used = (count + tile_rows - 1) / tile_rows, turn = 0;
+    sums[0][0][own] = count;
+    sums[0][1][own] = used;
+    __syncthreads();
+    for (int step = 1; step < experts; step *= 2) {
+        for (int i = 0; i < 2; i++) sums[!turn][i][own] = sums[turn][i][own] + (own >= step ? sums[turn][i][own - step] : 0);
+        turn = !turn;
+        __syncthreads();
+    }
+    int first = sums[turn][0][own] - count, tile = sums[turn][1][own] - used;
+    next[own] = first;
+    for (int i = 0; i < used; i++) tiles[tile + i] = {own, first + i * tile_rows, min(tile_rows, count - i * tile_rows), 0};
+    int some = min(experts, rows), most = some + (rows - some) / tile_rows;
+    for (int i = sums[turn][1][experts - 1] + own; i < most; i += SORT_THREADS) tiles[i] = {0, 0, 0, 0};
+    __syncthreads();
+    for (int row = own; row < rows; row += SORT_THREADS) order[atomicAdd(&next[ids[row]], 1)] = row;
+}
+
+// Where 16 bytes of a row of 64 bytes, or of a multiple of 128, lie in shared memory: those of 8 rows are in different banks.
+template <int BYTES> __device__ __forceinline__ int place_of(int row, int piece) {
+    if (BYTES == 64) return row * 64 + (piece ^ (row >> 1 & 3)) * 16;
+    return row * BYTES + ((piece & ~7) | ((piece ^ row) & 7)) * 16;
+}
+
+// ROWS of a tile, OUTS and COLUMNS of each of DEPTH stages; ACROSS * BESIDE warps of all, which are BLOCK threads, share outputs and rows.
+template <int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int BESIDE, int BLOCK, bool TRANSPOSED>
+__device__ __forceinline__ void expert_products(const unsigned short* weight, const unsigned short* x, unsigned short* out,
+                                                const int* order, const Tile* tiles, int sharing, int out_features,
+                                                int in_features, int out_blocks) {
+    constexpr int WEIGHT = OUTS * COLUMNS * 2, STAGE = WEIGHT + ROWS * COLUMNS * 2, K = COLUMNS / 16;
+    constexpr int TILES = OUTS / ACROSS / 16, PARTS = ROWS / BESIDE / 8;  // of 16 outputs and of 8 rows, of a warp
+    constexpr int LOADS = OUTS * COLUMNS / 8 / BLOCK, ROW_LOADS = ROWS * COLUMNS / 8 / BLOCK;
+    constexpr int ROW_PIECES = COLUMNS / 8, PIECES_OF_WEIGHT = (TRANSPOSED ? COLUMNS : OUTS) / 8;
+    constexpr int ROW_BYTES = COLUMNS * 2, WEIGHT_BYTES = PIECES_OF_WEIGHT * 16;
+    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, across = warp % ACROSS, beside = warp / ACROSS;
+    int first = blockIdx.x % out_blocks * OUTS, steps = (in_features + COLUMNS - 1) / COLUMNS;
+    next_may_start();
+    wait_for_previous();
+    Tile tile = tiles[blockIdx.x / out_blocks];
+    if (!tile.count) return;
+    u32 base = shared_memory();
+    weight += (long long)tile.expert * out_features * in_features;
+    const unsigned short* from[ROW_LOADS];
+#pragma unroll
+    for (int i = 0; i < ROW_LOADS; i++) {
+        int row = (i * BLOCK + tid) / ROW_PIECES;
+        from[i] = row < tile.count ? x + (long long)(order[tile.first + row] / sharing) * in_features : nullptr;
+    }
+    auto load = [&](int step) {
+        u32 to = base + step % DEPTH * STAGE;
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            int n = i * BLOCK + tid, row = n / PIECES_OF_WEIGHT, piece = n % PIECES_OF_WEIGHT;
+            int out = first + (TRANSPOSED ? row : piece * 8), column = step * COLUMNS + (TRANSPOSED ? piece * 8 : row);
+            bool in = column < in_features && out < out_features;
+            long long at = TRANSPOSED ? (long long)out * in_features + column : (long long)column * out_features + out;
+            copy_async(to + place_of<WEIGHT_BYTES>(row, piece), weight + (in ? at : 0), in);
+        }
+#pragma unroll
+        for (int i = 0; i < ROW_LOADS; i++) {
+            int n = i * BLOCK + tid, row = n / ROW_PIECES, piece = n % ROW_PIECES, column = step * COLUMNS + piece * 8;
+            bool in = column < in_features && from[i] != nullptr;
+            copy_async(to + WEIGHT + place_of<ROW_BYTES>(row, piece), in ? from[i] + column : x, in);
+        }
+    };
+#pragma unroll
+    for (int step = 0; step < DEPTH - 1; step++) {
+        if (step < steps) load(step);
+        commit();
+    }
+    float sums[TILES][PARTS][4] = {};
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        wait_but_for<DEPTH - 2>();
+        __syncthreads();
+        if (step + DEPTH - 1 < steps) load(step + DEPTH - 1);
+        commit();
+        if (beside >= BESIDE) continue;
+        u32 a_from = base + step % DEPTH * STAGE, b_from = a_from + WEIGHT;
+#pragma unroll
+        for (int k = 0; k < K; k += 2) {
+            u32 a[2][TILES][4], b[PARTS][4];
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) {
+                int half = i % 2, part = i / 2, out = (across * TILES + part) * 16, piece = (k + half) * 2;
+                if (TRANSPOSED) load_matrices(a_from + place_of<WEIGHT_BYTES>(out + lane % 16, piece + lane / 16), a[half][part]);
+                else load_across(a_from + place_of<WEIGHT_BYTES>(piece * 8 + lane % 8 + lane / 16 * 8, out / 8 + lane / 8 % 2), a[half][part]);
+            }
+#pragma unroll
+            for (int part = 0; part < PARTS; part++)
+                load_matrices(b_from + place_of<ROW_BYTES>((beside * PARTS + part) * 8 + lane % 8, k * 2 + lane / 8), b[part]);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int i = 0; i < TILES * PARTS; i++) mma(sums[i / PARTS][i % PARTS], a[half][i / PARTS], b[i % PARTS] + half * 2);
+        }
+    }
+    wait_but_for<0>();
+    __syncthreads();
+    constexpr int WIDE = OUTS + 8;  // numbers from row to row of the results, which go out 16 bytes at a time
+    unsigned short* results = (unsigned short*)memory;
+    if (beside < BESIDE)
+#pragma unroll
+        for (int n = 0; n < TILES * PARTS * 4; n++) {
+            int i = n % 4, part = n / 4 % PARTS, tile_of = n / 4 / PARTS;
+            int output = (across * TILES + tile_of) * 16 + lane / 4 + i / 2 * 8, row = (beside * PARTS + part) * 8 + lane % 4 * 2 + i % 2;
+            results[row * WIDE + output] = half(sums[tile_of][part][i]);
+        }
+    __syncthreads();
+    for (int n = tid; n < tile.count * (OUTS / 8); n += BLOCK) {
+        int row = n / (OUTS / 8), output = n % (OUTS / 8) * 8;
+        if (first + output < out_features)
+            *(Piece*)(out + (long long)order[tile.first + row] * out_features + first + output) = *(const Piece*)(results + row * WIDE + output);
+    }
+}
+
+#define EXPERTS(NAME, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK, TRANSPOSED) \
+extern "C" __global__ void __launch_bounds__(BLOCK) NAME( \
+    const unsigned short* weight, const unsigned short* x, unsigned short* out, const int* order, const Tile* tiles, int sharing, \
+    int out_features, int in_features, int out_blocks) { \
+    expert_products<ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK, TRANSPOSED>(weight, x, out, order, tiles, sharing, out_features, \
+                                                                            in_features, out_blocks); }
+// experts_ROWS, and `across` where weights are [in_features, out_features].
+EXPERTS(experts_8, 8, 32, 256, 4, 2, 1, 128, true)
+EXPERTS(experts_16, 16, 32, 256, 4, 2, 2, 128, true)
+EXPERTS(experts_64, 64, 128, 64, 4, 4, 2, 256, true)
+EXPERTS(experts_128, 128, 128, 64, 3, 2, 4, 256, true)
+EXPERTS(across_8, 8, 32, 256, 4, 2, 1, 128, false)
+EXPERTS(across_16, 16, 32, 256, 4, 2, 2, 128, false)
+EXPERTS(across_64, 64, 128, 64, 4, 4, 2, 256, false)
+EXPERTS(across_128, 128, 128, 64, 3, 2, 4, 256, false)

@@ -1,0 +1,136 @@
+"""Products with the weights of experts as one node each.
+
+In: a graph in which each row gathers its expert's weight and is multiplied with it. Out: one with nodes
+`lockstep::ExpertProduct(rows, ids, stack)`, of rows `[num_tokens, in_features]` that a token's experts share, or
+`[num_tokens, per_token * in_features]`, and ids `[num_tokens, per_token]`; they give `[num_tokens, per_token *
+out_features]`. cut_products.py takes them out of a graph: no library runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.group_experts import ExpertProduct, expert_product
+from lockstep.onnx_tools.rewriter import Dims, Rewriter, is_linear, typed_values
+
+DOMAIN, OPERATOR = "lockstep", "ExpertProduct"
+SHAPING = ("Reshape", "Squeeze", "Unsqueeze")
+
+
+def with_expert_products(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a graph with a node for each product with experts' weights; itself where it has none.
+
+    Raises CheckError for experts' weights that are quantised.
+    """
+    if not any(node.op_type in ("GatherND", "GatherBlockQuantized", "TopK") for node in model.graph.node):
+        return model
+    graph = Rewriter(model)
+    products = [product for node in graph.nodes if (product := expert_product(graph, node)) is not None]
+    if not products:
+        return model
+    shapes = {name: shape for name, (_, shape) in typed_values(model).items()}
+    for product in products:
+        if product.is_quantized or product.decode:
+            raise CheckError(
+                f"graph {model.graph.name}: expected experts with weights of 16 bits, found {product.stacks[0]} "
+                "quantised, which has no kernel"
+            )
+        graph.replace(product.node, *_nodes(graph, product, shapes))
+    _halve_routers(graph)
+    graph.model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    return graph.finish()
+
+
+def with_few_experts(model: onnx.ModelProto, stacks: Collection[str], count: int) -> onnx.ModelProto:
+    """Return a copy whose `stacks` have `count` experts at most, which are chosen modulo their number.
+
+    It has the experts that are chosen among its outputs, by the names that products have them by.
+    """
+    graph = Rewriter(model)
+    shapes = {name: shape for name, (_, shape) in typed_values(model).items()}
+    few = dict[str, str]()
+    for node in graph.nodes:
+        product = expert_product(graph, node)
+        if product is None or product.stacks[0] not in stacks:
+            continue
+        (stack,), (gather,), indices = product.stacks, product.gathers, product.gathers[0].input[1]
+        if indices not in few:
+            few[indices] = f"{indices}/few"
+            number = graph.constant(f"{indices}/count", np.array(count, np.int64))
+            mod = helper.make_node("Mod", [indices, number], [few[indices]])
+            graph.replace(graph.producers[indices], graph.producers[indices], mod)
+            name, per_token = _ids(graph, product, shapes)
+            graph.outputs[name] = helper.make_tensor_value_info(name, TensorProto.INT64, [None, per_token])
+        gather.input[1] = few[indices]
+        experts, *sizes = graph.shape(stack)
+        value = helper.make_tensor_value_info(stack, graph.element(stack), [min(count, experts), *sizes])
+        graph.replace_input(stack, value)
+    return graph.finish()
+
+
+def _nodes(graph: Rewriter, product: ExpertProduct, shapes: dict[str, Dims]) -> list[onnx.NodeProto]:
+    (out,), (stack,) = product.node.output, product.stacks
+    _, rows, columns = graph.shape(stack)
+    features, outs = (columns, rows) if product.transposed else (rows, columns)
+    ids, per_token = _ids(graph, product, shapes)
+    is_first = product.node.input[1] == product.rows  # [rows, in_features, 1]
+    nodes, given = [], _token_rows(graph, product.rows, shapes, (per_token, features))
+    settings = {"per_token": per_token, "shared": int(given is not None), "transposed": int(product.transposed)}
+    if given is None:
+        shape = graph.constant(f"{out}/rows_shape", np.array([-1, per_token * features], np.int64))
+        given = f"{out}/rows"
+        nodes.append(helper.make_node("Reshape", [product.rows, shape], [given]))
+    shape = graph.constant(f"{out}/shape", np.array([-1, outs, 1] if is_first else [-1, 1, outs], np.int64))
+    made = helper.make_node(OPERATOR, [given, ids, stack], [f"{out}/flat"], f"{out}/flat", domain=DOMAIN, **settings)
+    return [*nodes, made, helper.make_node("Reshape", [f"{out}/flat", shape], [out], product.node.name)]
+
+
+def _ids(graph: Rewriter, product: ExpertProduct, shapes: dict[str, Dims]) -> tuple[str, int]:
+    """Return the value [num_tokens, per_token] that the experts of rows are, and per_token."""
+    name = product.ids
+    while (node := graph.producers.get(name)) is not None and node.op_type in SHAPING:
+        name = node.input[0]
+    shape = shapes.get(name, ())
+    if len(shape) != 2 or not isinstance(shape[1], int):
+        raise CheckError(
+            f"graph {graph.model.graph.name}: value {name}: expected the experts of tokens, [num_tokens, experts of a "
+            f"token], found {list(shape)}"
+        )
+    return name, shape[1]
+
+
+def _token_rows(graph: Rewriter, name: str, shapes: dict[str, Dims], sizes: tuple[int, int]) -> str | None:
+    """Return the value [num_tokens, in_features] whose rows are repeated for a token's experts; None where none is."""
+    expanded = False
+    while (node := graph.producers.get(name)) is not None and node.op_type in (*SHAPING, "Expand"):
+        if node.op_type == "Expand":
+            expanded = shapes.get(node.output[0], ())[1:] == sizes
+        name = node.input[0]
+        if expanded and len(shapes.get(name, ())) == 2:
+            return name
+    return None
+
+
+def _halve_routers(graph: Rewriter) -> None:
+    """Let products that cast both factors to float32 read them as they are, as all products that are cut."""
+    for node in graph.nodes:
+        if not is_linear(node) or len(node.input) != 2:
+            continue
+        casts = [graph.producers.get(name) for name in node.input]
+        if any(cast is None or cast.op_type != "Cast" for cast in casts):
+            continue
+        rows, weight = (cast.input[0] for cast in casts if cast is not None)
+        if weight not in graph.inputs or graph.element(weight) != TensorProto.FLOAT16:
+            continue
+        (out,), half = node.output, f"{node.output[0]}/half"
+        product = helper.make_node("Gemm", [rows, weight], [half], node.name, transB=1)
+        graph.replace(node, product, helper.make_node("Cast", [half], [out], to=TensorProto.FLOAT))
+
+
+def is_expert_product(node: onnx.NodeProto) -> bool:
+    return node.op_type == OPERATOR and node.domain == DOMAIN
