@@ -17,6 +17,8 @@ from lockstep.gpu.state_kernels import StateKernelSpec
 from lockstep.step import greedy
 from lockstep.step.sampling import PARAMETERS, Sampling, draw
 from lockstep.weights import e4m3
+from lockstep.weights.groups import dequantize as dequantize_weight
+from lockstep.weights.mxfp4 import mxfp4_numbers
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
@@ -392,24 +394,39 @@ def sort_by_expert(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 
 
 def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: str) -> None:
-    """What expert_products.cu says, in float64."""
-    rows, outputs, columns, stages, *_ = map(int, form.split(",")[:4])
-    shared = max(stages * (rows + outputs) * columns, rows * (outputs + 8)) * 2
+    """What expert_products.cu and expert_small_weights.cu say, in float64."""
+    kind = name.rpartition("_")[0]
+    bits = {"small_8": 8, "small_4": 4, "e2m1": 4}.get(kind, 16)
+    rows, outputs, columns, stages = map(int, form.split(",")[bits < 16 :][:4])
+    shared = max(stages * (rows * 16 + outputs * bits) * columns // 8, rows * (outputs + 8) * 2)
     if k.out_blocks != -(-k.out_features // outputs) or blocks % k.out_blocks or k.shared != shared:
         raise Fault(f"{name}: {blocks} blocks with {k.shared} bytes for {k.out_features} outputs")
-    if k.in_features % 8 or k.out_features % 8 or any(at % 16 for at in (k.weight, k.x, k.out)):
+    if k.in_features % (8 if bits == 16 else 32) or k.out_features % 8 or any(at % 16 for at in (k.weight, k.x, k.out)):
         raise Fault(f"{name}: {k.out_features} rows of {k.in_features} numbers")
-    sizes = (k.out_features, k.in_features) if name.startswith("experts") else (k.in_features, k.out_features)
     for expert, first, count, _ in gpu.array(k.tiles, (blocks // k.out_blocks, 4), "i4").tolist():
         if not 0 <= count <= rows:
             raise Fault(f"{name}: a tile of {count} rows")
         if not count:
             continue
-        weight = gpu.array(k.weight + expert * sizes[0] * sizes[1] * 2, sizes, "f2").astype(np.float64)
-        weight = weight.T if name.startswith("experts") else weight
+        weight = _of_expert(gpu, k, kind, bits, expert)
         for row in gpu.array(k.order + 4 * first, (count,), "i4").tolist():
             x = gpu.array(k.x + row // k.sharing * k.in_features * 2, (k.in_features,), "f2").astype(np.float64)
             gpu.array(k.out + row * k.out_features * 2, (k.out_features,), "f2")[:] = x @ weight
+
+
+def _of_expert(gpu: Gpu, k: SimpleNamespace, kind: str, bits: int, expert: int) -> np.ndarray:
+    """Return an expert's weight [in_features, out_features]."""
+    count, outs, ins = k.out_features * k.in_features, k.out_features, k.in_features
+    at = k.weight + expert * count * bits // 8
+    if bits == 16:
+        weight = gpu.array(at, (count,), "f2").astype(np.float64)
+        return weight.reshape(outs, ins).T if kind == "experts" else weight.reshape(ins, outs)
+    groups, unit = ins // k.group_size, 1 if kind == "e2m1" else 2
+    data = gpu.array(at, (outs, groups, k.group_size * bits // 8), "u1")
+    scales = gpu.array(k.scales + expert * outs * groups * unit, (outs, groups), f"{'u1' if unit == 1 else 'f2'}")
+    if kind == "e2m1":
+        return mxfp4_numbers(data, scales).astype(np.float64).T
+    return dequantize_weight(data, scales.astype(np.float32) / 256, k.group_size).astype(np.float64).T
 
 
 def few_rows_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
@@ -530,7 +547,7 @@ for _pair in (1, 2):
         KERNELS[f"wgmma_fp8_{_pair}_{_split}"] = functools.partial(wgmma_fp8, pair=_pair, split=_split)
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)
-for _name, _form in re.findall(
-    r"^EXPERTS\((\w+),(.*)\)", (files("lockstep.gpu.kernels") / "expert_products.cu").read_text(), re.M
-):
-    KERNELS[_name] = functools.partial(expert_products, name=_name, form=_form)
+for _source in ("expert_products.cu", "expert_small_weights.cu"):
+    _text = (files("lockstep.gpu.kernels") / _source).read_text()
+    for _name, _form in re.findall(r"^EXPERTS\((\w+),(.*)\)", _text, re.M):
+        KERNELS[_name] = functools.partial(expert_products, name=_name, form=_form)

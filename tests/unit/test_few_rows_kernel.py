@@ -15,6 +15,8 @@ import pytest
 
 from fake_gpu.compiled import CODE_OF
 from lockstep.weights import e4m3
+from lockstep.weights.groups import dequantize
+from lockstep.weights.mxfp4 import mxfp4_numbers
 
 TESTS = Path(__file__).parents[1]
 KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels"
@@ -75,7 +77,7 @@ HALVES = r"""
 RUN(few_rows_8)
 RUN(few_rows_16)
 """
-EXPERTS = r"""
+EXPERT_ROWS = r"""
 template <int COUNT> void wait_but_for() {}
 void load_across(u32 from, u32* r) {
     const int lane = threadIdx.x % 32;
@@ -84,10 +86,20 @@ void load_across(u32 from, u32* r) {
         memcpy((unsigned short*)r + i, memory + row + lane / 4 * 2, 2);
     }
 }
-#include "expert_products.cu"
+#include "expert_rows.cu"
+"""
+SORT = (
+    EXPERT_ROWS
+    + r"""
 extern "C" void run_sort(const int* ids, int* order, Tile* tiles, int experts, int tile_rows, int rows) {
     launch(1, [=] { sort_by_expert(ids, order, tiles, experts, tile_rows, rows); });
 }
+"""
+)
+EXPERTS = (
+    EXPERT_ROWS
+    + r"""
+#include "expert_products.cu"
 #define RUN(NAME) extern "C" void run_##NAME( \
     int blocks, const unsigned short* weight, const unsigned short* x, unsigned short* out, const int* order, \
     const Tile* tiles, int sharing, int outs, int ins, int out_blocks) { \
@@ -95,6 +107,27 @@ extern "C" void run_sort(const int* ids, int* order, Tile* tiles, int experts, i
 RUN(experts_8) RUN(experts_16) RUN(experts_64) RUN(experts_128)
 RUN(across_8) RUN(across_16) RUN(across_64) RUN(across_128)
 """
+)
+SMALL_EXPERTS = (
+    EXPERT_ROWS
+    + r"""
+inline u32 sub2(u32 a, u32 b) { return half(part(a, 0) - part(b, 0)) | (u32)half(part(a, 1) - part(b, 1)) << 16; }
+inline float of_bits(u32 bits) { return as<float>(bits); }
+inline u32 __byte_perm(u32 a, u32 b, u32 choice) {
+    const unsigned long long all = (unsigned long long)b << 32 | a;
+    u32 found = 0;
+    for (int i = 0; i < 4; i++) found |= (u32)(all >> (choice >> i * 4 & 7) * 8 & 255) << i * 8;
+    return found;
+}
+#include "expert_small_weights.cu"
+#define RUN(NAME) extern "C" void run_##NAME( \
+    int blocks, const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \
+    const int* order, const Tile* tiles, int sharing, int outs, int ins, int group, int out_blocks) { \
+    launch(blocks, [=] { NAME(weight, scales, x, out, order, tiles, sharing, outs, ins, group, out_blocks); }); }
+RUN(small_8_8) RUN(small_8_16) RUN(small_8_64) RUN(small_4_8) RUN(small_4_16) RUN(small_4_64)
+RUN(e2m1_8) RUN(e2m1_16) RUN(e2m1_64)
+"""
+)
 E4M3 = (
     CODE_OF
     + r"""
@@ -181,31 +214,79 @@ def test_each_output_is_accumulated_in_order(library, most, rows, columns):
     check(found, in_order(x, weight, range(columns)), (0, *ends))
 
 
+class ExpertRows:
+    """Rows of tokens, sorted by their experts: one without any, one with more than a tile."""
+
+    def __init__(self, library, tile_rows: int, columns: int):
+        random, tokens, self.experts, self.per_token = np.random.default_rng(tile_rows), 50, 5, 3
+        chosen = random.random((tokens, self.per_token)) < 0.7
+        ids = np.where(chosen, 1, random.choice([0, 2, 4], chosen.shape)).astype(np.int32)
+        self.numbers, self.tile_rows = ids.reshape(-1), tile_rows
+        self.x = aligned(random.standard_normal((tokens, columns)).astype(np.float16))
+        self.most = self.experts + (ids.size - self.experts) // tile_rows
+        self.order = np.full(ids.size + 1, -7, np.int32)
+        self.tiles = aligned(np.full((self.most + 1, 4), -7, np.int32))
+        library(SORT, 1024).run_sort(*map(pointer, (ids, self.order, self.tiles)), self.experts, tile_rows, ids.size)
+
+    def check(self, run, outputs: int, given: Sequence[np.ndarray], sizes: Sequence[int], expected) -> None:
+        """expected: of an expert and the row [1, columns], its outputs in float32."""
+        outs, count = sizes[0], self.numbers.size
+        assert sorted(self.order[:-1]) == list(range(count)) and self.order[-1] == -7 and (self.tiles[-1] == -7).all()
+        assert np.array_equal(self.numbers[self.order[:-1]], np.sort(self.numbers))
+        found, out_blocks = aligned(np.full((count + 1, outs), 7, np.float16)), -(-outs // outputs)
+        arrays = map(pointer, (*given, self.x, found, self.order, self.tiles))
+        run(self.most * out_blocks, *arrays, self.per_token, *sizes, out_blocks)
+        rows = [expected(self.numbers[row], self.x[[row // self.per_token]])[0] for row in range(count)]
+        assert np.array_equal(found[:-1], np.array(rows).astype(np.float16)) and (found[-1] == 7).all()
+
+
+TILES = ((8, 128, 32), (16, 128, 32), (64, 256, 128), (128, 256, 128))  # rows, threads, outputs
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kernel", ["experts", "across"])
-@pytest.mark.parametrize(
-    ("tile_rows", "threads", "outputs"), [(8, 128, 32), (16, 128, 32), (64, 256, 128), (128, 256, 128)]
-)
+@pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES)
 def test_rows_of_experts_are_accumulated_in_order(library, kernel, tile_rows, threads, outputs):
-    """An expert without rows, one with more than a tile; outputs and columns that are no whole number of blocks."""
-    tokens, experts, per_token, outs, columns = 50, 5, 3, 40, 328
-    random, is_transposed = np.random.default_rng(tile_rows), kernel == "experts"
-    ids = np.where(random.random((tokens, per_token)) < 0.7, 1, random.choice([0, 2, 4], (tokens, per_token)))
-    rows, ids = ids.size, ids.astype(np.int32)
-    stack = (random.standard_normal((experts, outs, columns)) / 8).astype(np.float16)
-    x = aligned(random.standard_normal((tokens, columns)).astype(np.float16))
-    most = experts + (rows - experts) // tile_rows
-    order, tiles = np.full(rows + 1, -7, np.int32), aligned(np.full((most + 1, 4), -7, np.int32))
-    library(EXPERTS, 1024).run_sort(*map(pointer, (ids, order, tiles)), experts, tile_rows, rows)
-    assert sorted(order[:-1]) == list(range(rows)) and order[-1] == -7 and (tiles[-1] == -7).all()
-    assert np.array_equal(ids.reshape(-1)[order[:-1]], np.sort(ids, axis=None))
-    given, found = aligned(stack if is_transposed else stack.swapaxes(1, 2)), np.full((rows + 1, outs), 7, np.float16)
-    found, out_blocks = aligned(found), -(-outs // outputs)
+    """Outputs and columns that are no whole number of blocks."""
+    rows, outs, columns = ExpertRows(library, tile_rows, 328), 40, 328
+    stack = (np.random.default_rng(0).standard_normal((rows.experts, outs, columns)) / 8).astype(np.float16)
+    given = [aligned(stack if kernel == "experts" else stack.swapaxes(1, 2))]
     run = getattr(library(EXPERTS, threads), f"run_{kernel}_{tile_rows}")
-    run(most * out_blocks, *map(pointer, (given, x, found, order, tiles)), per_token, outs, columns, out_blocks)
-    numbers = ids.reshape(-1)
-    expected = [in_order(x[[row // per_token]], stack[numbers[row]], range(columns))[0] for row in range(rows)]
-    assert np.array_equal(found[:-1], np.array(expected).astype(np.float16)) and (found[-1] == 7).all()
+    rows.check(run, outputs, given, (outs, columns), lambda expert, x: in_order(x, stack[expert], range(columns)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", ["small_8", "small_4", "e2m1"])
+@pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES[:3])
+def test_rows_of_experts_are_accumulated_in_groups(library, kernel, tile_rows, threads, outputs):
+    """Of 32 columns as two of 16, of which each lane has some that lie beside each other; then times the scale."""
+    outs, columns, group = 40, 320, 32 if kernel == "e2m1" else 64
+    rows, random, bits = (
+        ExpertRows(library, tile_rows, columns),
+        np.random.default_rng(0),
+        8 if kernel == "small_8" else 4,
+    )
+    shape = rows.experts, outs, columns // group
+    data = aligned(random.integers(0, 256, (*shape, group * bits // 8), np.uint8))
+    if kernel == "e2m1":
+        scales = aligned(random.integers(120, 124, shape, np.uint8))
+        numbers, factors = mxfp4_numbers(data, np.full(shape, 127, np.uint8)), np.ldexp(1.0, scales.astype(int) - 127)
+    else:
+        scales = aligned((random.standard_normal(shape) / 2**bits).astype(np.float16))
+        numbers, factors = dequantize(data, np.ones(shape, np.float32), group), scales / np.float64(256)
+    pairs = np.array([(0, 4), (1, 5), (2, 6), (3, 7)] if bits == 4 else [(0, 1), (2, 3), (4, 5), (6, 7)])
+    places = (np.arange(0, 32, 8)[:, None] + pairs[:, None]).reshape(-1)
+
+    def expected(expert: int, x: np.ndarray) -> np.ndarray:
+        sums = np.zeros((1, outs), np.float32)
+        for at in range(columns // group):
+            order = [at * group + low + place for low in range(0, group, 32) for place in places]
+            part = in_order(x, numbers[expert], order)
+            sums = (part * factors[expert, :, at].astype(np.float64) + sums).astype(np.float32)
+        return sums
+
+    run = getattr(library(SMALL_EXPERTS, threads), f"run_{kernel}_{tile_rows}")
+    rows.check(run, outputs, (data, scales), (outs, columns, group), expected)
 
 
 @pytest.mark.parametrize(("most", "rows"), [(8, 5), (16, 16)])

@@ -25,7 +25,7 @@ from lockstep.artifacts.document import Mark
 from lockstep.artifacts.dtypes import ROW
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapter_mask import adapter_columns
-from lockstep.onnx_tools.expert_products import SHAPING, is_expert_product, with_expert_products
+from lockstep.onnx_tools.expert_products import SHAPING, ExpertWeight, is_expert_product, with_expert_products
 from lockstep.onnx_tools.fp8_products import product_of
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, typed_values, upstream
 from lockstep.onnx_tools.without_adapters import is_expand
@@ -52,16 +52,14 @@ class Lora:
 class Experts:
     """Whose weights the rows of a product are multiplied with.
 
-    ids: a value [rows, per_token], the experts of each token. count: of experts. shared: a token has one row for all of
-    them; else one for each. transposed: weights are [count, out_features, in_features], else [count, in_features,
-    out_features].
+    ids: a value [rows, per_token], the experts of each token. shared: a token has one row for all of them; else one for
+    each.
     """
 
     ids: str
-    count: int
     per_token: int
     shared: bool
-    transposed: bool
+    weight: ExpertWeight
 
 
 @dataclass(frozen=True)
@@ -238,19 +236,22 @@ def _without_quantized(graph: Rewriter) -> onnx.ModelProto:
         elif is_expert_product(node) and (product := _product(copy, node)) is not None and product.experts is not None:
             count = product.experts.per_token
             shape = [count * product.out_features, product.in_features * (1 if product.experts.shared else count)]
-            weight = copy.input(f"{node.output[0]}/weight", copy.element(product.slots[0]), shape)
+            element = TensorProto.FLOAT if product.bits < 16 else copy.element(product.slots[0])
+            weight = copy.input(f"{node.output[0]}/weight", element, shape)
             copy.replace(node, helper.make_node("Gemm", [product.input, weight], node.output, node.name, transB=1))
     return copy.finish()
 
 
 def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
     if is_expert_product(node):
-        rows, ids, stack = node.input
+        rows, ids, *slots = node.input
         settings = attributes_of(node)
-        count, *sizes = graph.shape(stack)
-        outs, features = sizes if settings["transposed"] else reversed(sizes)
-        experts = Experts(ids, count, settings["per_token"], bool(settings["shared"]), bool(settings["transposed"]))
-        return Product(rows, node.output[0], (stack,), 16, 0, features, outs, experts=experts)
+        per_token, shared = settings.pop("per_token"), bool(settings.pop("shared"))
+        kind, transposed = settings.pop("kind").decode(), bool(settings.pop("transposed"))
+        weight = ExpertWeight(tuple(slots), **settings, kind=kind, transposed=transposed)
+        experts = Experts(ids, per_token, shared, weight)
+        numbers = weight.bits, weight.group_size, weight.in_features, weight.out_features
+        return Product(rows, node.output[0], tuple(slots), *numbers, experts=experts)
     if node.op_type == "MatMulNBits":
         sizes = attributes_of(node)
         numbers = sizes["bits"], sizes["block_size"], sizes["K"], sizes["N"]

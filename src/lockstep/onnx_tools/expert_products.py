@@ -1,14 +1,14 @@
 """Products with the weights of experts as one node each.
 
 In: a graph in which each row gathers its expert's weight and is multiplied with it. Out: one with nodes
-`lockstep::ExpertProduct(rows, ids, stack)`, of rows `[num_tokens, in_features]` that a token's experts share, or
+`lockstep::ExpertProduct(rows, ids, weight, ...)`, of rows `[num_tokens, in_features]` that a token's experts share, or
 `[num_tokens, per_token * in_features]`, and ids `[num_tokens, per_token]`; they give `[num_tokens, per_token *
 out_features]`. cut_products.py takes them out of a graph: no library runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import onnx
@@ -16,17 +16,34 @@ from onnx import TensorProto, helper
 
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import ExpertProduct, expert_product
-from lockstep.onnx_tools.rewriter import Dims, Rewriter, is_linear, typed_values
+from lockstep.onnx_tools.rewriter import Dims, Rewriter, attributes_of, is_linear, typed_values
 
 DOMAIN, OPERATOR = "lockstep", "ExpertProduct"
 SHAPING = ("Reshape", "Squeeze", "Unsqueeze")
 
 
-def with_expert_products(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a graph with a node for each product with experts' weights; itself where it has none.
+_MXFP4 = sorted(["Cast", "Gather", "Reshape", "Cast", "Gather", "Unsqueeze", "Mul", "Reshape"])  # what decodes it
 
-    Raises CheckError for experts' weights that are quantised.
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """The weights of experts: [count, out_features, in_features] if `transposed`, else the other way round.
+
+    slots: of `floats` itself; data and scales of `integers` and `mxfp4`, of so many bits, in groups.
     """
+
+    slots: tuple[str, ...]
+    count: int
+    in_features: int
+    out_features: int
+    bits: int
+    group_size: int
+    kind: str
+    transposed: bool
+
+
+def with_expert_products(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a graph with a node for each product with experts' weights; itself where it has none."""
     if not any(node.op_type in ("GatherND", "GatherBlockQuantized", "TopK") for node in model.graph.node):
         return model
     graph = Rewriter(model)
@@ -35,19 +52,14 @@ def with_expert_products(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     shapes = {name: shape for name, (_, shape) in typed_values(model).items()}
     for product in products:
-        if product.is_quantized or product.decode:
-            raise CheckError(
-                f"graph {model.graph.name}: expected experts with weights of 16 bits, found {product.stacks[0]} "
-                "quantised, which has no kernel"
-            )
         graph.replace(product.node, *_nodes(graph, product, shapes))
     _halve_routers(graph)
     graph.model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return graph.finish()
 
 
-def with_few_experts(model: onnx.ModelProto, stacks: Collection[str], count: int) -> onnx.ModelProto:
-    """Return a copy whose `stacks` have `count` experts at most, which are chosen modulo their number.
+def with_few_experts(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
+    """Return a copy whose products have `count` experts at most, which are chosen modulo their number.
 
     It has the experts that are chosen among its outputs, by the names that products have them by.
     """
@@ -56,38 +68,69 @@ def with_few_experts(model: onnx.ModelProto, stacks: Collection[str], count: int
     few = dict[str, str]()
     for node in graph.nodes:
         product = expert_product(graph, node)
-        if product is None or product.stacks[0] not in stacks:
+        if product is None:
             continue
-        (stack,), (gather,), indices = product.stacks, product.gathers, product.gathers[0].input[1]
-        if indices not in few:
-            few[indices] = f"{indices}/few"
-            number = graph.constant(f"{indices}/count", np.array(count, np.int64))
-            mod = helper.make_node("Mod", [indices, number], [few[indices]])
-            graph.replace(graph.producers[indices], graph.producers[indices], mod)
+        if product.ids not in few:
+            few[product.ids] = f"{product.ids}/few"
+            number = graph.constant(f"{product.ids}/count", np.array(count, np.int64))
+            mod = helper.make_node("Mod", [product.ids, number], [few[product.ids]])
+            maker = graph.producers[product.ids]
+            graph.replace(maker, maker, mod)
             name, per_token = _ids(graph, product, shapes)
             graph.outputs[name] = helper.make_tensor_value_info(name, TensorProto.INT64, [None, per_token])
-        gather.input[1] = few[indices]
-        experts, *sizes = graph.shape(stack)
-        value = helper.make_tensor_value_info(stack, graph.element(stack), [min(count, experts), *sizes])
-        graph.replace_input(stack, value)
+        for gather in product.gathers:
+            reader = graph.producers[gather.input[1]] if product.is_quantized else gather
+            reader.input[reader.input[:].index(product.ids)] = few[product.ids]
+        if product.is_quantized:
+            target = graph.producers[product.gathers[0].input[0]].input[1]
+            _, *rest = graph.array(target)
+            graph.constant(target, np.array([min(count, graph.shape(product.stacks[0])[0]), *rest], np.int64))
+        for stack in product.stacks:
+            experts, *sizes = graph.shape(stack)
+            value = helper.make_tensor_value_info(stack, graph.element(stack), [min(count, experts), *sizes])
+            graph.replace_input(stack, value)
     return graph.finish()
 
 
 def _nodes(graph: Rewriter, product: ExpertProduct, shapes: dict[str, Dims]) -> list[onnx.NodeProto]:
-    (out,), (stack,) = product.node.output, product.stacks
-    _, rows, columns = graph.shape(stack)
-    features, outs = (columns, rows) if product.transposed else (rows, columns)
+    (out,), weight = product.node.output, _weight(graph, product)
+    features, outs = weight.in_features, weight.out_features
     ids, per_token = _ids(graph, product, shapes)
     is_first = product.node.input[1] == product.rows  # [rows, in_features, 1]
     nodes, given = [], _token_rows(graph, product.rows, shapes, (per_token, features))
-    settings = {"per_token": per_token, "shared": int(given is not None), "transposed": int(product.transposed)}
+    settings = {"per_token": per_token, "shared": int(given is not None)} | asdict(weight)
+    settings.pop("slots")
     if given is None:
         shape = graph.constant(f"{out}/rows_shape", np.array([-1, per_token * features], np.int64))
         given = f"{out}/rows"
         nodes.append(helper.make_node("Reshape", [product.rows, shape], [given]))
     shape = graph.constant(f"{out}/shape", np.array([-1, outs, 1] if is_first else [-1, 1, outs], np.int64))
-    made = helper.make_node(OPERATOR, [given, ids, stack], [f"{out}/flat"], f"{out}/flat", domain=DOMAIN, **settings)
-    return [*nodes, made, helper.make_node("Reshape", [f"{out}/flat", shape], [out], product.node.name)]
+    flat, inputs = f"{out}/flat", [given, ids, *weight.slots]
+    made = helper.make_node(OPERATOR, inputs, [flat], flat, domain=DOMAIN, **settings)
+    return [*nodes, made, helper.make_node("Reshape", [flat, shape], [out], product.node.name)]
+
+
+def _weight(graph: Rewriter, product: ExpertProduct) -> ExpertWeight:
+    """Return what the weights of a product are. Raises CheckError for a form that is unknown."""
+    experts, rows, columns = graph.shape(product.stacks[0])[:3]
+    if product.is_quantized:
+        sizes = attributes_of(product.gathers[0])
+        bits, group_size = sizes["bits"], sizes["block_size"]
+        return ExpertWeight(product.stacks, experts, columns * group_size, rows, bits, group_size, "integers", True)
+    if not product.decode:
+        features, outs = (columns, rows) if product.transposed else (rows, columns)
+        return ExpertWeight(product.stacks, experts, features, outs, 16, 0, "floats", product.transposed)
+    whole = graph.array(product.decode[-1].input[1])
+    slots = tuple(sorted(product.stacks, key=lambda slot: -len(graph.shape(slot))))  # codes, exponents
+    is_known = sorted(node.op_type for node in product.decode) == _MXFP4 and product.transposed and len(slots) == 2
+    if whole is None or not is_known:
+        raise CheckError(
+            f"graph {graph.model.graph.name}: expected experts of integers or MXFP4, found {product.stacks[0]} in "
+            "another form"
+        )
+    outs, features = (int(size) for size in whole[1:])
+    group_size = features // graph.shape(slots[1])[2]
+    return ExpertWeight(slots, experts, features, outs, 4, group_size, "mxfp4", True)
 
 
 def _ids(graph: Rewriter, product: ExpertProduct, shapes: dict[str, Dims]) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -33,10 +33,12 @@ from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
+from lockstep.weights.mxfp4 import mxfp4_numbers
 
 _TOLERANCE = 1e-2  # as of fp16 engines in `onnx_tools.prepare`, of what is rounded between steps too
 # fp16 activations are nearest to other e4m3 numbers than float32 ones now and then, 1/16 of a number away: 3e-2 is seen
 _FP8_TOLERANCE = 1e-1
+_EXPERT_GROUPS = 32  # columns that a kernel takes at once
 _EXPERTS_TRIED = 8  # whose weights are made: all of them are gigabytes
 _FP8_ALIGNED = 16  # columns that start where 16 bytes do
 Shape = tuple[int | str, ...]
@@ -104,6 +106,11 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
                 f"graph {name}: expected rows of weights of a multiple of {_FP8_ALIGNED} numbers in w8a8-fp8, "
                 f"found {product.in_features}; use the backend onnxruntime, or fp16"
             )
+        if product.experts is not None and product.group_size % _EXPERT_GROUPS:
+            raise CheckError(
+                f"graph {name}: expected experts in groups of a multiple of {_EXPERT_GROUPS} numbers, found groups of "
+                f"{product.group_size}; choose another group_size, the backend onnxruntime, or fp16"
+            )
         if len(product.slots) > 2:
             raise CheckError(
                 f"graph {name}: expected quantised weights whose zero points are the middle, found "
@@ -134,12 +141,13 @@ def _told(ios: Iterable[IO]) -> dict[str, tuple[str, Shape]]:
 
 
 def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
-    stacks = {product.slots[0]: product.experts for product in _products(cut) if product.experts is not None}
-    choices = {experts.ids for experts in stacks.values()}
-    model = with_few_experts(model, stacks, _EXPERTS_TRIED) if stacks else model
+    choices = {product.experts.ids for product in _products(cut) if product.experts is not None}
+    model = with_few_experts(model, _EXPERTS_TRIED) if choices else model
     feeds = random_inputs(model)
     for product in _products(cut):
-        if product.bits < 16 and not product.is_fp8:  # weights as large as of full precision
+        if product.experts is not None and product.experts.weight.kind == "mxfp4":  # exponents of numbers below 1
+            feeds[product.slots[1]] = feeds[product.slots[1]] % 4 + 118
+        elif product.bits < 16 and not product.is_fp8:  # weights as large as of full precision
             scales = feeds[product.slots[1]]
             feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
     expected = compute(model, feeds)
@@ -178,7 +186,7 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
         codes, steps = e4m3.rounded(rows)
         return (codes @ parts[0].astype(np.float32).T * steps * parts[1]).astype(np.float16)
     if product.experts is not None:
-        return _of_experts(rows, parts[0], values[product.experts.ids], product.experts)
+        return _of_experts(rows, parts, values[product.experts.ids], product.experts)
     weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
     exact = _as_half(rows @ _as_half(weight).T)
     if (lora := product.lora) is not None:
@@ -188,15 +196,20 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
     return exact.astype(np.float16)
 
 
-def _of_experts(rows: np.ndarray, stack: np.ndarray, ids: np.ndarray, experts: Experts) -> np.ndarray:
+def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, experts: Experts) -> np.ndarray:
     """Return the products of each token with the weights of its experts, one behind the other."""
+    weight = experts.weight
     given = rows.reshape(len(rows), 1 if experts.shared else experts.per_token, -1)
     given = np.broadcast_to(given, (*ids.shape, given.shape[-1]))
-    results = np.zeros((*ids.shape, stack.shape[1 if experts.transposed else 2]), np.float16)
-    ids = ids % len(stack)  # of which a trial has few
+    results = np.zeros((*ids.shape, weight.out_features), np.float16)
+    ids = ids % len(parts[0])  # of which a trial has few
     for number in np.unique(ids):
-        weight = _as_half(stack[number])
-        results[ids == number] = given[ids == number] @ (weight.T if experts.transposed else weight)
+        data, *scales = (part[number] for part in parts)
+        if weight.kind == "mxfp4":
+            data = mxfp4_numbers(data, *scales)
+        elif scales:
+            data = _as_half(dequantize(data, scales[0].reshape(data.shape[:2]), weight.group_size))
+        results[ids == number] = given[ids == number] @ (data.T if weight.transposed else data).astype(np.float32)
     return results.reshape(len(rows), -1)
 
 

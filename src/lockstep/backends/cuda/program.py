@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
 from lockstep.errors import InputError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
-from lockstep.gpu.kernels.expert_products import ExpertOrder
+from lockstep.gpu.kernels.expert_products import ExpertOrder, ExpertStack, largest_tile
 from lockstep.gpu.kernels.expert_products import bind as bind_experts
 from lockstep.gpu.kernels.fp8_gemm import Rows
 from lockstep.gpu.kernels.gemm import ALIGNED
@@ -121,7 +121,7 @@ class KernelsProgram(GpuProgram):
         store, rows = _Store(self, DeviceWeights.of(weights, self.device), weights, slots), dict[str, cuda.Array]()
         groups = {group: store.group(group, self.lies_beside(group), rows) for group in self.groups}
         own = {name: kind for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
-        own |= dict.fromkeys((product.slots[0] for product in self.of_experts), WEIGHT)
+        own |= {slot: kind for product in self.of_experts for slot, kind in _kinds(product)}
         plain = {name: store.plain(name, kind) for name, kind in own.items()}
         return KernelsExecutable(self, groups, plain, store.uploads, rows)
 
@@ -150,6 +150,13 @@ class KernelsProgram(GpuProgram):
     def filled(self, name: str, sizes: Sizes) -> tuple[int, ...]:
         """Return a declared shape with sizes in place of its dimensions' names."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.declared(name))
+
+
+def _kinds(product: Product) -> Iterator[tuple[str, str]]:
+    """Yield the slots of a product of experts, and what kind of weights they are."""
+    assert product.experts is not None
+    kinds = {"floats": (WEIGHT,), "integers": (INTEGERS, SCALES), "mxfp4": (INTEGERS, INTEGERS)}
+    return zip(product.slots, kinds[product.experts.weight.kind], strict=True)
 
 
 def _tensor(name: str, is_input: bool, dtype: str, shape: Shape) -> Tensor:
@@ -297,17 +304,18 @@ class _Call:
         stream, rows, ids = self._program.device.stream, self._rows((product,)), self._values[experts.ids].array
         steps, order = list[Step](), self._orders.get(experts.ids)
         if order is None:
-            count, number = math.prod(ids.shape), len(self._orders)
+            count, number = math.prod(ids.shape), -1 - len(self._orders)  # other buffers count from 0
             sorted_rows, tiles = (self._shared.buffer(number, count, width, _CHOICE) for width in ((), (4,)))
-            order = self._orders[experts.ids] = ExpertOrder(stream, ids, experts.count, sorted_rows, tiles)
+            beside = [each.experts for each in self._program.of_experts if each.experts is not None]
+            tile = largest_tile(each.weight for each in beside if each.ids == experts.ids)
+            order = ExpertOrder(stream, ids, experts.weight.count, sorted_rows, tiles, tile)
+            self._orders[experts.ids] = order
             sort = order.sort
             steps.append(lambda sizes: sort(sizes[rows]))
-        stack, x, out = (
-            self._run.weights[product.slots[0]],
-            self._values[product.input].array,
-            self._values[product.output].array,
-        )
-        multiply = bind_experts(stream, stack, x, out, order, experts.shared, experts.transposed)
+        data, *scales = (self._run.weights[slot] for slot in product.slots)
+        stack = ExpertStack(data, scales[0] if scales else None, experts.weight)
+        x, out = (self._values[name].array for name in (product.input, product.output))
+        multiply = bind_experts(stream, stack, x, out, order, experts.shared)
         return [*steps, lambda sizes: multiply(sizes[rows])]
 
     def _group(self, group: Group) -> list[Step]:

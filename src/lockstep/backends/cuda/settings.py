@@ -12,6 +12,7 @@ SETTINGS = BackendSettings(
     runs_ranks=True,
     runs_adapters=("fp16",),
     zero_points=False,
+    mxfp4=True,
     fp16_activations=PRECISIONS,
     fp8_kv_cache=True,
     gpus=1,

@@ -1,62 +1,9 @@
 // Products of tokens' rows with the weights of their experts, each [out_features, in_features] or the other way round, fp16.
 //
-// sort_by_expert puts the rows of each expert behind each other, and cuts them into tiles. A block of expert_products makes
-// OUTS outputs of the rows of one tile; it reads rows and writes results where they lie, by their numbers. An expert without
-// rows has no tile, and its weight is not read. How many tiles there are at most depends on the number of rows alone, so
-// that launches may be captured: tiles behind the last have no rows.
-//
 // Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32), whatever the
 // size of tiles: a row has the same bits beside any others, as in few_rows.cu.
 //
-// tensor_cores.cu stands before.
-
-#define SORT_THREADS 1024  // and experts at most
-#ifndef ON_HOST
-__device__ __forceinline__ void load_across(u32 from, u32* r) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
-}
-template <int COUNT> __device__ __forceinline__ void wait_but_for() {  // all copies but those of the last COUNT groups
-    asm volatile("cp.async.wait_group %0;" : : "n"(COUNT) : "memory");
-}
-#endif
-struct alignas(16) Tile { int expert, first, count, unused; };
-struct alignas(16) Piece { u32 words[4]; };
-
-extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_by_expert(const int* ids, int* order, Tile* tiles, int experts,
-                                                                          int tile_rows, int rows) {
-    __shared__ int sums[2][2][SORT_THREADS];  // rows and tiles of all experts up to each, in turn
-    __shared__ int next[SORT_THREADS];
-    int own = threadIdx.x;
-    next_may_start();
-    next[own] = 0;
-    wait_for_previous();
-    __syncthreads();
-    for (int row = own; row < rows; row += SORT_THREADS) atomicAdd(&next[ids[row]], 1);
-    __syncthreads();
-    int count = next[own], used = (count + tile_rows - 1) / tile_rows, turn = 0;
-    sums[0][0][own] = count;
-    sums[0][1][own] = used;
-    __syncthreads();
-    for (int step = 1; step < experts; step *= 2) {
-        for (int i = 0; i < 2; i++) sums[!turn][i][own] = sums[turn][i][own] + (own >= step ? sums[turn][i][own - step] : 0);
-        turn = !turn;
-        __syncthreads();
-    }
-    int first = sums[turn][0][own] - count, tile = sums[turn][1][own] - used;
-    next[own] = first;
-    for (int i = 0; i < used; i++) tiles[tile + i] = {own, first + i * tile_rows, min(tile_rows, count - i * tile_rows), 0};
-    int some = min(experts, rows), most = some + (rows - some) / tile_rows;
-    for (int i = sums[turn][1][experts - 1] + own; i < most; i += SORT_THREADS) tiles[i] = {0, 0, 0, 0};
-    __syncthreads();
-    for (int row = own; row < rows; row += SORT_THREADS) order[atomicAdd(&next[ids[row]], 1)] = row;
-}
-
-// Where 16 bytes of a row of 64 bytes, or of a multiple of 128, lie in shared memory: those of 8 rows are in different banks.
-template <int BYTES> __device__ __forceinline__ int place_of(int row, int piece) {
-    if (BYTES == 64) return row * 64 + (piece ^ (row >> 1 & 3)) * 16;
-    return row * BYTES + ((piece & ~7) | ((piece ^ row) & 7)) * 16;
-}
+// tensor_cores.cu and expert_rows.cu stand before.
 
 // ROWS of a tile, OUTS and COLUMNS of each of DEPTH stages; ACROSS * BESIDE warps of all, which are BLOCK threads, share outputs and rows.
 template <int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int BESIDE, int BLOCK, bool TRANSPOSED>
@@ -131,23 +78,7 @@ __device__ __forceinline__ void expert_products(const unsigned short* weight, co
                 for (int i = 0; i < TILES * PARTS; i++) mma(sums[i / PARTS][i % PARTS], a[half][i / PARTS], b[i % PARTS] + half * 2);
         }
     }
-    wait_but_for<0>();
-    __syncthreads();
-    constexpr int WIDE = OUTS + 8;  // numbers from row to row of the results, which go out 16 bytes at a time
-    unsigned short* results = (unsigned short*)memory;
-    if (beside < BESIDE)
-#pragma unroll
-        for (int n = 0; n < TILES * PARTS * 4; n++) {
-            int i = n % 4, part = n / 4 % PARTS, tile_of = n / 4 / PARTS;
-            int output = (across * TILES + tile_of) * 16 + lane / 4 + i / 2 * 8, row = (beside * PARTS + part) * 8 + lane % 4 * 2 + i % 2;
-            results[row * WIDE + output] = half(sums[tile_of][part][i]);
-        }
-    __syncthreads();
-    for (int n = tid; n < tile.count * (OUTS / 8); n += BLOCK) {
-        int row = n / (OUTS / 8), output = n % (OUTS / 8) * 8;
-        if (first + output < out_features)
-            *(Piece*)(out + (long long)order[tile.first + row] * out_features + first + output) = *(const Piece*)(results + row * WIDE + output);
-    }
+    store<TILES, PARTS, OUTS, BLOCK>(sums, across, beside, beside < BESIDE, out + first, order + tile.first, tile.count, out_features, out_features - first);
 }
 
 #define EXPERTS(NAME, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK, TRANSPOSED) \

@@ -1,37 +1,47 @@
-"""Products with the weights of experts on a device: expert_products.cu."""
+"""Products with the weights of experts on a device.
+
+fp16 (expert_products.cu), integers or MXFP4 (expert_small_weights.cu); the rows of a step are sorted by their experts
+before (expert_rows.cu).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.gpu import cuda
 from lockstep.gpu.kernels.gemm import FEW_ROWS
+from lockstep.onnx_tools.expert_products import ExpertWeight
 
-SOURCE = FEW_ROWS + Path(__file__).with_name("expert_products.cu").read_text(encoding="utf-8")
+_ROWS, _FLOATS, _SMALL = (
+    Path(__file__).with_name(f"expert_{name}.cu").read_text(encoding="utf-8")
+    for name in ("rows", "products", "small_weights")
+)
+SORT, SOURCES = FEW_ROWS + _ROWS, {"floats": FEW_ROWS + _ROWS + _FLOATS, "small": FEW_ROWS + _ROWS + _SMALL}
 MOST_EXPERTS = _SORT_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A form of the kernel, as in expert_products.cu; most: rows of an expert up to which it is taken, on average."""
+    """A form of the kernels; most: rows of an expert up to which it is taken, on average.
+
+    rows, outputs, threads: of a block. columns, stages: of fp16 weights, and of others.
+    """
 
     rows: int
     outputs: int
-    columns: int
-    stages: int
     threads: int
+    columns: tuple[int, int]
+    stages: tuple[int, int]
     most: float
 
-    @property
-    def shared(self) -> int:
-        """Return the bytes of shared memory of a block."""
-        return max(
-            self.stages * (self.rows + self.outputs) * self.columns * 2,  # stages
-            self.rows * (self.outputs + 8) * 2,  # results
-        )
+    def shared(self, bits: int) -> int:
+        """Return the bytes of shared memory of a block: of stages, or of results."""
+        columns, stages = self.columns[bits < 16], self.stages[bits < 16]
+        stage = columns * (self.rows * 2 + self.outputs * bits // 8)
+        return max(stages * stage, self.rows * (self.outputs + 8) * 2)
 
     def count(self, rows: int, experts: int) -> int:
         """Return how many tiles `rows` rows are at most, however they are shared out."""
@@ -39,72 +49,103 @@ class Tile:
         return some + (rows - some) // self.rows
 
 
-# Whichever is taken, a row has the same bits.
+# Whichever is taken, a row has the same bits. The last is for fp16 alone: registers are few.
 TILES = (
-    Tile(8, 32, 256, 4, 128, 4),
-    Tile(16, 32, 256, 4, 128, 12),
-    Tile(64, 128, 64, 4, 256, 48),
-    Tile(128, 128, 64, 3, 256, float("inf")),
+    Tile(8, 32, 128, (256, 256), (4, 4), 4),
+    Tile(16, 32, 128, (256, 256), (4, 4), 12),
+    Tile(64, 128, 256, (64, 128), (4, 3), 48),
+    Tile(128, 128, 256, (64, 64), (3, 3), float("inf")),
 )
 
 
-def tile_for(rows: int, experts: int) -> Tile:
-    return next(tile for tile in TILES if rows <= tile.most * experts)
+def tile_for(rows: int, experts: int, largest: Tile) -> Tile:
+    return next((tile for tile in TILES[: TILES.index(largest)] if rows <= tile.most * experts), largest)
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """The weights of experts on a device.
+
+    data: fp16 [count, ...], or uint8. scales: fp16 [count, out_features, num_groups], `SCALES_TIMES` as large, or
+    exponents, uint8; None of fp16.
+    """
+
+    data: cuda.Array
+    scales: cuda.Array | None
+    form: ExpertWeight
 
 
 class ExpertOrder:
     """The rows of a step, sorted by their experts.
 
     ids: int32 [tokens, per_token], of the largest step. rows, tiles: int32 [tokens * per_token] and four times that.
+    largest: the largest tile that all products of these rows have.
     """
 
-    def __init__(self, stream: cuda.Stream, ids: cuda.Array, experts: int, rows: cuda.Array, tiles: cuda.Array):
-        self.per_token, self.rows, self.tiles = ids.shape[1], rows, tiles
-        kernel = cuda.compile_kernels(SOURCE)["sort_by_expert"]
+    def __init__(
+        self, stream: cuda.Stream, ids: cuda.Array, experts: int, rows: cuda.Array, tiles: cuda.Array, largest: Tile
+    ):
+        self.per_token, self.rows, self.tiles, self._experts, self._largest = (
+            ids.shape[1],
+            rows,
+            tiles,
+            experts,
+            largest,
+        )
+        kernel = cuda.compile_kernels(SORT)["sort_by_expert"]
 
         @functools.cache
         def launch(tile: Tile) -> cuda.Launch:
             given = ids, rows, tiles, experts, tile.rows, 0
             return cuda.Launch(kernel, stream, _SORT_THREADS, *given, overlaps=True)
 
-        self._experts, self._launch = experts, launch
+        self._launch = launch
+
+    def tile(self, tokens: int) -> tuple[Tile, int]:
+        """Return the tile for so many tokens, and how many there are at most."""
+        rows = tokens * self.per_token
+        tile = tile_for(rows, self._experts, self._largest)
+        return tile, tile.count(rows, self._experts)
 
     def sort(self, tokens: int) -> None:
         """Put the sort of so many tokens' rows on the stream."""
-        rows = tokens * self.per_token
-        self._launch(tile_for(rows, self._experts))(1, rows)
+        tile, _ = self.tile(tokens)
+        self._launch(tile)(1, tokens * self.per_token)
 
 
 def bind(
-    stream: cuda.Stream,
-    stack: cuda.Array,
-    x: cuda.Array,
-    out: cuda.Array,
-    order: ExpertOrder,
-    shared: bool,
-    transposed: bool,
+    stream: cuda.Stream, stack: ExpertStack, x: cuda.Array, out: cuda.Array, order: ExpertOrder, shared: bool
 ) -> Callable[[int], None]:
     """Return a call that multiplies the rows of so many tokens with their experts' weights, in the order of `order`.
 
-    stack: fp16 [experts, out_features, in_features], if `transposed`, else [experts, in_features, out_features].
     x: [tokens, in_features] if a token's experts share a row, else [tokens, per_token * in_features]. out [tokens,
     per_token * out_features].
     """
-    experts, *sizes = stack.shape
-    out_features, in_features = sizes if transposed else reversed(sizes)
+    form = stack.form
 
     @functools.cache
     def launch(tile: Tile) -> tuple[cuda.Launch, int]:
-        kernel = cuda.compile_kernels(SOURCE)[f"{'experts' if transposed else 'across'}_{tile.rows}"]
-        blocks = -(-out_features // tile.outputs)
-        given: tuple[cuda.Array | int, ...] = (stack, x, out, order.rows, order.tiles)
-        given += (order.per_token if shared else 1, out_features, in_features, blocks)
-        return cuda.Launch(kernel, stream, tile.threads, *given, overlaps=True, shared=tile.shared), blocks
+        blocks, sharing = -(-form.out_features // tile.outputs), order.per_token if shared else 1
+        rows: tuple[cuda.Array | int, ...] = (x, out, order.rows, order.tiles, sharing)
+        sizes: tuple[int, ...] = (form.out_features, form.in_features)
+        if stack.scales is None:
+            name = f"{'experts' if form.transposed else 'across'}_{tile.rows}"
+            kernel, given = cuda.compile_kernels(SOURCES["floats"])[name], (stack.data, *rows, *sizes, blocks)
+        else:
+            name = f"{'e2m1' if form.kind == 'mxfp4' else f'small_{form.bits}'}_{tile.rows}"
+            kernel = cuda.compile_kernels(SOURCES["small"])[name]
+            given = stack.data, stack.scales, *rows, *sizes, form.group_size, blocks
+        nbytes = tile.shared(form.bits)
+        return cuda.Launch(kernel, stream, tile.threads, *given, overlaps=True, shared=nbytes), blocks
 
     def multiply(tokens: int) -> None:
-        rows = tokens * order.per_token
-        tile = tile_for(rows, experts)
+        tile, count = order.tile(tokens)
         call, blocks = launch(tile)
-        call(blocks * tile.count(rows, experts))
+        call(blocks * count)
 
     return multiply
+
+
+def largest_tile(forms: Iterable[ExpertWeight]) -> Tile:
+    """Return the largest tile that products of all these weights have."""
+    return TILES[-1] if all(form.bits == 16 for form in forms) else TILES[-2]

@@ -508,16 +508,21 @@ class _Writer:
         at = self._id(ids)
         if self._value(source).rows:
             return self._number(source, index, at)
-        while source in self._maker and self._maker[source].op_type == "Cast":  # values are read as float32
-            source = self._maker[source].input[0]
+        source = self._uncast(source)
         _refuse_if(source not in self._given)
         width = math.prod(self._value(source).sizes[1:])
         _refuse_if(index.unit and width % self._wide)
         return self._load(source, _Index(f"{at} * {width} + {index.base}", index.unit), row)
 
+    def _uncast(self, name: str) -> str:
+        """Return what was cast to a value: all are read as float32."""
+        while name in self._maker and self._maker[name].op_type == "Cast":
+            name = self._maker[name].input[0]
+        return name
+
     def _of_expert(self, node: onnx.NodeProto, value: _Value, index: _Index, row: str) -> tuple[str, bool]:
         """Read a weight [experts, ...] of each of a token's experts."""
-        weight, ids = node.input
+        weight, ids = self._uncast(node.input[0]), node.input[1]
         while ids in self._maker and self._maker[ids].op_type in _SHAPING:
             ids = self._maker[ids].input[0]
         inner = math.prod(self._value(weight).sizes[1:])
