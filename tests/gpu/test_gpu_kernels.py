@@ -422,40 +422,55 @@ extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
     assert np.array_equal(device.down(out), bits)
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, transposed):
-    """Experts without rows, with some and with most; beside a product in float64."""
+@pytest.mark.parametrize("form", ["floats", "across", "8 bits", "4 bits", "mxfp4"])
+def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form):
+    """Experts without rows, with some and with most; beside a product in float32."""
     from lockstep.gpu.kernels import expert_products
+    from lockstep.onnx_tools.expert_products import ExpertWeight
+    from lockstep.weights.groups import dequantize
+    from lockstep.weights.mxfp4 import mxfp4_numbers
 
     device, random = OnDevice(), np.random.default_rng(0)
-    tokens, experts, per_token, ins, outs = 150, 16, 4, 1096, 200
+    tokens, experts, per_token, ins, outs = 150, 16, 4, 1120, 200
     ids = random.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :per_token].astype(np.int32)
     ids[ids == 3] = 5
     ids[: tokens // 2, 0] = 1
-    stack = (random.standard_normal((experts, outs, ins)) / 32).astype(np.float16)
+    kind, bits, group, scales = "floats", 16, 0, None
+    if form in ("floats", "across"):
+        weight = (random.standard_normal((experts, outs, ins)) / 32).astype(np.float16)
+        data = weight if form == "floats" else weight.swapaxes(1, 2)
+    elif form == "mxfp4":
+        kind, bits, group = "mxfp4", 4, 32
+        data = random.integers(0, 256, (experts, outs, ins // group, group // 2), np.uint8)
+        scales = random.integers(120, 124, data.shape[:3], np.uint8)
+        weight = mxfp4_numbers(data, scales)
+    else:
+        kind, bits, group = "integers", int(form[0]), 32
+        data = random.integers(0, 256, (experts, outs, ins // group, group * bits // 8), np.uint8)
+        scales = (random.standard_normal(data.shape[:3]) * 8 / 2**bits).astype(np.float16)  # 256 times as large
+        weight = dequantize(data, scales.astype(np.float32) / 256, group)
     x = random.standard_normal((tokens, ins)).astype(np.float16)
-    given, rows = device.up(stack if transposed else stack.swapaxes(1, 2)), device.up(x)
-    per_row = device.up(np.repeat(x, per_token, axis=0).reshape(tokens, -1))
+    stack = expert_products.ExpertStack(
+        device.up(data), None if scales is None else device.up(scales),
+        ExpertWeight((), experts, ins, outs, bits, group, kind, form != "across"),
+    )  # fmt: skip
+    rows, of_each = device.up(x), device.up(np.repeat(x, per_token, axis=0).reshape(tokens, -1))
     order = expert_products.ExpertOrder(
-        device.stream, device.up(ids), experts,
-        device.up(np.zeros(ids.size, np.int32)), device.up(np.zeros((ids.size, 4), np.int32)),
+        device.stream, device.up(ids), experts, device.up(np.zeros(ids.size, np.int32)),
+        device.up(np.zeros((ids.size, 4), np.int32)), expert_products.largest_tile([stack.form]),
     )  # fmt: skip
     found = []
-    for tile in expert_products.TILES:
-        monkeypatch.setattr(expert_products, "tile_for", lambda rows, experts, tile=tile: tile)
-        for shared in (True, False):
-            for count in (tokens, 1, 13):
-                out = device.up(np.full((tokens, per_token * outs), 7, np.float16))
-                order.sort(count)
-                expert_products.bind(
-                    device.stream, given, rows if shared else per_row, out, order, shared, transposed
-                )(count)  # fmt: skip
-                result = device.down(out)
-                found.append(result[:count])
-                assert (result[count:] == 7).all()
-    whole = found[0].reshape(tokens, per_token, outs)
-    products = np.stack([x.astype(np.float32) @ weight.T.astype(np.float32) for weight in stack])
+    for tile in expert_products.TILES[: 4 if bits == 16 else 3]:
+        monkeypatch.setattr(expert_products, "tile_for", lambda *_, tile=tile: tile)
+        for shared, count in ((True, tokens), (False, tokens), (True, 1), (True, 13)):
+            out = device.up(np.full((tokens, per_token * outs), 7, np.float16))
+            order.sort(count)
+            multiply = expert_products.bind(device.stream, stack, rows if shared else of_each, out, order, shared)
+            multiply(count)
+            found.append(device.down(out))
+            assert (found[-1][count:] == 7).all()
+            np.testing.assert_array_equal(found[-1][:count], found[0][:count], err_msg=f"{tile}, {count} tokens")
+    products = np.stack([x.astype(np.float32) @ each.T.astype(np.float32) for each in weight])
     products = products[ids, np.arange(tokens)[:, None]]
-    np.testing.assert_allclose(whole, products, rtol=2e-3, atol=2e-3)  # of fp16, 11 bits
-    for result in found:
-        np.testing.assert_array_equal(result, found[0][: len(result)])
+    # What fp16 rounds the results to, and the order of sums.
+    np.testing.assert_allclose(found[0].reshape(products.shape), products, rtol=2e-3, atol=2e-3 * products.std())
