@@ -121,7 +121,7 @@ def bind(
     x: [tokens, in_features] if a token's experts share a row, else [tokens, per_token * in_features]. out [tokens,
     per_token * out_features].
     """
-    form = stack.form
+    form, module = stack.form, cuda.compile_kernels(SOURCES["floats" if stack.scales is None else "small"])
 
     @functools.cache
     def launch(tile: Tile) -> tuple[cuda.Launch, int]:
@@ -129,13 +129,12 @@ def bind(
         rows: tuple[cuda.Array | int, ...] = (x, out, order.rows, order.tiles, sharing)
         sizes: tuple[int, ...] = (form.out_features, form.in_features)
         if stack.scales is None:
-            name = f"{'experts' if form.transposed else 'across'}_{tile.rows}"
-            kernel, given = cuda.compile_kernels(SOURCES["floats"])[name], (stack.data, *rows, *sizes, blocks)
+            name, given = "experts" if form.transposed else "across", (stack.data, *rows, *sizes, blocks)
         else:
-            name = f"{'e2m1' if form.kind == 'mxfp4' else f'small_{form.bits}'}_{tile.rows}"
-            kernel = cuda.compile_kernels(SOURCES["small"])[name]
+            name = "e2m1" if form.kind == "mxfp4" else f"small_{form.bits}"
             given = stack.data, stack.scales, *rows, *sizes, form.group_size, blocks
         nbytes = tile.shared(form.bits)
+        kernel = module[f"{name}_{tile.rows}"]
         return cuda.Launch(kernel, stream, tile.threads, *given, overlaps=True, shared=nbytes), blocks
 
     def multiply(tokens: int) -> None:
