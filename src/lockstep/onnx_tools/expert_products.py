@@ -83,11 +83,12 @@ def with_few_experts(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
             reader.input[reader.input[:].index(product.ids)] = few[product.ids]
         if product.is_quantized:
             target = graph.producers[product.gathers[0].input[0]].input[1]
-            _, *rest = graph.array(target)
-            graph.constant(target, np.array([min(count, graph.shape(product.stacks[0])[0]), *rest], np.int64))
+            sizes = graph.array(target)
+            assert sizes is not None  # as `expert_product` found it
+            graph.constant(target, np.array([min(count, graph.shape(product.stacks[0])[0]), *sizes[1:]], np.int64))
         for stack in product.stacks:
-            experts, *sizes = graph.shape(stack)
-            value = helper.make_tensor_value_info(stack, graph.element(stack), [min(count, experts), *sizes])
+            experts, *rest = graph.shape(stack)
+            value = helper.make_tensor_value_info(stack, graph.element(stack), [min(count, experts), *rest])
             graph.replace_input(stack, value)
     return graph.finish()
 
