@@ -474,3 +474,19 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
     products = products[ids, np.arange(tokens)[:, None]]
     # What fp16 rounds the results to, and the order of sums.
     np.testing.assert_allclose(found[0].reshape(products.shape), products, rtol=2e-3, atol=2e-3 * products.std())
+
+
+@pytest.mark.parametrize("sizes", [((80, 80), 48), ((48,), 80), ((4, 24, 24), 48), ((48,), 24), ((288,), 64)], ids=str)
+def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes):
+    """Of numbers that nearly cancel each other, whose sums another order would change."""
+    from lockstep.gpu.kernels.gemm import Gemm, trial_factors
+
+    device, (outs, columns) = OnDevice(), sizes
+    weight, x = (np.resize(each, (300, columns)) for each in trial_factors(columns, np.dtype("f2")))
+    results = [device.up(np.zeros((len(x), size), np.float16)) for size in outs]
+    multiply, found = Gemm(device.stream).bind(device.up(weight[: sum(outs)]), device.up(x), results), []
+    for rows in (1, 9, 17, 33, 40, 62, 100, 128, 129, 300):
+        multiply(rows)
+        found.append(np.concatenate([device.down(result) for result in results], axis=1)[:rows])
+    for part in found:
+        np.testing.assert_array_equal(part, found[-1][: len(part)], err_msg=f"{len(part)} rows")

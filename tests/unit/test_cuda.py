@@ -326,3 +326,21 @@ def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkey
         "expected the library cuBLASLt (/opt/libcublasLt.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free "
         "memory of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
     )
+
+
+@pytest.mark.parametrize("columns", [24, 48, 4096])
+def test_trials_of_products_tell_orders_of_a_sum_apart(gpu, columns):
+    """As a kernel does that shares columns out among warps; with random numbers none of 24 to 80 columns differ."""
+    from lockstep.gpu.kernels.gemm import trial_factors
+
+    weight, x = (each.astype(np.float32) for each in trial_factors(columns, np.dtype(np.float16)))
+
+    def accumulated(chosen: np.ndarray) -> np.ndarray:
+        sums = np.zeros((16, len(weight)), np.float32)
+        for column in chosen:
+            sums += x[:16, column, None] * weight[:, column]
+        return sums
+
+    order = np.arange(columns)
+    shared = accumulated(order[order // 16 % 2 == 0]) + accumulated(order[order // 16 % 2 == 1])
+    assert np.mean(accumulated(order).astype(np.float16) != shared.astype(np.float16)) > 0.05

@@ -160,6 +160,22 @@ class _Shapes:
             yield from self.library.algorithms(out_features, depth, rows)
 
 
+def trial_factors(columns: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return random rows of a weight and of activations, [_BLOCK, columns] each.
+
+    Of fp16 each number of a row has another that nearly cancels it, somewhere: sums are far smaller than what they pass
+    through, so that another order gives other bits in fp16 too, in products of a few columns as well.
+    """
+    random = np.random.default_rng(0)
+    weight, x = (random.standard_normal((_BLOCK, columns), "f4") for _ in range(2))
+    if dtype == _HALF:
+        weight, x = (weight * 16).astype(dtype), (x * 64).astype(dtype)
+        order, half = random.permutation(columns), columns // 2
+        weight[:, order[half : half * 2]] = weight[:, order[:half]]
+        x[:, order[half : half * 2]] = x[:, order[half : half * 2]] / dtype.type(1024) - x[:, order[:half]]
+    return weight.astype(dtype), x.astype(dtype)
+
+
 class Trial:
     """Random weights and rows of a shape, on a stream of their own: nothing here waits for other work."""
 
@@ -170,11 +186,11 @@ class Trial:
         copies = min(_COPIES, -(-_CACHE // nbytes))
         self.weights = [cuda.empty((out_features, in_features), dtype, what) for _ in range(copies)]
         self.x, self.out = cuda.empty((rows, in_features), dtype, what), cuda.empty((rows, out_features), "f2", what)
-        random = np.random.default_rng(0).standard_normal((_BLOCK, in_features), "f4")
-        self._host = random.astype(dtype)
-        for array in (self.weights[0], self.x):
+        # The stream reads them later.
+        self._host = weight, x = trial_factors(in_features, dtype)
+        for array, host in ((self.weights[0], weight), (self.x, x)):
             first = array[:_BLOCK]
-            self.stream.upload(first, self._host[: first.shape[0]])
+            self.stream.upload(first, host[: first.shape[0]])
             for low in range(_BLOCK, array.shape[0], _BLOCK):
                 part = array[low : low + _BLOCK]
                 self.stream.copy_rows(part.address, part.nbytes, first.address, part.nbytes, part.nbytes, 1)
