@@ -102,7 +102,7 @@ def opened(job: dict) -> Start:
         raise SystemExit("llama.cpp cannot read the model")
     terms = llama_cpp.llama_context_default_params()
     terms.n_seq_max, terms.n_ctx = job["batch"], job["batch"] * max(job["capacity"], 256)
-    terms.n_batch = terms.n_ubatch = max(512, job["batch"])
+    terms.n_batch, terms.n_ubatch = terms.n_ctx, 512  # of a call, which computes so many at a time
     terms.n_threads = terms.n_threads_batch = job["threads"]
     context = llama_cpp.llama_init_from_model(model, terms)
     if not context:

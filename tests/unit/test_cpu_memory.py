@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper
 
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.onnx_tools.signature import io_of
 from lockstep.step.kv_cache import KVCache, LayerShape
 
 MIB = 1 << 20
+
+
+class Arrays(dict[str, np.ndarray]):
+    """Weights of no file."""
+
+    checkpoint = None
+    identity = location = staticmethod(lambda name: None)
 
 
 def resident_bytes() -> int:
@@ -46,3 +56,33 @@ def test_engines_share_their_scratch_memory(tmp_path: Path) -> None:
     for call in calls[1:]:
         call()
     assert resident_bytes() - began < 16 * MIB  # not 7 times as much
+
+
+def test_packed_weights_lie_on_huge_pages(tmp_path: Path) -> None:
+    if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (6, 1):
+        pytest.skip("expected Linux 6.1 or newer, which can be asked for huge pages at once")
+    columns, rows = 1024, 1 << 15  # 16 MiB in 4 bits
+    weights = Arrays(w=np.ones((rows, columns // 32, 16), np.uint8), s=np.ones((rows, columns // 32), np.float32))
+    sizes = {"K": columns, "N": rows, "bits": 4, "block_size": 32, "accuracy_level": 4}
+    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", **sizes)
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, columns])]
+    inputs += [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in weights.items()
+    ]
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, rows])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "product", inputs, [out]), opset_imports=opsets, ir_version=10)
+    onnx.save(model, tmp_path / "engine.onnx")
+    slots = [io_of(value) for value in model.graph.input][1:]
+    began = on_huge_pages()
+    engine = OnnxRuntimeBackend().load(tmp_path / "engine.onnx", slots, None, False)
+    executable = engine.bind(weights, {"w": ["w"], "s": ["s"]})
+    assert on_huge_pages() - began >= 12 * MIB
+    del executable
+
+
+def on_huge_pages() -> int:
+    """Return bytes."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("AnonHugePages"))) << 10

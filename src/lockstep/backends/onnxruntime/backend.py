@@ -10,6 +10,7 @@ arenas of their own each keep the scratch memory of their longest prompt.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built
 from lockstep.backends.cpu import thread_count
 from lockstep.backends.host import Declared, HostBackend
+from lockstep.backends.onnxruntime import huge_pages
 from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.grouped_attention import PRESENT, grouped_attention
 from lockstep.backends.onnxruntime.int8_products import int8_products
@@ -48,6 +50,7 @@ _LEVELS = {
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
 _FULL_DISK_BYTES = 1 << 16  # less free than an engine needs
+_LARGE_BYTES = 1 << 20  # of an engine's weights: fewer are in a cache anyway
 _pool_threads: int | None = None
 
 
@@ -133,9 +136,12 @@ class OnnxRuntimeProgram:
             ) from None
         # int8 products are those of packed weights alone: of others the library makes float32 ones, at each step
         operators = {node.op_type for node in self._model.graph.node}
-        self._low_memory = low_memory and "MatMulNBits" not in operators
+        has_products = "MatMulNBits" in operators
+        self._low_memory = low_memory and not has_products
         self._decodes = "If" in operators  # codes of weights: onnx_tools/group_experts.py
         self._inputs = WeightInputs(slots, {value.name for value in self._model.graph.input})
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._inputs.declared.values())
+        self._on_huge_pages = has_products and size >= _LARGE_BYTES
         _inputs_to_initializers(self._model.graph, self._inputs.declared, engine_path)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
@@ -154,6 +160,8 @@ class OnnxRuntimeProgram:
         failure = f"{self._path}: ONNX Runtime {ort.__version__} cannot load this engine"
         session = _session(model.SerializeToString(), settings, failure)
         del held  # the session has copies
+        if self._on_huge_pages:
+            huge_pages.collapse()
         return OnnxRuntimeExecutable(session, str(self._path))
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
