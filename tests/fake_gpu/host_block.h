@@ -55,8 +55,8 @@ inline void body() {
 }
 }  // namespace host_block
 
-struct Index { int x; };
-static Index threadIdx, blockIdx;
+struct Index { int x, y, z; };
+static Index threadIdx, blockIdx, gridDim;
 
 inline void __syncthreads() { const Index own = threadIdx; host_block::wait(host_block::block); threadIdx = own; }
 
@@ -70,6 +70,7 @@ template <typename T> T exchange(T value, int from) {
     threadIdx.x = self;
     return found;
 }
+template <typename T> T __shfl_sync(unsigned, T value, int lane) { return exchange(value, threadIdx.x / 32 * 32 + lane); }
 template <typename T> T __shfl_xor_sync(unsigned, T value, int mask) { return exchange(value, threadIdx.x ^ mask); }
 template <typename T> T __shfl_up_sync(unsigned, T value, int offset) { return exchange(value, threadIdx.x - offset); }
 template <typename T> T atomicAdd(T* at, T value) { const T before = *at; *at += value; return before; }

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from demo_model import CONFIG, LIMITS
-from test_quantization import ASKED, refer
+from test_quantization import PROMPTS, refer
 from test_quantization import demo as quantized_demo
 
 import fake_gpu
@@ -31,6 +31,7 @@ from lockstep.runtime import Advance, Model
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 from lockstep.verify import golden
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.rounded_kv_cache import rounded
 
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
@@ -40,24 +41,8 @@ KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "attention"
 DIM, VALUE_DIM, HEADS = 40, 24, 3
 SOURCE = """
 #define BLOCK_THREADS THREADS
-#define ON_HOST
 #include "fake_gpu/host_block.h"
-#define __host__
-#define __align__ alignas
-typedef unsigned short Bits;
-typedef float Given;
-struct alignas(16) Vec8 { unsigned w[4]; };
-inline float number(float value) { return value; }
-inline float number_of_half(unsigned short bits) { return as<_Float16>(bits); }
-inline unsigned pack(float low, float high) {
-    return as<unsigned short>((_Float16)low) | (unsigned)as<unsigned short>((_Float16)high) << 16;
-}
-inline float rope(float x, float own, float y, float other) { return fmaf(y, other, x * own); }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
-    unsigned long long from = a | (unsigned long long)b << 32, result = 0;
-    for (int n = 0; n < 4; ++n) result |= (from >> (selector >> 4 * n & 7) * 8 & 0xff) << 8 * n;
-    return result;
-}
+#include "fake_gpu/host_attention.h"
 #include "fp8_heads.cu"
 #include "fp8_pages.cu"
 extern "C" void write(int tokens, const float* key, const Bits* value, Code* keys, Code* values, const float* own,
@@ -80,7 +65,16 @@ def kernels(tmp_path_factory):
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "kernels.cpp").write_text(SOURCE)
-    sizes = {"DIM": DIM, "VALUE_DIM": VALUE_DIM, "KV_HEADS": HEADS, "PAGE": 64, "THREADS": 128, "WIDE": 1, "GROUP": 2}
+    sizes = {
+        "DIM": DIM,
+        "VALUE_DIM": VALUE_DIM,
+        "KV_HEADS": HEADS,
+        "PAGE": 64,
+        "THREADS": 128,
+        "WIDE": 1,
+        "GROUP": 2,
+        "GIVEN": 0,
+    }
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
     options += [f"-D{name}={size}" for name, size in sizes.items()]
     command = [COMPILER, *options, f"-I{TESTS}", f"-I{KERNELS}", "kernels.cpp", "-o", "kernels.so"]
@@ -146,7 +140,7 @@ def gpu() -> Iterator[fake_gpu.Gpu]:
     assert not found.faults
 
 
-TERMS = replace(ASKED, kv_cache_dtype="fp8")
+TERMS = GoldenTerms(4, PROMPTS[:2], 70, "fp8")  # the long prompt goes over to its second page
 
 
 @pytest.fixture(scope="module")
@@ -247,10 +241,8 @@ def without_saturation(heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes.view(np.uint8), scales
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [neighbours_scale, *(pytest.param(each, marks=pytest.mark.long) for each in (another_type, without_saturation))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [neighbours_scale, another_type, without_saturation])
 def test_the_golden_check_finds(results, gpu, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(fp8_pages, "encode" if fault is without_saturation else "decode", fault)
     with pytest.raises(CheckError):

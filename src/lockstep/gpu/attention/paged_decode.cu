@@ -1,8 +1,9 @@
 // Compiled behind the words of kernel_spec.py, which name the sizes and types of a spec.
 
-// What CUDA C++ has no words for.
+// What CUDA C++ has no words for; on the host the test has its own.
 #define INFINITE __int_as_float(0x7f800000)
 
+#ifndef ON_HOST
 // Loads that stay where they are written: those that go out together cost one latency. The compiler moves other loads to where their number is needed, and
 // constant ones (.nc) still behind a branch that may end the block; relaxed ones stay before it.
 #define LOADS(T, TYPE, REGISTER) \
@@ -26,6 +27,12 @@ __device__ __forceinline__ Vec8 load_piece(const void* from, bool in) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
                  "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                  : "=&r"(piece.w[0]), "=&r"(piece.w[1]), "=&r"(piece.w[2]), "=&r"(piece.w[3]) : "l"(__cvta_generic_to_global(from)), "r"((int)in));
+    return piece;
+}
+__device__ __forceinline__ Vec8 load_eight(const void* from, bool in) {  // bytes; the rest is zeros
+    Vec8 piece = {{0, 0, 0, 0}};
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n@p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+                 : "=&r"(piece.w[0]), "=&r"(piece.w[1]) : "l"(__cvta_generic_to_global(from)), "r"((int)in));
     return piece;
 }
 
@@ -55,6 +62,13 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1
     asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+__device__ __forceinline__ unsigned times(unsigned pair, unsigned other) {  // two of fp16 each
+    unsigned result;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(other));
+    return result;
+}
+#endif
 
 // A block: a request, a KV head with up to HEADS of its query heads (`chunk`), some splits of the row. A unit is 16 tokens, what a warp takes at a time; units
 // are counted from the first that the window leaves. A split is LEAST units, one behind the other, or twice, four times ... as many, so that there are at most
@@ -91,11 +105,7 @@ __device__ __forceinline__ int page_of(const int* table, int unit, int pages_per
 
 // What a lane loads at a time: 16 bytes, or 8 of codes of heads that 16 do not divide, of which the rest is nothing.
 __device__ __forceinline__ Vec8 load_cached(const Cached* from, bool in) {
-    if (LOADED * sizeof(Cached) == 16) return load_piece(from, in);
-    Vec8 piece = {{0, 0, 0, 0}};
-    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n@p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
-                 : "=&r"(piece.w[0]), "=&r"(piece.w[1]) : "l"(__cvta_generic_to_global(from)), "r"((int)in));
-    return piece;
+    return LOADED * sizeof(Cached) == 16 ? load_piece(from, in) : load_eight(from, in);
 }
 __device__ __forceinline__ Vec8 piece_at(const Cached* from) {
     if (LOADED * sizeof(Cached) == 16) return *(const Vec8*)from;
@@ -146,12 +156,6 @@ __device__ __forceinline__ void load_scales(unsigned short (&out)[4], const Code
         out[i] = load_constant((const unsigned short*)(keys + head * KEY_HEAD + PAGE * DIM + at + 8 * i));
         out[2 + i] = load_constant((const unsigned short*)(values + head * VALUE_HEAD + PAGE * VALUE_DIM + at + 8 * i));
     }
-}
-
-__device__ __forceinline__ unsigned times(unsigned pair, unsigned scale) {  // two of fp16, by one: scale has it in its high byte
-    unsigned result;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(__byte_perm(scale, 0, 0x0404)));
-    return result;
 }
 #endif
 // Numbers 2w and 2w + 1 of piece `piece` of what a lane has loaded, as the products take them. Codes are over 256, which is in their scale.
@@ -381,7 +385,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
                     for (int i = 0; i < 4; ++i) {
                         pairs[i] = pair_of(v[c / EIGHTS][i], c, j);
 #if FP8
-                        pairs[i] = times(pairs[i], value_scales[i]);
+                        pairs[i] = times(pairs[i], __byte_perm(value_scales[i], 0, 0x0404));
 #endif
                     }
                     sums[c][j][0] *= less0; sums[c][j][1] *= less1; sums[c][j][2] *= less0; sums[c][j][3] *= less1;

@@ -1,0 +1,63 @@
+// What the attention kernels have in PTX, for the host: the words of kernel_spec.py, and those of paged_decode.cu, behind host_block.h. KIND is fp16.
+#include <type_traits>
+
+#define ON_HOST
+#define __host__
+#define __align__(n) __attribute__((aligned(n)))
+typedef unsigned short Bits;
+#if GIVEN == 0
+typedef float Given;
+#else
+typedef unsigned short Given;
+#endif
+struct __align__(16) Vec8 { unsigned w[4]; };
+struct __align__(16) Four { float w[4]; };
+struct uint2 { unsigned x, y; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+template <typename X, typename Y> std::common_type_t<X, Y> min(X x, Y y) { std::common_type_t<X, Y> a = x, b = y; return a < b ? a : b; }
+template <typename X, typename Y> std::common_type_t<X, Y> max(X x, Y y) { std::common_type_t<X, Y> a = x, b = y; return a > b ? a : b; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long from = a | (unsigned long long)b << 32;
+    unsigned long long result = 0;
+    for (int n = 0; n < 4; ++n) result |= (from >> (selector >> 4 * n & 7) * 8 & 0xff) << 8 * n;
+    return result;
+}
+
+inline float number(float value) { return value; }
+inline float number_of_half(unsigned short bits) { return as<_Float16>(bits); }
+inline float number(unsigned short bits) { return number_of_half(bits); }
+inline unsigned pack(float low, float high) {
+    return as<unsigned short>((_Float16)low) | (unsigned)as<unsigned short>((_Float16)high) << 16;
+}
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float rope(float x, float own, float y, float other) { return fmaf(y, other, x * own); }
+
+template <typename T> T load_relaxed(const T* from) { return *from; }
+template <typename T> T load_constant(const T* from) { return *from; }
+template <typename T> T load_fresh(const T* from) { return *from; }
+inline Vec8 loaded(const void* from, bool in, int bytes) {
+    Vec8 piece = {{0, 0, 0, 0}};
+    if (in) memcpy(&piece, from, bytes);
+    return piece;
+}
+inline Vec8 load_piece(const void* from, bool in) { return loaded(from, in, 16); }
+inline Vec8 load_eight(const void* from, bool in) { return loaded(from, in, 8); }
+inline int arrive(int* counter) { return (*counter)++; }
+inline float power(float x) { return exp2f(x); }
+inline float low_of(unsigned pair) { return number_of_half(pair & 0xffff); }
+inline float high_of(unsigned pair) { return number_of_half(pair >> 16); }
+inline unsigned times(unsigned pair, unsigned other) { return pack(low_of(pair) * low_of(other), high_of(pair) * high_of(other)); }
+inline void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    const int base = threadIdx.x / 32 * 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const unsigned rows[4] = {a0, a1, a2, a3}, columns[2] = {b0, b1};
+    for (int k = 0; k < 4; ++k)
+        for (int half = 0; half < 2; ++half) {
+            const unsigned row = exchange(rows[2 * half], base + 4 * g + k), below = exchange(rows[2 * half + 1], base + 4 * g + k);
+            for (int e = 0; e < 2; ++e) {
+                const unsigned column = exchange(columns[half], base + 4 * (2 * t + e) + k);
+                c[e] += low_of(row) * low_of(column) + high_of(row) * high_of(column);
+                c[2 + e] += low_of(below) * low_of(column) + high_of(below) * high_of(column);
+            }
+        }
+}
