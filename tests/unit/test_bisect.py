@@ -45,9 +45,9 @@ from lockstep.verify.bisect.explain import explain_failure, open_graphs
 from lockstep.verify.bisect.nodes import first_fault
 from lockstep.verify.bisect.report import text
 from lockstep.verify.bisect.request import choose
-from lockstep.verify.bisect.streamed import StreamedModel
 from lockstep.verify.bisect.walked import Engines, walk_stages
 from lockstep.verify.metrics import failed_path
+from lockstep.verify.validate.streamed import StreamedModel
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.verify.walk import Tokens
 from lockstep.weights import Weights, convert

@@ -30,7 +30,6 @@ TORCH = (
     "verify/golden/teacher_forced.py",
     "verify/rounded.py",
     "verify/bisect/run.py",
-    "verify/bisect/streamed.py",
 )
 # What runs where only an engine's runtime is installed.
 RUNS_ALONE = (

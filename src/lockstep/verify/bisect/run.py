@@ -34,10 +34,10 @@ from lockstep.verify.bisect.explain import compare_steps, engine_report_json, op
 from lockstep.verify.bisect.faults import differing, graph_fault
 from lockstep.verify.bisect.report import advice, answer, largest_within
 from lockstep.verify.bisect.request import Request, choose
-from lockstep.verify.bisect.streamed import StreamedModel
 from lockstep.verify.bisect.walked import Walked, walk_stages
 from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.graphs import Graphs
+from lockstep.verify.validate.streamed import StreamedModel
 from lockstep.verify.validate.torch_trace import Record
 from lockstep.weights import Weights
 
