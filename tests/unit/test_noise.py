@@ -106,6 +106,7 @@ def test_a_model_that_leaves_fp16s_range_is_measured_in_bf16():
         hidden = torch.nn.functional.linear(torch.ones(1, 1, 4), torch.nn.Parameter(torch.full((8, 4), 30000.0)))
         return SimpleNamespace(logits=(hidden / 120000.0).float() + 2.0**-7, past_key_values=None)
 
+    model.config = LlamaConfig(num_hidden_layers=1)  # attention, so that there is a cache
     noise = logit_noise(model, [0], exact)
     assert np.isfinite(noise).all() and 0 < noise[0, 0] < 2.0**-8
 
