@@ -28,7 +28,7 @@ from safetensors import safe_open
 
 from benchmarks import options
 from benchmarks.child import run_child
-from benchmarks.measure import deliver, in_turn, spread, surroundings, thread_count
+from benchmarks.measure import THREADS_VARIABLE, deliver, in_turn, spread, surroundings, thread_count
 from benchmarks.shapes import checkpoint
 from lockstep import CheckError
 
@@ -156,7 +156,8 @@ class _Process:
             (out / "of").write_text(of)
         job = {"checkpoint": str(folder), "out": str(out), "threads": threads, "batch": batch, "capacity": capacity}
         job |= {"precision": own.precision, "head_bits": own.head_bits}
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", THREADS_VARIABLE), str(threads))  # of the builds too
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 [python, str(_SCRIPTS / own.script), json.dumps(job)],

@@ -135,7 +135,7 @@ def _(here: Here) -> Sequence[Any]:
 
 @starts("cpu-peers", "peak_relative_to_weights")
 def _(here: Here) -> Sequence[Any]:
-    few = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--work", here.folder / "work"
+    few = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--threads", 1, "--work", here.folder / "work"
     return "--model", here.checkpoint, "--contestant", "fp32", "--contestant", "transformers fp32", *few, *ONE_ROUND
 
 
