@@ -89,9 +89,7 @@ rule architecture:
         fetched=fetched,
         sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
         # Their headers alone, of weights that are quantised already.
-        weights=lambda wildcards: (
-            WEIGHT_FILES[wildcards.model] if wildcards.model in PACKED else []
-        ),
+        weights=lambda wildcards: (WEIGHT_FILES[wildcards.model] if wildcards.model in PACKED else []),
     output:
         "<results>/{model}/architecture.json",
     log:

@@ -38,14 +38,7 @@ PLACE = Results(Path(rules.config.output[0]).parent)
 def display_paths(paths):
     """Relative to the working directory where both are in this checkout, so that no record holds where it lies."""
     inside = Path.cwd().is_relative_to(REPOSITORY)
-    return [
-        (
-            os.path.relpath(path)
-            if inside and path.is_relative_to(REPOSITORY)
-            else str(path)
-        )
-        for path in paths
-    ]
+    return [(os.path.relpath(path) if inside and path.is_relative_to(REPOSITORY) else str(path)) for path in paths]
 
 
 # One line and exit code 2 for a mistake in the config or a damaged checkpoint.
@@ -57,28 +50,17 @@ with guard():
     )
     LOCKED = is_locked(config)  # how to run, not what to make
     CONFIG = lockstep_config.load_merged(
-        {
-            key: value
-            for key, value in config.items()
-            if key not in ("locked", "device", "container")
-        },
+        {key: value for key, value in config.items() if key not in ("locked", "device", "container")},
         workflow.configfiles,
         options=workflow.config_settings.config,
     )
     SOURCES = CONFIG.check_sources([Path.cwd(), REPOSITORY], results=PLACE)
-    KINDS = {
-        name: type(parse_source(model.source)) for name, model in CONFIG.models.items()
-    }
+    KINDS = {name: type(parse_source(model.source)) for name, model in CONFIG.models.items()}
     # Models whose checkpoint is a folder that is there; of others, jobs make one first.
-    FOLDERS = {
-        model: SOURCES[model] for model, kind in KINDS.items() if kind is FolderSource
-    }
-    SIDE_FILES = {
-        model: display_paths(side_files(folder)) for model, folder in FOLDERS.items()
-    }
+    FOLDERS = {model: SOURCES[model] for model, kind in KINDS.items() if kind is FolderSource}
+    SIDE_FILES = {model: display_paths(side_files(folder)) for model, folder in FOLDERS.items()}
     WEIGHT_FILES = {
-        model: display_paths(weight_files(folder, find_tensors(folder)))
-        for model, folder in FOLDERS.items()
+        model: display_paths(weight_files(folder, find_tensors(folder))) for model, folder in FOLDERS.items()
     }
     for folder in FOLDERS.values():
         check_there(folder)
@@ -86,8 +68,7 @@ with guard():
     PACKED = {model for model, folder in FOLDERS.items() if read_shape(folder).packing}
     # Folders of adapters by model and name.
     ADAPTERS = {
-        model: CONFIG.adapter_folders(model, [Path.cwd(), REPOSITORY], results=PLACE)
-        for model in CONFIG.models
+        model: CONFIG.adapter_folders(model, [Path.cwd(), REPOSITORY], results=PLACE) for model in CONFIG.models
     }
     CONFIG.check_backends()
     # A place where no cache can be is said here, and not by each job.
@@ -151,11 +132,7 @@ def final_files():
         read = {path for stage in STAGES.values() for path in stage.all_reads()}
         # Checks too: a run that was stopped or failed leaves a summary without them, for which they need not run, and
         # what was made of their last pass.
-        ends = [
-            name
-            for name, stage in STAGES.items()
-            if stage.is_judged or stage.output not in read
-        ]
+        ends = [name for name, stage in STAGES.items() if stage.is_judged or stage.output not in read]
         others = [str(job.output) for job in JOBS if job.stage in ends]
         return [config, "<results>/summary.json", *others]
     targets = [target for target in TARGETS if target.backend == DEVICE]
@@ -200,16 +177,8 @@ def device(wildcards):
 
 
 # What a job asks a cluster for, where the config has devices.
-GPU_MODELS = {
-    name: device.gpu_model
-    for name, device in CONFIG.devices.items()
-    if device.gpu_model
-}
-GPU_MODEL = (
-    {"gpu_model": lambda wildcards: GPU_MODELS.get(wildcards.backend)}
-    if GPU_MODELS
-    else {}
-)
+GPU_MODELS = {name: device.gpu_model for name, device in CONFIG.devices.items() if device.gpu_model}
+GPU_MODEL = {"gpu_model": lambda wildcards: GPU_MODELS.get(wildcards.backend)} if GPU_MODELS else {}
 
 
 def fetched(wildcards):
@@ -263,9 +232,7 @@ def adapter_files(wildcards):
     brought = on_hub(CONFIG, wildcards.model)
     folders = ADAPTERS[wildcards.model].items()
     here = [folder for name, folder in folders if name not in brought]
-    return display_paths(
-        path for folder in here for path in sorted(folder.glob("adapter_*"))
-    )
+    return display_paths(path for folder in here for path in sorted(folder.glob("adapter_*")))
 
 
 def adapter_folders(wildcards):

@@ -7,16 +7,9 @@
 rule summary:
     input:
         engines=made_by("build"),
-        checks=[
-            path
-            for name, stage in STAGES.items()
-            if stage.is_judged
-            for path in made_by(name)
-        ],
+        checks=[path for name, stage in STAGES.items() if stage.is_judged for path in made_by(name)],
         speeds=[
-            str(STAGES["golden"].path(job, STAGES["golden"].beside["speed"]))
-            for job in JOBS
-            if job.stage == "golden"
+            str(STAGES["golden"].path(job, STAGES["golden"].beside["speed"])) for job in JOBS if job.stage == "golden"
         ],
     output:
         "<results>/summary.json",

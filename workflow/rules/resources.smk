@@ -19,9 +19,7 @@ def bytes_of(folder, files):
 
 
 # Bytes of weights by model, looked up once. A checkpoint that a job brings is added when it is there.
-WEIGHT_BYTES = {
-    model: bytes_of(FOLDERS[model], files) for model, files in WEIGHT_FILES.items()
-}
+WEIGHT_BYTES = {model: bytes_of(FOLDERS[model], files) for model, files in WEIGHT_FILES.items()}
 
 
 @functools.cache
@@ -49,16 +47,12 @@ def memory(base_mb, per_byte=0):
 
     Measured on models of 4 MB, 0.5 GB and 1.9 GB (records/clusters.md), with a third and more of room above the largest.
     """
-    return lambda wildcards, attempt: attempt * (
-        base_mb + round(per_byte * weight_bytes(wildcards.model) / 1e6)
-    )
+    return lambda wildcards, attempt: attempt * (base_mb + round(per_byte * weight_bytes(wildcards.model) / 1e6))
 
 
 def minutes(base, per_gb=0):
     """The time limit: for any model, and more for each 1,000,000,000 bytes of weights; as much again with each attempt."""
-    return lambda wildcards, attempt: attempt * (
-        base + round(per_gb * weight_bytes(wildcards.model) / 1e9)
-    )
+    return lambda wildcards, attempt: attempt * (base + round(per_gb * weight_bytes(wildcards.model) / 1e9))
 
 
 def gpus(wildcards):

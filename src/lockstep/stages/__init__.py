@@ -40,10 +40,7 @@ STAGES = _found()
 
 
 def jobs(config: Config, root: Path, targets: Iterable[Target]) -> list[Job]:
-    """Return the jobs of some targets, each once, after those that it reads from.
-
-    root: of the results tree.
-    """
+    """Return the jobs of some targets, each once, after those that it reads from. root: of the results tree."""
     made: dict[tuple[object, ...], Job] = {}
     for target in targets:
         names = vars(target)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.stages.stage import (
     ONNX,
     RUNTIME,
-    Finished,
+    Config,
     Job,
     Names,
     Pinned,
     Stage,
+    arguments,
     bounds,
     expected,
     names_below_model,
 )
-from lockstep.targets import Limits, Target, Tolerances
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
 
 
 class Adapted(Stage):
@@ -38,13 +35,7 @@ class Adapted(Stage):
     code = RUNTIME
     packages = ONNX
     help = "Engine set with several adapters in one batch against the reference of each."
-    is_check = is_judged = is_named = only_adapters = True
-
-    def needed(self, config: Config, target: Target) -> bool:
-        return config.is_run(target) and bool(config.models[target.model].adapters)
-
-    def required(self, model: Finished) -> bool:
-        return model.runs
+    is_check = is_judged = is_named = only_adapters = runs_engines = True
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         prompts = [prompt for each in config.adapter_prompts(names["model"]).values() for prompt in each]
@@ -58,16 +49,4 @@ class Adapted(Stage):
     def run(self, job: Job) -> None:
         from lockstep.verify.golden.adapted import check
 
-        check(
-            job.inputs["assembly"],
-            job.inputs["weights"],
-            job.inputs["engines"],
-            job.inputs["adapters"],
-            job.inputs["adapted_reference"],
-            job.target,
-            Tolerances(**job.options["tolerance"]),
-            Limits(**job.options["limits"]),
-            job.output,
-            job.options["expected"],
-            job.threads,
-        )
+        check(**arguments(job), expected=job.options["expected"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.stages.stage import EXPORT, TORCH, Finished, Job, Names, Stage
+from lockstep.stages.stage import EXPORT, TORCH, Config, Finished, Job, Names, Stage
 from lockstep.targets import Target, is_quantized
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
 
 
 class AdaptedReference(Stage):
@@ -20,7 +17,7 @@ class AdaptedReference(Stage):
     is_check = only_adapters = True
 
     def needed(self, config: Config, target: Target) -> bool:
-        return bool(config.models[target.model].adapters) and not is_quantized(target.precision)
+        return super().needed(config, target) and not is_quantized(target.precision)
 
     def required(self, model: Finished) -> bool:
         return not model.precisions or not all(map(is_quantized, model.precisions))
@@ -33,7 +30,6 @@ class AdaptedReference(Stage):
 
 
 def reference_options(config: Config, model: str) -> dict[str, Any]:
-    """Return the prompts of each adapter, and how many tokens follow them."""
     prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
     settings = config.models[model]
     dtype = {"kv_cache_dtype": settings.kv_cache_dtype} if settings.kv_cache_dtype else {}

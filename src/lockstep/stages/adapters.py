@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.stages.stage import NUMPY, WEIGHTS, Job, Names, Pinned, Stage
-from lockstep.targets import Target
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+from lockstep.stages.stage import NUMPY, WEIGHTS, Config, Job, Names, Pinned, Stage
 
 
 class Adapters(Stage):
@@ -22,9 +18,6 @@ class Adapters(Stage):
     packages = NUMPY
     help = "Folders of LoRA adapters -> adapters.json, held against the checkpoint."
     only_adapters = True
-
-    def needed(self, config: Config, target: Target) -> bool:
-        return bool(config.models[target.model].adapters)
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         settings = config.models[names["model"]]

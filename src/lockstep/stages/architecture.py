@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.stages.stage import CHECKPOINT, NUMPY, Job, Names, Stage
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+from lockstep.stages.stage import CHECKPOINT, NUMPY, Config, Job, Names, Stage
 
 
 class Architecture(Stage):

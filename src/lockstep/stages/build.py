@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import ENGINES, ONNX, Job, Names, Pinned, Stage
+from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Pinned, Stage
 from lockstep.targets import Target
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
 
 
 class Build(Stage):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.stages.stage import ENGINES, ONNX, Finished, Job, Names, Stage
+from lockstep.stages.stage import ENGINES, ONNX, Config, Finished, Job, Names, Stage
 from lockstep.targets import Limits, Target
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
 
 
 class Compare(Stage):

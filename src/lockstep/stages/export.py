@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Pinned, Stage, digests
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Pinned, Stage, digests
 from lockstep.targets import is_quantized
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
 
 
 class Export(Stage):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.config.sources import HubSource, parse_source
-from lockstep.stages.stage import CHECKPOINT, NUMPY, Job, Names, Stage
+from lockstep.stages.stage import CHECKPOINT, NUMPY, Config, Job, Names, Stage
 from lockstep.targets import Target
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
 
 
 class FetchAdapters(Stage):

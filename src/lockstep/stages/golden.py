@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import CheckError
-from lockstep.stages.stage import ONNX, RUNTIME, Finished, Job, Names, Pinned, Stage, bounds, expected, tokens
-from lockstep.targets import Limits, Target, Tolerances
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+from lockstep.stages.stage import ONNX, RUNTIME, Config, Job, Names, Pinned, Stage, arguments, bounds, expected, tokens
 
 
 class Golden(Stage):
@@ -28,13 +24,7 @@ class Golden(Stage):
     code = RUNTIME
     packages = ONNX
     help = "Engine set against the reference, and its speed."
-    is_check = is_judged = is_reproduced = is_named = True
-
-    def needed(self, config: Config, target: Target) -> bool:
-        return config.is_run(target)
-
-    def required(self, model: Finished) -> bool:
-        return model.runs
+    is_check = is_judged = is_reproduced = is_named = runs_engines = True
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         prompts = config.models[names["model"]].golden.prompts
@@ -48,23 +38,11 @@ class Golden(Stage):
     def run(self, job: Job) -> None:
         from lockstep.verify.golden.check import check_engines
 
-        assembly, weights, engines = (job.inputs[name] for name in ("assembly", "weights", "engines"))
-        reference, tolerance = job.inputs["reference"], Tolerances(**job.options["tolerance"])
+        given = arguments(job)
         try:
-            check_engines(
-                assembly,
-                weights,
-                engines,
-                reference,
-                job.target,
-                tolerance,
-                Limits(**job.options["limits"]),
-                job.output,
-                self.path(job, self.beside["speed"]),
-                job.options["expected"],
-                job.threads,
-            )
+            check_engines(**given, speed_out=self.path(job, self.beside["speed"]), expected=job.options["expected"])
         except CheckError as error:
             from lockstep.verify.bisect.explain import explained
 
-            raise explained(error, assembly, weights, engines, reference, job.target, tolerance, job.output) from None
+            del given["limits"], given["threads"]
+            raise explained(error, **given) from None

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.stages.adapted_reference import make_reference, reference_options
-from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Stage
-from lockstep.targets import Target, is_quantized
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
 
 
 class QuantizedAdaptedReference(Stage):
@@ -23,9 +19,6 @@ class QuantizedAdaptedReference(Stage):
     packages = TORCH
     help = "Tokens and logits of transformers on the dequantised weights with each adapter."
     is_check = only_quantized = only_adapters = True
-
-    def needed(self, config: Config, target: Target) -> bool:
-        return bool(config.models[target.model].adapters) and is_quantized(target.precision)
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return reference_options(config, names["model"])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Stage
-from lockstep.targets import Target, is_quantized
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
 
 
 class QuantizedReference(Stage):
@@ -26,9 +22,6 @@ class QuantizedReference(Stage):
     packages = TORCH
     help = "Tokens and logits of transformers on the dequantised weights, and their drift."
     is_check = is_cached = is_reproduced = only_quantized = True
-
-    def needed(self, config: Config, target: Target) -> bool:
-        return is_quantized(target.precision)
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         model = names["model"]

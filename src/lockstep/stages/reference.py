@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Pinned, Stage, tokens
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Pinned, Stage, tokens
 
 
 class Reference(Stage):

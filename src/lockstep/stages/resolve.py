@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.stages.stage import CHECKPOINT, NUMPY, Job, Names, Pinned, Stage
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+from lockstep.stages.stage import CHECKPOINT, NUMPY, Config, Job, Names, Pinned, Stage
 
 
 class Resolve(Stage):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.stages.stage import ONNX, RUNTIME, Finished, Job, Names, Stage, bounds
-from lockstep.targets import Limits, Target, Tolerances
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+from lockstep.stages.stage import ONNX, RUNTIME, Config, Finished, Job, Names, Stage, arguments, bounds
+from lockstep.targets import Target
 
 
 class Served(Stage):
@@ -35,14 +32,14 @@ class Served(Stage):
         *ONNX,
     )
     help = "A server on the engine set against the golden check."
-    is_check = is_judged = is_named = True
+    is_check = is_judged = is_named = runs_engines = True
     runs_here = True  # the server's own process opens the engines, in the interpreter of the backend
 
     def needed(self, config: Config, target: Target) -> bool:
-        return config.is_run(target) and config.check_server
+        return config.check_server and super().needed(config, target)
 
     def required(self, model: Finished) -> bool:
-        return model.runs and model.is_served
+        return model.is_served
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return bounds(config, names)
@@ -50,16 +47,4 @@ class Served(Stage):
     def run(self, job: Job) -> None:
         from lockstep.serve.check import check
 
-        check(
-            job.inputs["assembly"],
-            job.inputs["weights"],
-            job.inputs["engines"],
-            job.inputs["reference"],
-            job.inputs["golden"],
-            job.target,
-            Tolerances(**job.options["tolerance"]),
-            Limits(**job.options["limits"]),
-            job.output,
-            job.python,
-            job.threads,
-        )
+        check(**arguments(job), python=job.python)

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.manifest_files import named_files
 from lockstep.stages import worker
-from lockstep.targets import Target, is_quantized, layer_count
+from lockstep.targets import Limits, Target, Tolerances, is_quantized, layer_count
 
 if TYPE_CHECKING:
     from lockstep.artifacts.reference import ReferencePrompt
     from lockstep.artifacts.reports import GoldenPrompt
     from lockstep.config.schema import Config
     from lockstep.config.types import Prompt
+else:
+    Config = Any  # its module loads pydantic, which the interpreter of a backend may not have
 
 # Parts of this package, and packages, that several stages have.
 CONFIG = ("config/__init__.py", "config/model_config.py", "config/packing.py")
@@ -112,11 +114,12 @@ class Stage(abc.ABC):
     beside: ClassVar[Mapping[str, str]] = {}
     is_check: ClassVar[bool] = False  # the lock pins what the config says to it
     is_judged: ClassVar[bool] = False  # a failure leaves its report or its reason as `<name>.failed.json`
-    is_cached: ClassVar[bool] = False  # in the shared cache of artefacts
+    is_cached: ClassVar[bool] = False  # in the shared cache of artefacts: no check, for one not run has checked nothing
     is_reproduced: ClassVar[bool] = False  # made again by `lockstep reproduce`
     is_named: ClassVar[bool] = False  # its results speak of the model by its name in the config
     only_quantized: ClassVar[bool] = False  # other precisions than those of quantised weights do without
     only_adapters: ClassVar[bool] = False  # models without adapters do without
+    runs_engines: ClassVar[bool] = False  # targets whose engines do not run here do without
     continues: ClassVar[bool] = False  # begins with what an earlier run made
     runs_here: ClassVar[bool] = False  # in this interpreter, though another one runs the backend's engines
     owns_folder: ClassVar[bool] = False  # clears its folder of what an earlier artefact left
@@ -131,12 +134,14 @@ class Stage(abc.ABC):
 
     @property
     def is_pinned(self) -> bool:
-        """Return whether a lock holds what the stage makes."""
         return type(self).pin is not Stage.pin
 
     def needed(self, config: Config, target: Target) -> bool:
-        """Return whether a target has the stage."""
-        return True
+        return (
+            self.is_of(target.precision)
+            and (not self.only_adapters or bool(config.models[target.model].adapters))
+            and (not self.runs_engines or config.is_run(target))
+        )
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         """Return what the config says to a job, as plain JSON. names: the values of its wildcards."""
@@ -147,7 +152,7 @@ class Stage(abc.ABC):
         raise NotImplementedError  # asked of the stages alone that have their own (`is_pinned`)
 
     def required(self, model: Finished) -> bool:
-        """Return whether the lock of such a model must have the stage; precisions and adapters are seen to."""
+        """Return whether the lock of such a model must have the stage, besides what its flags say."""
         return True
 
     @abc.abstractmethod
@@ -163,14 +168,16 @@ class Stage(abc.ABC):
         return job.output
 
     def is_of(self, precision: str) -> bool:
-        """Return whether targets of this precision have the stage."""
         return is_quantized(precision) or not self.only_quantized
 
     def is_required(self, model: Finished) -> bool:
-        """Return whether the lock of a finished model must have this stage."""
-        has_precision = not self.only_quantized or any(map(is_quantized, model.precisions))
-        has_adapters = not self.only_adapters or model.has_adapters
-        return (self.is_pinned or self.is_check) and has_precision and has_adapters and self.required(model)
+        return (
+            (self.is_pinned or self.is_check)
+            and (not self.only_quantized or any(map(is_quantized, model.precisions)))
+            and (not self.only_adapters or model.has_adapters)
+            and (not self.runs_engines or model.runs)
+            and self.required(model)
+        )
 
     def inputs(self, precision: str | None) -> dict[str, str]:
         """Return {name: pattern} of what a job of this precision reads; None for a stage without one."""
@@ -211,7 +218,6 @@ def wildcards_of(pattern: str) -> tuple[str, ...]:
 
 
 def digests(manifest: Path) -> dict[str, str]:
-    """Return the sha256 of each file that a manifest names, by its name."""
     return {file.path.name: file.sha256 for file in named_files(manifest)}
 
 
@@ -224,6 +230,18 @@ def bounds(config: Config, names: Names) -> dict[str, Any]:
     """Return what the config says to each check of a target's engines: tolerances and limits."""
     tolerance = config.tolerance(names["model"], names["precision"], names["backend"])
     return {"tolerance": asdict(tolerance), "limits": config.limits.model_dump()}
+
+
+def arguments(job: Job) -> dict[str, Any]:
+    """Return the arguments of a check of engines: the files that it reads, its target, `bounds`, report and threads."""
+    return {
+        **{f"{name}_json": path for name, path in job.inputs.items()},
+        "target": job.target,
+        "tolerance": Tolerances(**job.options["tolerance"]),
+        "limits": Limits(**job.options["limits"]),
+        "out": job.output,
+        "threads": job.threads,
+    }
 
 
 def expected(config: Config, prompts: Iterable[Prompt], names: Names) -> list[str | None]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.stages.stage import EXPORT, TORCH, Job, Names, Stage
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
 from lockstep.targets import Tolerances
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
 
 
 class Validate(Stage):

@@ -34,7 +34,7 @@ def check(
     weights_json: Path,
     engines_json: Path,
     adapters_json: Path,
-    reference_json: Path,
+    adapted_reference_json: Path,
     target: Target,
     tolerance: Tolerances,
     limits: Limits,
@@ -50,7 +50,7 @@ def check(
     Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`; InputError for
     inputs that do not fit together.
     """
-    path = Path(reference_json)
+    path = Path(adapted_reference_json)
     reference = AdaptedReference.load(path)
     arrays = read_logits(path.parent / reference.logits.file, reference.logits.sha256)
     adapters = [answer.adapter for answer in reference.answers]
@@ -62,7 +62,7 @@ def check(
         model.check_adapter(answer.adapter or None)
         if answer.adapter and model.adapters.digest(answer.adapter) != answer.sha256:
             raise InputError(
-                f"{reference_json}: adapter {answer.adapter!r}: expected {model.adapters.digest(answer.adapter)} as in "
+                f"{path}: adapter {answer.adapter!r}: expected {model.adapters.digest(answer.adapter)} as in "
                 f"{adapters_json}, found {answer.sha256}; make the reference again"
             )
     tokenizer, stop_ids = Tokenizer.open(assembly_json), reference.eos_token_ids
