@@ -24,11 +24,7 @@ INSIDE = {
     "serve.settings": "the same",
     "runtime.scheduler": "what the scheduler's share of a step takes",
     "step.pages": "a pool of pages for the scheduler alone",
-    # `tools`: what reading an answer takes.
-    "serve.answer_reader": "an answer, read as the server does",
-    "serve.tool_formats": "the formats of calls",
-    # `decode`, `small_weights` and `tiny`: exports of shapes and of tiny models, which are no checkpoints.
-    "config.backends": "which precisions a backend has here",
+    # `decode` and `tiny`: exports of shapes and of tiny models, which are no checkpoints.
     "config.packing": "which checkpoints are packed",
     "artifacts.document": "what a document is refused with",
     "export": "activations like those of trained models",

@@ -13,8 +13,8 @@ from benchmarks.options import Option
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 
 COMMANDS = (
-    *("demo", "export", "builds", "models", "decode", "small-weights", "cpu-peers", "adapters", "throughput"),
-    *("speculation", "serving", "tools", "soak"),
+    *("export", "models", "decode", "cpu-peers", "adapters", "throughput"),
+    *("speculation", "serving", "soak"),
     *("gpu", "batches", "invariance", "speculation-gpu", "ranks", "serving-gpu"),  # on GPUs
 )
 

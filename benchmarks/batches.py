@@ -332,10 +332,7 @@ def lengths() -> tuple[np.ndarray, np.ndarray]:
 
 
 def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
-    """Time REQUESTS requests at once, twice; the better counts.
-
-    Each request has a seed of its own.
-    """
+    """Time REQUESTS requests at once, twice; the better counts. Each request has a seed of its own."""
     random, runs = np.random.default_rng(0), []
     prompts, new = lengths()
     given = [

@@ -53,10 +53,7 @@ def main(
     shape: str, backend: str, python: str | None, work: Path, build_options: dict[str, Any], rounds: int,
     write: Path | None,
 ) -> None:  # fmt: skip
-    """Measure one GPU: build, load, decode and prefill of a Llama in fp16.
-
-    With random weights, beside transformers.
-    """
+    """Measure one GPU: build, load, decode and prefill of a Llama in fp16. With random weights, beside transformers."""
     path = config_of(shape)
     config = llama(path)
     require(python, backend)
@@ -201,10 +198,7 @@ def described(engines: str | Path) -> dict[str, Any]:
 
 
 def device(backend: str) -> dict[str, Any]:
-    """Return the description of the GPU here.
-
-    Raises InputError where engines of the backend do not run.
-    """
+    """Return the description of the GPU here. Raises InputError where engines of the backend do not run."""
     library: Any = get_backend(backend)
     if backend != "cuda":
         return library.describe_device()
@@ -450,10 +444,7 @@ def references(
 
 
 def _in_transformers(python: str, request: Mapping[str, Any]) -> Any:
-    """Return what gpu_transformers.py answers.
-
-    Raises InputError with its last line when it fails.
-    """
+    """Return what gpu_transformers.py answers. Raises InputError with its last line when it fails."""
     command = [python, str(Path(__file__).with_name("gpu_transformers.py"))]
     try:
         ended = subprocess.run(
@@ -479,10 +470,7 @@ def _plain_environment() -> dict[str, str]:
 
 
 def check(engines: Path, assembly: Path, weights: Path, layers: int | str, reference: Path) -> dict[str, Any]:
-    """Run the engines along the tokens of a reference of transformers.
-
-    Returns what `agreement` does.
-    """
+    """Run the engines along the tokens of a reference of transformers. Returns what `agreement` does."""
     saved = np.load(reference)
     model = ready(engines, assembly, weights, layers)
     prompt, tokens = saved["prompt"], saved["tokens"]

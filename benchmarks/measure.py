@@ -61,10 +61,7 @@ def spread(values: Sequence[float], digits: int = 6) -> dict[str, float]:
 
 
 def ratios(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str, float]]:
-    """Return how many times as fast as each other contestant `of` is, round by round.
-
-    Above 1, `of` is faster.
-    """
+    """Return how many times as fast as each other contestant `of` is, round by round. Above 1, `of` is faster."""
     return {
         name: spread([a / b for a, b in zip(values, times[of], strict=True)], 3)
         for name, values in times.items()

@@ -96,10 +96,7 @@ def main(
 
 @dataclass(frozen=True)
 class Aim:
-    """An aim: `at_least`, or `at_most`, for a figure of `figures`.
-
-    vllm: the same figure of vLLM 0.23.0.
-    """
+    """An aim: `at_least`, or `at_most`, for a figure of `figures`. vllm: the same figure of vLLM 0.23.0."""
 
     shape: str
     ranks: int
@@ -137,10 +134,7 @@ AIMS = (
 
 
 def count_gpus(ranks: int) -> int:
-    """Return the number of GPUs that this process sees.
-
-    `ranks` where all are to run on the first, for checks.
-    """
+    """Return the number of GPUs that this process sees. `ranks` where all are to run on the first, for checks."""
     from lockstep.gpu import cuda
 
     return ranks if os.environ.get(ONE_GPU) else cuda.device_count()
@@ -201,10 +195,7 @@ def _read(path: Path) -> None:
 
 
 def figures(case: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """Return the numbers of a case, by the names that aims have for them.
-
-    one: the same shape on one GPU.
-    """
+    """Return the numbers of a case, by the names that aims have for them. one: the same shape on one GPU."""
     found: dict[str, float | None] = {"build: s": case["build_seconds"], "ready: s": case["ready_seconds"]}
     for batch, row in by_size(case["decode"]):
         found[f"decode {batch}: tokens/s"] = row["tokens_per_second"]

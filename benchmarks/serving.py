@@ -55,10 +55,7 @@ KEPT = (
 
 
 def main(models: Sequence[str], streams: int, threads: int | None, rounds: int, write: Path | None) -> None:
-    """Measure the server beside the bare engine on this CPU.
-
-    In tokens/s, and in CPU time of the API process.
-    """
+    """Measure the server beside the bare engine on this CPU. In tokens/s, and in CPU time of the API process."""
     used = threads or max(1, len(os.sched_getaffinity(0)) - 1)
     deliver(measured(models, streams, rounds, used), write)
 
@@ -81,10 +78,7 @@ class Place:
 
 @contextlib.contextmanager
 def model(name: str, batch: int, threads: int) -> Iterator[Place]:
-    """Make a checkpoint folder or a shape, in fp32, into an ONNX Runtime engine set.
-
-    A shape gets random weights.
-    """
+    """Make a checkpoint folder or a shape, in fp32, into an ONNX Runtime engine set. A shape gets random weights."""
     from benchmarks.decode import prepare
 
     with tempfile.TemporaryDirectory() as work:
@@ -156,10 +150,7 @@ def _json(place: Place) -> dict[str, Any]:
 
 
 def bare(place: Mapping[str, Any], streams: int, rounds: int) -> list[float]:
-    """Measure new tokens a second of `streams` requests at once through the engine.
-
-    Returns one number a round.
-    """
+    """Measure new tokens a second of `streams` requests at once through the engine. Returns one number a round."""
     limits = {name: place["limits"][name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")}
     opened = Model.open(Path(place["engines"]), Path(place["assembly"]), Path(place["weights"]), **limits,
                         threads=place["threads"], kv_bytes=place["kv_bytes"])  # fmt: skip
@@ -288,10 +279,7 @@ def at_rate(url: str, rate: str, requests: int) -> dict[str, float | None]:
 
 
 def long_prompt(url: str) -> dict[str, Any]:
-    """Measure the gaps between tokens of QUIET streams.
-
-    Alone, and while a prompt of LONG tokens comes.
-    """
+    """Measure the gaps between tokens of QUIET streams. Alone, and while a prompt of LONG tokens comes."""
     quiet = load(url, f"16,0,{QUIET_NEW},0", "inf", QUIET, seed=2)
     streams = subprocess.Popen(
         [sys.executable, "-m", "lockstep", "load", url, "--token-norm-dist", f"16,0,{QUIET_NEW},0", "--requests",
@@ -314,10 +302,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def serve(place: Place) -> None:
-    """Serve until SIGTERM; the first line says where.
-
-    Without a tokenizer of all ids each token id is a word.
-    """
+    """Serve until SIGTERM; the first line says where. Without a tokenizer of all ids each token id is a word."""
     from lockstep.serve.bodies import Access
     from lockstep.serve.run import Address
     from lockstep.serve.run import serve as run_server

@@ -27,10 +27,7 @@ def main(
     work: Path, backend: str, python: str | None, kv_bytes: int | None, beside: Sequence[str], rates: Sequence[str],
     requests: int, rounds: int,
 ) -> None:  # fmt: skip
-    """Measure the server on one GPU.
-
-    Beside the bare engine, under Poisson arrivals, and when a long prompt comes.
-    """
+    """Measure the server on one GPU. Beside the bare engine, under Poisson arrivals, and when a long prompt comes."""
     others = dict(each.partition("=")[::2] for each in beside)
     engines, assembly, weights = (
         str(work / name) for name in (f"{backend}/engines.json", "graphs/assembly.json", "weights/weights.json")

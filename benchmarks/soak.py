@@ -51,10 +51,7 @@ PROCESSES = ("api", "engine")
 
 @dataclass(frozen=True)
 class Sample:
-    """What the processes held at a moment.
-
-    rss: bytes; descriptors: open ones; both by name of the process.
-    """
+    """What the processes held at a moment. rss: bytes; descriptors: open ones; both by name of the process."""
 
     rss: dict[str, int]
     descriptors: dict[str, int]
@@ -74,10 +71,7 @@ class Soak:
 
 
 class Server:
-    """`lockstep serve` of a target, as a context.
-
-    It is ended by SIGTERM, and must end by itself.
-    """
+    """`lockstep serve` of a target, as a context. It is ended by SIGTERM, and must end by itself."""
 
     def __init__(self, target: str, results: Path, kv_bytes: str):
         # All of the pool is written within a minute: memory that is touched for the first time is no leak.
@@ -166,10 +160,7 @@ def main(write: Path | None, **settings: Any) -> None:
 
 
 def run(target: str, results: Path, minutes: float, seed: int, kills: bool, kv_bytes: str) -> dict[str, Any]:
-    """Soak a target's server, and return the record.
-
-    `faults` in it says what is not as it must be.
-    """
+    """Soak a target's server, and return the record. `faults` in it says what is not as it must be."""
     soak = Soak()
     with Server(target, results, kv_bytes) as server:
         model = server.status()["model"]
@@ -224,10 +215,7 @@ def _load(server: Server, soak: Soak, model: str, seconds: float, seed: int, kil
 
 
 def _kill(server: Server, soak: Soak, end: float) -> None:
-    """Kill the engine every minute, from half a minute on.
-
-    Notes until when the server was not ready.
-    """
+    """Kill the engine every minute, from half a minute on. Notes until when the server was not ready."""
     due = time.monotonic() + KILLS_EVERY / 2
     while due < end:
         time.sleep(max(0.0, due - time.monotonic()))

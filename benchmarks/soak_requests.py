@@ -25,10 +25,7 @@ _SCHEMA = {"type": "object", "additionalProperties": False}
 
 @dataclass(frozen=True)
 class Sent:
-    """A request.
-
-    status: that it must be answered with; leaves_after: seconds until its client goes, None: it stays.
-    """
+    """A request. status: that it must be answered with; leaves_after: seconds until its client goes, None: it stays."""
 
     kind: str
     path: str
@@ -39,10 +36,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request.
-
-    began, ended: `time.monotonic()`; fault: one line, of what failed.
-    """
+    """What became of a request. began, ended: `time.monotonic()`; fault: one line, of what failed."""
 
     kind: str
     status: str
@@ -52,10 +46,7 @@ class Outcome:
 
 
 def request(model: str, seed: int, number: int, cancelled: float) -> Sent:
-    """Return the request of that number.
-
-    cancelled: the share of requests whose clients leave.
-    """
+    """Return the request of that number. cancelled: the share of requests whose clients leave."""
     draw = np.random.default_rng([seed, number])
     kind = str(draw.choice(list(_KINDS)))
     path, body, status = _KINDS[kind](draw)

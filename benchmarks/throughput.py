@@ -195,10 +195,7 @@ def _seconds(call: Any) -> float:
 
 
 def scheduler_microseconds(rows: int, steps: int = 300) -> float:
-    """Return the median microseconds of the scheduler's share of a step.
-
-    `rows` requests decode in the step.
-    """
+    """Return the median microseconds of the scheduler's share of a step. `rows` requests decode in the step."""
     scheduler = Scheduler(PageTables(PagePool(rows * 40, 1), rows), rows, 2048, 256)
     for _ in range(rows):
         scheduler.add(Scheduled(4, 2000))

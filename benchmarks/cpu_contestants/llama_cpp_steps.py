@@ -111,10 +111,7 @@ def opened(job: dict) -> Start:
     vocabulary = json.loads((Path(job["checkpoint"]) / "config.json").read_text())["vocab_size"]
 
     def run(tokens: np.ndarray, first: int) -> np.ndarray:
-        """Run tokens [sequences, tokens], at positions from `first`.
-
-        Returns the next token of each sequence.
-        """
+        """Run tokens [sequences, tokens], at positions from `first`. Returns the next token of each sequence."""
         batch.n_tokens = tokens.size
         last = tokens.shape[1] - 1
         places = []

@@ -1,4 +1,4 @@
-"""Benchmarks: children are measured, contestants agree on a tiny shape, what is missing is said first."""
+"""Benchmarks: contestants agree on a tiny shape, what is missing is said first."""
 
 import sys
 

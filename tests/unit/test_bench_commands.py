@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +12,11 @@ from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
-import scripted_model
 import test_soak
-from benchmarks import (
-    adapters,
-    batches,
-    demo,
-    gpu,
-    gpu_transformers,
-    invariance,
-    serving,
-    small_weights,
-    speculation,
-    speculation_gpu,
-    tools,
-)
+from benchmarks import adapters, batches, gpu, gpu_transformers, invariance, serving, speculation, speculation_gpu
 from benchmarks.__main__ import bench
 from benchmarks.measure import THREADS_VARIABLE, thread_count
 from click.testing import CliRunner, Result
-from scripted_chats import scripted_chats
 from test_bench import TINY
 
 import fake_gpu
@@ -39,7 +24,7 @@ import lockstep
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
 from lockstep.stages.worker import function_named
-from real_server import RealServer, make_tree
+from real_server import make_tree
 from shared import Shared
 from some import some
 
@@ -126,13 +111,6 @@ def _(here: Here) -> Sequence[Any]:
     return "--model", here.checkpoint, "--batch", 1, "--context", 4, "--steps", 2, *ONE_ROUND
 
 
-@starts("small-weights", "seconds_to_read_the_weights fp32")
-def _(here: Here) -> Sequence[Any]:
-    here.smaller(small_weights, _READ_BYTES=1 << 20)
-    chosen = "--model", here.checkpoint, "--batch", 1, "--backend", "onnxruntime", "--precision", "fp32"
-    return *chosen, "--context", 4, "--steps", 2, "--prompt", 0, *ONE_ROUND
-
-
 @starts("cpu-peers", "peak_relative_to_weights")
 def _(here: Here) -> Sequence[Any]:
     few = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--threads", 1, "--work", here.folder / "work"
@@ -150,14 +128,6 @@ def _(here: Here) -> Sequence[Any]:
     tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))
     sizes = "--requests", 2, "--mean-prompt", 4, "--mean-new", 2, "--prefix", 0
     return "--target", "demo-llama/fp32/all", "--results", tree, *sizes, *ONE_ROUND
-
-
-@starts("tools", "ratios held")
-def _(here: Here) -> Sequence[Any]:
-    here.smaller(tools, CALLS=2)
-    server = RealServer(scripted_chats(here.shared).root, target=scripted_model.TARGET)
-    here.stack.enter_context(server)
-    return "--url", server.url, "--tokens", 4, "--turns", 2, "--words", 4, *ONE_ROUND
 
 
 @starts("speculation", "targets demo-llama/fp32/all tasks edit speed_of_drafts_relative_to plain")
@@ -204,20 +174,7 @@ def _(here: Here) -> Sequence[Any]:
 
 @starts("export", "shapes")
 def _(here: Here) -> Sequence[Any]:
-    return "--shape", here.shape, *ONE_ROUND
-
-
-@starts("builds", "shapes")
-def _(here: Here) -> Sequence[Any]:
-    return "--shape", here.shape, "--backend", "cuda", *ONE_ROUND
-
-
-@starts("demo", "full_run_seconds")
-def _(here: Here) -> Sequence[Any]:
-    rule = """rule all: output: "results/summary.json" shell: "echo '{{\\"targets\\": []}}' > {output}"\n"""
-    (here.folder / "Snakefile").write_text(rule.replace(" output:", "\n  output:").replace(" shell:", "\n  shell:"))
-    here.smaller(demo, REPOSITORY=here.folder)
-    return "--cores", 1, *ONE_ROUND
+    return "--shape", here.shape, "--build", "cuda", *ONE_ROUND
 
 
 @starts("models", "models llama result")
@@ -353,12 +310,3 @@ def test_batches_keeps_what_it_had_measured_where_it_ends_early(here: Here) -> N
     ended, record = batches_of(here, lockstep.Model.open)
     assert ended.exit_code == 1 and ended.stderr.endswith("lockstep: error: expected rank 1 at a sum\n")
     assert set(record["decode"]) == {"1", "4"} and set(record["sampled"]) == {"2"} and "left_out" not in record
-
-
-def test_a_server_that_is_not_up_is_one_line() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        ended = CliRunner().invoke(bench, ["tools", "--url", f"http://{address}"])
-    assert ended.exit_code == 2 and ended.stderr.count("\n") == 1, ended.output
-    assert f"--url: expected a server at {address}, found" in ended.stderr and "lockstep serve TARGET" in ended.stderr
